@@ -245,7 +245,7 @@ def test_the_largest_batch_simulated(run: Callable[..., int], capsys: pytest.Cap
 
 def test_a_length_that_leaves_no_completion(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("probe-max-len", "dpo.yaml", "--from", "3") == 2
-    assert "a prompt and its completion have 4 or more, not 3" in " ".join(capsys.readouterr().err.split())
+    assert "a prompt with its completion needs at least 4 tokens, found 3" in " ".join(capsys.readouterr().err.split())
 
 
 # --- verify -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,12 +67,13 @@ def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.Capt
     assert probe("--device-memory", "4MiB", "--from", "1024", "--to", "1024", "--baseline", "--output-dir", "out") == 0
     shown, said = capsys.readouterr()
     lines = shown.splitlines()
-    assert lines[0] == "Longest sequence in 4.00 MiB, sft, measured"
-    table = {line.split("  ")[0]: line.split() for line in lines[2:5]}
+    assert lines[0] == "Longest sequence: 1,024 tokens in 4.00 MiB of device memory (sft, measured)"
+    table = {line.split("  ")[0]: line.split() for line in lines[4:7]}
     assert table["StreamTune"][1] == "1,024"
     assert table["plain autograd"][2] == "none"
-    assert "StreamTune: the end of the range" in shown
-    assert "plain autograd at 1,024, device memory: the step takes more than 4.00 MiB" in shown
+    assert "StreamTune: no trial failed up to the end of the search" in shown
+    assert "plain autograd fails at 1,024: device memory: the step needs more than 4.00 MiB" in shown
+    assert lines[-1] == "Next: streamtune sft tiny.yaml --set max_length=1024"
     assert "mode=stream length=1024 batch_size=1 fits=true peak_bytes=" in said
     assert "mode=plain length=1024 batch_size=1 fits=false" in said
     assert "\x1b" not in shown + said
@@ -97,11 +99,11 @@ def test_the_largest_batch_of_adapters_as_json(probe: Callable[..., int], capsys
 def test_a_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert probe("--device-memory", "300KiB", "--from", "64", "--to", "64") == 2
     said = capsys.readouterr().err
-    assert "error: not even 64 tokens fit: device memory: the step takes more than 300 KiB" in said
+    assert "error: the smallest trial, 64 tokens, does not fit: device memory: the step needs more than 300 KiB" in said
     assert "the largest term is optimizer (weights" in said
-    assert "KiB on the device would hold 64 tokens" in said
+    assert re.search(r"64 tokens fit in [\d.]+ KiB of device memory", said)
     assert "finetuning_type: lora" in said
-    assert "larger chunks never help" in said
+    assert "larger chunks do not help" in said
 
 
 @pytest.mark.full
@@ -110,25 +112,25 @@ def test_a_model_that_cannot_be_trained_is_no_lack_of_memory(
 ) -> None:
     changes = ["--set", "model_name_or_path=./nowhere", "--set", "model=null"]
     assert probe(*changes, "--device-memory", "1GiB", "--from", "64", "--to", "64") == 1
-    assert "not even 64 tokens can be trained: ArgumentError: there is no folder" in capsys.readouterr().err
+    assert "the smallest trial, 64 tokens, failed: ArgumentError: there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--from", "100", "--to", "50"], "there is nothing from 100 to 50"),
-        (["--from", "1"], "two tokens or more"),
-        (["--batch-size", "--from", "0"], "from 1 up"),
-        (["--to", "0"], "from 1 up"),
-        (["--length", "100"], "--length is the fixed length of --batch-size"),
-        (["--batch-size", "--length", "1"], "two tokens or more"),
+        (["--from", "100", "--to", "50"], "--from 100 is above --to 50"),
+        (["--from", "1"], "a sequence needs at least 2 tokens, found 1"),
+        (["--batch-size", "--from", "0"], "--from must be at least 1, found 0"),
+        (["--to", "0"], "--to must be at least 1, found 0"),
+        (["--length", "100"], "--length needs --batch-size"),
+        (["--batch-size", "--length", "1"], "a sequence needs at least 2 tokens, found 1"),
         (["--device-memory", "much"], "'much' is no size"),
-        (["--device-memory", "0GiB"], "no memory"),
-        (["--device-memory", "100TiB"], "it would swap"),
-        (["--host-memory", "100TiB"], "it would swap"),
-        (["--method", "guess"], "--method is measure or simulate, not 'guess'"),
+        (["--device-memory", "0GiB"], "--device-memory must be above 0"),
+        (["--device-memory", "100TiB"], "the machine would swap"),
+        (["--host-memory", "100TiB"], "the machine would swap"),
+        (["--method", "guess"], "--method must be measure or simulate, found 'guess'"),
         (["--margin", "1.5"], "--margin"),
-        (["--trial-timeout", "0"], "no time"),
+        (["--trial-timeout", "0"], "--trial-timeout must be above 0"),
         (["--device", "h100-80gb"], "--method simulate"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
@@ -178,7 +180,7 @@ def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
     document = json.loads(shown)
     assert document["complete"] is False
     assert document["max_length"] >= 64
-    assert "stopped before the search was over" in said
+    assert "stopped before the end of the search" in said
     assert "Traceback" not in said
 
 
@@ -231,5 +233,5 @@ def test_a_simulated_budget_that_nothing_fits(probe: Callable[..., int], capsys:
     size = ["--set", "device=cpu", "--device-memory", "200KiB", "--from", "64", "--to", "64"]
     assert probe("--method", "simulate", *size) == 2
     said = capsys.readouterr().err
-    assert "not even 64 tokens fit: device memory: the step takes" in said
-    assert "KiB on the device would hold 64 tokens" in said
+    assert "the smallest trial, 64 tokens, does not fit: device memory: the step needs" in said
+    assert re.search(r"64 tokens fit in [\d.]+ KiB of device memory", said)

@@ -175,7 +175,7 @@ def test_a_probe_ends_with_what_is_known_and_a_trial_ends_with_it(tmp_path: Path
     ended = interrupt(tmp_path, COMMANDS["probe"], lambda text: "length=32" in text, seconds=15)
     assert ended.wrong == []
     assert ended.code == 130
-    assert "stopped before the search was over" in ended.output
+    assert "stopped before the end of the search" in ended.output
 
 
 @pytest.mark.slow

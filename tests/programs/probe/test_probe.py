@@ -138,7 +138,7 @@ def test_a_budget_that_is_crossed_breaks_off(serve: Callable[..., Outcome], part
     budget = int(part * whole)
     cut = serve(prepare, device_bytes=budget)
     assert (cut.fits, cut.cause) == (False, "device memory")
-    assert cut.reason == f"device memory: the step takes more than {show_size(budget)}"
+    assert cut.reason == f"device memory: the step needs more than {show_size(budget)}"
     assert cut.peak_bytes is not None
     assert budget < cut.peak_bytes <= whole
     assert serve(prepare, device_bytes=whole).fits
@@ -150,7 +150,7 @@ def test_a_budget_of_the_host_is_kept(serve: Callable[..., Outcome]) -> None:
     assert whole is not None
     cut = serve(prepare, host_bytes=4096)
     assert (cut.fits, cut.cause) == (False, "host memory")
-    assert cut.reason == "host memory: the step takes more than 4.00 KiB"
+    assert cut.reason == "host memory: the step needs more than 4.00 KiB"
     assert serve(prepare, host_bytes=whole).fits
     assert not serve(prepare, host_bytes=whole - 1).fits
 
@@ -162,7 +162,7 @@ def test_a_crash_is_a_failed_trial_with_its_reason(ended: dict[str, Outcome], se
     assert "prepare_wrong" in wrong.detail
     assert killed.cause == "crash"
     assert killed.reason == "the process was ended by SIGKILL (the system does that where memory runs out)"
-    assert (endless.cause, endless.reason) == ("time", "not done after 1 s")
+    assert (endless.cause, endless.reason) == ("time", "not finished after 1 s (--trial-timeout)")
     assert not any(outcome.fits for outcome in (wrong, killed, endless))
 
 

@@ -32,7 +32,7 @@ from streamtune.programs.bench.table_rows import (
     TableRow,
     length_entries,
 )
-from streamtune.programs.probe.probe import LENGTHS, measured
+from streamtune.programs.probe.probe import LENGTHS, measured_trials
 from streamtune.programs.probe.recipe_trials import prepare_step
 from streamtune.programs.probe.trial import Outcome, Shape
 from streamtune.recipe.settings import TrainingSettings
@@ -245,7 +245,7 @@ def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tup
         engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
         changed = recipe.model_copy(update={"engine": engine})
         prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), budget)
-        run = measured(prepare, budget, seconds=TRIAL_SECONDS)
+        run = measured_trials(prepare, budget, seconds=TRIAL_SECONDS)
         return run(Shape(entry.case.mode, length, job.batch_size), lambda phase: None)
 
     return env, attempt

@@ -1,6 +1,6 @@
-"""Search the longest sequence, or the largest batch, that trains: the search, its report and its picture.
+"""Search the longest sequence, or the largest batch, that can be trained: the search, its report and its picture.
 
-A function makes the trials, one at a time: whole training steps (:func:`measured`) or simulated ones.
+The search gets a function that runs one trial. A trial is measured (:func:`measured_trials`) or simulated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from streamtune.schedule import Schedule
 Scaled = Literal["length", "batch"]
 
 RunTrial = Callable[[Shape, Callable[[str], None]], Outcome]
-"""``(shape, tell) -> outcome``; ``tell`` is called with each phase of the trial."""
+"""``(shape, tell) -> outcome``: runs one trial; ``tell`` is called with the name of each phase."""
 
 LENGTHS = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
-"""Default search over tokens."""
+"""Default range and step of a search over tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class ProbeTask:
     """A search for the longest sequence or the largest batch.
 
     Attributes:
-        scaled: The quantity to maximise: length of a row, or number of rows.
-        fixed: The other quantity.
+        scaled: Quantity to maximise: row length, or batch size.
+        fixed: Value of the other quantity.
         within: Range and tolerance of the search.
-        modes: Streaming, and the modes to compare it with.
-        device_bytes, host_bytes, disk_bytes: The budget; None is all memory there is.
-        schedule: The recipe's schedule; None if the planner picks one for each length.
-        margin: Fraction of the budget that simulated and planned steps leave free.
+        modes: Modes to search: streaming, and the baselines.
+        device_bytes, host_bytes, disk_bytes: Memory budgets; None is all available memory.
+        schedule: Schedule that the recipe fixes; None if the planner chooses one for each length.
+        margin: Fraction of the budgets that simulated and planned steps leave free.
         unit: Unit of the batch size: ``row``, ``pair`` or ``completion``.
     """
 
@@ -54,16 +54,19 @@ class ProbeTask:
     unit: str = "row"
 
     def shape(self, mode: Mode, number: int) -> Shape:
+        """Return the shape of a trial in which the searched quantity is ``number``."""
         return Shape(mode, number, self.fixed) if self.scaled == "length" else Shape(mode, self.fixed, number)
 
 
 @dataclass(frozen=True)
 class Trial:
+    """A finished trial: its shape and its outcome."""
+
     shape: Shape
     outcome: Outcome
 
     def to_json(self) -> dict[str, Any]:
-        """Return the flat dictionary of ``--json``."""
+        """Return shape and outcome as one flat dictionary, as in ``--json``."""
         flat = {**asdict(self.shape), **asdict(self.outcome)}
         left_out = {"env"} if self.outcome.traffic is not None else {"env", "traffic"}
         return {key: value for key, value in flat.items() if key not in left_out}
@@ -71,14 +74,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Limit:
-    """The largest number that fits in one mode, and the smallest that does not.
+    """The largest number (of tokens or rows) that fits in one mode, and the smallest that does not.
 
     Attributes:
-        fits: The largest number that fits; 0 if none does.
-        fails: The smallest number that does not fit; None if every trial did.
-        trial: The trial of ``fits``.
-        failed: The trial of ``fails``.
-        complete: The search reached its end.
+        mode: Mode of the trials.
+        fits: Largest number that fits; 0 if none fits.
+        fails: Smallest number that does not fit; None if every trial fits.
+        trial: Trial of ``fits``.
+        failed: Trial of ``fails``.
+        complete: True if the search of this mode has ended.
     """
 
     mode: Mode
@@ -91,31 +95,34 @@ class Limit:
 
 @dataclass
 class ProbeReport:
+    """Results of a search: the limit of each mode, and all trials."""
+
     task: ProbeTask
     env: dict[str, Any] = field(default_factory=dict)
     limits: dict[Mode, Limit] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     positions: str | None = None
-    """Key and value that extend the model's positions, if the longest length exceeds them."""
+    """Recipe key and value that extend the model's positions; None if the longest length does not exceed them."""
 
     @property
     def complete(self) -> bool:
+        """Return True if the search of every mode has ended."""
         return all(mode in self.limits and self.limits[mode].complete for mode in self.task.modes)
 
     @property
     def device_bytes(self) -> int | None:
-        """Device budget of the trials; before the first trial the given budget."""
+        """Device budget of the trials; before the first trial, the budget of the task."""
         return self.env.get("device_bytes", self.task.device_bytes)
 
     @property
     def schedule(self) -> Schedule | None:
-        """Schedule of the longest streamed length: the planner's choice or the recipe's."""
+        """Schedule of the longest streamed trial; without one, the schedule that the recipe fixes."""
         limit = self.limits.get("stream")
         chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
         return chosen or self.task.schedule
 
     def _shared(self) -> dict[str, Any]:
-        """Return the cluster and its traffic at the longest length; empty with a single rank."""
+        """Return the simulated cluster and a rank's traffic at the longest length; empty with one rank."""
         if "cluster" not in self.env:
             return {}
         limit = self.limits.get("stream")
@@ -123,7 +130,7 @@ class ProbeReport:
         return {"cluster": self.env["cluster"], "traffic": outcome.traffic if outcome is not None else None}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document of ``streamtune probe-max-len --json``."""
+        """Return the JSON document of ``streamtune probe-max-len --json``."""
         task = self.task
         found = {mode: limit.fits for mode, limit in self.limits.items()}
         scaled = "max_length" if task.scaled == "length" else "max_batch_size"
@@ -150,8 +157,8 @@ class ProbeReport:
         }
 
 
-def measured(prepare: PrepareStep, budget: Budget, *, seconds: float) -> RunTrial:
-    """Return a function that makes trials by whole training steps on the device, each in its own process."""
+def measured_trials(prepare: PrepareStep, budget: Budget, *, seconds: float) -> RunTrial:
+    """Return a function that runs trials: whole training steps on the device, each trial in its own process."""
     return lambda shape, tell: run_trial(prepare, shape, budget, seconds=seconds, tell=tell)
 
 
@@ -162,16 +169,16 @@ def run_probe(
     notify: Callable[[str], None] = lambda message: None,
     tried: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
-    """Search every mode; a failed trial never ends the search.
+    """Run the search of every mode. A failed trial never ends it.
 
     Args:
-        task: The search.
-        run: Makes a trial.
-        notify: Called with the current trial, its phase, and the number known to fit.
+        task: The search to run.
+        run: Function that runs one trial.
+        notify: Called with text that names the current trial, its phase, and the largest number known to fit.
         tried: Called with each finished trial.
 
     Returns:
-        The report, and True if Ctrl-C ended the search: the report then holds the finished trials.
+        The report, and True if Ctrl-C ended the search. The report then holds the finished trials.
     """
     report = ProbeReport(task)
     try:
@@ -203,16 +210,16 @@ def _search(
         report.env = report.env or outcome.env
         trial = Trial(shape, outcome)
         report.trials.append(trial)
-        report.limits[mode] = _updated(known, number, trial)
+        report.limits[mode] = _update_limit(known, number, trial)
         tried(trial)
-        return Attempt(outcome.fits, _filled(outcome, report))
+        return Attempt(outcome.fits, _budget_share(outcome, report))
 
     report.limits[mode] = Limit(mode)
     search_largest(attempt, task.within)
     report.limits[mode] = replace(report.limits[mode], complete=True)
 
 
-def _updated(limit: Limit, number: int, trial: Trial) -> Limit:
+def _update_limit(limit: Limit, number: int, trial: Trial) -> Limit:
     if trial.outcome.fits:
         return replace(limit, fits=number, trial=trial) if number > limit.fits else limit
     if limit.fails is None or number < limit.fails:
@@ -220,10 +227,11 @@ def _updated(limit: Limit, number: int, trial: Trial) -> Limit:
     return limit
 
 
-def _filled(outcome: Outcome, report: ProbeReport) -> float | None:
-    """Return the fraction of the budget that a step took.
+def _budget_share(outcome: Outcome, report: ProbeReport) -> float | None:
+    """Return the fraction of the budget that a step used; None if it tells nothing about longer steps.
 
-    None for a measured step that was stopped, or whose schedule the planner picked: that one uses all memory.
+    A measured step tells nothing if it was stopped. It tells nothing either if the planner chose its schedule, because
+    that schedule uses all memory.
     """
     task = report.task
     if task.method == "measure" and (task.schedule is None or not outcome.fits):
@@ -240,7 +248,7 @@ def _amount(shape: Shape) -> str:
 
 @dataclass(frozen=True)
 class _Progress:
-    """Shows the current trial, its phase and the number known to fit."""
+    """Reports the current trial, its phase and the largest number known to fit."""
 
     trying: str
     fits: int
@@ -258,7 +266,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @drawn_plainly
 def draw_probe(report: ProbeReport, *, title: str) -> bytes:
-    """Return a PNG with a bar for each mode, and device bytes over length with the budget."""
+    """Return a PNG: on the left a bar for each mode, on the right the device memory of each trial and the budget."""
     from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
@@ -277,7 +285,7 @@ def _draw_bars(axes: Any, report: ProbeReport) -> None:
         axes.annotate(f" {text}", (limit.fits, row), va="center", color=INK, fontsize=11, fontweight="bold")
     axes.set_xlim(0, 1.25 * max((limit.fits for limit in limits), default=1) or 1)
     axes.set_title(f"Largest that fits ({_unit(report)})", loc="left", color=INK, fontsize=11)
-    _undress(axes)
+    _style_axes(axes)
 
 
 def _draw_trials(axes: Any, report: ProbeReport) -> None:
@@ -321,7 +329,7 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
     axes.set_xlabel(_unit(report), color=INK)
     axes.set_ylim(0, 1.12 * largest / unit if largest else 1)
     axes.set_xlim(left=0)
-    _undress(axes)
+    _style_axes(axes)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, labelcolor=INK, loc="lower right")
 
@@ -339,7 +347,7 @@ def _unit(report: ProbeReport) -> str:
     return f"tokens, {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''}"
 
 
-def _undress(axes: Any) -> None:
+def _style_axes(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.grid(alpha=0.25, axis="x")

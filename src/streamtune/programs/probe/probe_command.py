@@ -1,8 +1,9 @@
-"""``streamtune probe-max-len``: the longest sequence this recipe can train."""
+"""``streamtune probe-max-len``: find the longest sequence that a recipe can train."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.text import parse_size, show_size
-from streamtune.cli.console import err, make_table, out, print_json, print_note, print_rows
+from streamtune.cli.console import err, make_table, out, print_hanging, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, NodesOption, RanksOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.cli.plan_screen import show_seconds, traffic_table
 
@@ -30,20 +31,28 @@ NAMES = {
 def probe_max_len(
     recipe: RecipeArgument,
     method: Annotated[
-        str, typer.Option(metavar="measure|simulate", help="Train on the device, or simulate one that is not there.")
+        str, typer.Option(metavar="measure|simulate", help="Run training steps on this device, or simulate them.")
     ] = "measure",
-    device_memory: Annotated[str | None, option("80GiB", "Budget on the device; else what it has.")] = None,
-    host_memory: Annotated[str | None, option("128GiB", "For what the schedule keeps on the host.")] = None,
-    disk_memory: Annotated[str | None, option("2TiB", "For what the schedule keeps on disk.")] = None,
-    device: Annotated[str | None, option("NAME", "A device by name, with `simulate`.")] = None,
-    baseline: Annotated[bool, option(None, "Also without streaming: checkpointing, plain.", "--baseline")] = False,
-    batch_size: Annotated[bool, option(None, "Look for the largest batch, at one length.", "--batch-size")] = False,
-    length: Annotated[int | None, option("N", "That length; else the recipe's max_length.")] = None,
-    least: Annotated[int | None, option("N", "Try nothing smaller.", "--from")] = None,
-    most: Annotated[int | None, option("N", "Try nothing larger.", "--to")] = None,
-    trial_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A trial that takes longer fails.")] = 1800,
-    margin: Annotated[float | None, option("PART", "Part of a budget left free; else engine.margin.")] = None,
-    output_dir: Annotated[Path | None, option("DIR", "Where probe.json and probe.png go.")] = None,
+    device_memory: Annotated[str | None, option("80GiB", "Device memory budget. [default: all of it]")] = None,
+    host_memory: Annotated[str | None, option("128GiB", "Host memory budget for offloaded tensors.")] = None,
+    disk_memory: Annotated[str | None, option("2TiB", "Disk budget for offloaded tensors.")] = None,
+    device: Annotated[str | None, option("NAME", "Name of the device to simulate.")] = None,
+    baseline: Annotated[
+        bool, option(None, "Also search with gradient checkpointing and with plain autograd.", "--baseline")
+    ] = False,
+    batch_size: Annotated[bool, option(None, "Search the largest batch at a fixed length.", "--batch-size")] = False,
+    length: Annotated[int | None, option("N", "Row length for --batch-size. [default: max_length]")] = None,
+    least: Annotated[int | None, option("N", "Smallest number to try.", "--from")] = None,
+    most: Annotated[int | None, option("N", "Largest number to try.", "--to")] = None,
+    trial_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Seconds after which a trial counts as failed.")
+    ] = 1800,
+    margin: Annotated[
+        float | None, option("PART", "Fraction of each budget to leave free. [default: engine.margin]")
+    ] = None,
+    output_dir: Annotated[
+        Path | None, option("DIR", "Folder for probe.json and probe.png. [default: the recipe's output_dir]")
+    ] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,
@@ -51,9 +60,9 @@ def probe_max_len(
 ) -> None:
     """Find the longest sequence that the recipe can train, by whole training steps or by simulation.
 
-    The search doubles the length until a step fails, then closes in until what fits and what fails are at most 1% or
-    256 tokens apart, whichever is more. Each measured trial has a process of its own: one that crashes, or that the
-    system kills, is a trial that failed.
+    The search doubles the length until a step fails, then bisects. It ends when the longest that fits and the shortest
+    that fails differ by 1% or 256 tokens, whichever is more. Each measured trial runs in its own process: if that
+    process crashes or is killed, the trial counts as failed.
     """
     sizes = [
         None if text is None else parse_size(text, where=option)
@@ -88,7 +97,7 @@ def probe_max_len(
             nodes=nodes,
         )
         report, interrupted = probe_recipe(
-            loaded, options, notify=status.update if err.is_terminal else _say_nothing, tried=_print_trial
+            loaded, options, notify=status.update if err.is_terminal else _ignore, tried=_print_trial
         )
     document = report.to_json()
     write_output(folder / "probe.json", f"{json.dumps(document, indent=2)}\n".encode())
@@ -97,8 +106,11 @@ def probe_max_len(
         print_json(document)
     else:
         _print_report(report, folder)
+        simulated = {"device": device, "device-memory": device_memory, "ranks": ranks, "nodes": nodes}
+        if report.complete and (command := _next_command(report, recipe, set_, simulated)):
+            print_hanging(Text("Next: ", style="bold"), Text(command))
     if interrupted:
-        print_note("stopped before the search was over: what is above is what was known by then")
+        print_note("stopped before the end of the search: the result covers the finished trials only")
         raise typer.Exit(130)
 
 
@@ -109,7 +121,45 @@ def _title(report: ProbeReport) -> str:
     return f"{what}{budget}, {task.objective}, {task.method}d"
 
 
-def _say_nothing(message: str) -> None:
+def _headline(report: ProbeReport) -> str:
+    """Return the answer as one line: the longest sequence or the largest batch, and where it fits."""
+    task, limit = report.task, report.limits.get("stream")
+    count = str(_count(limit)) if limit is not None else "?"
+    budget = f" in {show_size(report.device_bytes)} of device memory" if report.device_bytes else ""
+    found = (
+        f"Longest sequence: {count} tokens"
+        if task.scaled == "length"
+        else f"Largest batch: {count} {task.unit}s of {task.fixed:,} tokens"
+    )
+    return f"{found}{budget} ({task.objective}, {task.method}d)"
+
+
+def _next_command(
+    report: ProbeReport, recipe: Path, settings: list[str] | None, simulated: dict[str, str | int | None]
+) -> str:
+    """Return the next command: training at the measured number, or a plan at the simulated one; empty if none fits.
+
+    Args:
+        report: The finished search.
+        recipe: The recipe, as given.
+        settings: Values of ``--set``.
+        simulated: Options of a simulated device, by name.
+    """
+    task, limit = report.task, report.limits.get("stream")
+    if limit is None or not limit.fits:
+        return ""
+    if task.scaled == "length":
+        found = [f"max_length={limit.fits}"]
+    else:
+        found = [f"max_length={task.fixed}", f"per_device_train_batch_size={limit.fits}"]
+    words = ["streamtune", "plan" if task.method == "simulate" else task.objective, str(recipe)]
+    words += [part for setting in [*(settings or []), *found] for part in ("--set", setting)]
+    if task.method == "simulate":
+        words += [part for name, value in simulated.items() if value for part in (f"--{name}", str(value))]
+    return shlex.join(words)
+
+
+def _ignore(message: str) -> None:
     """Ignore a message about progress within a trial: a log lists only the trials themselves."""
 
 
@@ -136,9 +186,13 @@ def _print_trial(trial: Trial) -> None:
 
 
 def _print_report(report: ProbeReport, folder: Path) -> None:
-    out.print(_title(report), style="bold")
+    out.print(Text(_headline(report), style="bold"), soft_wrap=not out.is_terminal)
+    out.print()
     out.print(_table(report))
-    rows = [("schedule", _describe_schedule(report))]
+    out.print()
+    step = "predicted" if report.task.method == "simulate" else "measured"
+    rows = [("figures", f"peaks are {report.task.method}d, step times {step}")]
+    rows.append(("schedule", _describe_schedule(report)))
     if report.positions is not None:
         rows.append(("positions", report.positions))
     if report.task.objective != "sft":
@@ -146,41 +200,44 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
     for mode, limit in report.limits.items():
         if limit.trial is not None and limit.trial.outcome.terms and mode == "stream":
             terms = limit.trial.outcome.terms.items()
-            rows.append(("memory", ", ".join(f"{name} {show_size(size)}" for name, size in terms if size)))
+            rows.append(("device peak", ", ".join(f"{name} {show_size(size)}" for name, size in terms if size)))
     for limit in report.limits.values():
-        rows.append(("stopped" if limit.mode == "stream" else "", _stopped_by(limit)))
+        rows.append(("limited by" if limit.mode == "stream" else "", _limited_by(limit)))
     if report.env:
-        rows.append(("on", _describe_device(report)))
+        rows.append(("device", _describe_device(report)))
     if "cluster" in report.env:
         rows.append(("ranks", report.env["cluster"]["describe"]))
         streamed = report.limits["stream"].trial
         if streamed is not None and streamed.outcome.host_terms:
             terms = streamed.outcome.host_terms.items()
-            rows.append(("host", ", ".join(f"{name} {show_size(size)}" for name, size in terms) + " of each node"))
+            rows.append(("host", ", ".join(f"{name} {show_size(size)}" for name, size in terms) + " on each node"))
     rows.append(("written", f"{folder / 'probe.json'}, {folder / 'probe.png'}"))
     print_rows(rows)
     shared = report.to_json()
     if shared.get("traffic"):
-        out.print("what one device sends in a step of the longest", style="bold")
+        out.print()
+        out.print("Traffic of one device in a step of the longest sequence (predicted)", style="bold")
         out.print(traffic_table(shared["traffic"]))
 
 
 def _describe_length(report: ProbeReport) -> str:
     task = report.task
-    text = "tokens of a prompt with its longest completion"
+    text = "tokens of a prompt plus its longest completion"
     if task.scaled == "length":
         text += f"; {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''} in a batch"
     if task.objective == "grpo":
-        measured = "the end of its rollout is part of a trial" if task.method == "measure" else "without its rollout"
-        text += f"; {measured}"
+        rollout = (
+            "a trial includes the end of a rollout" if task.method == "measure" else "the rollout is not simulated"
+        )
+        text += f"; {rollout}"
     return text
 
 
 def _describe_schedule(report: ProbeReport) -> str:
     if report.schedule is None:
-        return "the planner's"
-    picked = ", picked by the planner" if report.task.schedule is None else ""
-    return report.schedule.describe(report.env.get("layers")) + picked
+        return "chosen by the planner"
+    chosen = "; chosen by the planner" if report.task.schedule is None else ""
+    return report.schedule.describe(report.env.get("layers")) + chosen
 
 
 def _describe_device(report: ProbeReport) -> str:
@@ -195,8 +252,10 @@ def _describe_device(report: ProbeReport) -> str:
 def _table(report: ProbeReport) -> Table:
     scaled = "tokens" if report.task.scaled == "length" else f"{report.task.unit}s"
     streamed = report.limits["stream"].fits if "stream" in report.limits else 0
-    found = f"longest, {scaled}" if scaled == "tokens" else f"largest, {scaled}"
-    table = make_table(Column(no_wrap=True), found, "ours is", "peak", "host", "a step", "trials")
+    found = f"longest,\n{scaled}" if scaled == "tokens" else f"largest,\n{scaled}"
+    compares = len(report.task.modes) > 1
+    ratio = ["StreamTune\nfits"] if compares else []
+    table = make_table(Column(no_wrap=True), found, *ratio, "device\npeak", "host\npeak", "step\ntime", "\ntrials")
     for mode in report.task.modes:
         limit = report.limits.get(mode)
         if limit is None:
@@ -205,7 +264,7 @@ def _table(report: ProbeReport) -> Table:
         table.add_row(
             NAMES[mode],
             _count(limit),
-            _times(streamed / limit.fits) if limit.fits and mode != "stream" else "",
+            *([_times(streamed / limit.fits) if limit.fits and mode != "stream" else ""] if compares else []),
             show_size(outcome.peak_bytes) if outcome and outcome.peak_bytes else "",
             show_size(outcome.host_bytes) if outcome and outcome.host_bytes else "",
             show_seconds(outcome.step_seconds) if outcome and outcome.step_seconds else "",
@@ -225,7 +284,7 @@ def _count(limit: Limit) -> Text:
     return Text(f"{limit.fits:,}" if limit.complete else f">= {limit.fits:,}")
 
 
-def _stopped_by(limit: Limit) -> str:
+def _limited_by(limit: Limit) -> str:
     if limit.failed is None:
-        return f"{NAMES[limit.mode]}: the end of the range"
-    return f"{NAMES[limit.mode]} at {limit.fails:,}, {limit.failed.outcome.reason}"
+        return f"{NAMES[limit.mode]}: no trial failed up to the end of the search"
+    return f"{NAMES[limit.mode]} fails at {limit.fails:,}: {limit.failed.outcome.reason}"

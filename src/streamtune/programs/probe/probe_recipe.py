@@ -1,4 +1,4 @@
-"""Find the longest sequence, or the largest batch, that a recipe can train; say what does not fit and what would."""
+"""Find the longest sequence, or the largest batch, that a recipe can train; explain what to change if nothing fits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from streamtune.optim import check_optimizer
 from streamtune.plan.budget import Budget, Range, free_disk_bytes
 from streamtune.plan.rates import Device, sheet_rates
 from streamtune.plan.simulate.workload import Mode
-from streamtune.programs.probe.probe import LENGTHS, ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
-from streamtune.programs.probe.recipe_trials import SimulatedTrials, prepare_step, simulated
+from streamtune.programs.probe.probe import LENGTHS, ProbeReport, ProbeTask, RunTrial, Trial, measured_trials, run_probe
+from streamtune.programs.probe.recipe_trials import SimulatedTrials, prepare_step, simulated_trials
 from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -32,24 +32,24 @@ from streamtune.tasks import task_of
 
 BASELINES: tuple[Mode, ...] = ("checkpoint", "plain")
 FUSED_BASELINES: tuple[Mode, ...] = ("liger-loss-offload", "liger-loss")
-"""More baselines of a simulated search if the loss is cross-entropy: common ways to train long rows."""
+"""Further baselines of a simulated search with cross entropy: common ways to train on long rows."""
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """Options of the command line; sizes in bytes, None if not given."""
+    """Options of the command line. Sizes are in bytes; None is an option that was not given."""
 
     method: str = "measure"
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
     device: str | None = None
-    """Name of a device to simulate."""
+    """Name of the device to simulate."""
     baseline: bool = False
     batch_size: bool = False
-    """Search the largest batch at a fixed length."""
+    """Search the largest batch at a fixed length, not the longest sequence."""
     length: int | None = None
-    """The fixed length; None is the recipe's ``max_length``."""
+    """Row length of a batch-size search; None is the recipe's ``max_length``."""
     least: int | None = None
     most: int | None = None
     trial_seconds: float = 1800.0
@@ -70,16 +70,16 @@ def probe_recipe(
 
     Args:
         loaded: The recipe.
-        options: The quantity to find, and the budget.
-        notify: Called with the current trial and its progress.
+        options: What to search, and the budgets.
+        notify: Called with text about the current trial and its progress.
         tried: Called with each finished trial.
 
     Returns:
         The report, and True if Ctrl-C ended the search.
 
     Raises:
-        ArgumentError: The options contradict each other, or nothing fits the budget.
-        RunError: Every trial failed for another reason than memory.
+        ArgumentError: The options contradict each other, or no trial fits the budget.
+        RunError: No trial fits, and the smallest failed for a reason other than memory.
     """
     recipe = loaded.recipe
     _check(options, task_of(recipe).shortest)
@@ -96,12 +96,14 @@ def probe_recipe(
             choose_quantization(recipe, here)  # refuse before the first process
             check_optimizer(recipe.optim, here.type)
             prepare = partial(prepare_step, recipe, str(here), budget)
-            run = measured(prepare, budget, seconds=options.trial_seconds)
-            unlimited = measured(prepare, replace(budget, device_bytes=None), seconds=options.trial_seconds)
+            run = measured_trials(prepare, budget, seconds=options.trial_seconds)
+            unlimited = measured_trials(prepare, replace(budget, device_bytes=None), seconds=options.trial_seconds)
         else:
             best = precise(recipe)
             rates = sheet_rates(target) if target else rates_here(best, make_blueprint(best, here), here, notify)
-            run = unlimited = simulated(recipe, task, target, here, rates, RanksAsked(options.ranks, options.nodes))
+            run = unlimited = simulated_trials(
+                recipe, task, target, here, rates, RanksAsked(options.ranks, options.nodes)
+            )
         report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
         if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
@@ -110,7 +112,7 @@ def probe_recipe(
             report.trials = [planned if trial is limit.trial else trial for trial in report.trials]
             report.limits["stream"] = replace(limit, trial=planned)
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
-            notify("what the smallest needs")
+            notify("measuring the memory of the smallest trial")
             raise _nothing_fits(recipe, task, limit.failed, _needed(unlimited, task, limit.failed))
         if limit is not None and limit.fits:
             length = limit.fits if task.scaled == "length" else task.fixed
@@ -118,59 +120,55 @@ def probe_recipe(
     return report, interrupted
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------------------------------
 
 
 def _check(options: ProbeOptions, shortest: int) -> None:
-    """Refuse options that contradict each other, and lengths below the ``shortest``."""
+    """Raise an ArgumentError if options contradict each other, or a length is below ``shortest``."""
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(
-            f"--method is measure or simulate, not {options.method!r}",
+            f"--method must be measure or simulate, found {options.method!r}",
             fix=did_you_mean(options.method, ("measure", "simulate")),
         )
     if options.device is not None and options.method == "measure":
         raise ArgumentError(
-            "--device names a device that is not there; what is measured runs on the one that is",
-            fix="add --method simulate, or write --set device=cpu to choose where to measure",
+            "--device names a device to simulate, but --method measure runs on this machine",
+            fix="add --method simulate, or choose where to measure: --set device=cpu",
         )
     if options.method == "measure" and (options.ranks is not None or options.nodes is not None):
         raise ArgumentError(
-            "--ranks and --nodes are of a step that is simulated; what is measured runs on one device",
+            "--ranks and --nodes need --method simulate: measured trials run on one device",
             where="--ranks",
             fix="add --method simulate",
         )
     for name, number in (("--from", options.least), ("--to", options.most)):
         if number is not None and number < 1:
-            raise ArgumentError(f"{name} takes a number from 1 up, not {number}")
+            raise ArgumentError(f"{name} must be at least 1, found {number}")
     least, most = options.least or 1, options.most or LENGTHS.most
     if least > most:
-        raise ArgumentError(
-            f"there is nothing from {least:,} to {most:,}", fix="--from is where to begin, --to where to end"
-        )
+        raise ArgumentError(f"--from {least:,} is above --to {most:,}", fix="give a --from that is at most --to")
     if not options.batch_size and options.least is not None and options.least < shortest:
         raise ArgumentError(_too_short(options.least, shortest), where="--from")
     if not options.batch_size and options.length is not None:
         raise ArgumentError(
-            "--length is the fixed length of --batch-size; the length is what is looked for otherwise",
-            fix=f"add --batch-size, or write --to {options.length} to look no further",
+            "--length needs --batch-size: without it, the length is what the search finds",
+            fix=f"add --batch-size, or end the search at this length: --to {options.length}",
         )
     if options.length is not None and options.length < shortest:
         raise ArgumentError(_too_short(options.length, shortest), where="--length")
     sizes = {"--device-memory": options.device_bytes, "--disk-memory": options.disk_bytes}
     for name, size in sizes.items():
         if size == 0:
-            raise ArgumentError("nothing fits into no memory", where=name)
+            raise ArgumentError(f"{name} must be above 0", where=name)
     if options.trial_seconds <= 0:
-        raise ArgumentError("a trial takes more than no time", where="--trial-timeout")
+        raise ArgumentError("--trial-timeout must be above 0", where="--trial-timeout")
     if options.margin is not None and not 0 <= options.margin < 1:
-        raise ArgumentError(f"--margin is a part of the memory, from 0 up to but not 1; found {options.margin:g}")
+        raise ArgumentError(f"--margin must be at least 0 and below 1, found {options.margin:g}")
 
 
 def _too_short(length: int, shortest: int) -> str:
-    what = (
-        "a sequence has two tokens or more" if shortest == 2 else f"a prompt and its completion have {shortest} or more"
-    )
-    return f"{what}, not {length}"
+    what = "a sequence needs" if shortest == 2 else "a prompt with its completion needs"
+    return f"{what} at least {shortest} tokens, found {length}"
 
 
 def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, here: torch.device) -> ProbeTask:
@@ -218,20 +216,20 @@ def _range(options: ProbeOptions) -> Range:
 
 
 def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float) -> int | None:
-    """Return the device budget: the given size, or the free memory of a CPU; None is all that the device has.
+    """Return the device budget in bytes: the given size, or the free memory of a CPU; None is all device memory.
 
     Raises:
-        ArgumentError: The machine has less free memory than the budgets.
+        ArgumentError: The budgets exceed the machine's free memory.
     """
     free = usable_host_bytes()
-    asked = {"--device-memory": device_bytes if here.type == "cpu" else None, "--host-memory": host_bytes}
-    wanted = sum(size for size in asked.values() if size)
+    budgets = {"--device-memory": device_bytes if here.type == "cpu" else None, "--host-memory": host_bytes}
+    wanted = sum(size for size in budgets.values() if size)
     if wanted > free:
         raise ArgumentError(
-            f"the trials may take {show_size(wanted)} of this machine's memory, and {show_size(free)} are free: it "
-            "would swap",
-            where=" and ".join(name for name, size in asked.items() if size),
-            fix="ask for less, close other programs, or use --method simulate, which takes no memory",
+            f"the budgets are {show_size(wanted)} of this machine's memory, but only {show_size(free)} are free: "
+            "the machine would swap",
+            where=" and ".join(name for name, size in budgets.items() if size),
+            fix="give smaller budgets, close other programs, or use --method simulate, which needs almost no memory",
         )
     if here.type == "cpu" and device_bytes is None:
         return int((1 - margin) * (free - (host_bytes or 0)))
@@ -242,7 +240,7 @@ def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.d
 
 
 def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
-    """Return the outcome of the smallest trial without a device budget; None if unknown."""
+    """Return the outcome of the smallest trial without a device budget; None if that is unknown or fails."""
     if failed.outcome.cause != "device memory" or task.device_bytes is None:
         return None
     if task.method == "simulate":
@@ -252,16 +250,16 @@ def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
 
 
 def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
-    """Return the error for a probe in which nothing fits, with what would fit."""
+    """Return the error for a search in which no trial fits; its fix says what would fit."""
     shape, outcome = failed.shape, failed.outcome
     rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
     tried = f"{rows}{shape.length:,} tokens"
     if outcome.cause not in ("device memory", "host memory", "disk memory"):
         return RunError(
-            f"not even {tried} can be trained: {outcome.reason}",
-            fix=outcome.detail or "give --trial-timeout more seconds, or see what ended the process",
+            f"the smallest trial, {tried}, failed: {outcome.reason}",
+            fix=outcome.detail or "raise --trial-timeout, or find out what ended the process",
         )
-    what = f"not even {tried} fit: {outcome.reason}"
+    what = f"the smallest trial, {tried}, does not fit: {outcome.reason}"
     known = needed or outcome
     terms = {name: size for name, size in known.terms.items() if size}
     if terms and outcome.cause == "device memory":  # terms are bytes of the device
@@ -270,23 +268,23 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
         what += f"; the largest term is {largest} ({parts})"
     fixes = []
     if needed is not None and needed.peak_bytes is not None:
-        fixes.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
+        fixes.append(f"{tried} fit in {show_size(needed.peak_bytes)} of device memory")
     if task.scaled == "length" and task.within.least > LENGTHS.least:
-        fixes.append(f"shorter rows are tried without --from {task.within.least}")
+        fixes.append(f"without --from {task.within.least}, shorter rows are tried too")
     if outcome.cause == "host memory":
         fixes += _less_on_host(recipe)
     else:
         fixes += _smaller(recipe, known.terms, task)
-        fixes.append("larger chunks never help")
+        fixes.append("larger chunks do not help")
     return ArgumentError(what, fix="; ".join(fixes))
 
 
 def _less_on_host(recipe: Recipe) -> list[str]:
-    fixes = ["more memory of the machine (--host-memory, engine.host_memory)"]
+    fixes = ["allow more host memory (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
-        fixes.append("engine.order: auto lets the planner choose the order that takes less")
+        fixes.append("engine.order: auto lets the planner choose the order that needs less")
     if recipe.engine.offload_dir is None:
-        fixes.append("engine.offload_dir lets it use a disk")
+        fixes.append("engine.offload_dir allows offloading to disk")
     return fixes
 
 
@@ -294,14 +292,16 @@ def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str
     fixed = sum(terms.get(name, 0) for name in ("weights", "reference", "gradients", "optimizer"))
     fixes = []
     if terms.get("reference"):
-        fixes.append("adapters (finetuning_type: lora) are their own reference, switched off, and hold no second model")
+        fixes.append(
+            "with adapters (finetuning_type: lora), the base model is the reference, so no second model is loaded"
+        )
     if fixed > (task.device_bytes or 0) / 2:
         if recipe.finetuning_type == "full":
-            fixes.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")
+            fixes.append("finetuning_type: lora needs gradients and optimizer state for the adapters only")
         elif recipe.finetuning_type == "lora":
-            fixes.append("finetuning_type: qlora keeps the weights in fewer bits")
+            fixes.append("finetuning_type: qlora quantises the weights")
         if recipe.dtype not in ("bfloat16", "auto"):  # auto already falls back to bfloat16
-            fixes.append("dtype: bfloat16 halves what is in float32")
+            fixes.append("dtype: bfloat16 halves weights in float32")
     else:
-        fixes.append("smaller engine.chunk_size and engine.head_chunk_size hold fewer activations")
+        fixes.append("smaller engine.chunk_size and engine.head_chunk_size need less memory for activations")
     return fixes

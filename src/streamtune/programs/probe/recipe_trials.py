@@ -1,10 +1,10 @@
-"""The two ways to try a step of a recipe: run it, or simulate it.
+"""The two kinds of trial of a recipe: run a training step, or simulate it.
 
-    prepare_step   makes a whole training step on random tokens; a trial runs it in its own process
-    simulated      runs steps on ``meta`` tensors, for a device that may be elsewhere
+    prepare_step       builds a whole training step on random tokens; a trial runs it in its own process
+    simulated_trials   runs steps on ``meta`` tensors, for this device or another
 
-A measured step uses the training loop's own functions with the recipe's own objective and reference, on batches shaped
-like the recipe's (:meth:`streamtune.tasks.task.Task.random_step`).
+A measured step calls the functions of the training loop, with the recipe's objective and reference. Its batches have
+the shape of the recipe's batches (:meth:`streamtune.tasks.task.Task.random_step`).
 """
 
 from __future__ import annotations
@@ -61,21 +61,23 @@ from streamtune.train.step import explain_out_of_memory
 
 
 def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
-    """Make the model, the optimizer and the step of a trial, in its process.
+    """Build the model, the optimizer and the step of a trial, in the trial's process.
 
     Raises:
         BudgetExceededError: No schedule fits this shape.
     """
     device = torch.device(device_name)
     prepare_libraries(device)
-    recipe = _placed(task_of(recipe), shape, budget, device) if shape.mode == "stream" else precise(recipe)
+    recipe = _place_recipe(task_of(recipe), shape, budget, device) if shape.mode == "stream" else precise(recipe)
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
-    held = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
-    share = shape.mode == "stream" and task.can_share(model, beside=held)
+    second_model = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
+    share = shape.mode == "stream" and task.can_share(model, beside=second_model)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
-        schedule = _planned(task, model, shape, budget, share, 0 if held is None else device_held_bytes(held))
+        schedule = _plan_schedule(
+            task, model, shape, budget, share, 0 if second_model is None else device_held_bytes(second_model)
+        )
         handle = stream_model(recipe, model, schedule)
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
@@ -87,63 +89,62 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
         model=model,
         handle=handle,
         scorer=PlainScores(model) if handle is None else handle,
-        reference=make_reference(task, model, handle, held),
+        reference=make_reference(task, model, handle, second_model),
         length=shape.length,
         batch_size=shape.batch_size,
         share=share,
     )
     return TrainingStep(
-        model, optimizer, partial(take_step, recipe, trial, optimizer, task.random_step(trial)), handle, held
+        model, optimizer, partial(take_step, recipe, trial, optimizer, task.random_step(trial)), handle, second_model
     )
 
 
 def make_reference(
-    task: Task[Any], model: Any, handle: StreamHandle | None, held: Any | None
+    task: Task[Any], model: Any, handle: StreamHandle | None, second_model: Any | None
 ) -> train.Reference | None:
-    """Return the reference: the model without its adapters, the second model ``held``, or given log-probs.
+    """Return the reference of a trial; None if the loss has none.
+
+    It is the second model if there is one, precomputed log-probabilities, or the model without its adapters.
 
     Args:
         task: The task.
         model: The trained model.
-        handle: Engine of the model; None if it is not streamed.
-        held: The second model, if there is one.
-
-    Returns:
-        None if the loss has no reference.
+        handle: Handle of the streamed model; None if it is not streamed.
+        second_model: Separate reference model; None if there is none.
     """
     if not task.compares:
         return None
     if task.precomputes:
         return GivenReference()
-    return reference_model(task, model, handle, held)
+    return reference_model(task, model, handle, second_model)
 
 
-def _placed(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:
-    """Return the recipe as resolved for batches of this shape: precision, and weights or optimizer on the host."""
+def _place_recipe(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:
+    """Return the recipe resolved for this shape: its precision, and whether weights or optimizer are on the host."""
     recipe = task.recipe
 
     def completions(model: Any) -> Completions | None:
         return task.completions(share=task.scores and shares_prompts(task, model, device))
 
-    sizes = _sized(recipe.engine, budget)
+    sizes = _with_budget(recipe.engine, budget)
     return place_recipe(recipe, shape.length, device, completions, sizes=sizes, rows=shape.batch_size)
 
 
-def _sized(engine: EngineSpec, budget: Budget) -> EngineSpec:
-    """Return the engine settings with the memory of a budget."""
+def _with_budget(engine: EngineSpec, budget: Budget) -> EngineSpec:
+    """Return the engine settings with the memory sizes of a budget."""
     sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
     given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
     return engine.model_copy(update={**given, "margin": budget.margin})
 
 
-def _planned(
+def _plan_schedule(
     task: Task[Any], model: Any, shape: Shape, budget: Budget, share: bool, reference_bytes: int
 ) -> Schedule | None:
-    """Return the planner's schedule for batches of this shape; None if the recipe fixes the schedule."""
+    """Return the schedule that the planner chooses for this shape; None if the recipe fixes the schedule."""
     recipe = task.recipe
     if recipe.engine.schedule == "fixed":
         return None
-    engine = _sized(recipe.engine, budget)
+    engine = _with_budget(recipe.engine, budget)
     like = recipe.model_copy(update={"engine": engine, "per_device_train_batch_size": shape.batch_size})
     device = model_device(model)
     completions = task.completions(share=share)
@@ -156,7 +157,7 @@ def _planned(
 def take_step(
     recipe: TrainingSettings, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep
 ) -> float:
-    """Run one optimizer step, as ``train.loop`` does; return the gradient norm, NaN if only losses were computed."""
+    """Run one optimizer step as ``train.loop`` does; return the gradient norm (NaN if no gradient is computed)."""
     settings = train.TrainSettings(
         total_steps=1,
         steps_per_epoch=1,
@@ -188,28 +189,28 @@ def take_step(
 # --- simulated -------------------------------------------------------------------------------------------------------
 
 
-def simulated(
+def simulated_trials(
     recipe: TrainingSettings,
     task: ProbeTask,
     target: Device | None,
     here: torch.device,
     rates: Rates,
-    asked: RanksAsked,
+    ranks_asked: RanksAsked,
 ) -> SimulatedTrials:
-    """Return a function that makes trials by simulation.
+    """Return a callable that runs trials by simulation.
 
     Args:
         recipe: The recipe.
-        task: Gives the budget, with all sizes.
-        target: The simulated device; None is the local device.
+        task: The search, with all budgets in bytes.
+        target: Device to simulate; None is the local device.
         here: The local device.
         rates: Rates of the simulated device.
-        asked: Number of ranks and nodes on the command line.
+        ranks_asked: Numbers of ranks and nodes from the command line.
     """
     device = torch.device("cuda") if target is not None else here
     model_of = blueprints(device)
     model = model_of(precise(recipe))
-    cluster = cluster_of(recipe, model, asked, links_for(target, here))
+    cluster = cluster_of(recipe, model, ranks_asked, links_for(target, here))
     ranks = cluster.ranks_per_node
     limits = Limits(
         device_bytes=(task.device_bytes or 0) // (ranks if device.type == "cpu" else 1),
@@ -239,52 +240,55 @@ def simulated(
 
 @dataclass(frozen=True)
 class PlacedStep:
-    """A step with its weights and optimizer in one memory."""
+    """A step with a choice of where weights and optimizer are: on the device or on the host."""
 
     workload: Workload
-    """The step, at any length."""
+    """The step; a trial replaces mode, length and batch size."""
     written: dict[str, Any]
-    """The fields of its schedule that the recipe gives."""
+    """Schedule fields that the recipe sets."""
 
 
 @dataclass
 class SimulatedTrials:
-    """Makes trials by simulating their steps.
+    """Runs trials by simulating their steps.
 
-    With a fixed schedule, a trial simulates it. Otherwise a length fits if the schedule of least memory fits. Such a
-    trial has no seconds, since a run would use another schedule. :meth:`planned` gives the longest length the plan and
-    the seconds of ``streamtune plan``. Placements on the host are tried if the device alone is too small.
+    With a fixed schedule, a trial simulates that schedule. Otherwise a length fits if the schedule with the least
+    memory fits. Such a trial has no step time, because a run would use another schedule. :meth:`planned` then computes
+    schedule and step time of the longest length, as ``streamtune plan`` does. If the device alone is too small,
+    placements with weights or optimizer on the host are tried.
     """
 
     tiers: list[PlacedStep]
-    """Placements of weights and optimizer, in the order of the attempts."""
+    """Placements of weights and optimizer, in the order in which they are tried."""
     limits: Limits
     rates: Rates
     schedule: Schedule | None
-    """The recipe's schedule; None if the planner picks one."""
+    """Schedule that the recipe fixes; None if the planner chooses one."""
     env: dict[str, Any]
     used: dict[Shape, PlacedStep] = field(default_factory=dict)
-    """The placement of each shape's outcome: the first that fits, or the one that is exceeded least."""
+    """Placement of each shape's outcome: the first that fits, or the one whose limits are exceeded least."""
     _too_large: dict[int, int] = field(default_factory=dict)
-    """Tokens of the smallest shape that did not fit, by the index of the placement; larger ones are not tried there."""
+    """Tokens of the smallest shape that did not fit, by placement index; larger shapes are not tried with it."""
 
     def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
-        step = _shaped(self.tiers[0].workload, shape)
+        step = _at_shape(self.tiers[0].workload, shape)
         if shape.mode != "stream" or self.schedule is not None:
             schedule = self.schedule or Schedule()  # a baseline does not read it
-            return self._judged(step, simulate(step, schedule), schedule)
+            return self._outcome(step, simulate(step, schedule), schedule)
         tried: list[tuple[float, PlacedStep, Outcome]] = []
         for number, tier in enumerate(self.tiers):
-            step = _shaped(tier.workload, shape)
+            step = _at_shape(tier.workload, shape)
             size = shape.length * shape.batch_size
             if number < len(self.tiers) - 1 and (
                 size >= self._too_large.get(number, size + 1) or is_hopeless(step, tier.written, self.limits)
             ):
                 continue
-            with suppress(ArgumentError) if tried else nullcontext():  # given fields may contradict weights on the host
+            with (
+                suppress(ArgumentError) if tried else nullcontext()
+            ):  # the recipe's fields may contradict weights on the host
                 schedule, found = smallest_step(step, self.limits, tier.written, simulate)
                 excess = excess_of(found, self.limits)
-                tried.append((excess, tier, replace(self._judged(step, found, schedule), step_seconds=None)))
+                tried.append((excess, tier, replace(self._outcome(step, found, schedule), step_seconds=None)))
                 if excess <= 0:
                     break
                 self._too_large[number] = min(size, self._too_large.get(number, size))
@@ -292,20 +296,20 @@ class SimulatedTrials:
         return outcome
 
     def planned(self, trial: Trial, notify: Callable[[str], None] = lambda message: None) -> Trial:
-        """Return the trial with the fastest schedule that fits."""
+        """Return the trial with the fastest schedule that fits, and its step time."""
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
         tier = self.used[trial.shape]
-        step = _shaped(tier.workload, trial.shape)
+        step = _at_shape(tier.workload, trial.shape)
         plan = choose(step, self.limits, self.rates, fixed=tier.written, simulate=announced(notify))
-        return replace(trial, outcome=self._judged(step, plan.simulation, plan.schedule))
+        return replace(trial, outcome=self._outcome(step, plan.simulation, plan.schedule))
 
-    def _judged(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
+    def _outcome(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
         pace, ranks = Pace(step, self.rates), step.cluster.ranks_per_node
-        outcome = _judged(simulation, schedule, self.limits, pace)
+        outcome = _judge(simulation, schedule, self.limits, pace)
         alone = step.cluster.ranks == 1
         if not alone:
-            outcome = replace(outcome, reason=outcome.reason.replace("the step takes", "a rank's step takes"))
+            outcome = replace(outcome, reason=outcome.reason.replace("the step needs", "a rank's step needs"))
         return replace(
             outcome,
             host_bytes=ranks * simulation.host_bytes,  # of the whole node
@@ -316,12 +320,12 @@ class SimulatedTrials:
         )
 
 
-def _shaped(workload: Workload, shape: Shape) -> Workload:
+def _at_shape(workload: Workload, shape: Shape) -> Workload:
     return replace(workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
 
 
-def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
-    """Return (bytes used, bytes usable) of each tier."""
+def _tier_use(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
+    """Return (used bytes, usable bytes) of each tier."""
     shared = simulation.host_bytes if limits.shared else 0
     return {
         "device memory": (simulation.peak_bytes + shared, limits.device),
@@ -330,9 +334,9 @@ def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]
     }
 
 
-def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
-    """Return the outcome of a simulated step; if it does not fit, the cause is the tier that lacks most."""
-    tiers = _used(simulation, limits)
+def _judge(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
+    """Return the outcome of a simulated step; if it does not fit, the cause is the tier that lacks the most bytes."""
+    tiers = _tier_use(simulation, limits)
     cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
     used, usable = tiers[cause]
     outcome = Outcome(
@@ -348,5 +352,5 @@ def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pa
         return outcome
     left = f" ({limits.margin:.0%} is left free)" if limits.margin else ""
     where = f" in the {simulation.phase}" if cause == "device memory" else ""
-    reason = f"{cause}: the step takes {show_size(used)}{where} of {show_size(usable)}{left}"
+    reason = f"{cause}: the step needs {show_size(used)}{where}, {show_size(usable)} are usable{left}"
     return replace(outcome, cause=cause, reason=reason)

@@ -1,7 +1,7 @@
 """Run one measured trial: whole training steps in their own process, with limits on memory and time.
 
-On a CPU the process counts every storage and stops the step at the budget; on an accelerator the budget is the
-allocator's limit. The parent kills a process that exceeds the machine's free memory or its time.
+On a CPU, the process counts every storage and stops the step at the budget. On an accelerator, the budget is set as the
+allocator's limit. The parent process kills a trial that exceeds the machine's free memory or the time limit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Cause = Literal["", "device memory", "host memory", "disk memory", "time", "cras
 """Kind of failure; empty if the trial fits."""
 
 POLL_SECONDS = 0.02
-"""Polling interval: memory fills at about 5 GB/s, so a limit is noticed within 0.1 GB."""
+"""Polling interval in seconds. Memory fills at about 5 GB/s, so a limit is exceeded by at most 0.1 GB."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class Outcome:
     """The result of a trial.
 
     Attributes:
-        fits: Both steps ran within the budget.
+        fits: True if both steps ran within the budget.
         cause: Kind of failure.
-        reason: The failure in a sentence.
-        detail: Traceback of an exception other than a lack of memory.
-        peak_bytes: Peak bytes on the device, for a stopped trial until then.
-        host_bytes, disk_bytes: Peak bytes that the engine keeps there, all ranks of a node together.
-        rss_bytes: Peak resident memory of the process.
-        step_seconds: Seconds of the second step; on a CPU with the time for counting storages.
-        terms: Device bytes at the peak, by kind.
-        host_terms: Host bytes, by kind.
-        traffic: Bytes that a rank sends in a step, if there are several ranks.
+        reason: Description of the failure in one sentence.
+        detail: Traceback of an exception that is not about memory.
+        peak_bytes: Peak bytes on the device; for a stopped trial, up to the stop.
+        host_bytes, disk_bytes: Peak bytes offloaded to host and disk, summed over the ranks of a node.
+        rss_bytes: Peak resident memory of the process, in bytes.
+        step_seconds: Seconds of the second step; on a CPU, counting storages is included.
+        terms: Device bytes at the peak, by term.
+        host_terms: Host bytes, by term.
+        traffic: Bytes that a rank sends in a step; None with one rank.
         schedule: Schedule of a streamed step.
-        env: Device, versions, and the device budget.
+        env: Device, versions and the device budget.
     """
 
     fits: bool
@@ -100,11 +100,11 @@ def run_trial(
     """Run a trial in its own process.
 
     Args:
-        prepare: Builds the training step, in that process; must be picklable.
-        shape: Mode, tokens and rows.
+        prepare: Builds the training step in the new process; must be picklable.
+        shape: Mode, tokens of a row and rows of a batch.
         budget: Memory limits.
-        seconds: Time limit, with loading libraries and building the model.
-        tell: Called with each phase of the trial.
+        seconds: Time limit, including loading libraries and building the model.
+        tell: Called with the name of each phase.
     """
     child = Child(serve, prepare, shape, budget)
     watch = _Watch(child.process, seconds)
@@ -118,7 +118,7 @@ def run_trial(
 
 
 def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
-    """Wait for the outcome or the end of the process, and pass its messages to ``tell``."""
+    """Pass the process's messages to ``tell``; return its outcome when it sends one or ends."""
     while True:
         interrupts.check()
         try:
@@ -129,13 +129,13 @@ def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome
                 tell(message)
         except (EOFError, OSError):
             child.process.join()
-            failed = watch.killed or Outcome(False, "crash", _died(child.process.exitcode))
+            failed = watch.killed or Outcome(False, "crash", _describe_exit(child.process.exitcode))
             return replace(failed, rss_bytes=watch.rss)
         watch.look()
 
 
 class _Watch:
-    """Kills a process that would exhaust the machine's memory, or that exceeds its time."""
+    """Kills a process that would exhaust the machine's memory, or that exceeds its time limit."""
 
     def __init__(self, process: SpawnProcess, seconds: float) -> None:
         self._process, self._seconds = process, seconds
@@ -143,9 +143,9 @@ class _Watch:
         self._reserve = reserved_host_bytes()
         self._most = usable_host_bytes()
         self.rss = 0
-        """Peak resident memory."""
+        """Peak resident memory of the process, in bytes."""
         self.killed: Outcome | None = None
-        """Outcome of a killed process."""
+        """Outcome of the process if it was killed."""
 
     def look(self) -> None:
         """Measure the process once, and kill it if it exceeds a limit."""
@@ -154,39 +154,41 @@ class _Watch:
         if self.killed:
             return
         if self.rss > self._most:
-            reason = f"host memory: the process took {show_size(self.rss)} of the {show_size(self._most)} there are"
+            reason = f"host memory: the process used {show_size(self.rss)}, only {show_size(self._most)} were free"
             self._kill("host memory", reason)
         elif psutil.virtual_memory().available < self._reserve // 2:
-            self._kill("host memory", f"host memory: less than {show_size(self._reserve / 2)} of the machine is left")
+            self._kill(
+                "host memory", f"host memory: less than {show_size(self._reserve / 2)} of the machine's memory is free"
+            )
         elif time.monotonic() - self._started > self._seconds:
-            self._kill("time", f"not done after {self._seconds:g} s")
+            self._kill("time", f"not finished after {self._seconds:g} s (--trial-timeout)")
 
     def _kill(self, cause: Cause, reason: str) -> None:
         self.killed = Outcome(False, cause, reason)
         self._process.kill()
 
 
-def _died(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None or exit_code >= 0:
         return f"the process ended with exit code {exit_code}"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    hint = " (the system does that where memory runs out)" if name == "SIGKILL" else ""
-    return f"the process was ended by {name}{hint}"
+    hint = " (usually because the machine ran out of memory)" if name == "SIGKILL" else ""
+    return f"the process was killed by {name}{hint}"
 
 
 # --- in the process ---------------------------------------------------------------------------------------------------
 
 
 STEPS = 2
-"""The first step makes the optimizer's state, which the second step holds from its start."""
+"""Number of steps in a trial: the first creates the optimizer's state, so the second has it from the start."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Mode of the step, tokens of a row, rows of a batch."""
+    """Shape of a trial: mode of the step, tokens of a row (``length``) and rows of a batch."""
 
     mode: Mode
     length: int
@@ -195,9 +197,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model with its optimizer, and a function that runs one whole step: gradients, clipping, update.
+    """A model, its optimizer, and a function that runs one whole step: gradients, clipping, update.
 
-    ``beside`` is a second model that is run and not trained.
+    ``beside`` is a second model that runs without training, such as a reference.
     """
 
     model: nn.Module
@@ -208,7 +210,7 @@ class TrainingStep:
 
     @property
     def fixed_terms(self) -> dict[str, int]:
-        """Bytes held before the step begins, by kind."""
+        """Bytes that are allocated before the step begins, by term."""
         # On a CPU, weights on the host are in the measured memory too.
         held = held_bytes if model_device(self.model).type == "cpu" else device_held_bytes
         terms = {"weights": held(self.model)}
@@ -216,19 +218,19 @@ class TrainingStep:
 
 
 PrepareStep = Callable[[Shape], TrainingStep]
-"""Builds the step in the process of the trial; must be picklable (``functools.partial`` of a function)."""
+"""Function that builds the step in the trial's process; must be picklable (``functools.partial`` of a function)."""
 
 
 class BudgetExceededError(MemoryError):
-    """Raised inside a step by the allocation that exceeds the budget of a tier: device, host or disk."""
+    """An allocation in a step exceeds the budget of a tier: device, host or disk."""
 
     def __init__(self, tier: str, what: str) -> None:
         super().__init__(what)
         self.tier = tier
 
 
-class _Budgeted(LiveBytes):
-    """Counts live bytes, and stops the step once device, host or disk exceeds its budget."""
+class _BudgetWatch(LiveBytes):
+    """Counts live bytes, and stops the step as soon as device, host or disk exceeds its budget."""
 
     def __init__(self, step: TrainingStep, budget: Budget) -> None:
         super().__init__(step.model, decoder_layers(step.model), beside=step.beside)
@@ -236,7 +238,7 @@ class _Budgeted(LiveBytes):
         self.weights = sum(self.fixed.values())
         self._step, self._budget = step, budget
 
-    def __enter__(self) -> _Budgeted:
+    def __enter__(self) -> _BudgetWatch:
         self._compare("device", self.weights, self._budget.device_bytes)
         super().__enter__()
         return self
@@ -249,10 +251,10 @@ class _Budgeted(LiveBytes):
 
     def _compare(self, name: str, live: int, limit: int | None) -> None:
         if limit is not None and live > limit:
-            raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(limit)}")
+            raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(limit)}")
 
     def terms(self) -> dict[str, int]:
-        """Return device bytes at the peak by kind; optimizer state that was counted as activations is moved out."""
+        """Return device bytes at the peak, by term; optimizer state that was counted as activations is corrected."""
         held = {**self.fixed, **self.at_peak}
         state = min(_optimizer_bytes(self._step.optimizer, torch.device("cpu")) - held[OPTIMIZER], held[ACTIVATION])
         held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
@@ -260,8 +262,8 @@ class _Budgeted(LiveBytes):
 
 
 def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Budget) -> None:
-    """Build and step in the process of the trial; send phases as text, the outcome as a dictionary."""
-    _be_killed_first()
+    """Build and run the step in the trial's process; send each phase as text, and the outcome as a dictionary."""
+    _raise_oom_score()
     _end_with_parent()
     result: dict[str, Any] = {}
     try:
@@ -278,9 +280,9 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Bu
 
 
 def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]) -> None:
-    """Run the steps and count every storage; fill ``result`` even if a step fails."""
+    """Run the steps and count every storage; ``result`` is filled even if a step fails."""
     result["env"] = _env("cpu", budget.device_bytes)
-    watch = _Budgeted(step, budget)
+    watch = _BudgetWatch(step, budget)
     try:
         with watch:
             result["step_seconds"] = _run(step, tell, lambda: None)
@@ -292,7 +294,7 @@ def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None]
 def _step_on_accelerator(
     step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]
 ) -> None:
-    """Run the steps within the allocator's limit; fill ``result`` even if a step fails."""
+    """Run the steps within the allocator's limit; ``result`` is filled even if a step fails."""
     device = model_device(step.model)
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
@@ -301,7 +303,7 @@ def _step_on_accelerator(
     weights = sum(fixed.values())
     result["terms"], result["peak_bytes"] = fixed, weights
     if weights > limit:
-        raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
+        raise BudgetExceededError("device", f"device memory: the weights alone need more than {show_size(limit)}")
     torch.cuda.empty_cache()  # blocks left by loading would count
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -315,11 +317,11 @@ def _step_on_accelerator(
         result.update(_tier_peaks(step, budget))
     for name, tally, most in _tiers(step.handle, budget):
         if most is not None and tally.peak_bytes > most:
-            raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(most)}")
+            raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(most)}")
 
 
 def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
-    """Run the steps; return the seconds of the last one."""
+    """Run the steps; return how many seconds the last one took."""
     started = 0.0
     for number in range(1, STEPS + 1):
         tell(f"step {number} of {STEPS}")
@@ -331,7 +333,7 @@ def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[
 
 
 def _tiers(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally, int | None]]:
-    """Return name, counted bytes and budget of the tiers beyond the device."""
+    """Return name, byte counter and budget of host and disk; empty without streaming."""
     if handle is None:
         return []
     tiers = handle.tiers
@@ -343,15 +345,15 @@ def _tier_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
 
 
 def _explain(error: BaseException) -> dict[str, Any]:
-    """Return cause and reason of a failure; with the traceback unless memory was lacking."""
+    """Return cause and reason of a failure, with the traceback unless memory ran out."""
     chain: BaseException | None = error  # the training loop wraps a lack of memory
     while chain is not None:
         if isinstance(chain, BudgetExceededError):
             return {"cause": f"{chain.tier} memory", "reason": str(chain)}
         if isinstance(chain, torch.OutOfMemoryError):
-            return {"cause": "device memory", "reason": "device memory: the allocator has no more to give"}
+            return {"cause": "device memory", "reason": "device memory: the allocator is out of memory"}
         if isinstance(chain, MemoryError) or "can't allocate memory" in str(chain):
-            return {"cause": "host memory", "reason": "host memory: the system has no more to give"}
+            return {"cause": "host memory", "reason": "host memory: the system is out of memory"}
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, OutOfMemoryError):  # the engine's: host memory
         return {"cause": "host memory", "reason": error.what}
@@ -362,14 +364,14 @@ def _explain(error: BaseException) -> dict[str, Any]:
     return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}
 
 
-def _be_killed_first() -> None:
-    """Make this process the first that Linux kills when memory runs out."""
+def _raise_oom_score() -> None:
+    """Make this process the first that Linux kills if memory runs out."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _end_with_parent() -> None:
-    """Exit with the parent, so that no step keeps memory after the probe is killed."""
+    """Exit when the parent process ends, so that no step holds memory after the probe is killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -391,6 +393,6 @@ def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Return the bytes of the optimizer's states that are on a device type; others may be on the host."""
+    """Return the bytes of optimizer state on devices of the type of ``device``; other state may be on the host."""
     values = (value for state in optimizer.state.values() for _, value in state_tensors(state))
     return distinct_bytes(value for value in values if value.device.type == device.type)

@@ -103,7 +103,7 @@ class _Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySubject(_Chosen):
-    """What is verified: recipe, model, batch and schedules."""
+    """The recipe, model, batch and schedules to verify."""
 
     loaded: LoadedRecipe
     model: Any
