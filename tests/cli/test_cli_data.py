@@ -75,10 +75,11 @@ def test_the_screen_is_plain_in_a_file(folder: Path, capfd: pytest.CaptureFixtur
     out = capfd.readouterr().out
     for text in (
         "data rows.yaml",
-        "tokens lost",
-        "in all",
+        "lost if cut",
+        "  total",
+        "  problems",
         "max_length 120",
-        "with other lengths",
+        "with another max_length: longer rows and lost tokens",
         "> 120",
         "row 1  chats.jsonl:1",
         "⟦It is 1, for the number before it is 0.<|im_end|>⟧",
@@ -135,7 +136,7 @@ def test_the_page(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert any("What is <b>1</b> & why?<|im_end|>" in row for row in page.rows)
     assert Path("lengths.png").read_bytes().startswith(b"\x89PNG")
     assert data("rows.yaml", "--html", "chats.jsonl") == 2
-    assert "is no page of this command" in capfd.readouterr().err
+    assert "is not a page of this command; it is not overwritten" in capfd.readouterr().err
     assert Path("chats.jsonl").read_text().startswith('{"messages"')
 
 
@@ -153,7 +154,7 @@ def test_prompts_of_a_shipped_recipe(folder: Path, capfd: pytest.CaptureFixture[
     assert data("quickstart_grpo", "--set", "datasets.0.max_rows=50", "--set", "val_size=5", "--rows", "1") == 0
     out = capfd.readouterr().out
     assert "max_prompt_length 32" in out
-    assert "50 rows; 45 to train on; 5 held out" in out
+    assert "45 train, 5 held out; tokens: prompts " in out
 
 
 @pytest.mark.parametrize(

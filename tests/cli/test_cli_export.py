@@ -100,7 +100,9 @@ def test_a_real_run(
     recipe = {**RECIPE, "finetuning_type": kind, "engine": FIXED, "max_length": 256, "save_steps": 4, "val_size": 2}
     write_recipe(tmp_path, recipe)
     assert streamtune("sft", "tiny.yaml") == 0
-    assert "streamtune generate runs/tiny; streamtune export runs/tiny OUT" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "streamtune export runs/tiny OUT\n" in shown
+    assert shown.endswith("\nNext: streamtune generate runs/tiny\n")
     assert streamtune("export", "runs/tiny", "out", "--json") == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert report["check"]["passes"]

@@ -55,9 +55,9 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["validat", "x"], "Did you mean 'validate'?"),
+        (["validat", "x"], "did you mean 'validate'?"),
         (["validate"], "Missing argument"),
-        (["validate", "x.yaml", "--st", "seed=1"], "No such option: --st"),
+        (["validate", "x.yaml", "--st", "seed=1"], "unknown option '--st'"),
         (["validate", "x.yaml", "--set"], "requires an argument"),
     ],
 )
@@ -66,6 +66,26 @@ def test_wrong_usage_exits_2(arguments, said, capfd):
         main(arguments)
     assert caught.value.code == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        (["sfy", "x.yaml"], "did you mean 'sft'?"),
+        (["recipes", "lst"], "did you mean 'ls'?"),
+        (["quickstart_dpo"], "name a command before the recipe, such as `streamtune dpo quickstart_dpo`"),
+        (["plan", "quickstart", "--dvice", "h100"], "did you mean '--device'?"),
+        (["sft", "quickstart", "--lr", "3"], "write --set learning_rate=3"),
+        (["sft", "quickstart", "--epochs"], "write --set num_train_epochs=..."),
+        (["sft", "quickstart", "--max-lenght=64"], "did you mean --set max_length=64?"),
+        (["env", "--qqq"], "the command has --json, --help"),
+    ],
+)
+def test_an_unknown_command_or_option_names_the_nearest(arguments, fix, capfd):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capfd.readouterr().err.splitlines()[-1] == f"fix: {fix}"
 
 
 def test_an_error_goes_to_stderr_with_its_exit_code():

@@ -88,16 +88,18 @@ def test_the_screen(recipe: Path, capfd: pytest.CaptureFixture[str]):
     assert plan("--device-memory", "60MiB", "--host-memory", "1GiB", "--length", "8192") == 0
     out = capfd.readouterr().out
     for said in (
-        "plan tiny.yaml",
+        "FITS  8,192 tokens on ",
+        "recipe    tiny.yaml",
         "Qwen3ForCausalLM",
         "2 rows of 8,192 tokens, 1 at a time; adamw",
-        "60.0 MiB; host 1.00 GiB; 5% of each is left free",
+        "60.0 MiB; host 1.00 GiB; 5% of each stays free",
         "data sheet of",
-        "memory at the peak of the step, in the",
+        "predicted memory at the peak of the step, in the",
         "layer inputs",
-        "device in all",
+        "device, total",
         "of 60.0 MiB",
-        "alternatives, estimated",
+        "other schedules (estimated)",
+        "change from chosen",
         "█",
     ):
         assert said in out, said

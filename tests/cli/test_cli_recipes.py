@@ -9,6 +9,7 @@ import pytest
 
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.cli import main
+from streamtune.cli.recipes import STARTERS
 from streamtune.recipe import Recipe, load_recipe, read_shipped, shipped_names
 
 
@@ -48,9 +49,9 @@ def test_validate_says_what_a_recipe_does(tmp_path, capsys):
         "  tokenizer  the model's own",
         "  objective  supervised fine-tuning",
         "  training   LoRA of rank 16 on all-linear; weights in bfloat16",
-        "  data       a (1,000 rows at most), b",
-        "  length     131,072 tokens; a longer row is refused",
-        "  loss on    the assistant's turns, all of a row of text",
+        "  data       a (at most 1,000 rows), b",
+        "  length     131,072 tokens; longer rows are refused",
+        "  loss on    assistant turns; every token of plain text",
         "  batch      8 rows a step (1 at a time)",
         "  optimizer  adamw, learning rate 0.0001, cosine, 10 steps warm-up",
         "  duration   1,500 steps",
@@ -70,7 +71,7 @@ def test_validate_names_data_files_that_are_not_here(tmp_path, capsys):
     )
     assert call("validate", str(recipe)) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  data"))
-    assert line.endswith("here.jsonl, gone.jsonl (5 rows at most, no such file here), a/b.c")
+    assert line.endswith("here.jsonl, gone.jsonl (at most 5 rows, no such file here), a/b.c")
 
 
 def test_validate_json(tmp_path, capsys):
@@ -103,16 +104,29 @@ def test_validate_json_of_a_wrong_recipe(tmp_path, capsys):
 
 def test_ls(capsys):
     assert call("recipes", "ls") == 0
-    first, *tasks = capsys.readouterr().out.split("\n\n")
+    first, *tasks, last = capsys.readouterr().out.split("\n\n")
     groups = [[line.split()[0] for line in group.splitlines()] for group in (first, *tasks)]
-    assert [group[0] for group in groups[1:]] == ["sft,", "dpo,", "grpo,"]
-    assert {*groups[0], *(name for group in groups[1:] for name in group[1:])} == set(shipped_names())
-    assert groups[0] == [name for name in shipped_names() if "/" not in name]
+    assert [group[0] for group in groups[1:]] == ["sft:", "dpo:", "grpo:"]
+    assert {*groups[0][1:], *(name for group in groups[1:] for name in group[2:])} == set(shipped_names())
+    assert groups[0][1:] == list(STARTERS)
+    assert set(STARTERS) == {name for name in shipped_names() if "/" not in name}
+    assert last == "Next: streamtune recipes copy NAME my.yaml\n"
     # By model and device, and numbers by their size.
     qwen = [name for name in groups[1] if name.startswith(("qwen3/8b-lora", "qwen3/14b-lora"))]
     assert qwen == [f"qwen3/{name}gb" for name in ("8b-lora-24", "8b-lora-48", "8b-lora-80", "14b-lora-80")]
     (row,) = [line for line in tasks[0].splitlines() if line.startswith("qwen3/32b-full-8x80gb")]
-    assert " ".join(row.split()) == "qwen3/32b-full-8x80gb 8 x 80 GB 131,072 Qwen/Qwen3-32B"
+    assert " ".join(row.split()) == "qwen3/32b-full-8x80gb full 8x80GB 131,072 Qwen3-32B"
+
+
+def test_ls_of_a_device(capsys):
+    assert call("recipes", "ls", "--device", "48", "--json") == 0
+    assert {recipe["device"] for recipe in json.loads(capsys.readouterr().out)} == {"48 GB"}
+    assert call("recipes", "ls", "--device", "48gib") == 0
+    shown = capsys.readouterr().out
+    assert "qwen3/8b-dpo-48gb" in shown
+    assert "quickstart" not in shown
+    assert call("recipes", "ls", "--device", "40GB") == 2
+    assert "choose one of: 24GB, " in capsys.readouterr().err
 
 
 def test_ls_json(capsys):
@@ -166,7 +180,7 @@ def test_copy_never_overwrites(tmp_path, capsys):
     assert call("recipes", "copy", "sft-lora", str(path)) == 2
     assert path.read_text() == "mine"
     printed = capsys.readouterr().err
-    assert "the file is there already" in printed
+    assert "the file already exists; it is not overwritten" in printed
     assert f"where: {path}" in printed
 
 

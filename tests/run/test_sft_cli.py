@@ -86,10 +86,10 @@ def test_trains_from_a_recipe_to_a_model_that_transformers_loads(
 
     shown = capsys.readouterr().out
     held_out = records(str(run))[-1]["eval_loss"]
-    assert f"first {train[0]['loss']:.3f}, last {train[-1]['loss']:.3f}, held out {held_out:.3f}" in shown
+    assert f"{train[0]['loss']:.3f} -> {train[-1]['loss']:.3f}; held out {held_out:.3f}" in shown
     assert 'AutoModelForCausalLM.from_pretrained("runs/tiny/final")' in shown
     assert "step=12/12 loss=" in shown
-    assert "  asked\n    Add 3 and 4.\n  wrote\n" in shown
+    assert "  prompt\n    Add 3 and 4.\n  completion\n" in shown
     assert "\x1b" not in shown
 
 
@@ -109,10 +109,12 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert sft("--dry-run") == 0
     assert sorted(recipe.parent.iterdir()) == before
     shown = capsys.readouterr().out
-    assert "Qwen3ForCausalLM" in shown
-    assert "chunks of 16 tokens" in shown
-    assert "20 rows" in shown
-    assert "12 (2 epochs) of 3 rows" in shown
+    assert "Qwen3, " in shown
+    assert "16-token chunks" in shown
+    assert "16 train, 4 held out; " in shown
+    assert "12 (2 epochs) x 3 rows" in shown
+    assert shown.splitlines()[0].endswith("DRY RUN")
+    assert shown.splitlines()[-1] == "Nothing was trained. Start: streamtune sft tiny.yaml"
 
 
 @pytest.mark.full
@@ -132,12 +134,12 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_curve(sft: Callab
     assert process.returncode == 130, said
     assert "Stopping after this micro-batch" in said
     [checkpoint] = Path("split/checkpoints").iterdir()
-    assert f"saved   {checkpoint}" in shown
+    assert f"  saved    {checkpoint}" in shown
     assert not Path("split/final").exists()
 
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert f"going on from {checkpoint.name}" in result.stdout
+    assert f"resumed from {checkpoint.name}" in result.stdout
     assert records("split") == records("whole")
     assert same_model("split", "whole")
 

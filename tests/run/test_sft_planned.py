@@ -35,8 +35,9 @@ def folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_a_dry_run_shows_the_plan(folder: Path, capfd: pytest.CaptureFixture[str]):
     assert run("--dry-run") == 0
     out = capfd.readouterr().out
-    assert "no layer computed again: all kept whole" in out  # it all fits
-    assert " predicted; about " in out
+    assert "keeps every layer's activations, recomputes nothing" in out  # it all fits
+    assert "; simulated)" in out
+    assert "longest step " in out
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The application: the options of all commands, and the commands that ``cli/programs.py`` lists."""
+"""The typer application: global options, and the commands that ``cli/programs.py`` lists."""
 
 from __future__ import annotations
 
@@ -35,12 +35,17 @@ def streamtune(
         ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.", show_default=False)
+        bool,
+        typer.Option(
+            "--debug", help="Show the traceback of an error. Accepted before or after the command.", show_default=False
+        ),
     ] = False,
     offline: Annotated[
         bool,
         typer.Option(
-            "--offline", help="Connect to nothing: local files and caches only; may stand anywhere.", show_default=False
+            "--offline",
+            help="Use local files and caches only. Accepted before or after the command.",
+            show_default=False,
         ),
     ] = False,
 ) -> None:

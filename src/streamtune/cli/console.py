@@ -1,4 +1,4 @@
-"""The two consoles, and what is printed on them: results go to stdout, everything else to stderr."""
+"""Print results on stdout, and notes, progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ if not os.environ.get("COLUMNS", "").strip("0"):  # rich would show nothing in n
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 SHOWN_BYTES = 64 * 1024
-"""A recipe is no longer; more of a file is not read to show a line of it."""
+"""Bytes of a file that are read to show one of its lines: the largest size of a recipe."""
 _UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Of these, what JSON does not escape by itself."""
+"""Unprintable characters that `json.dumps` leaves unescaped."""
 NARROW = 40
-"""Columns of a terminal that leave a second column of a table no room: it wraps plain lines itself."""
+"""Columns below which a terminal has no room for a two-column table: plain lines are printed instead."""
+SCREEN = 80
+"""Columns within which the right part of a title is aligned."""
 
 _needed = [True]
 
 
 @contextmanager
 def loading_libraries() -> Iterator[Status]:
-    """Show a message while libraries are imported, without garbage collection: they make objects and no garbage.
+    """Context manager: show a message while libraries are imported, with garbage collection off.
 
-    The collector would walk over all of them a hundred times, a fifth of the time of importing torch and transformers.
-    What was imported is left out of later collections.
+    An import creates many objects and little garbage. With collection on, importing torch and transformers takes a
+    fifth longer. Objects of the first import are left out of later collections.
     """
     collects, is_first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
@@ -58,7 +60,7 @@ def loading_libraries() -> Iterator[Status]:
 
 
 def need_output(needed: bool) -> None:
-    """Set whether the running command fails if its output is lost; False for one whose results are files."""
+    """Set whether the running command fails if its output is lost; False for a command that writes files."""
     _needed[:] = [needed]
 
 
@@ -75,7 +77,10 @@ def print_json(document: Any) -> None:
 
 
 def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", indent: str = "  ") -> None:
-    """Print names and values in two columns on stdout; values wrap on a terminal and stay whole in a log."""
+    """Print names and values in two columns on stdout.
+
+    On a terminal long values wrap at words. Elsewhere each value stays on one line.
+    """
     rows = [(plain(name), plain(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     if not out.is_terminal or out.width < NARROW:
@@ -86,31 +91,44 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     table.add_column(style=name_style, no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(f"{indent}{name}"), _commands(value))  # a name may be another file's: no markup
+        table.add_row(Text(f"{indent}{name}"), _bold_commands(value))  # a name may come from a file: no markup
     out.print(table)
 
 
-def print_hanging(head: Text, text: Text) -> None:
-    """Print a text behind a head on stdout; on a terminal its further lines begin below its first."""
-    if not out.is_terminal or out.width < NARROW:
-        out.print(Text.assemble(head, text), soft_wrap=True)
+def print_hanging(head: Text, text: Text, to: Console = out) -> None:
+    """Print a text after a head, by default on stdout.
+
+    On a terminal the text wraps at words, and its further lines are indented by the width of the head. Elsewhere it
+    stays on one line.
+    """
+    if not to.is_terminal or to.width < NARROW:
+        to.print(Text.assemble(head, text), soft_wrap=True)
+        return
+    if not head:
+        to.print(text)
         return
     table = Table.grid()
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row(head, text)
-    out.print(table)
+    to.print(table)
+
+
+def print_text(text: Text, *, indent: int = 0) -> None:
+    """Print a text on stdout, with every line indented; on a terminal it wraps at words."""
+    for line in text.split("\n"):
+        print_hanging(Text(" " * indent), line)
 
 
 def make_table(
     *columns: Column | str, header: Literal["bold", "dim"] | None = "bold", padding: PaddingDimensions | None = None
 ) -> Table:
-    """Return an empty table without lines, as all screens have it.
+    """Return an empty table without borders, in the style of all screens.
 
     Args:
-        columns: A name alone is a column of figures: they stand to the right, and below a dim name never wrap.
-        header: Style of the names; None shows no names.
-        padding: Blanks around a cell, in place of those that belong to the style.
+        columns: Columns of the table. A name makes a right-aligned column of figures; with a dim header it never wraps.
+        header: Style of the column names; None shows no names.
+        padding: Blanks around a cell. None takes the padding of the style.
     """
     dim = header != "bold"
     return Table(
@@ -123,25 +141,30 @@ def make_table(
     )
 
 
-def print_table(title: str, table: Table) -> None:
-    """Print an empty line, a title and a table."""
-    out.print()
-    out.print(Text(title, style="bold"), soft_wrap=True)
+def print_table(title: str, table: Table, *, apart: bool = True) -> None:
+    """Print a title and a table; ``apart`` puts an empty line before the title."""
+    if apart:
+        out.print()
+    print_hanging(Text(), Text(title, style="bold"))
     out.print(table)
 
 
-def print_title(text: str) -> None:
-    """Print the first line of a screen: the version, and ``text``."""
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  {plain(text)}"), soft_wrap=True)
+def print_title(text: str, *, right: str = "") -> None:
+    """Print the first line of a screen: the version, ``text``, and ``right`` at the right edge."""
+    title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  {plain(text)}")
+    if right:
+        room = min(out.width, SCREEN) - title.cell_len - len(right) if out.is_terminal else 0
+        title.append(" " * max(2, room)).append(right, style="bold yellow")
+    print_hanging(Text(), title)
 
 
 def print_note(note: str) -> None:
-    """Print a note, which is no error, on stderr."""
-    err.print(Text.assemble(("note", "yellow"), ": ", _commands(plain(note))), soft_wrap=True)
+    """Print a note on stderr."""
+    print_hanging(Text.assemble(("note", "yellow"), ": "), _bold_commands(plain(note)), err)
 
 
 def print_error(error: StreamTuneError, to: Console = err) -> None:
-    """Print an error, by default on stderr: as a panel on a terminal, as plain lines in a log."""
+    """Print an error, by default on stderr: as a panel on a terminal, else as plain lines."""
     if to.is_terminal and to.width >= NARROW:
         to.print(error_panel(error))
     else:
@@ -169,7 +192,7 @@ def error_panel(error: StreamTuneError) -> Panel:
         if isinstance(error, RecipeError) and not others and (line := _source_line(error.where)):
             details.add_row("", Text(plain(line), style="dim", overflow="ellipsis", no_wrap=True))
     if error.fix:
-        details.add_row("fix", _commands(plain(error.fix)))
+        details.add_row("fix", _bold_commands(plain(error.fix)))
     if details.row_count:
         parts += ["", details]
     return Panel(
@@ -182,25 +205,27 @@ def error_panel(error: StreamTuneError) -> Panel:
 
 
 def _title(error: StreamTuneError) -> str:
-    """Return the title of an error: ``Recipe error`` for a ``RecipeError``."""
+    """Return the title of an error's panel: ``Recipe error`` for a ``RecipeError``."""
     if type(error) in (StreamTuneError, UserError):
         return "Error"
+    if type(error).__name__ == "NothingFitsError":
+        return "DOES NOT FIT"
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).capitalize()
 
 
 def _list_item(line: str) -> RenderableType:
-    """Return a line of a longer message; one that starts with a dash wraps under its own text."""
+    """Return a line of a longer message; a line that starts with a dash is indented where it wraps."""
     if not line.startswith("- "):
-        return _commands(line)
+        return _bold_commands(line)
     item = Table.grid(padding=(0, 1))
     item.add_column(no_wrap=True)
     item.add_column(overflow="fold")
-    item.add_row("-", _commands(line[2:]))
+    item.add_row("-", _bold_commands(line[2:]))
     return item
 
 
-def _commands(text: str) -> Text:
-    """Return the text with its `commands` in bold."""
+def _bold_commands(text: str) -> Text:
+    """Return the text with everything between backticks in bold."""
     shown = Text(text)
     shown.highlight_regex(r"`[^`]+`", "bold")
     return shown
@@ -222,16 +247,16 @@ def _source_line(where: str) -> str:
 
 
 def replace_page(content: bytes, page: Path, named: str, *, begins: bytes = b"") -> None:
-    """Write a page or a picture; an earlier one is replaced at once, any other file is left alone.
+    """Write a page or a picture; replace an earlier one atomically, and never replace any other file.
 
     Args:
-        content: The bytes of the file.
-        page: The file.
-        named: The option that names it, for errors.
-        begins: The first bytes of a picture; empty of a page.
+        content: Bytes of the file.
+        page: Path of the file.
+        named: Option that names the path, for errors.
+        begins: First bytes of a picture; empty for a page.
 
     Raises:
-        ArgumentError: It cannot be written, or there is a file that this command did not make.
+        ArgumentError: The file cannot be written, or a file of another origin exists.
     """
     from streamtune.train.staging import replace_file
 
@@ -239,17 +264,19 @@ def replace_page(content: bytes, page: Path, named: str, *, begins: bytes = b"")
         if page.is_symlink() or (page.exists() and not _is_page(page, begins)):
             what = "picture" if begins else "page"
             raise ArgumentError(
-                f"{page} is there, and is no {what} of this command", where=named, fix=f"give another {named}"
+                f"{page} exists and is not a {what} of this command; it is not overwritten",
+                where=named,
+                fix=f"give another path with {named}",
             )
         replace_file(page, content, durably=False)
     except OSError as error:
         raise ArgumentError(
-            f"{page} cannot be written: {error.strerror or error}", where=named, fix=f"give another {named}"
+            f"{page} cannot be written: {error.strerror or error}", where=named, fix=f"give another path with {named}"
         ) from error
 
 
 def _is_page(page: Path, begins: bytes) -> bool:
-    """Return True if a file is a page of this command or a picture, or empty."""
+    """Return True if a file is empty, a page of this command, or a picture that starts with ``begins``."""
     if not page.is_file():
         return False
     with page.open("rb") as file:

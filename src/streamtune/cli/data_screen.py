@@ -1,4 +1,4 @@
-"""The screen of ``streamtune data``: facts, tables, the histogram, and rows with their tokens coloured."""
+"""Print the screen of ``streamtune data``: problems, facts, tables, a histogram, and rows with coloured tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.privacy import plain
-from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
+from streamtune.data.data_report import (
+    EPOCH_COLUMNS,
+    CompletionReport,
+    DataReport,
+    SourceReport,
+    epoch_table,
+)
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
 
-from .console import make_table, out, print_rows, print_table, print_title
+from .console import make_table, out, print_hanging, print_rows, print_table, print_text, print_title
+from .options import recipe_name
 from .plan_screen import bar
 
 if TYPE_CHECKING:
@@ -22,57 +29,56 @@ if TYPE_CHECKING:
     from streamtune.run.build import Inspection
 
 WIDE = 110
-"""Columns of a terminal with room for all percentiles beside the names of datasets."""
+"""Columns of a terminal that has room for all percentiles beside the names of datasets."""
 COUNTS = ("dropped", "split", "truncated", "tokens_lost", "supervised_tokens_lost")
-"""Columns that are shown where they are not zero."""
+"""Columns of the table of datasets that are shown only if a dataset has a count other than zero."""
 
 
 def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], most: int) -> None:
-    """Print everything: facts, datasets, lengths, other limits, and rows.
+    """Print the whole screen: problems, facts, datasets, lengths, other limits, and sample rows.
 
     Args:
-        found: The rows of a recipe.
-        views: The rows to show, each with the reason for which it was chosen.
-        most: Tokens of a row that are shown, about.
+        found: Prepared rows of a recipe.
+        views: Rows to show, each with the reason why it was chosen.
+        most: Approximate number of tokens to show of each row.
     """
     report = found.prepared.report
-    print_title(f"data {found.loaded.path}")
-    facts = [("rows", report.describe()), ("limit", _describe_limit(found)), ("tokenizer", _describe_tokenizer(found))]
-    facts += describe_batches(found.batches)
-    facts.append(("duplicates", _describe_duplicates(found)))
+    print_title(f"data {recipe_name(found.loaded.path)}")
+    facts = [("problems", "; ".join([*describe_problems(report), *_describe_duplicates(found)]) or "none found")]
+    facts += [*describe_rows(report, problems=False), ("limit", _describe_limit(found))]
+    facts += [("tokenizer", _describe_tokenizer(found)), *describe_batches(found.batches)]
     print_rows(facts)
     print_table("datasets", _sources_table(found))
     if (epoch := _epoch_table(found)) is not None:
-        print_table("an epoch, by weight", epoch)
-    compared = ", of a prompt with its longest answer" if report.to_json().get("completions") else ""
-    print_table(f"tokens of {report.rows:,} rows before any cut{compared}", _histogram(found))
+        print_table("one epoch of weighted datasets", epoch)
+    compared = ", prompt and longest answer together" if report.to_json().get("completions") else ""
+    print_table(f"row lengths in tokens, before truncation{compared}: {report.rows:,} rows", _histogram(found))
     batches = found.batches
-    padded = f", padding of batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
-    packs = ", packs" if batches is not None else ""
-    print_table(f"with other lengths: rows over, tokens lost{padded}{packs}", _choices_table(found))
+    padded = f"; padding in batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
+    print_table(f"with another {found.limit_name}: longer rows and lost tokens{padded}", _choices_table(found))
     if views:
         out.print()
-        out.print(_legend(), soft_wrap=True)
+        print_text(_legend())
     for reason, view in views:
         print_view(found, view, most=most, reason=reason)
 
 
 def print_view(found: Inspection, view: RowView, most: int | None, *, reason: str = "", ids: bool = False) -> None:
-    """Print one row: a line about it, and its text.
+    """Print one row: a line of facts, and its text.
 
     Args:
-        found: The rows of a recipe.
-        view: The row.
-        most: Tokens to show, about; None shows all.
+        found: Prepared rows of a recipe.
+        view: Row to print.
+        most: Approximate number of tokens to show; None shows all.
         reason: Reason why the row is shown.
-        ids: Print every token on a line of its own, with its id.
+        ids: True to print each token on its own line, with its id.
     """
     out.print()
-    out.print(Text.assemble((f"row {view.number:,}", "bold"), f"  {describe_view(view, reason)}"), soft_wrap=True)
+    print_hanging(Text(f"row {view.number:,}  ", style="bold"), Text(describe_view(view, reason)))
     for part in view.parts:
         if len(view.parts) > 1:
             trained = f", {_share(int(part.trained.sum()), len(part.input_ids))}" if part.trained.any() else ""
-            out.print(Text(f"  {part.name}, {len(part.input_ids):,} tokens{trained}", style="dim"), soft_wrap=True)
+            print_text(Text(f"{part.name}, {len(part.input_ids):,} tokens{trained}", style="dim"), indent=2)
         if ids:
             _print_ids(found, part)
             continue
@@ -86,7 +92,7 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
 
 
 def describe_view(view: RowView, reason: str = "") -> str:
-    """Return one line about a row, without its number."""
+    """Return the facts of a row in one line: origin, tokens, trained tokens, tokens cut off."""
     parts = [plain(view.origin), f"{view.tokens:,} tokens"]
     parts += [_share(view.trained, view.tokens)] if [part.name for part in view.parts] != ["prompt"] else []
     parts += ["held out"] if view.held_out else []
@@ -102,7 +108,7 @@ def _share(trained: int, tokens: int) -> str:
 
 
 def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
-    """Return a row as text: coloured on a terminal, underlined where it has no colours, bracketed in a file."""
+    """Return a row as text. Trained tokens are coloured, or underlined without colours, or in brackets in a file."""
     text = Text()
     before = False
     opens, closes = ("⟦", "⟧") if out.encoding.startswith("utf") else ("[[", "]]")
@@ -116,13 +122,13 @@ def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
             text.append(f"{line}... {describe_gap(run)} ...\n", style="yellow")
         else:
             shown = plain(run.text)
-            # An end of line shows its colour, which it would not have by itself.
+            # The sign makes the colour of a trained line break visible.
             text.append(shown.replace("\n", "↵\n") if out.is_terminal and trained else shown, style=_style(run))
     return text.append(closes) if before else text
 
 
 def describe_gap(gap: TokenGap) -> str:
-    """Return the tokens that are not shown: ``14,203 tokens, 12 of them trained``."""
+    """Return how many tokens a gap hides: ``14,203 tokens, 12 of them trained``."""
     return f"{gap.tokens:,} tokens" + (f", {gap.trained:,} of them trained" if gap.trained else "")
 
 
@@ -142,26 +148,97 @@ def _legend() -> Text:
 
 
 def _print_ids(found: Inspection, part: RowPart) -> None:
-    """Print place, id, kind and text of every token."""
+    """Print position, id, kind and text of every token."""
     special = found.rows.special_ids
-    for place, (token, text, trained) in enumerate(
+    for position, (token, text, trained) in enumerate(
         zip(part.input_ids, found.rows.texts(part), part.trained.tolist(), strict=True)
     ):
         run = TokenRun(text, 1, trained=trained, special=token in special)
         kind = ("trained" if trained else "masked") + (" special" if run.special else "")
         shown = json.dumps(plain(text), ensure_ascii=False)
-        line = Text(f"    {place:>7,}  {token:>7}  {kind:<15}  ").append(shown, style=_style(run))
+        line = Text(f"    {position:>7,}  {token:>7}  {kind:<15}  ").append(shown, style=_style(run))
         out.print(line, soft_wrap=True)
 
 
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
+def describe_rows(report: DataReport | CompletionReport, *, problems: bool = True) -> list[tuple[str, str]]:
+    """Return what is trained and held out, its lengths and its tokens, as (name, text) lines.
+
+    Args:
+        report: Report of the prepared rows.
+        problems: True to add a line with the problems, if there are any.
+    """
+    counts = f"{report.train_examples:,} train"
+    if report.validation_examples:
+        counts += f", {report.validation_examples:,} held out"
+    if report.train_examples + report.validation_examples != report.rows:
+        counts += f" (from {report.rows:,} rows{f', {report.split:,} split' if report.split else ''})"
+    if any(source.weight is not None for source in report.sources):
+        counts += f"; {sum(source.epoch_rows for source in report.sources):,} in a weighted epoch"
+    if isinstance(report, DataReport):
+        cut = " before truncation" if report.truncated or report.split else ""
+        lines = [("data", f"{counts}; {_describe_range(report.length_percentiles, ' tokens')}{cut}")]
+        lines.append(("tokens", f"{report.tokens:,}, of which {_share(report.supervised_tokens, report.tokens)}"))
+        lines += _describe_sequences(report)
+    else:
+        lengths = {"prompts": report.prompt_lengths, **report.completion_lengths}
+        ranges = ", ".join(f"{name} {_describe_range(each)}" for name, each in lengths.items())
+        lines = [("data", f"{counts}; tokens: {ranges}")]
+        tokens = f"{report.tokens:,}"
+        if report.completions:
+            shared = f"{report.tree_tokens:,} with shared beginnings counted once"
+            tokens += f"; {shared}; {report.supervised_tokens:,} trained"
+        lines.append(("tokens", tokens))
+    found = describe_problems(report) if problems else []
+    return [*lines, *([("problems", "; ".join(found))] if found else [])]
+
+
+def _describe_sequences(report: DataReport) -> list[tuple[str, str]]:
+    """Return a line about sequences with shared beginnings or pieces of rows; empty for other rows."""
+    if report.shared_tokens:
+        text = f"{report.packs:,} sequences, {report.shared_tokens:,} tokens with shared beginnings counted once"
+        return [("shared", text)]
+    if report.pieces:
+        text = (
+            f"{report.pieces:,}; the first token of each is not predicted: {report.piece_targets_lost:,} trained ones"
+        )
+        if report.piece_tokens_lost:
+            text += f"; {report.piece_tokens_lost:,} tokens are in no piece"
+        return [("pieces", text)]
+    return []
+
+
+def describe_problems(report: DataReport | CompletionReport) -> list[str]:
+    """Return the problems of the rows: dropped, truncated, lost tokens, spelled special tokens; empty if none."""
+    found = [f"{report.dropped:,} of {report.rows:,} rows dropped"] if report.dropped else []
+    found += [f"{report.truncated:,} rows truncated"] if report.truncated else []
+    repeated = 0
+    if isinstance(report, DataReport):
+        repeated = report.tokens_repeated
+        found += [f"{report.pieces_dropped:,} pieces without trained tokens dropped"] if report.pieces_dropped else []
+        found += [f"{repeated:,} tokens repeated as context"] if repeated else []
+    if report.tokens_lost:
+        share = report.tokens_lost / (report.tokens - repeated + report.tokens_lost)
+        about = "about " if isinstance(report, DataReport) and report.estimated else ""
+        found.append(f"{about}{report.tokens_lost:,} tokens lost ({100 * share:.2g}%)")
+    found += [f"{report.supervised_tokens_lost:,} trained tokens lost"] if report.supervised_tokens_lost else []
+    if report.special_rows:
+        found.append(f"{report.special_rows:,} row{'s spell' if report.special_rows > 1 else ' spells'} special tokens")
+    return found
+
+
+def _describe_range(lengths: dict[str, int], unit: str = "") -> str:
+    """Return the range of lengths: ``41-3,425 tokens (median 148)``."""
+    return f"{lengths['min']:,}-{lengths['max']:,}{unit} (median {lengths['p50']:,})"
+
+
 def _describe_limit(found: Inspection) -> str:
     recipe = found.loaded.recipe
-    longer = {"error": "an error", "truncate": "cut", "drop": "left out", "split": "cut into pieces"}
-    trained = f"; trained on: {recipe.train_on}" if recipe.objective == "sft" else ""
-    return f"{found.limit_name} {found.limit:,}, longer rows are {longer[recipe.overlength]}{trained}"
+    longer = {"error": "an error", "truncate": "truncated", "drop": "dropped", "split": "split into pieces"}
+    trained = f"; train_on: {recipe.train_on}" if recipe.objective == "sft" else ""
+    return f"{found.limit_name} {found.limit:,}; longer rows are {longer[recipe.overlength]}{trained}"
 
 
 def _describe_tokenizer(found: Inspection) -> str:
@@ -169,57 +246,55 @@ def _describe_tokenizer(found: Inspection) -> str:
     source = "trained on these rows"
     if recipe.tokenizer is None or recipe.tokenizer.train is None:
         source = plain(str(recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path))
-    template = "with a chat template" if found.tokenizer.chat_template else "without chat template"
+    template = "with a chat template" if found.tokenizer.chat_template else "without a chat template"
     return f"{source}, {len(found.tokenizer):,} entries, {template}"
 
 
 def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
-    """Return lines about padding, packing and attention, as (name, text); none of trees and prompts."""
+    """Return lines about padding, packing and attention, as (name, text); empty for trees and prompts."""
     if facts is None:
         return []
     lines = [("batches", _describe_steps(facts))]
     if facts.packs:
-        does = "fill" if facts.packing and facts.batching != "buckets" else "would fill"
-        best = f"no packing needs fewer than {facts.fewest_packs:,}"
+        packed = "" if facts.packing and facts.batching != "buckets" else "would be "
         sequences = "1 sequence" if facts.packs == 1 else f"{facts.packs:,} sequences"
-        lines.append(("packing", f"packs {does} {sequences} to {facts.pack_fill:.1%}; {best}"))
+        lines.append(("packing", f"{packed}{sequences}, {facts.pack_fill:.1%} full (minimum {facts.fewest_packs:,})"))
     return [*lines, ("attention", _describe_attention(facts))]
 
 
 def _describe_steps(facts: BatchFacts) -> str:
-    """Describe what steps and batches hold: ``68 steps of 8,000 to 8,192 tokens; ...``."""
+    """Return what steps and batches hold: ``68 steps of 8,000 to 8,192 tokens; batches of 4 rows, 1.2% padding``."""
     unit = "packed sequences" if facts.packing else {"buckets": "pieces"}.get(facts.batching, "rows")
-    padding = f"{facts.padding:.1%} of the positions of batches of {facts.batch_size} {unit} are padding"
+    padding = f"{facts.batch_size} {unit}, {facts.padding:.1%} of the positions are padding"
     if facts.batch_size == 1:
-        padding = f"of one {unit[:-1]}: no padding"
+        padding = f"1 {unit[:-1]}, no padding"
     if facts.batching == "rows":
         return padding
-    if facts.batch_size == 1:
-        padding = f"batches {padding}"
     steps = f"{facts.steps:,} step{'' if facts.steps == 1 else 's'}"
     text = f"{steps} of {facts.step_tokens['min']:,} to {facts.step_tokens['max']:,} tokens"
     if facts.pieces:
-        text += f"; pieces of {', '.join(f'{size:,}: {count:,}' for size, count in facts.pieces.items())}"
-    return f"{text}; {padding}"
+        text += f"; pieces by length: {', '.join(f'{count:,} of {size:,}' for size, count in facts.pieces.items())}"
+    return f"{text}; batches of {padding}"
 
 
 def _describe_attention(facts: BatchFacts) -> str:
-    """Describe the sum of the squares of lengths, relative to rows that are joined and cut."""
+    """Return the work of attention as the sum of squared lengths, beside the sum of concatenated rows."""
     ratio = facts.attention_ratio
-    times = f"{ratio:.2f} times that" if ratio >= 0.1 else f"{ratio:.2g} of that"
-    return f"sum of squared lengths {facts.squared_lengths:.3g}; of rows joined and cut to max_length it is {times}"
+    times = f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
+    own = f"sum of squared lengths {facts.squared_lengths:.3g}"
+    return f"{own}; rows concatenated and cut to max_length would have {times}"
 
 
-def _describe_duplicates(found: Inspection) -> str:
+def _describe_duplicates(found: Inspection) -> list[str]:
+    """Return the number of duplicate rows, and how many of them are also held out; empty if there are none."""
     report = found.prepared.report
     total = report.train_examples + report.validation_examples
     if not report.duplicates:
-        return f"no two of {total:,} are the same"
-    text = f"{report.duplicates:,} of {total:,} are the same as an earlier one"
-    if not report.validation_examples:
-        return text
-    held_out = report.held_out_duplicates
-    return f"{text}; {held_out:,} to train on are held out as well" if held_out else f"{text}; none is held out as well"
+        return []
+    text = f"{report.duplicates:,} of {total:,} rows duplicate an earlier row"
+    if report.held_out_duplicates:
+        text += f", {report.held_out_duplicates:,} training rows are also held out"
+    return [text]
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -234,19 +309,19 @@ def _table(first: str, *names: str) -> Table:
 
 
 def _sources_table(found: Inspection) -> Table:
-    """Return a table with one row for each dataset and one for all; counts that are zero everywhere are left out."""
+    """Return a table with a row for each dataset and a total; columns of zeros are left out."""
     report = found.prepared.report
     counts = [name for name in COUNTS if getattr(report, name)]
     trained = report.supervised_tokens > 0
     points = ("min", "p50", "p90", "max") if out.width >= WIDE else ("p50", "max") if len(counts) < 4 else ("max",)
     short = {"truncated": "cut", "tokens_lost": "lost", "supervised_tokens_lost": "trained\nlost"}
     names = [short.get(name, name) for name in counts]
-    kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else it is the rest
+    kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else rows - dropped
     table = _table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
         lengths = source.length_percentiles
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
-        name = source.title if isinstance(source, SourceReport) else "in all"
+        name = source.title if isinstance(source, SourceReport) else "total"
         table.add_row(
             Text(f"  {plain(name)}"),
             f"{source.rows:,}",
@@ -261,7 +336,7 @@ def _sources_table(found: Inspection) -> Table:
 
 
 def _epoch_table(found: Inspection) -> Table | None:
-    """Return a table of what an epoch takes of each dataset; None where none has a weight."""
+    """Return a table of each dataset's share of an epoch; None if no dataset has a weight."""
     lines = epoch_table(found.prepared.report.sources)
     if not lines:
         return None
@@ -272,7 +347,7 @@ def _epoch_table(found: Inspection) -> Table | None:
 
 
 def _histogram(found: Inspection) -> Table:
-    """Return the histogram: a line for each bin, and one where the limit is."""
+    """Return the histogram of row lengths: a line for each bin, and a line at the limit."""
     table = make_table("", "", Column(no_wrap=True), header=None)
     most = max(each.rows for each in found.histogram)
     wide = len(f"{found.histogram[-1].longest:,}")
@@ -291,7 +366,7 @@ def _histogram(found: Inspection) -> Table:
 
 
 def _choices_table(found: Inspection) -> Table:
-    """Return a table of other limits; the present one is bold."""
+    """Return a table of other limits; the limit of the recipe is bold."""
     packed, padded = found.batches is not None, found.batches is not None and found.batches.batch_size > 1
     cut = any(each.lost_if_truncated is not None for each in found.choices)
     columns = [*(["lost if cut"] if cut else []), "lost if dropped", *(["padding"] if padded else [])]

@@ -1,7 +1,7 @@
-"""``streamtune doctor``: try what a run needs on this machine, and say what to fix.
+"""``streamtune doctor``: check what a run needs on this machine, and print what to fix.
 
-Every check does the thing itself: it streams a small model and compares its gradient, copies pinned memory, writes a
-file, asks the hub. None of them changes anything that stays.
+The checks stream a small model and compare its gradient, copy pinned memory, write a file, and connect to the hub. They
+leave nothing behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamtune.base.libraries import TESTED, pip_install, untested
 from streamtune.base.privacy import is_offline, plain
 from streamtune.base.text import show_size
 
-from .console import err, loading_libraries, out, print_hanging, print_json
+from .console import err, loading_libraries, print_hanging, print_json, print_text
 from .env import environment
 from .options import JsonOption
 
@@ -35,16 +35,23 @@ OPTIONAL = {
     "bitsandbytes": ("quant", "`finetuning_type: qlora` in nf4"),
     "torchao": ("quant", "`finetuning_type: qlora` in int8"),
 }
-"""Package -> its extra, and what it is for."""
+"""Optional package -> (extra of streamtune that installs it, what needs it)."""
 HUB_SECONDS = 3.0
 PINNED_BYTES, SLOW_COPY = 256 << 20, 4 * GIB
-"""Bytes that are copied, and the bytes/s below which a device's link to the host is called slow."""
+"""Bytes that are copied to each device, and the bytes/s below which its link to the host counts as slow."""
 SLOW_DISK, LITTLE_DISK, LITTLE_SHM = 100 << 20, 10 * GIB, 1 * GIB
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check: ``ok``, ``advice`` (slower, or something lacks), or ``problem``: a run would fail."""
+    """Result of one check.
+
+    Attributes:
+        check: Name of the check.
+        status: ``ok``; ``advice`` if a run works but is slower or lacks something; ``problem`` if a run would fail.
+        found: Text of the result.
+        fix: How to fix it; empty if there is nothing to fix.
+    """
 
     check: str
     status: Literal["ok", "advice", "problem"]
@@ -52,17 +59,17 @@ class CheckResult:
     fix: str = ""
 
     def document(self) -> dict[str, str]:
-        """Return the check as ``doctor --json`` lists it."""
+        """Return the entry of ``doctor --json``."""
         return {"check": self.check, "status": self.status, "found": self.found, "mend": self.fix}
 
 
 def doctor(
     directory: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where runs or layer inputs would be written.")
+        Path, typer.Option("--dir", metavar="DIR", help="Folder that runs or layer inputs would be written to.")
     ] = Path(),
     json: JsonOption = False,
 ) -> None:
-    """Try what a run needs on this machine, and say what to fix. Exits with 1 if a run would fail."""
+    """Check what a run needs on this machine, and print what to fix. Exits with 1 if a run would fail."""
     with loading_libraries():
         found = environment()
     findings = []
@@ -71,19 +78,32 @@ def doctor(
             made = list(check(found, directory))
         findings += made
         for finding in made if not json else ():
-            _print(finding)
+            print_result(finding)
     problems = sum(finding.status == "problem" for finding in findings)
     if json:
         print_json({"checks": [finding.document() for finding in findings], "problems": problems})
     else:
-        advice = sum(finding.status == "advice" for finding in findings)
-        style = "bold red" if problems else "bold green"
-        out.print(Text(f"{problems} problem{'' if problems == 1 else 's'}, {advice} to look at", style=style))
+        accelerators = sum(device["name"] != "cpu" for device in found["devices"])
+        print_end(findings, accelerators)
     if problems:
         raise typer.Exit(1)
 
 
-def _print(finding: CheckResult) -> None:
+def print_end(findings: list[CheckResult], accelerators: int) -> None:
+    """Print whether the machine is ready, and the next command or the checks to fix first."""
+    problems = list(dict.fromkeys(each.check for each in findings if each.status == "problem"))
+    if problems:
+        count = sum(each.status == "problem" for each in findings)
+        text = f"Not ready: {count} problem{'' if count == 1 else 's'}. Fix first: {', '.join(problems)}"
+        print_text(Text(text, style="bold red"))
+        return
+    devices = "CPU only" if not accelerators else f"{accelerators} device{'' if accelerators == 1 else 's'}"
+    ready = Text.assemble((f"Ready ({devices}).", "bold green"), " Next: ")
+    print_text(ready.append("streamtune sft quickstart", style="bold"))
+
+
+def print_result(finding: CheckResult) -> None:
+    """Print one result: its mark, its check, its text, and how to fix it."""
     mark, style = MARKS[finding.status]
     print_hanging(Text.assemble((f"{mark:>3}", style), f"  {finding.check:<18}"), Text(plain(finding.found)))
     if finding.fix:
@@ -98,22 +118,22 @@ def _devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     nvidia = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
     if not accelerators:
         if torch.version.cuda and nvidia:
-            fix = (
-                f"the driver may be older than CUDA {torch.version.cuda}: see `nvidia-smi`, and pytorch.org for others"
-            )
-            yield CheckResult("device", "problem", f"{build} finds no CUDA device, though there is one", fix)
+            fix = f"the driver may be older than CUDA {torch.version.cuda}: see `nvidia-smi`, or install another torch"
+            yield CheckResult("device", "problem", f"{build} finds no CUDA device, but the machine has one", fix)
         elif nvidia:
             fix = "install torch for CUDA: pytorch.org/get-started"
-            yield CheckResult("device", "problem", f"{build} is built for the CPU, and there is a CUDA device", fix)
+            yield CheckResult(
+                "device", "problem", f"{build} is built for the CPU, but the machine has a CUDA device", fix
+            )
         else:
-            yield CheckResult("device", "advice", f"{build}: no accelerator; models train on the CPU, slowly")
+            yield CheckResult("device", "advice", f"{build}: no accelerator; models train slowly on the CPU")
     for device in accelerators:
         name, free, total = device["model"], device["free_bytes"], device["memory_bytes"]
         text = f"{device['name']}: {name}, {show_size(free)} of {show_size(total)} free"
         if free < 0.9 * total:
-            yield CheckResult("device", "advice", text, "other processes hold its memory: see `nvidia-smi`")
+            yield CheckResult("device", "advice", text, "other processes use the rest of its memory: see `nvidia-smi`")
         elif not device["bf16"]:
-            yield CheckResult("device", "advice", f"{text}; no bfloat16", "leave bf16: true out of recipes")
+            yield CheckResult("device", "advice", f"{text}; no bfloat16", "do not write bf16: true in recipes")
         else:
             yield CheckResult("device", "ok", text)
 
@@ -123,12 +143,14 @@ def _kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         for dtype, by_mask in by_dtype.items():
             names = ", ".join(f"{kernel} ({mask})" for mask, kernel in by_mask.items())
             tiled = "tiled" in by_mask.values() and device != "cpu"
-            fix = "no kernel was right here: the formula in plain PyTorch runs, several times slower" if tiled else ""
+            fix = (
+                "no kernel gave correct results: attention runs in plain PyTorch, several times slower" if tiled else ""
+            )
             yield CheckResult("attention", "advice" if tiled else "ok", f"{device} {dtype}: {names}", fix)
 
 
 def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Stream a small model and compare its gradient with plain autograd's, in fp32 on each device."""
+    """Compare the streamed gradient of a small model with plain autograd's, in fp32 on each device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -145,7 +167,7 @@ def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="not tested with")  # another check says so
+            warnings.filterwarnings("ignore", message="not tested with")  # `_versions` reports it
             handle = stream(model, chunk_size=48)
         with handle:
             model(input_ids=ids, labels=ids).loss.backward()
@@ -155,17 +177,17 @@ def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             if p.grad is not None
         }
         worst = max(errors, key=lambda name: errors[name])
-        text = f"{device['name']}: the streamed gradient is plain autograd's to {errors[worst]:.1e} (fp32)"
+        text = f"{device['name']}: the streamed gradient equals plain autograd's to {errors[worst]:.1e} (fp32)"
         if errors[worst] < 1e-4 and errors.keys() == want.keys():
             yield CheckResult("exactness", "ok", text)
         else:
             yield CheckResult(
-                "exactness", "problem", f"{text}: {worst}", "report it, with the output of `streamtune env`"
+                "exactness", "problem", f"{text}: {worst}", "report it as a bug, with the output of `streamtune env`"
             )
 
 
 def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Copy pinned memory to each accelerator: what `offload: host` does all the time."""
+    """Copy pinned memory to each accelerator, as `offload: host` does."""
     import torch
 
     for device in found["devices"]:
@@ -175,7 +197,7 @@ def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             fix = "raise the limit of locked memory (`ulimit -l`), or write offload: device"
-            yield CheckResult("pinned memory", "problem", f"none can be had: {str(error).splitlines()[0]}", fix)
+            yield CheckResult("pinned memory", "problem", f"cannot be allocated: {str(error).splitlines()[0]}", fix)
             return
         there = torch.empty_like(host, device=device["name"])
         there.copy_(host, non_blocking=True)
@@ -186,7 +208,7 @@ def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         torch.cuda.synchronize(device["name"])
         rate = 4 * PINNED_BYTES / (time.perf_counter() - start)
         slow = rate < SLOW_COPY
-        fix = "layer inputs on the host will wait for it: a slot with more lanes, or offload: device" if slow else ""
+        fix = "offload: host would wait for it: use a slot with more lanes, or offload: device" if slow else ""
         text = f"host to {device['name']} at {show_size(int(rate))}/s"
         yield CheckResult("pinned memory", "advice" if slow else "ok", text, fix)
 
@@ -196,14 +218,14 @@ def _memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     limit = memory["container_limit_bytes"]
     text = f"{show_size(memory['available_bytes'])} of {show_size(memory['total_bytes'])} free"
     if limit is not None:
-        text += f", the container's limit is {show_size(limit)}"
+        text += f"; limit of the container {show_size(limit)}"
     yield CheckResult("host memory", "ok", text)
     try:
         shared = shutil.disk_usage("/dev/shm").free
     except OSError:
         return
     if shared < LITTLE_SHM:
-        fix = "ranks of one machine pass data through it: docker run --ipc host, or --shm-size 8g"
+        fix = "ranks of one machine exchange data through it: docker run --ipc host, or --shm-size 8g"
         yield CheckResult("shared memory", "advice", f"/dev/shm has {show_size(shared)} free", fix)
 
 
@@ -215,34 +237,34 @@ def _disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             free = shutil.disk_usage(folder).free
             rate = measure_disk(folder)
         except OSError as error:
-            fix = "name a folder that can be written: --dir" if name == "disk" else "set TMPDIR to one"
+            fix = "give a writable folder with --dir" if name == "disk" else "set TMPDIR to a writable folder"
             yield CheckResult(name, "problem", f"{folder.absolute()}: {error.strerror}", fix)
             continue
-        text = f"{folder.absolute()}: {show_size(free)} free, written at {show_size(int(rate))}/s"
+        text = f"{folder.absolute()}: {show_size(free)} free, writes at {show_size(int(rate))}/s"
         if free < LITTLE_DISK:
-            yield CheckResult(name, "advice", text, "a checkpoint in fp32 with AdamW takes 12 bytes a parameter")
+            yield CheckResult(name, "advice", text, "an fp32 checkpoint with AdamW takes 12 bytes per parameter")
         elif rate < SLOW_DISK:
-            yield CheckResult(name, "advice", text, "offload: disk would wait for it; a local NVMe disk is faster")
+            yield CheckResult(name, "advice", text, "offload: disk would wait for it: a local NVMe disk is faster")
         else:
             yield CheckResult(name, "ok", text)
 
 
 def _hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Ask the hub for nothing but an answer, and look whether its cache can be written."""
+    """Check that the hub answers and that its cache can be written."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
     cache = Path(HF_HUB_CACHE)
     above = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if not os.access(above, os.W_OK):
-        yield CheckResult("hub cache", "problem", f"{cache} cannot be written", "set HF_HOME to a folder of yours")
+        yield CheckResult("hub cache", "problem", f"{cache} cannot be written", "set HF_HOME to a writable folder")
     if is_offline() or os.environ.get("HF_HUB_OFFLINE") == "1":
-        yield CheckResult("hub", "ok", "offline, as asked for: local files and caches only")
+        yield CheckResult("hub", "ok", "offline, as requested: local files and caches only")
         return
     try:
         with urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=HUB_SECONDS):
             pass
     except (OSError, ValueError) as error:
-        fix = "use local folders, or set HF_ENDPOINT to a mirror, HTTPS_PROXY to a proxy; --offline does not ask"
+        fix = "use local folders, or set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy; --offline skips this check"
         yield CheckResult("hub", "advice", f"{ENDPOINT} does not answer: {getattr(error, 'reason', error)}", fix)
         return
     yield CheckResult("hub", "ok", f"{ENDPOINT} answers")
@@ -256,18 +278,18 @@ def _packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
                 "package", "advice", f"{package} is not installed", f"for {use}: pip install 'streamtune[{extra}]'"
             )
     if versions.get("deepspeed") is not None and shutil.which("c++") is None and shutil.which("g++") is None:
-        fix = "zero3_offload compiles its Adam: install g++, or use another preset"
-        yield CheckResult("compiler", "advice", "there is no C++ compiler", fix)
+        fix = "zero3_offload compiles its Adam optimizer: install g++, or use another preset"
+        yield CheckResult("compiler", "advice", "no C++ compiler found", fix)
 
 
 def _versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    """Compare the versions of torch and transformers with those that were tested."""
+    """Compare the versions of torch and transformers with the tested versions."""
     shown = ", ".join(f"{name} {found['versions'][name]}" for name in TESTED)
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
     if text := untested():
-        yield CheckResult("versions", "advice", text, f"{pip_install()}, where something does not work")
+        yield CheckResult("versions", "advice", text, f"if something fails: {pip_install()}")
     else:
-        yield CheckResult("versions", "ok", f"{shown}: among those that were tested ({tested})")
+        yield CheckResult("versions", "ok", f"{shown} (tested: {tested})")
 
 
 CHECKS: dict[str, Callable[[dict[str, Any], Path], Iterator[CheckResult]]] = {
@@ -281,4 +303,4 @@ CHECKS: dict[str, Callable[[dict[str, Any], Path], Iterator[CheckResult]]] = {
     "hub": _hub,
     "packages": _packages,
 }
-"""The checks, in the order they run. Each takes the document of ``env --json`` and the directory of runs."""
+"""Checks by name, in the order they run. Each takes the document of ``env --json`` and the folder of runs."""

@@ -1,9 +1,10 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and the errors for unknown commands and options."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,62 +12,138 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from streamtune.base.privacy import leave_an_unreachable_hub, stay_off_the_hub
-from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
+from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.recipe import RECIPES, LoadedRecipe, load_recipe, names_a_hub, shipped_names, shipped_recipes
+from streamtune.recipe.aliases import ALIASES
+from streamtune.recipe.mistakes import leaf_paths
 
 
 def option(metavar: str | None, help: str, *names: str, least: int | None = None) -> Any:
-    """Return an option whose default is not in the help; without ``names`` it is named as its parameter."""
+    """Return an option whose help shows no default. Without ``names``, the parameter gives the option its name."""
     return typer.Option(*names, metavar=metavar, help=help, min=least, show_default=False)
 
 
 RecipeArgument = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe (YAML), or the name of a shipped one.", show_default=False)
+    Path,
+    typer.Argument(metavar="RECIPE", help="Recipe file (YAML), or the name of a shipped recipe.", show_default=False),
 ]
 SetOption = Annotated[
     list[str] | None,
-    option("KEY=VALUE", "Change a key of the recipe: `--set max_length=4096`. May be given several times.", "--set"),
+    option("KEY=VALUE", "Change a recipe key, such as `--set max_length=4096`. Repeatable.", "--set"),
 ]
 NprocOption = Annotated[
-    int | None, option("N", "Train in N ranks on this machine (or on each host of the hostfile).", "--nproc")
+    int | None, option("N", "Number of ranks to start on this machine, or on each host of the hostfile.", "--nproc")
 ]
 HostfileOption = Annotated[
     Path | None,
-    option("FILE", "Train on these machines, reached over ssh: a line `HOST slots=N` for each.", "--hostfile"),
+    option(
+        "FILE", "File of the machines to train on, reached over ssh: one line `HOST slots=N` per machine.", "--hostfile"
+    ),
 ]
 AllowCodeOption = Annotated[
     bool,
     typer.Option(
         "--allow-code",
-        help="Let code run that the recipe names: callbacks, rewards of your own, and what the model writes "
+        help="Allow code that the recipe names to run: callbacks, reward functions, and code that the model writes "
         "(`unit_tests`).",
         show_default=False,
     ),
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Devices in all, of every node; simulated.", show_default=False),
+    typer.Option(metavar="N", help="Total number of devices to simulate.", show_default=False),
 ]
 NodesOption = Annotated[
     int | None,
-    typer.Option(metavar="M", help="Machines they are on; else one for every 8.", show_default=False),
+    typer.Option(
+        metavar="M",
+        help="Number of machines. [default: ranks / 8 if that is a whole number, else 1]",
+        show_default=False,
+    ),
 ]
 JsonOption = Annotated[bool, option(None, "Print one JSON document on stdout.", "--json")]
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help shows no type for a flag, which takes no value."""
+    """Command whose help shows no type for flags; the error for an unknown option names the nearest option or key."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, flags with an empty type."""
+        """Return the parameters, with an empty type for flags."""
         return _without_flag_types(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            ArgumentError: An option does not exist; ``fix`` names the nearest option or recipe key.
+        """
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ != "NoSuchOption":
+                raise
+            name = str(error.option_name)  # type: ignore[attr-defined]
+            options = [each for param in self.get_params(ctx) for each in param.opts if each.startswith("--")]
+            raise ArgumentError(
+                f"unknown option '{name}'", where=ctx.command_path, fix=_nearest_option(name, options, given)
+            ) from None
 
 
 class HelpGroup(TyperGroup):
-    """A group of commands whose help shows no type for a flag."""
+    """Group of commands whose help shows no type for flags; the error for an unknown command names the nearest."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, flags with an empty type."""
+        """Return the parameters, with an empty type for flags."""
         return _without_flag_types(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Return the command that the arguments name.
+
+        Raises:
+            ArgumentError: The command does not exist; ``fix`` names the nearest one.
+        """
+        name = args[0] if args else ""
+        if name in self.commands or not name or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        fix = did_you_mean(name, self.commands) or f"`{ctx.command_path} --help` lists the commands"
+        is_shipped = name in shipped_names()
+        if is_shipped or name.endswith((".yaml", ".yml")):
+            objective = load_recipe(name).recipe.objective if is_shipped else "sft"
+            fix = f"name a command before the recipe, such as `{ctx.command_path} {objective} {name}`"
+        raise ArgumentError(f"unknown command '{name}'", where=ctx.command_path, fix=fix)
+
+
+def _nearest_option(name: str, options: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return the fix for an unknown option: the recipe key of this name, or the nearest option or key.
+
+    Args:
+        name: Unknown option, such as ``--lr``.
+        options: Options of the command.
+        arguments: Arguments of the command; the key is shown with the value that was given.
+    """
+    word = name.lstrip("-").replace("-", "_")
+    keys = {key for kind in RECIPES.values() for key in leaf_paths(kind)} if "--set" in options else set()
+    key = ALIASES.get(word, word)
+    if key in keys:
+        return f"write --set {key}={_value_of(name, arguments)}"
+    words = {each.lstrip("-").replace("-", "_"): each for each in options}
+    nearest = get_close_matches(word, [*words, *sorted(keys), *(ALIASES if keys else ())], n=1)
+    if not nearest:
+        return f"the command has {', '.join(options)}"
+    if nearest[0] in words:
+        return f"did you mean '{words[nearest[0]]}'?"
+    return f"did you mean --set {ALIASES.get(nearest[0], nearest[0])}={_value_of(name, arguments)}?"
+
+
+def _value_of(name: str, arguments: Sequence[str]) -> str:
+    """Return the value that follows an option in the arguments, or ``...`` if there is none."""
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=False):
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+        if argument == name and not following.startswith("-"):
+            return following
+    return "..."
 
 
 def _without_flag_types(params: list[Any]) -> list[Any]:
@@ -79,16 +156,16 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
 def read_recipe(
     path: Path, settings: Sequence[str] | None, objective: str | None = None, *, connects: bool = False
 ) -> LoadedRecipe:
-    """Read a recipe, and set the environment of the libraries, which are imported later.
+    """Return a recipe, and set the environment variables of libraries that are imported later.
 
     Args:
-        path: The file.
+        path: Recipe file, or the name of a shipped recipe.
         settings: Overrides of the recipe, each ``key=value``.
         objective: Objective of the command; a recipe of another objective is refused.
-        connects: The command may use the hub although the recipe names none.
+        connects: True if the command may use the hub although the recipe names nothing on it.
 
     Raises:
-        RecipeError: Anything wrong with the file or the settings.
+        RecipeError: The file or a setting is wrong.
     """
     loaded = load_recipe(path, settings or [], objective)
     if connects or names_a_hub(loaded.recipe):
@@ -99,6 +176,14 @@ def read_recipe(
     return loaded
 
 
+def recipe_name(path: Path) -> str:
+    """Return the name of a shipped recipe, given its file; of any other recipe the path itself."""
+    return next((recipe.name for recipe in shipped_recipes() if recipe.path == path), str(path))
+
+
 def wait_passively() -> None:
-    """Let waiting threads sleep: spinning ones starve each other on shared cores. Read when torch is imported."""
+    """Let idle OpenMP threads sleep: spinning threads slow each other down on shared cores.
+
+    torch reads the variable when it is imported.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,4 +1,4 @@
-"""``streamtune plan``: the schedule a run would use, its memory by term, and the time of its steps."""
+"""``streamtune plan``: predict the schedule of a run, its memory by term, and the time of its steps."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 
 def plan(
     recipe: RecipeArgument,
-    device: Annotated[str | None, option("NAME", "Plan for a device that is not here, such as h100-80gb.")] = None,
-    device_memory: Annotated[str | None, option("SIZE", "Its memory, such as 80GiB.")] = None,
-    host_memory: Annotated[str | None, option("SIZE", "Memory of the machine to plan with.")] = None,
-    disk_memory: Annotated[str | None, option("SIZE", "Space in engine.offload_dir.")] = None,
-    length: Annotated[int | None, option("N", "Tokens of a row; by default max_length.", least=2)] = None,
+    device: Annotated[
+        str | None, option("NAME", "Device to plan for, such as h100-80gb. [default: this machine's]")
+    ] = None,
+    device_memory: Annotated[str | None, option("SIZE", "Device memory to plan with, such as 80GiB.")] = None,
+    host_memory: Annotated[str | None, option("SIZE", "Host memory to plan with.")] = None,
+    disk_memory: Annotated[str | None, option("SIZE", "Disk space to plan with (engine.offload_dir).")] = None,
+    length: Annotated[int | None, option("N", "Row length in tokens. [default: max_length]", least=2)] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the fastest exact schedule that fits, its memory by term and its step time. Reads no weights and no data.
+    """Show the fastest exact schedule that fits, its memory by term and its step time.
 
-    The model's configuration is enough. To see another model, change it:
+    Reads the model's configuration, but neither weights nor data. To plan another model, change its configuration:
 
         streamtune recipes copy qwen3-8b-long my.yaml
 
@@ -56,24 +58,24 @@ def plan(
     page = read_cached(PLANS, key, print_note) if key is not None else None
     if page is None:
         page = _plan(loaded, options)
-        if key is not None and plan_key(loaded, options) == key:  # else a file changed meanwhile
+        if key is not None and plan_key(loaded, options) == key:  # a changed file would change the key
             write_cached(PLANS, key, page)
     if as_json:
         print_json(page["document"])
         return
+    print_page(page, loaded.path)
     for note in loaded.notes:
         print_note(note)
-    print_page(page, loaded.path)
 
 
 def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
-    """Plan, and return the JSON document and the texts of the screen."""
+    """Return the JSON document of a new plan (``document``) and the texts of its screen (``screen``)."""
     recipe = loaded.recipe
     quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].extra == "quant"
     if process_is_own() and not quantises and not recipe.trust_remote_code:
-        versions()  # they name the packages that are there, and are remembered
+        versions()  # remembers the installed packages, before quantisers are hidden
         leave_out_quantisers()
-    with err.status("loading libraries") as status, _uncollected():
+    with err.status("loading libraries") as status, _without_garbage_collection():
         from streamtune.run.plan import plan_recipe
 
         planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else Paced())
@@ -81,8 +83,8 @@ def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Leave out the search for cycles of garbage inside: libraries and models are kept, and it looks at all of them."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Context manager: turn garbage collection off, which would visit all objects of libraries and models."""
     if not gc.isenabled():
         yield
         return
@@ -94,9 +96,10 @@ def _uncollected() -> Iterator[None]:
 
 
 class Paced:
-    """Prints what takes a while next, where no status line is shown: a new activity at once, its progress now and then.
+    """Prints progress messages where no status line is shown.
 
-    A message is an activity, or an activity, a colon and its progress.
+    A message is an activity, or an activity, a colon and its progress. A new activity is printed immediately; its
+    progress at most every ``SECONDS``.
     """
 
     SECONDS = 2.0
@@ -134,7 +137,7 @@ def _document(planned: RecipePlan) -> dict[str, Any]:
 
 
 def _cluster_document(planned: RecipePlan) -> dict[str, Any]:
-    """Return the key ``cluster`` of ``plan --json`` with its value; an empty dictionary for one device."""
+    """Return the entry ``cluster`` of ``plan --json`` as a dictionary; empty for one device."""
     cluster, chosen = planned.cluster, planned.plan
     if cluster.ranks == 1:
         return {}

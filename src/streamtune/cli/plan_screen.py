@@ -1,17 +1,21 @@
-"""The screen of ``streamtune plan``, and the parts of it that other screens show: memory, ranks, traffic, time."""
+"""Print the screen of ``streamtune plan``, and its parts that other screens share: memory, ranks, traffic, time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.text import show_size
 from streamtune.recipe.keys.preset import describe_preset
 
-from .console import make_table, out, print_rows, print_table, print_title
+from .console import make_table, out, print_hanging, print_rows, print_table
+from .options import recipe_name
+from .schedule_text import describe_difference, describe_schedule, short_dtype
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
@@ -21,43 +25,82 @@ if TYPE_CHECKING:
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 FIXED = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
-"""Terms that do not grow with the length."""
+"""Terms of the memory that do not grow with the row length; their bars are blue."""
+ACCURACY = "+-25%"
+"""Accuracy of predicted step times (docs/guide/limits.md)."""
 
 
 def screen_texts(planned: RecipePlan) -> dict[str, Any]:
-    """Return what the screen has besides the document: texts, and what they need of sizes."""
+    """Return the texts and numbers of the screen that the JSON document lacks."""
     chosen = planned.plan
     return {
+        "verdict": _describe_verdict(planned),
+        "fix": "" if chosen.fits else _describe_fix(planned),
         "rows": [
             ("model", _describe_model(planned)),
             *([("preset", preset)] if (preset := describe_preset(planned.loaded.recipe)) is not None else []),
             ("step", _describe_step(planned)),
             *([("positions", planned.positions)] if planned.positions is not None else []),
             ("device", _describe_device(planned)),
-            ("schedule", chosen.schedule.describe(planned.layers)),
+            ("schedule", describe_schedule(chosen.schedule, planned.layers)),
             ("time", _describe_time(planned)),
             ("flop", _describe_flops(planned)),
             ("rates", chosen.rates.source),
-            ("binds", _describe_binding(chosen)),
+            ("limit", _describe_limit(chosen)),
             *cluster_rows(planned),
         ],
         "ranks": planned.cluster.ranks,
         "ranks_per_node": planned.cluster.ranks_per_node,
+        "layers": planned.layers,
         "host_terms": dict(chosen.simulation.host_terms),
-        "alternatives": [other.schedule.describe(planned.layers) for other in chosen.alternatives],
     }
 
 
 def print_page(page: dict[str, Any], path: Path) -> None:
+    """Print a plan: the verdict, the facts, memory by term, and the alternatives.
+
+    Args:
+        page: ``document``, as ``plan --json`` prints it, and ``screen``, from :func:`screen_texts`.
+        path: Recipe file.
+    """
     document, screen = page["document"], page["screen"]
-    print_title(f"plan {path}")
-    print_rows([(name, text) for name, text in screen["rows"]])
-    of = " of each rank" if screen["ranks"] > 1 else ""
-    print_table(f"memory{of} at the peak of the step, in the {document['phase']}", _memory_table(document, screen))
+    fits = document["fits"]
+    verdict = Text("FITS", style="bold green") if fits else Text("DOES NOT FIT", style="bold red")
+    print_hanging(verdict.append("  "), Text(screen["verdict"], style="bold"))
+    if screen["fix"]:
+        print_hanging(Text("fix: ", style="dim"), Text(screen["fix"]))
+    print_rows([("recipe", recipe_name(path)), *((name, text) for name, text in screen["rows"])])
+    of_rank = " of each rank" if screen["ranks"] > 1 else ""
+    title = f"predicted memory{of_rank} at the peak of the step, in the {document['phase']}"
+    print_table(title, _memory_table(document, screen))
     if document["traffic"]["flows"]:
         print_table("what one device sends in a step", traffic_table(document["traffic"]))
     if document["alternatives"]:
-        print_table("alternatives, estimated", _alternatives_table(document, screen))
+        print_table("other schedules (estimated)", _alternatives_table(document, screen))
+
+
+def _describe_verdict(planned: RecipePlan) -> str:
+    """Return ``131,072 tokens on H100: 70.6 of 79.1 GiB, 60 s/step (predicted, +-25%)``."""
+    chosen, ranks = planned.plan, planned.cluster.ranks
+    name = planned.device_name.removeprefix("NVIDIA ")
+    devices = f"{ranks} x {name}" if ranks > 1 else name
+    each = " each" if ranks > 1 else ""
+    sizes = _describe_share(chosen.simulation.peak_bytes, chosen.limits.device_bytes)
+    seconds = show_seconds(chosen.step_seconds + planned.select_seconds)
+    return f"{planned.length:,} tokens on {devices}: {sizes}{each}, {seconds}/step (predicted, {ACCURACY})"
+
+
+def _describe_share(used: int, whole: int) -> str:
+    """Return ``70.6 of 79.1 GiB``, with the first unit left out if both sizes have the same unit."""
+    (number, _, unit), total = show_size(used).partition(" "), show_size(whole)
+    return f"{number} of {total}" if total.endswith(f" {unit}") else f"{show_size(used)} of {total}"
+
+
+def _describe_fix(planned: RecipePlan) -> str:
+    """Return how to make a given schedule fit: let the planner choose, or make the step smaller."""
+    if planned.loaded.recipe.engine.schedule == "fixed":
+        return "write engine.schedule: auto, and the planner looks for a schedule that fits; or lower max_length"
+    return "give the step more memory, or lower max_length"
 
 
 def _describe_model(planned: RecipePlan) -> str:
@@ -66,9 +109,9 @@ def _describe_model(planned: RecipePlan) -> str:
     if planned.loaded.recipe.step_kind.gradients == "block":
         trained += " at a time"
     rounded = ", rounded stochastically" if planned.loaded.recipe.weight_rounding == "stochastic" else ""
-    autocast = ", computed in bfloat16" if planned.loaded.recipe.bf16 and planned.dtype != "bfloat16" else ""
+    autocast = ", computed in bf16" if planned.loaded.recipe.bf16 and planned.dtype != "bfloat16" else ""
     size = f"{total / 1e9:.2f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
-    return f"{planned.model_name}, {size} parameters, {trained}; {planned.dtype}{rounded}{autocast}"
+    return f"{planned.model_name}, {size} parameters, {trained}; {short_dtype(planned.dtype)}{rounded}{autocast}"
 
 
 def _describe_step(planned: RecipePlan) -> str:
@@ -89,7 +132,7 @@ def _describe_step(planned: RecipePlan) -> str:
 
 
 def _describe_scored(scored: Scored, recipe: TrainingSettings) -> str:
-    """Describe a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
+    """Return the size of a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
     from streamtune.tasks import task_of
 
     longest = max(trunk + max(branches) for trunk, branches in scored.trees)
@@ -111,39 +154,40 @@ def _describe_device(planned: RecipePlan) -> str:
         text += f"; host {show_size(ranks * limits.host_bytes)}{of_node}"
     if limits.disk_bytes:
         text += f"; disk {show_size(ranks * limits.disk_bytes)}{of_node}"
-    return f"{text}; {limits.margin:.0%} of each is left free"
+    return f"{text}; {limits.margin:.0%} of each stays free"
 
 
 def _describe_time(planned: RecipePlan) -> str:
     choosing = planned.select_seconds
     seconds = planned.plan.step_seconds + choosing
-    text = f"about {show_seconds(seconds)} a step, {planned.tokens / seconds:,.0f} tokens/s"
+    text = f"{show_seconds(seconds)}/step, {planned.tokens / seconds:,.0f} tokens/s (predicted)"
     if choosing:
-        text += f"; {show_seconds(choosing)} of it to choose one of {planned.loaded.recipe.draws} rows that are drawn"
+        text += f"; {show_seconds(choosing)} of it chooses 1 of {planned.loaded.recipe.draws} drawn rows"
     if planned.scored is not None and planned.scored.forwards:
-        text += ", forward passes without gradient included"
-    return f"{text}, without the rollout" if planned.loaded.recipe.objective == "grpo" else text
+        text += "; includes forward passes without gradient"
+    return f"{text}; excludes the rollout" if planned.loaded.recipe.objective == "grpo" else text
 
 
 def _describe_flops(planned: RecipePlan) -> str:
-    """Describe the operations of a step: ``9.6 PFLOP a step, 3.1 PFLOP more computed; MFU 38% of 989 TFLOP/s``."""
-    text = f"{_operations(planned.flops)} a step"
+    """Return the FLOPs of a step: ``9.6 PFLOP/step, and 3.1 PFLOP recomputed; MFU 38% of 989 TFLOP/s``."""
+    text = f"{_show_flops(planned.flops)}/step"
     if (more := planned.computed_flops - planned.flops) > 0:
-        text += f", {_operations(more)} more computed"
+        text += f", and {_show_flops(more)} recomputed"
     if planned.mfu is None:
         return text
     assert planned.peak_flops is not None
-    return f"{text}; MFU {planned.mfu:.0%} of {_operations(planned.peak_flops)}/s"
+    return f"{text}; MFU {planned.mfu:.0%} of {_show_flops(planned.peak_flops)}/s"
 
 
-def _operations(count: float) -> str:
+def _show_flops(count: float) -> str:
     for size, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count / 1e6:.3g} MFLOP"
 
 
-def _describe_binding(chosen: Plan) -> str:
+def _describe_limit(chosen: Plan) -> str:
+    """Return the term of the memory that limits the step, and how full the device is."""
     limits, simulation = chosen.limits, chosen.simulation
     used = simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0)
     share = used / limits.device if limits.device else 0.0
@@ -151,11 +195,14 @@ def _describe_binding(chosen: Plan) -> str:
 
 
 SHOWN = 1 << 10
-"""Bytes of the smallest term that is shown: a loss is a number."""
+"""Bytes of the smallest term that is shown."""
 
 
 def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
-    """Return a table with a bar for each term, relative to the device's memory. Host and disk are a node's."""
+    """Return a table with a bar for each term, relative to the device's memory.
+
+    Device memory is per rank. Host memory and disk are per node.
+    """
     limits, peak = document["limits"], document["peak_bytes"]
     table = make_table(Column(), "", Column(no_wrap=True), header=None)
     width = max(10, min(60, out.width - 38))
@@ -165,7 +212,7 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
             style = "blue" if name in FIXED else "cyan"
             table.add_row(f"  {name}", show_size(size), Text(bar(size / whole, width), style=style))
     total = f"of {show_size(limits['device_bytes'])}, {show_size(limits['device_bytes'] - peak)} free"
-    table.add_row("  device in all", show_size(peak), total, style="bold")
+    table.add_row("  device, total", show_size(peak), total, style="bold")
     ranks = screen["ranks_per_node"]
     of_node = f" of a node, {ranks} ranks" if ranks > 1 else ""
     for name in ("host", "disk"):
@@ -179,39 +226,50 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
 
 
 def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
-    why = Column("schedule, and why not", overflow="fold", ratio=1)
-    table = make_table("  step", "device", "elsewhere", why, header="dim")
-    for other, schedule in zip(document["alternatives"], screen["alternatives"], strict=True):
+    """Return a table of the alternatives: what they change, and their step time and memory."""
+    change = Column("  change from chosen", overflow="fold", ratio=1)
+    table = make_table(change, "step", "device", "host+disk", header="dim")
+    for other in document["alternatives"]:
         away = other["host_bytes"] + other["disk_bytes"]
+        text = Text(describe_difference(document["schedule"], other["schedule"], screen["layers"]))
+        if not other["fits"]:
+            text.append(f" ({other['why_not']})", style="red")
         table.add_row(
-            f"  {show_seconds(other['step_seconds'])}",
+            Padding(text, (0, 0, 0, 2)),
+            show_seconds(other["step_seconds"]),
             show_size(other["peak_bytes"]),
             show_size(away) if away else "-",
-            Text.assemble(schedule, ": ", (other["why_not"], "yellow" if other["fits"] else "red")),
         )
     return table
 
 
-def describe_plan(chosen: Plan) -> str:
-    """Return one line for a run's banner: the predicted memory and time of a step."""
+def describe_memory(chosen: Plan, baselines: Mapping[str, int]) -> str:
+    """Return the memory of a run's longest step in one line, beside the same step without streaming.
+
+    Args:
+        chosen: Plan of the run.
+        baselines: Peak bytes by ``checkpoint`` and by ``plain``; empty if they are unknown.
+    """
     limits, simulation = chosen.limits, chosen.simulation
-    text = f"{show_size(simulation.peak_bytes)} of {show_size(limits.device_bytes)} predicted"
+    text = _describe_share(simulation.peak_bytes, limits.device_bytes)
     if simulation.host_bytes and not limits.shared:
-        text += f", {show_size(simulation.host_bytes)} on the host"
+        text += f", {show_size(simulation.host_bytes)} on host"
     if simulation.disk_bytes:
         text += f", {show_size(simulation.disk_bytes)} on disk"
-    return f"{text}; about {show_seconds(chosen.step_seconds)} a step of the longest rows"
+    sizes = [f"{'checkpointing' if name == 'checkpoint' else name} {show_size(baselines[name])}"
+             for name in ("checkpoint", "plain") if name in baselines]  # fmt: skip
+    return f"{text} ({', '.join([*sizes, 'simulated']) if len(sizes) < 2 else f'{sizes[0]}, {sizes[1]}; simulated'})"
 
 
 def describe_optimizer(recipe: OptimizerSettings) -> str:
-    """Return the optimizer, and what it does in another way than usual."""
+    """Return the optimizer, with settings of its states and clipping that are not the default."""
     text: str = recipe.optim
     if recipe.optim_states != "param":
         rounded = ", rounded stochastically" if recipe.optim_states == "bfloat16" else ""
-        text += f", its states in {recipe.optim_states}{rounded}"
+        text += f", states in {short_dtype(recipe.optim_states)}{rounded}"
     if recipe.engine.optimizer == "host":
         text += ", on the host"
-    return text + (", clipped by the norm of the step before" if recipe.clip_norm == "lagged" else "")
+    return text + (", clipped by the previous step's norm" if recipe.clip_norm == "lagged" else "")
 
 
 def show_seconds(seconds: float) -> str:
@@ -224,7 +282,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """Return a bar of at most ``width`` characters, in steps of an eighth; it is never shorter than one step."""
+    """Return a bar of an eighth of a character up to ``width`` characters, for a share of 0 to 1."""
     eighths = max(1, round(max(0.0, min(1.0, share)) * width * 8))
     return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
 
@@ -233,32 +291,38 @@ def bar(share: float, width: int) -> str:
 
 
 def cluster_rows(planned: RecipePlan) -> list[tuple[str, str]]:
-    """Return the lines of the screen as (name, text); none for one device."""
+    """Return the lines about ranks and their messages as (name, text); empty for one device."""
     cluster, chosen = planned.cluster, planned.plan
     if cluster.ranks == 1:
         return []
     sending = chosen.traffic.seconds
     share = sending / chosen.step_seconds if chosen.step_seconds else 0.0
-    rows = [("ranks", cluster.describe()), ("sending", f"{share:.1%} of the step, taken to overlap with nothing")]
-    rows += [("", f"a step leaves a device with {_describe_links(chosen.traffic.to_json())}")]
-    for each in planned.wider:
-        text = f"{each.sequence_size} ranks to a sequence ({each.form}) hold rows of {each.max_length:,} tokens"
-        rows.append(("longer", f"sequence_parallel_size: {each.sequence_size}; {text}"))
-    return rows
+    return [
+        ("ranks", cluster.describe()),
+        ("sending", f"{share:.1%} of the step, assuming no overlap with computing"),
+        ("", f"one device sends {_describe_links(chosen.traffic.to_json())} per step"),
+        *(
+            (
+                "longer",
+                f"sequence_parallel_size: {each.sequence_size} ({each.form}) fits rows of {each.max_length:,} tokens",
+            )
+            for each in planned.wider
+        ),
+    ]
 
 
 def _describe_links(traffic: dict[str, Any]) -> str:
-    parts = [f"{show_size(traffic['node_bytes'])} by {traffic['node_link']}"]
+    parts = [f"{show_size(traffic['node_bytes'])} over {traffic['node_link']}"]
     if traffic["network_bytes"]:
-        parts.append(f"{show_size(traffic['network_bytes'])} by the {traffic['network_link']}")
+        parts.append(f"{show_size(traffic['network_bytes'])} over the {traffic['network_link']}")
     return ", ".join(parts)
 
 
 def traffic_table(traffic: dict[str, Any]) -> Table:
-    """Return a table of the bytes one device sends in a step, with one row for each kind of message.
+    """Return a table of the bytes that one device sends in a step, with a row for each kind of message.
 
     Args:
-        traffic: The object ``traffic`` of ``--json``.
+        traffic: Object ``traffic`` of ``plan --json``.
     """
     names = ("collectives", traffic["node_link"], traffic["network_link"], "seconds")
     table = make_table(Column(no_wrap=True), *names, header="dim")

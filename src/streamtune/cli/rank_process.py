@@ -1,4 +1,4 @@
-"""A command that runs as one of several ranks: its output, and the report of its failure."""
+"""Run a command as one of several ranks: its output, and the report of its failure."""
 
 from __future__ import annotations
 
@@ -27,26 +27,33 @@ from .console import err, print_error
 Doing = Callable[[str], AbstractContextManager[Any]]
 
 ECHO_SECONDS = 3.0
-"""A rank other than 0 waits so long before it prints its error: rank 0 most often has the same, and its launcher then
-ends this process."""
+"""Seconds that a rank other than 0 waits before it prints its error on the terminal.
+
+Rank 0 usually fails with the same error, and the launcher then ends this process before it prints.
+"""
 
 _given: list[str] = []
 _terminal: list[int] = []
-"""A descriptor of the terminal, in a rank that has left it to rank 0."""
+"""Descriptor of the terminal, in a rank whose output goes elsewhere; else empty."""
 
 
 def remember_arguments(given: Sequence[str]) -> None:
-    """Keep the command's arguments for the ranks that :func:`launch_ranks` starts."""
+    """Save the command's arguments for :func:`launch_ranks` and :func:`given_arguments`."""
     _given[:] = given
 
 
+def given_arguments() -> list[str]:
+    """Return the arguments of the running command, without the program's name."""
+    return list(_given)
+
+
 def launch_ranks(nproc: int | None, hostfile: Path | None, device: str) -> int:
-    """Run the current command in several ranks instead, and return their exit code."""
+    """Run the current command in several ranks, and return their exit code."""
     return launch(_given, nproc=nproc, hostfile=hostfile, device=device)
 
 
 def enter_rank() -> RankEnvironment:
-    """Read which rank this process is, export it for the libraries, and leave the terminal to rank 0."""
+    """Return the rank of this process, export it for the libraries, and leave the terminal to rank 0."""
     environment = read_environment()
     environment.export()
     before = leave_terminal(environment)
@@ -56,12 +63,12 @@ def enter_rank() -> RankEnvironment:
 
 
 def watch(environment: RankEnvironment) -> Watchdog:
-    """Return the watchdog of the other ranks, a context manager."""
+    """Return the watchdog that ends all ranks when one fails, as a context manager."""
     return Watchdog(environment, show=print_error)
 
 
 def shown(doing: Doing, watchdog: Watchdog) -> Doing:
-    """Return ``doing`` so that each call also reports its text to the watchdog, and so to the other ranks."""
+    """Return ``doing`` with a report: each call also tells the watchdog, and so the other ranks, its text."""
 
     def reported(text: str) -> AbstractContextManager[Any]:
         watchdog.at(0, text, patient=True)
@@ -71,7 +78,7 @@ def shown(doing: Doing, watchdog: Watchdog) -> Doing:
 
 
 def note_failure(error: StreamTuneError) -> bool:
-    """Write an error to the file for this rank's launcher; return True if a launcher will show it."""
+    """Write an error to the file that this rank's launcher reads; return True if a launcher will show it."""
     try:
         environment = read_environment()
     except StreamTuneError:
@@ -80,7 +87,10 @@ def note_failure(error: StreamTuneError) -> bool:
 
 
 def report_failure(error: StreamTuneError) -> None:
-    """Show the error unless a launcher does; a rank that left the terminal also prints it there, after a delay."""
+    """Show the error unless a launcher does.
+
+    A rank whose output goes elsewhere also prints the error on the terminal, after :data:`ECHO_SECONDS`.
+    """
     if note_failure(error):
         return
     print_error(error)

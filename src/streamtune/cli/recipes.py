@@ -1,14 +1,15 @@
-"""Commands about recipes: ``streamtune recipes``, ``validate``, ``schema`` and ``optim``."""
+"""``streamtune recipes``, ``validate``, ``schema`` and ``optim``: list, copy and check recipes and optimizers."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.syntax import Syntax
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.optimizer_table import OPTIMIZERS, OptimizerEntry, state_bytes
@@ -29,32 +30,102 @@ from streamtune.recipe import (
     with_schema,
 )
 
-from .console import err, make_table, out, print_json, print_note, print_rows
-from .options import HelpCommand, HelpGroup, JsonOption, RecipeArgument, SetOption
+from .console import err, make_table, out, print_json, print_note, print_rows, print_table, print_text
+from .options import HelpCommand, HelpGroup, JsonOption, RecipeArgument, SetOption, option
 
 recipes = typer.Typer(
     cls=HelpGroup, help="List, show and copy the recipes that come with StreamTune.", no_args_is_help=True
 )
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A name that `ls` lists.", show_default=False)]
+NameArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Name of a shipped recipe, from `streamtune recipes ls`.", show_default=False),
+]
+
+
+STARTERS = {
+    "quickstart": "a tiny model from scratch on a CPU, 2 to 3 minutes",
+    "quickstart_dpo": "the same with preference pairs, 1 to 2 minutes",
+    "quickstart_grpo": "the same with rewards, a few minutes",
+    "sft-lora": "adapters on Qwen3-8B, rows up to 131,072 tokens",
+    "sft-qlora": "adapters on a 4-bit Qwen3-32B, rows up to 65,536",
+    "sft-full": "all weights of Qwen3-4B, rows up to 65,536 tokens",
+    "qwen3-8b-long": "to plan with: shape of Qwen3-8B, no download",
+    "qwen3-32b-8gpu": "to plan with: shape of Qwen3-32B, 8 devices",
+    "llama3-8b-32gpu": "to plan with: shape of Llama-3.1-8B, 4 x 8 devices",
+    "bench": "the model that `streamtune bench` measures",
+}
+"""Shipped recipes that are not made for one device, in the order of the list -> a text of at most 51 characters."""
 
 
 @recipes.command("ls", cls=HelpCommand)
-def list_recipes(json: JsonOption = False) -> None:
-    """List the shipped recipes: to begin with, then those of a model and a device, by task, model and device."""
+def list_recipes(
+    device: Annotated[
+        str | None, option("SIZE", "Show only recipes made for this device memory, such as 24GB or 8x80GB.", "--device")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List the shipped recipes: starters first, then recipes for one model and device."""
     shipped = [(recipe, load_recipe(recipe.path).recipe) for recipe in shipped_recipes()]
+    if device is not None:
+        shipped = _made_for(device, shipped)
     if json:
         print_json([_document(recipe, spec) for recipe, spec in shipped])
         return
-    starts = [(recipe.name, recipe.summary) for recipe, _ in shipped if not recipe.device]
-    print_rows(starts, name_style="bold", indent="")
-    made = [(recipe, spec) for recipe, spec in shipped if recipe.device]
-    width = max((len(recipe.name) for recipe, _ in made), default=0)
+    starters = [(recipe, spec) for recipe, spec in shipped if not recipe.device]
+    if starters:
+        order = list(STARTERS)
+        starters.sort(key=lambda each: order.index(each[0].name) if each[0].name in STARTERS else len(order))
+        table = make_table(*(Column(name, no_wrap=True) for name in ("recipe", "method", "for")), header="dim")
+        for recipe, spec in starters:
+            text = STARTERS.get(recipe.name, recipe.summary)
+            table.add_row(Text(recipe.name, style="bold"), f"{spec.objective} {spec.finetuning_type}", text)
+        out.print(table)
     for objective, title in OBJECTIVES.items():
-        rows = [(f"{recipe.name:<{width}}", _row(recipe, spec)) for recipe, spec in made if spec.objective == objective]
-        out.print()
-        out.print(Text(f"{objective}, {title}: recipe, device, longest row, model", style="bold"))
-        print_rows(rows, name_style="bold", indent="")
+        rows = [(recipe, spec) for recipe, spec in shipped if recipe.device and spec.objective == objective]
+        if rows:
+            print_table(f"{objective}: {title}", _recipes_table(rows), apart=bool(starters) or rows[0] != shipped[0])
+    out.print()
+    print_text(Text.assemble("Next: ", ("streamtune recipes copy NAME my.yaml", "bold")))
+
+
+def _made_for(device: str, shipped: Sequence[tuple[ShippedRecipe, Recipe]]) -> list[tuple[ShippedRecipe, Recipe]]:
+    """Return the recipes that are made for a device memory, such as ``24GB``, ``24`` or ``8x80GB``.
+
+    Raises:
+        ArgumentError: No recipe is made for it.
+    """
+    wanted = f"{device.upper().replace(' ', '').removesuffix('GB').removesuffix('GIB')}GB"
+    found = [(recipe, spec) for recipe, spec in shipped if _short_device(recipe).upper() == wanted]
+    if not found:
+        sizes = sorted(
+            {_short_device(recipe) for recipe, _ in shipped if recipe.device}, key=lambda size: (len(size), size)
+        )
+        fix = f"choose one of: {', '.join(sizes)}"
+        raise ArgumentError(f"no recipe is made for a device of {device}", where="--device", fix=fix)
+    return found
+
+
+def _short_device(recipe: ShippedRecipe) -> str:
+    """Return the device of a recipe without blanks: ``24GB``, ``8x80GB``, or an empty string."""
+    return recipe.device.replace(" ", "")
+
+
+def _recipes_table(rows: Sequence[tuple[ShippedRecipe, Recipe]]) -> Table:
+    """Return a table of recipes for one model and device, one line each at 80 columns."""
+    name = Column("recipe", no_wrap=True, min_width=24)
+    model = Column("model", no_wrap=True, overflow="ellipsis")
+    sizes = [Column(title, justify="right", no_wrap=True) for title in ("device", "tokens")]
+    table = make_table(name, Column("method", no_wrap=True), *sizes, model, padding=(0, 1, 0, 0), header="dim")
+    for recipe, spec in rows:
+        table.add_row(
+            Text(recipe.name, style="bold"),
+            spec.finetuning_type,
+            _short_device(recipe),
+            f"{spec.max_length:,}",
+            f" {str(spec.model_name_or_path).rpartition('/')[2]}",
+        )
+    return table
 
 
 def _document(shipped: ShippedRecipe, spec: Recipe) -> dict[str, object]:
@@ -68,10 +139,6 @@ def _document(shipped: ShippedRecipe, spec: Recipe) -> dict[str, object]:
         "max_length": spec.max_length,
         "device": shipped.device or None,
     }
-
-
-def _row(shipped: ShippedRecipe, spec: Recipe) -> str:
-    return f"{shipped.device:>9}  {spec.max_length:>9,}  {spec.model_name_or_path}"
 
 
 @recipes.command("show", cls=HelpCommand)
@@ -91,11 +158,11 @@ def copy_recipe(
     dest: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DEST]", help="File or folder; without it NAME.yaml, with - for /.", show_default=False
+            metavar="[DEST]", help='File or folder. [default: NAME.yaml, "/" written as "-"]', show_default=False
         ),
     ] = None,
 ) -> None:
-    """Write a shipped recipe to a file of your own. Never overwrites."""
+    """Copy a shipped recipe to a new file. Never overwrites a file."""
     recipe = read_shipped(name)
     dest = dest or Path()
     if dest.is_dir():
@@ -106,44 +173,49 @@ def copy_recipe(
 
 
 def write_new(dest: Path, text: str, fix: str) -> None:
-    """Write a file that is not there yet.
+    """Write a new file.
+
+    Args:
+        dest: Path of the file.
+        text: Content of the file.
+        fix: Text of the error's fix, if the file exists.
 
     Raises:
-        ArgumentError: It is, or it cannot be written.
+        ArgumentError: The file exists, or cannot be written.
     """
     try:
         with dest.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise is_there(dest, fix) from None
+        raise file_exists(dest, fix) from None
     except OSError as error:
         fix = f"make the folder first: `mkdir -p {dest.parent}`" if not dest.parent.is_dir() else ""
         raise ArgumentError(f"cannot be written: {error.strerror}", where=str(dest), fix=fix) from None
 
 
-def is_there(dest: Path, fix: str) -> ArgumentError:
-    """Return the error of a file that is not overwritten."""
-    return ArgumentError("the file is there already; it is left as it was", where=str(dest), fix=fix)
+def file_exists(dest: Path, fix: str) -> ArgumentError:
+    """Return the error for a file that exists and is not overwritten."""
+    return ArgumentError("the file already exists; it is not overwritten", where=str(dest), fix=fix)
 
 
 def schema() -> None:
-    """Print the JSON schema of recipes: every key, its type, its default, what it does."""
+    """Print the JSON schema of recipes: type, default and meaning of every key."""
     print_json(json_schema())
 
 
-OVERLENGTH = {"error": "refused", "truncate": "cut", "drop": "left out", "split": "split into several"}
+OVERLENGTH = {"error": "refused", "truncate": "truncated", "drop": "dropped", "split": "split into pieces"}
 ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
 OBJECTIVES = {"sft": "supervised fine-tuning", "dpo": "preferences", "grpo": "rewards"}
 TRAIN_ON = {
-    "assistant": "the assistant's turns, all of a row of text",
+    "assistant": "assistant turns; every token of plain text",
     "completion": "the completion",
-    "last": "the last turn of the assistant, all of a row of text",
+    "last": "the last assistant turn; every token of plain text",
     "all": "every token",
 }
 
 
 def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Check a recipe: keys, types, ranges. Loads no data, no model, no torch."""
+    """Check a recipe: keys, types, ranges. Fast: reads neither data nor model."""
     try:
         loaded = load_recipe(recipe, set_ or [])
     except RecipeError as error:
@@ -165,7 +237,7 @@ def _print_facts(loaded: LoadedRecipe) -> None:
 
 
 def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return a summary of a recipe as (name, text) lines, to be read before a run."""
+    """Return a summary of a recipe as (name, text) lines."""
     return [
         ("model", _model(recipe)),
         ("tokenizer", _tokenizer(recipe)),
@@ -173,7 +245,7 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         *method_facts(recipe),
         ("training", _training(recipe)),
         ("data", ", ".join(_dataset(spec.path, spec.max_rows) for spec in recipe.datasets)),
-        ("length", f"{recipe.max_length:,} tokens; a longer row is {OVERLENGTH[recipe.overlength]}"),
+        ("length", f"{recipe.max_length:,} tokens; longer rows are {OVERLENGTH[recipe.overlength]}"),
         *([("loss on", TRAIN_ON[recipe.train_on])] if recipe.objective == "sft" else []),
         ("batch", _batch(recipe)),
         ("optimizer", _optimizer(recipe)),
@@ -187,16 +259,16 @@ DIVERGENCES = {"forward": "forward KL", "reverse": "reverse KL", "jsd": "Jensen-
 
 
 def method_facts(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return what is learnt from beside the rows, and how rows or completions are chosen, as (name, text) lines."""
+    """Return the teacher, the selection of rows and the allocation of completions, as (name, text) lines."""
     found = []
     if recipe.teacher is not None:
-        file = ", a file of its likeliest tokens" if recipe.teacher_file is not None else ""
-        hard = f"; {recipe.kd_hard_share:g} of the loss is the rows' own" if recipe.kd_hard_share else ""
+        file = ", top-k tokens read from a file" if recipe.teacher_file is not None else ""
+        hard = f"; {recipe.kd_hard_share:g} of the loss is cross-entropy of the rows" if recipe.kd_hard_share else ""
         found.append(("teacher", f"{recipe.teacher}{file}; {DIVERGENCES[recipe.kd_divergence]} divergence{hard}"))
     if recipe.select_rows is not None:
-        found.append(("rows", f"one of {recipe.select_from}, chosen by its gradient ({recipe.select_rows})"))
+        found.append(("rows", f"1 of {recipe.select_from}, selected by gradient ({recipe.select_rows})"))
     if isinstance(recipe, GrpoRecipe) and recipe.allocation != "equal":
-        how = f"divided among the prompts of a step ({recipe.allocation}); equal in the first epoch"
+        how = f"allocated among the prompts of a step ({recipe.allocation}); equal in the first epoch"
         found.append(("completions", how))
     return found
 
@@ -217,11 +289,11 @@ def _tokenizer(recipe: Recipe) -> str:
 def _objective(recipe: Recipe) -> str:
     if isinstance(recipe, GrpoRecipe):
         functions, count = ", ".join(recipe.reward_funcs), recipe.num_generations
-        return f"{OBJECTIVES['grpo']} by {functions}: {recipe.loss_type} loss, {count} completions of a prompt"
+        return f"{OBJECTIVES['grpo']} from {functions}: {recipe.loss_type} loss, {count} completions per prompt"
     if not isinstance(recipe, DpoRecipe):
         return OBJECTIVES[recipe.objective]
-    compared = "completions judged one by one" if recipe.unpaired else "pairs of completions"
-    return f"{OBJECTIVES['dpo']}: {recipe.loss_type} loss of {compared}, beta {recipe.beta:g}"
+    compared = "unpaired completions" if recipe.unpaired else "pairs of completions"
+    return f"{OBJECTIVES['dpo']}: {recipe.loss_type} loss on {compared}, beta {recipe.beta:g}"
 
 
 def _training(recipe: Recipe) -> str:
@@ -230,7 +302,7 @@ def _training(recipe: Recipe) -> str:
         target = recipe.lora_target if isinstance(recipe.lora_target, str) else ", ".join(recipe.lora_target)
         kind = f"{ADAPTERS[recipe.finetuning_type]} of rank {recipe.lora_r} on {target}"
     full = recipe.finetuning_type == "full"
-    open_names = {"auto": "float32, or bfloat16 where that does not fit" if full else "the checkpoint's dtype"}
+    open_names = {"auto": "float32, or bfloat16 if that does not fit" if full else "the checkpoint's dtype"}
     open_names["mixed"] = "float32" if full else "the checkpoint's dtype"
     weights: str = open_names.get(recipe.dtype, recipe.dtype) if recipe.model is None else recipe.dtype
     weights = "float32" if weights in ("auto", "mixed") else weights
@@ -244,7 +316,7 @@ DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def _dataset(path: str, max_rows: int | None) -> str:
-    remarks = [f"{max_rows:,} rows at most"] if max_rows is not None else []
+    remarks = [f"at most {max_rows:,} rows"] if max_rows is not None else []
     file = Path(path).expanduser()
     if file.suffix in DATA_FILES and not path_exists(file) and not re.search(r"[*?\[]|://", path):
         remarks.append("no such file here")
@@ -277,15 +349,15 @@ def _duration(recipe: Recipe) -> str:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-optimizers = typer.Typer(cls=HelpGroup, help="List the optimizers that `optim` can name.", no_args_is_help=True)
+optimizers = typer.Typer(cls=HelpGroup, help="List the values of the recipe key `optim`.", no_args_is_help=True)
 
 SIZE = 4096
-"""Rows and columns of the matrix whose bytes are shown."""
+"""Rows and columns of the matrix whose optimizer state is shown."""
 
 
 @optimizers.command("ls", cls=HelpCommand)
 def list_optimizers(json: JsonOption = False) -> None:
-    """List the optimizers: bytes of state, library, options, and what each does not combine with."""
+    """List the optimizers: bytes of state, library, options, and which ones DeepSpeed and FSDP exclude."""
     if json:
         print_json([_optimizer_document(name, entry) for name, entry in OPTIMIZERS.items()])
         return
@@ -303,7 +375,9 @@ def list_optimizers(json: JsonOption = False) -> None:
         table.add_row(Text(name, style="bold"), *sizes, library, divided)
     out.print(table)
     out.print()
-    out.print(f"fp32, bf16: bytes of state to a parameter, of a {SIZE:,} x {SIZE:,} matrix in that dtype", style="dim")
+    out.print(
+        f"fp32, bf16: bytes of optimizer state per parameter of a {SIZE:,} x {SIZE:,} matrix in that dtype", style="dim"
+    )
     for number, reason in enumerate(reasons, 1):
         out.print(f"({number}) {reason}", style="dim")
     missing = {entry.library: entry.install for entry in OPTIMIZERS.values() if not entry.installed}
@@ -318,7 +392,7 @@ def _per_parameter(name: str, width: int) -> float:
 
 
 def _about(entry: OptimizerEntry) -> str:
-    """Return the text of an entry, with its options."""
+    """Return the description of an optimizer, with its options and their defaults."""
     options = ", ".join(f"{key}: {_value(value)}" for key, value in entry.options.items())
     only = f"; {entry.only_on} only" if entry.only_on else ""
     return f"{entry.text}{only}" + (f"; optim_args {{{options}}}" if options else "")

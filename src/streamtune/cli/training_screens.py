@@ -1,12 +1,12 @@
-"""The screens of the training commands: the banner of a run, its outcome, and what the trained model wrote."""
+"""Print the screens of the training commands: the banner of a run, its results, and samples of the trained model."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -17,45 +17,61 @@ from streamtune.base.text import show_size
 from streamtune.recipe import code_of
 from streamtune.recipe.keys.preset import describe_preset
 
-from .console import out, print_rows, print_title
-from .plan_screen import describe_optimizer, describe_plan
+from .console import out, print_rows, print_text
+from .plan_screen import describe_memory, describe_optimizer, show_seconds
+from .schedule_text import describe_schedule, short_dtype
 
 if TYPE_CHECKING:
+    from streamtune.plan import Plan
     from streamtune.run.train import Run, RunOutcome
 
 QUANTIZED = {
     "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)',
 }
-"""Value of ``quantization_config`` with which transformers loads the base a run was trained on."""
+"""Quantisation -> the ``quantization_config`` with which transformers loads the base."""
+GIB = 1024**3
 SPARK = "▁▂▃▄▅▆▇█"
 
 
 def print_banner(run: Run) -> None:
-    """Print a summary of the run before its first step."""
-    from streamtune.cli.data_screen import describe_batches
+    """Print a summary of the run before its first step: model, data, steps, time, memory, engine, output."""
+    from streamtune.cli.data_screen import describe_batches, describe_rows
     from streamtune.cli.recipes import method_facts
 
-    print_title(str(run.start.loaded.path))
+    memory = run.streamed.memory
     print_rows(
         [
             ("model", _describe_model(run)),
             *([("positions", positions)] if (positions := _describe_positions(run)) else []),
-            ("data", run.prepared.report.describe()),
+            *describe_rows(run.prepared.report),
             *describe_batches(run.batch_facts if run.recipe.batching != "rows" or run.recipe.packing else None),
-            ("engine", _describe_engine(run)),
+            ("steps", _describe_steps(run)),
+            *([("time", _describe_time(run, memory))] if memory is not None else []),
+            *([("memory", describe_memory(memory, run.streamed.baselines))] if memory is not None else []),
+            ("engine", describe_schedule(run.handle.schedule, len(run.handle.layers))),
             *([("ranks", _describe_ranks(run))] if run.world.size > 1 else []),
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
-            *([("memory", describe_plan(run.streamed.memory))] if run.streamed.memory is not None else []),
-            *([("without", _describe_baselines(run))] if run.streamed.baselines else []),
             *([("preset", preset)] if (preset := describe_preset(run.recipe)) is not None else []),
             *method_facts(run.recipe),
             *([("stops at", _describe_ends(run))] if run.added_ends else []),
-            ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
             *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
         ]
     )
+
+
+def print_dry_run_end(run: Run, arguments: Sequence[str]) -> None:
+    """Print that nothing was trained, and the command that starts the run.
+
+    Args:
+        run: Run that was built.
+        arguments: Arguments of the dry run, without the program's name.
+    """
+    command = shlex.join(["streamtune", *(each for each in arguments if each != "--dry-run")])
+    if run.world.size > 1:  # a rank does not know the command of its launcher
+        command = "the same command without --dry-run"
+    print_text(Text.assemble("Nothing was trained. Start: ", (plain(command), "bold")))
 
 
 def _describe_model(run: Run) -> str:
@@ -66,18 +82,20 @@ def _describe_model(run: Run) -> str:
     if run.recipe.step_kind.gradients == "block":
         trained += " at a time"
     base = base_of(run.model)
-    dtype = str(base.dtype).removeprefix("torch.")
+    dtype = short_dtype(str(base.dtype).removeprefix("torch."))
     if run.start.quantization is not None:
         experts = " and experts" if models.has_packed_experts(run.model) else ""
         dtype += f", linear layers{experts} in {run.start.quantization}"
     if run.recipe.weight_rounding == "stochastic":
         dtype += ", rounded stochastically"
-    autocast = ", computed in bfloat16" if run.recipe.bf16 else ""
-    return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.device}"
+    autocast = ", computed in bf16" if run.recipe.bf16 else ""
+    name, device = type(base).__name__.removesuffix("ForCausalLM"), str(run.device)
+    where = "CPU" if device == "cpu" else device
+    return f"{name}, {_short_count(total)} parameters, {trained}; {dtype}{autocast}; {where}"
 
 
 def _describe_positions(run: Run) -> str:
-    """Describe the change to the model's positions that the recipe asks for; empty if it asks for none."""
+    """Return the change of the model's positions that the recipe asks for; an empty string if there is none."""
     from streamtune import models
 
     config, scaling = base_of(run.model).config, run.recipe.rope_scaling
@@ -88,40 +106,47 @@ def _describe_positions(run: Run) -> str:
     return f"{theta}{kind}{models.pretrained_positions(config) or 0:,} to {models.position_limit(config) or 0:,} tokens"
 
 
-def _describe_engine(run: Run) -> str:
-    return f"exact streamed backward: {run.handle.schedule.describe(len(run.handle.layers))}"
+def _describe_time(run: Run, memory: Plan) -> str:
+    """Return the predicted time of the run and of its longest step: ``about 2 min; longest step 4.5 s (predicted)``."""
+    from streamtune.run.run_time import predict_run_seconds
+
+    seconds = predict_run_seconds(run)
+    step = f"longest step {show_seconds(memory.step_seconds)} (predicted)"
+    if run.recipe.objective == "grpo":
+        step += "; excludes the rollout"
+    if seconds is None:
+        return step
+    return f"{_show_run_time(seconds)}{' left' if run.first_step else ''}; {step}"
 
 
-def _describe_baselines(run: Run) -> str:
-    """Describe the memory of the longest step without streaming."""
-    assert run.streamed.memory is not None
-    found, peak = run.streamed.baselines, run.streamed.memory.simulation.peak_bytes
-    plain, checkpoint = show_size(found["plain"]), show_size(found["checkpoint"])
-    return (
-        f"the same step in {plain} by plain autograd, {checkpoint} by gradient checkpointing, {show_size(peak)} as "
-        "planned; all simulated"
-    )
+def _show_run_time(seconds: float) -> str:
+    """Return the time of a run in the unit that suits it: ``about 12 min``, ``about 3.4 h``, ``about 5.1 days``."""
+    if seconds < 45:
+        return "less than a minute"
+    if seconds < 90 * 60:
+        return f"about {max(1, round(seconds / 60))} min"
+    return f"about {seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"about {seconds / 86400:.1f} days"
 
 
 def _describe_ranks(run: Run) -> str:
     recipe, world = run.recipe, run.world
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     nodes = f" on {world.size // local} machines" if world.size > local else ""
-    shared = "PyTorch FSDP2" if recipe.fsdp else "a whole model each (DDP)"
+    shared = "PyTorch FSDP2" if recipe.fsdp else "DDP (a whole model on each)"
     if recipe.deepspeed is not None:
         shared = f"DeepSpeed {recipe.deepspeed}"
-    sequences = f"; each sequence on {world.sequence_size}" if world.sequence_size > 1 else ""
+    sequences = f"; {world.sequence_size} share each sequence" if world.sequence_size > 1 else ""
     return f"{world.size}{nodes}; {shared}{sequences}"
 
 
 def _describe_deepspeed(run: Run) -> str:
-    """Describe the values the recipe filled into the configuration; all of it is written to the run's directory."""
+    """Return the values that the recipe filled into the DeepSpeed configuration, and the file that has all of it."""
     from streamtune.distributed.deepspeed_config import filled
 
     assert run.recipe.deepspeed is not None
     values = filled(run.recipe.deepspeed, run.backend.config)
     shown = ", ".join(f"{key.removeprefix('zero_optimization.')} {json.dumps(value)}" for key, value in values.items())
-    return f"{shown or 'as written'}; all of it in {run.directory.deepspeed.name}"
+    return f"{shown or 'as written'}; full configuration in {run.directory.deepspeed.name}"
 
 
 def _describe_ends(run: Run) -> str:
@@ -137,122 +162,152 @@ def _describe_steps(run: Run) -> str:
     rows, unit = run.start.rows_per_step, run.start.task.step_unit
     size = f"{rows} {unit}{'s' if rows > 1 else ''}"
     if recipe.tokens_per_batch is not None:
-        size = f"at most {recipe.tokens_per_batch:,} tokens in {unit}s"
+        size = f"at most {recipe.tokens_per_batch:,} tokens of {unit}s"
     if recipe.draws > 1:
-        size += f", chosen among {recipe.draws * rows} by a forward of each"
+        size += f" (chosen from {recipe.draws * rows}, which costs a forward of each)"
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
-    epochs = "" if plan.steps_per_epoch is None else f" ({steps / plan.steps_per_epoch:.3g} epochs)"
-    warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
+    epochs = "" if plan.steps_per_epoch is None else _show_epochs(steps / plan.steps_per_epoch)
+    warmup = f", {plan.warmup_steps:,} warm-up steps" if plan.warmup_steps else ""
     if plan.warmup_steps >= plan.total_steps:
-        warmup += ", more steps than the run has"
+        warmup += " (more than the run has)"
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
-        f"{first}{steps:,}{epochs} of {size}; {describe_optimizer(recipe)}, "
-        f"learning rate {scaled_rate(recipe, run.world):.4g}, {recipe.lr_scheduler_type}{warmup}"
+        f"{first}{steps:,}{epochs} x {size}; {describe_optimizer(recipe)}, "
+        f"lr {scaled_rate(recipe, run.world):.4g}, {recipe.lr_scheduler_type}{warmup}"
     )
+
+
+def _show_epochs(count: float) -> str:
+    return f" ({count:.3g} epoch{'' if f'{count:.3g}' == '1' else 's'})"
 
 
 def _describe_output(run: Run) -> str:
     if run.checkpoint is not None:
-        return f"{run.directory.path}, going on from {run.checkpoint.path.name}"
+        return f"{run.directory.path}, resumed from {run.checkpoint.path.name}"
     if run.start.replaces:
-        return f"{run.directory.path}; the run that is there is moved aside"
+        return f"{run.directory.path}; the existing run in it is moved aside"
     return str(run.directory.path)
 
 
 def print_outcome(run: Run, outcome: RunOutcome) -> None:
-    """Print the results of the run, and how to load the model or resume."""
+    """Print the results of the run, the samples, and the next command."""
     state, folder = outcome.progressed, run.directory.path
-    rows = []
-    if state.first_loss is not None and state.last_loss is not None:
-        held_out = f", held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
-        rows.append(("loss", f"first {state.first_loss:.3f}, last {state.last_loss:.3f}{held_out}"))
-    rows += _metric_rows(outcome)
-    # The loss of a policy stands near 0 whatever it learns.
+    out.print()
+    print_text(_title(run, outcome))
+    rows = [("trained", _describe_trained(run, outcome))] if outcome.tokens > 0 else []
+    rows += _loss_rows(outcome)
+    # A policy's loss stays near 0 whatever the policy learns, so the reward is drawn.
     rewards = [record["reward"] for record in outcome.records if "reward" in record]
     curve = rewards or outcome.losses
     if len(curve) > 1:
         line = sparkline(curve, width=min(out.width - 24, 60))
         rows.append(("", f"{line} {'reward' if rewards else 'loss'}"))
     if state.skipped:
-        rows.append(("skipped", f"{state.skipped:,} of {state.step:,} steps, which were not finite: see events.jsonl"))
+        rows.append(("skipped", f"{state.skipped:,} of {state.step:,} steps were not finite; see events.jsonl"))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
-        rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}, since this start"))
+        since = " since the resume" if run.first_step else ""
+        rows.append(("time", f"{show_seconds(outcome.seconds)} for {outcome.tokens:,} tokens{since}, {rate}"))
+        rows += _peak_rows(run, outcome)
     if outcome.moved_aside is not None:
-        rows.append(("before", f"the run that was here is now in {outcome.moved_aside}"))
+        rows.append(("before", f"the run that was in {folder} is now in {outcome.moved_aside}"))
     names = ("report.html", "loss.png", "metrics.jsonl")
     if drawn := [name for name in names if (folder / name).is_file()]:
         rows.append(("curves", f"{folder / drawn[0]}" + "".join(f", {name}" for name in drawn[1:])))
+    next_command = "run the same command again, which resumes"
     if outcome.finished:
-        rows.append(("model", str(run.directory.final)))
-        rows.append(("load it", _how_to_load(run)))
-        if run.added_ends and run.recipe.finetuning_type != "full":  # peft takes the generation config of the base
+        rows.append(("model", f"{run.directory.final}/"))
+        rows.append(("load", _how_to_load(run)))
+        if run.added_ends and run.recipe.finetuning_type != "full":  # PEFT takes the generation config of the base
             ends = f'generation_config=GenerationConfig.from_pretrained("{run.directory.final}")'
-            rows.append(("generate", f"model.generate(..., {ends}) stops where the trained turns end"))
-        rows.append(("use it", f"streamtune generate {folder}; streamtune export {folder} OUT"))
-        again = run.directory.recipe
-        rows.append(("verify", f"streamtune verify {again}: is the streamed gradient that of plain autograd?"))
-        rows.append(("plan", f"streamtune plan {again} --device h100: what fits, how fast, here or elsewhere"))
-        rows.append(("longest", f"streamtune probe-max-len {again}: the longest row that trains"))
+            rows.append(("generate", f"model.generate(..., {ends}) stops where trained turns end"))
+        saved = run.directory.recipe
+        rows.append(("export", f"streamtune export {folder} OUT"))
+        rows.append(("verify", f"streamtune verify {saved}  (compare the gradient with plain autograd's)"))
+        rows.append(("plan", f"streamtune plan {saved} --device h100  (memory and time on another device)"))
+        rows.append(("longest", f"streamtune probe-max-len {saved}  (the longest row that trains)"))
+        next_command = f"streamtune generate {folder}"
     elif outcome.checkpoint is not None:
         rows.append(("saved", str(outcome.checkpoint)))
-        rows.append(("go on", "run the same command again"))
     else:
-        rows.append(("saved", "nothing: no step was done"))
-    out.print(_title(run, outcome), soft_wrap=True)
+        rows.append(("saved", "nothing: the run stopped before its first step ended"))
     print_rows(rows)
     print_samples(outcome.samples)
+    print_text(Text.assemble("Next: ", (plain(next_command), "bold")))
 
 
-def _metric_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
-    """Return rows for the accuracy of pairs and the reward: the first, the last and the held-out value."""
-    rows = []
+def _describe_trained(run: Run, outcome: RunOutcome) -> str:
+    """Return what was trained on what: ``456,000 parameters of Qwen3 on 3,234 rows, 405 steps``."""
+    name = type(base_of(run.model)).__name__.removesuffix("ForCausalLM")
+    steps = outcome.progressed.step - run.first_step
+    resumed = f" after a resume at step {run.first_step:,}" if run.first_step else ""
+    rows = f"{run.prepared.report.train_examples:,} training rows"
+    count = _short_count(run.parameters.trainable)
+    return f"{count} parameters of {name} on {rows}, {steps:,} step{'' if steps == 1 else 's'}{resumed}"
+
+
+def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
+    """Return rows of first, last and held-out values: the loss, the accuracy of pairs, and the reward."""
+    state, rows = outcome.progressed, []
+    if state.first_loss is not None and state.last_loss is not None:
+        held_out = f"; held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
+        rows.append(("loss", f"{state.first_loss:.3f} -> {state.last_loss:.3f}{held_out}"))
     for name, title in (("rewards/accuracies", "accuracy"), ("reward", "reward")):
         course = [record[name] for record in outcome.records if name in record]
         if course:
             found = outcome.held_out.get(f"eval_{name}")
-            held_out = f", held out {found:.3f}" if found is not None else ""
-            rows.append((title, f"first {course[0]:.3f}, last {course[-1]:.3f}{held_out}"))
+            held_out = f"; held out {found:.3f}" if found is not None else ""
+            rows.append((title, f"{course[0]:.3f} -> {course[-1]:.3f}{held_out}"))
     return rows
 
 
+def _peak_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
+    """Return a row with the measured peak memory and what it counts, beside the planned peak."""
+    peaks = [record["peak_mem_gib"] for record in outcome.records if "peak_mem_gib" in record]
+    if not peaks:
+        return []
+    of_what = "tensors" if run.device.type == "cuda" else "the whole process"
+    text = f"{show_size(int(max(peaks) * GIB))} peak of {of_what} (measured)"
+    if run.streamed.memory is not None:
+        text += f"; {show_size(run.streamed.memory.simulation.peak_bytes)} of tensors planned"
+    return [("memory", text)]
+
+
 def _title(run: Run, outcome: RunOutcome) -> Text:
+    """Return the first line of the results: how the run ended."""
+    step, steps = f"{outcome.progressed.step:,}", f"{run.plan.total_steps:,}"
     if not outcome.finished:
-        step = f"{outcome.progressed.step:,} of {run.plan.total_steps:,}"
-        return Text(f"Stopped after step {step}", style="bold yellow")
+        return Text(f"Stopped after step {step} of {steps}", style="bold yellow")
     if outcome.tokens == 0 and outcome.failure is None:
-        return Text("Done before: nothing left to train (--resume never trains anew)", style="bold green")
+        return Text("Done before: no step is left to train (--resume never trains again from scratch)", "bold green")
     if outcome.failure is not None:
-        return Text("At its end, but hardly trained", style="bold red")
+        return Text("Finished, but most steps were skipped", style="bold red")
     if outcome.progressed.ended_early:
-        step = f"{outcome.progressed.step:,} of {run.plan.total_steps:,}"
-        return Text(
-            f"Done early, after step {step}: {run.recipe.metric_for_best_model} got no better", style="bold green"
-        )
+        metric = run.recipe.metric_for_best_model
+        return Text(f"Done early, after step {step} of {steps}: {metric} stopped improving", style="bold green")
     return Text("Done", style="bold green")
 
 
 def _how_to_load(run: Run) -> str:
-    """Return the call that loads the model: for adapters on a quantised base, with its quantisation."""
+    """Return the Python call that loads the final model, or the reason why it must be merged first."""
     from streamtune import models
 
     if models.has_packed_experts(run.model):
-        return "merge it first: transformers loads a quantised base without the quantisation of its experts"
+        return "merge it first: transformers cannot load a base with quantised experts"
     if models.taken_of(base_of(run.model)):
-        return "merge it first: the base is quantised from weights that were changed (loftq_iter)"
+        return "merge it first: the base was quantised from weights that LoftQ changed (loftq_iter)"
     if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
-        return "merge it first: the base was made from a configuration and is in no folder that adapters could name"
+        return "merge it first: the base was made from a configuration, so adapters cannot name its folder"
     if run.recipe.finetuning_type != "full" and _describe_positions(run):
-        return "merge it first: the base's configuration has other positions than the adapters trained at"
+        return "merge it first: the adapters were trained at other positions than the base's configuration has"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a curve as one line of text: ``width`` means of equal parts of ``values``, lowest to highest."""
+    """Return a curve as one line of block characters: the means of ``width`` equal parts of ``values``, scaled."""
     width = max(1, min(width, len(values)))
     edges = [len(values) * index // width for index in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -260,8 +315,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(SPARK[round((mean - low) / ((high - low) or 1.0) * (len(SPARK) - 1))] for mean in means)
 
 
-def _short(count: int) -> str:
-    """Format a count: ``4.2M``, ``8.19B``."""
+def _short_count(count: int) -> str:
+    """Return a count with its unit: ``4.2M``, ``8.19B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -272,44 +327,43 @@ def _short(count: int) -> str:
 
 
 SHOWN_ANSWERS = 3
-"""Held-out rows whose answers are printed; ``samples.jsonl`` has all."""
+"""Number of held-out rows whose answers are printed; ``samples.jsonl`` has all answers."""
 
 
 def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Print what was asked and written; of held-out rows the first few, and how many were answered right.
+    """Print sample prompts with their completions, and the answers to the first few held-out rows with their score.
 
     Args:
-        samples: Lines of ``samples.jsonl``; held-out rows have the key ``right``.
+        samples: Lines of ``samples.jsonl``; lines of held-out rows have the key ``right``.
     """
-    own = [sample for sample in samples if "right" not in sample]
+    unscored = [sample for sample in samples if "right" not in sample]
     rows = [sample for sample in samples if "right" in sample]
-    for sample in own:
-        for title, text, style in (("asked", sample["prompt"], ""), ("wrote", sample["completion"], "green")):
+    for sample in unscored:
+        for title, text, style in (("prompt", sample["prompt"], ""), ("completion", sample["completion"], "green")):
             out.print(Text(f"  {title}", style="dim"))
-            out.print(Text(indent(plain(text.strip("\n")) or "(nothing)", "    "), style=style), soft_wrap=True)
+            print_text(Text(plain(text.strip("\n")) or "(nothing)", style=style), indent=4)
     if not rows:
         return
     for sample in rows[:SHOWN_ANSWERS]:
         verdict = "right" if sample["right"] else f"wrong, expected {plain(' '.join(sample['expected'].split()))}"
-        asked = plain(_last_line(str(sample["prompt"])))
-        wrote = plain(" ".join(sample["completion"].split())) or "(nothing)"
-        out.print(Text(f"  held out, after {sample['prompt_tokens']:,} tokens: {asked}", style="dim"), soft_wrap=True)
+        prompt = plain(_last_line(str(sample["prompt"])))
+        completion = plain(" ".join(sample["completion"].split())) or "(nothing)"
+        print_text(Text(f"held-out prompt of {sample['prompt_tokens']:,} tokens: {prompt}", style="dim"), indent=2)
         style = "green" if sample["right"] else "red"
-        out.print(Text.assemble("    ", (wrote, style), f"  ({verdict})"), soft_wrap=True)
+        print_text(Text.assemble((completion, style), f"  ({verdict})"), indent=4)
     right = sum(bool(sample["right"]) for sample in rows)
     shortest, longest = (edge(sample["prompt_tokens"] for sample in rows) for edge in (min, max))
     span = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-    out.print(
+    print_text(
         Text.assemble(
-            "  answered ", (f"{right} of {len(rows)}", "bold"),
-            f" held-out rows right, {span} tokens each; none of them was trained on",
+            "answered ", (f"{right} of {len(rows)}", "bold"), f" held-out rows right; prompts of {span} tokens"
         ),
-        soft_wrap=True,
-    )  # fmt: skip
+        indent=2,
+    )
 
 
 def _last_line(prompt: str) -> str:
-    """Return the last line of a prompt that is not the name of who speaks next."""
+    """Return the last line of a prompt, without a trailing role name such as ``assistant``."""
     lines = [line for line in prompt.split("\n") if line.strip()]
     if len(lines) > 1 and lines[-1].strip("<|>: ") in ("assistant", "model"):
         lines.pop()

@@ -372,7 +372,8 @@ def announced(notify: Callable[[str], None]) -> Simulate:
     def run(workload: Workload, schedule: Schedule) -> Simulation:
         nonlocal count
         count += 1
-        notify(f"planning: simulating step {count} of about {max(count, USUAL)}")
+        usual = f" (most plans simulate {USUAL})" if count <= USUAL else ""
+        notify(f"planning: simulating step {count}{usual}")
         return simulate(workload, schedule)
 
     return run

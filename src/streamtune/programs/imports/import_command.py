@@ -14,7 +14,7 @@ from streamtune.base.interrupts import temporary_directory
 from streamtune.base.privacy import plain
 from streamtune.cli.console import err, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
-from streamtune.cli.recipes import is_there, write_new
+from streamtune.cli.recipes import file_exists, write_new
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.programs.imports.conversion import FieldFinding
 from streamtune.programs.imports.importing import TRAINERS, ImportedRecipe
@@ -49,7 +49,7 @@ def import_recipe(
     if dest.is_dir():
         dest /= f"{file.stem}-streamtune.yaml"
     if dest.exists() and not piped:
-        raise is_there(dest, other)
+        raise file_exists(dest, other)
     imported = convert(file, trainer, objective)
     if not json:
         with redirect_stdout(sys.stderr) if piped else nullcontext():

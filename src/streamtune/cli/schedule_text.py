@@ -1,0 +1,101 @@
+"""Short descriptions of a schedule for screens: the whole schedule, or its differences from another schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamtune.schedule import Schedule
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+"""Name of a torch dtype -> its short name on screens."""
+
+
+def short_dtype(name: str) -> str:
+    """Return the short name of a dtype: ``bf16`` for ``bfloat16``."""
+    return DTYPES.get(name, name)
+
+
+def describe_schedule(schedule: Schedule, layers: int) -> str:
+    """Return a schedule in one line: ``1,024-token chunks, 256 in the head; keeps K/V and attention outputs``.
+
+    Args:
+        schedule: Schedule to describe.
+        layers: Number of decoder layers of the model.
+    """
+    parts = [f"{schedule.chunk_size:,}-token chunks, {schedule.head_chunk_size:,} in the head"]
+    if schedule.keep_layers >= layers:
+        return f"{parts[0]}; keeps every layer's activations, recomputes nothing"
+    by_chunk = schedule.order == "chunk"
+    if by_chunk:
+        parts.append("all layers of a chunk before the next chunk (order: chunk)")
+    if schedule.offload != "device":
+        what = "first layer's input" if by_chunk else "layer inputs"
+        on_device = f", the last {schedule.device_layers} on the device" if schedule.device_layers else ""
+        parts.append(f"{what} on {schedule.offload}{on_device}")
+    if schedule.levels == 2:
+        size = schedule.segment_size or (1 if by_chunk else None)
+        parts.append(f"two levels{'' if size is None else f', segments of {_layers(size)}'}")
+    kept = [
+        f"{name}{' on host' if tier == 'host' else ''}"
+        for name, tier in (("K/V", schedule.keep_kv), ("attention outputs", schedule.keep_attention))
+        if tier != "no"
+    ]
+    if schedule.keep_layers:
+        last = "the last layer" if schedule.keep_layers == 1 else f"the last {schedule.keep_layers} layers"
+        kept.append(f"all activations of {last}")
+    if kept:
+        parts.append(f"keeps {' and '.join(filter(None, (', '.join(kept[:-1]), kept[-1])))}")
+    if schedule.stream_grads:
+        parts.append("streams hidden-state gradients")
+    if schedule.weights == "host":
+        narrow = f", fetched in {short_dtype(schedule.fetch_dtype)}" if schedule.fetch_dtype == "bfloat16" else ""
+        parts.append(f"weights on host{narrow}")
+    return "; ".join(parts)
+
+
+def describe_difference(chosen: Mapping[str, Any], other: Mapping[str, Any], layers: int) -> str:
+    """Return what another schedule does differently: ``attention outputs on host, two levels``.
+
+    Args:
+        chosen: Fields of the chosen schedule.
+        other: Fields of the other schedule.
+        layers: Number of decoder layers of the model.
+    """
+    if other["keep_layers"] >= layers > chosen["keep_layers"]:
+        return "keep every layer's activations"
+    texts: dict[str, str] = {
+        "keep_layers": _describe_kept_layers(chosen["keep_layers"], other["keep_layers"]),
+        "chunk_size": f"{other['chunk_size']:,}-token chunks",
+        "head_chunk_size": f"{other['head_chunk_size']:,} tokens in the head",
+        "order": f"order: {other['order']}",
+        "offload": f"layer inputs on {other['offload']}",
+        "device_layers": f"the last {other['device_layers']} layer inputs on device",
+        "levels": "two levels" if other["levels"] == 2 else "one level",
+        "segment_size": f"segments of {_layers(other['segment_size'] or 0)}",
+        "keep_kv": _describe_tier("K/V", other["keep_kv"]),
+        "keep_attention": _describe_tier("attention outputs", other["keep_attention"]),
+        "stream_grads": "hidden-state gradients streamed" if other["stream_grads"] else "whole hidden-state gradients",
+        "weights": f"weights on {other['weights']}",
+    }
+    changed = [name for name in texts if chosen[name] != other[name]]
+    if "levels" in changed or other["segment_size"] is None:
+        changed = [name for name in changed if name != "segment_size"]
+    if not other["device_layers"]:
+        changed = [name for name in changed if name != "device_layers"]
+    return ", ".join(texts[name] for name in changed) or "same schedule"
+
+
+def _describe_kept_layers(chosen: int, other: int) -> str:
+    count = other or chosen
+    last = "last layer" if count == 1 else f"last {count} layers"
+    return f"{last} kept whole" if other else f"{last} not kept whole"
+
+
+def _describe_tier(name: str, tier: str) -> str:
+    return f"{name} not kept" if tier == "no" else f"{name} on {tier}"
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"

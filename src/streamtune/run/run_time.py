@@ -1,0 +1,34 @@
+"""Predict the time of a whole run from the predicted time of its longest step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamtune.tasks.steps import RowCost
+
+if TYPE_CHECKING:
+    from streamtune.run.train import Run
+
+
+def predict_run_seconds(run: Run) -> float | None:
+    """Return the predicted seconds of the training steps that the run still has to do.
+
+    The planner predicts the seconds of the longest step. The other steps are scaled by their operations:
+    ``seconds = step_seconds * epochs * sum(cost of all rows) / (rows per step * cost of the longest row)``, divided by
+    the share of positions that are not padding.
+
+    Returns:
+        Seconds, without evaluations, samples and checkpoints. None if no step was planned, or if the rows of a step
+        are not known before the run (streamed, weighted or selected rows; GRPO; weights that ranks share).
+    """
+    memory, plan, recipe = run.streamed.memory, run.plan, run.recipe
+    is_open = recipe.objective == "grpo" or recipe.select_rows is not None or run.batches.mixture is not None
+    if memory is None or plan.steps_per_epoch is None or is_open or run.shares_weights:
+        return None
+    cost = RowCost.of_model(run.model)
+    costs = cost.per_token * run.batches.lengths() + cost.per_square * run.batches.squares()
+    if not len(costs):
+        return None
+    epochs = (plan.total_steps - run.first_step) / plan.steps_per_epoch
+    filled = 1.0 if run.batch_facts is None else 1 - run.batch_facts.padding
+    return float(memory.step_seconds * epochs * costs.sum() / (run.start.rows_per_step * costs.max() * filled))
