@@ -111,7 +111,7 @@ def test_trains_from_pairs_to_a_model_that_prefers(dpo: Callable[..., int], caps
     assert AutoModelForCausalLM.from_pretrained("run/final").config.model_type == "qwen3"
     assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "12 (3 epochs) of 4 pairs" in shown
+    assert "12 (3 epochs) x 4 pairs" in shown
     assert "accuracy=" in shown
     assert "held out 1.000" in shown
 
@@ -134,8 +134,8 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert sorted(path.name for path in folder.iterdir()) == ["cache", "judged.jsonl", "pairs.jsonl", "tiny.yaml"]
     assert not (folder / "cache/streamtune/reference").exists()
     shown = capsys.readouterr().out
-    assert "18 rows" in shown
-    assert "4 (1 epochs) of 4 pairs" in shown
+    assert "14 train, 4 held out; tokens: prompts " in shown
+    assert "4 (1 epoch) x 4 pairs" in shown
     assert "memory" in shown
 
 

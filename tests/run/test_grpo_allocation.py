@@ -194,7 +194,7 @@ def test_what_is_wrong(folder: Path, changes: dict[str, Any], said: str, fix: st
 def test_a_run_is_evaluated_and_says_how_it_divides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An evaluated model has no trained weights, and needs no gradient."""
     assert grpo("--output-dir", "run", max_steps=2, val_size=4) == 0
-    assert "divided among the prompts of a step (gvm)" in capsys.readouterr().out
+    assert "allocated among the prompts of a step (gvm)" in capsys.readouterr().out
     with pytest.raises(SystemExit) as left:
         main(["eval", "run"])
     assert not left.value.code

@@ -73,7 +73,7 @@ def test_weights_of_a_bfloat16_checkpoint_are_trained_in_float32(folder: Path, c
     assert run() == 0
     out = capsys.readouterr()
     assert "trained in float32 and computed in bfloat16 (dtype: mixed)" in out.out + out.err
-    assert "float32, computed in bfloat16" in out.out + out.err
+    assert "fp32, computed in bf16" in out.out + out.err
     found = weights(folder / "out" / "final")
     norms = {key: x for key, x in found.items() if "norm" in key}
     assert {x.dtype for x in found.values()} == {torch.float32}

@@ -168,7 +168,7 @@ def test_trains_and_resumes_to_the_same_curve(folder: Path, kind: str, capsys: p
     write_recipe(folder, {**COMMON, **KINDS[kind], "max_steps": 12})
     assert run("--output-dir", "whole") == 0
     shown = capsys.readouterr().out
-    assert "of at most 320 tokens in" in shown
+    assert " x at most 320 tokens of " in shown
     settings = ("--set", "save_steps=1", "--set", "save_total_limit=99", "--output-dir", "split")
     assert run(*settings) == 0
     for step in (3, 8):  # in the middle of an epoch, and of a cycle

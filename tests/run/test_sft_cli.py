@@ -192,7 +192,7 @@ def test_adapters_on_a_quantised_base(
     capsys.readouterr()
     assert sft("--output-dir", "run") == 0
     printed = capsys.readouterr().out
-    assert f"float32, linear layers in {kind} on cpu" in printed
+    assert f"fp32, linear layers in {kind}; CPU" in printed
     assert "quantization_config=" in printed
     whole = records("run")
     first, last = (record["eval_loss"] for record in whole if "eval_loss" in record)

@@ -137,7 +137,7 @@ def test_states_in_bfloat16_are_the_same_wherever_weights_are_and_after_a_resume
 ) -> None:
     wide, _ = trained(folder, "wide", lr_scheduler_type="constant")
     want, shown = trained(folder, "device", **NARROW_STATES)
-    assert "adamw, its states in bfloat16, rounded stochastically" in " ".join(capsys.readouterr().out.split())
+    assert "adamw, states in bf16, rounded stochastically" in " ".join(capsys.readouterr().out.split())
     trained(folder, "other", **HOST, **NARROW_STATES, optim_in_backward=True, max_steps=4)
     (state,) = (folder / "other" / "checkpoints" / "step-000004").glob("optimizer-*.safetensors")
     saved = load_file(state)

@@ -275,7 +275,7 @@ def test_adapters_on_experts_in_few_bits(
     write_recipe(folder, {**ROUTED, **keys, "max_steps": 4, "save_steps": 2, "num_train_epochs": 4})
     assert run("--output-dir", "run") == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"linear layers and experts in {kind} on cpu" in printed
+    assert f"linear layers and experts in {kind}; CPU" in printed
     assert "merge it first" in printed
     assert "stay in" not in printed
     before, kept = losses("run"), Path("run/final/adapter_model.safetensors").read_bytes()

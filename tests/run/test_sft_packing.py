@@ -110,8 +110,8 @@ def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.Captu
     recipe(folder)
     assert run("--output-dir", "whole") == 0
     shown = capsys.readouterr().out
-    assert "packed into" in shown
-    assert "of 4 packed sequences" in shown
+    assert "  packing " in shown
+    assert " x 4 packed sequences" in shown
     settings = ("--set", "save_steps=1", "--set", "save_total_limit=9", "--output-dir", "split")
     assert run(*settings) == 0
     assert run(*settings, "--resume", "split/checkpoints/step-000002") == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.padding import Padding
 from rich.table import Column, Table
@@ -163,13 +163,15 @@ def _print_ids(found: Inspection, part: RowPart) -> None:
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def describe_rows(report: DataReport | CompletionReport, *, problems: bool = True) -> list[tuple[str, str]]:
+def describe_rows(report: Any, *, problems: bool = True) -> list[tuple[str, str]]:
     """Return what is trained and held out, its lengths and its tokens, as (name, text) lines.
 
     Args:
-        report: Report of the prepared rows.
+        report: Report of the prepared rows. A report of streamed rows has one line, as their number is unknown.
         problems: True to add a line with the problems, if there are any.
     """
+    if not isinstance(report, DataReport | CompletionReport):
+        return [("data", report.describe())]
     counts = f"{report.train_examples:,} train"
     if report.validation_examples:
         counts += f", {report.validation_examples:,} held out"

@@ -242,7 +242,8 @@ def _describe_trained(run: Run, outcome: RunOutcome) -> str:
     name = type(base_of(run.model)).__name__.removesuffix("ForCausalLM")
     steps = outcome.progressed.step - run.first_step
     resumed = f" after a resume at step {run.first_step:,}" if run.first_step else ""
-    rows = f"{run.prepared.report.train_examples:,} training rows"
+    number = getattr(run.prepared.report, "train_examples", None)
+    rows = "streamed rows" if number is None else f"{number:,} training row{'' if number == 1 else 's'}"
     count = _short_count(run.parameters.trainable)
     return f"{count} parameters of {name} on {rows}, {steps:,} step{'' if steps == 1 else 's'}{resumed}"
 

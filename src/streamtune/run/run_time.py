@@ -22,8 +22,9 @@ def predict_run_seconds(run: Run) -> float | None:
         are not known before the run (streamed, weighted or selected rows; GRPO; weights that ranks share).
     """
     memory, plan, recipe = run.streamed.memory, run.plan, run.recipe
-    is_open = recipe.objective == "grpo" or recipe.select_rows is not None or run.batches.mixture is not None
-    if memory is None or plan.steps_per_epoch is None or is_open or run.shares_weights:
+    if memory is None or plan.steps_per_epoch is None or run.shares_weights:
+        return None
+    if recipe.objective == "grpo" or recipe.select_rows is not None or run.batches.mixture is not None:
         return None
     cost = RowCost.of_model(run.model)
     costs = cost.per_token * run.batches.lengths() + cost.per_square * run.batches.squares()
