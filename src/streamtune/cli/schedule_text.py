@@ -35,8 +35,11 @@ def describe_schedule(schedule: Schedule, layers: int) -> str:
         on_device = f", the last {schedule.device_layers} on the device" if schedule.device_layers else ""
         parts.append(f"{what} on {schedule.offload}{on_device}")
     if schedule.levels == 2:
-        size = schedule.segment_size or (1 if by_chunk else None)
-        parts.append(f"two levels{'' if size is None else f', segments of {_layers(size)}'}")
+        size = schedule.segment_size
+        if by_chunk:
+            parts.append(f"holds {_layers(size or 1)} of a chunk at a time (levels: 2)")
+        else:
+            parts.append(f"recomputes layer inputs{f' by segments of {_layers(size)}' if size else ''} (levels: 2)")
     kept = [
         f"{name}{' on host' if tier == 'host' else ''}"
         for name, tier in (("K/V", schedule.keep_kv), ("attention outputs", schedule.keep_attention))
