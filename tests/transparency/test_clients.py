@@ -381,8 +381,7 @@ def assert_close(got: list[float], want: list[float]) -> None:
 
 
 def assert_same(got: Trainer, want: Trainer, before: dict[str, Tensor], exact: bool) -> None:
-    """Assert the same logs at every step and the same weights, and that the one was computed in chunks."""
-    assert kit.longest_piece(want.model) > CHUNK >= kit.longest_piece(got.model)
+    """Assert the same logs at every step and the same weights."""
     assert_close(kit.losses(got), kit.losses(want))
     if not exact:
         return
@@ -410,6 +409,10 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[
     return float(torch.stack([(ours[name] - theirs[name]).norm() for name in before]).norm() / moved)
 
 
+WHOLE_EVALUATION = ("orpo moe",)
+"""Clients that evaluate without labels a model that returns router logits: the plain model computes these calls."""
+
+
 def cases() -> list[Any]:
     """Every client streamed first, some also streamed after the trainer was made."""
     first = [pytest.param(name, "streamed first") for name in CLIENTS]
@@ -417,6 +420,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:trl.experimental")
+@pytest.mark.filterwarnings("ignore:router_logits are not returned by a streamed evaluation")
 @pytest.mark.parametrize(("client", "order"), cases())
 def test_trainer(
     client: str,
@@ -426,7 +430,7 @@ def test_trainer(
     tmp_path: Path,
     exact: bool,
 ) -> None:
-    runs = []
+    runs, pieces = [], []
     for streamed in (False, True):
         if client == "reward":
             model = loaded(checkpoints["qwen3"], AutoModelForSequenceClassification, num_labels=1)
@@ -442,9 +446,14 @@ def test_trainer(
                 module.longest = 0  # the reference may have been computed by now
             with streamtune.stream(model, chunk_size=CHUNK) if streamed and not early else nullcontext():
                 trainer.train()
+                if client in WHOLE_EVALUATION:
+                    pieces.append(kit.longest_piece(trainer.model))
                 if trainer.eval_dataset is not None:
                     trainer.evaluate()
+        if client not in WHOLE_EVALUATION:
+            pieces.append(kit.longest_piece(trainer.model))
         runs.append(trainer)
+    assert pieces[0] > CHUNK >= pieces[1]
     assert_same(runs[1], runs[0], before, exact)
     assert_plain(runs[1].model, runs[0].model)
 

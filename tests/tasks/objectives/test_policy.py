@@ -12,7 +12,15 @@ from tests.precision_kit import assert_as_precise
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, check_policy, kl_estimate, policy_loss
+from streamtune.tasks.objectives import (
+    POLICY_LOSSES,
+    PolicyKnobs,
+    StepTotals,
+    TokenLogps,
+    check_policy,
+    kl_estimate,
+    policy_loss,
+)
 
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5, 0.3, -0.1, 0.7]).double()
 TOTALS = StepTotals(completions=11, tokens=57, max_completion_length=9)
@@ -72,18 +80,10 @@ def both(
     old_NL, ref_NL = rows.other(seed=3), rows.other(seed=4)
     terms = policy_loss(
         name,
-        rows.logp_K,
-        rows.ragged(old_NL),
-        rows.ragged(ref_NL),
-        rows.row_K,
+        TokenLogps(rows.logp_K, rows.row_K, rows.ragged(old_NL), rows.ragged(ref_NL)),
         ADVANTAGES,
         TOTALS,
-        epsilon_low=LOW,
-        epsilon_high=HIGH,
-        delta=delta,
-        beta=beta,
-        kl_by_ratio=by_ratio,
-        importance_level=level,
+        PolicyKnobs(LOW, HIGH, delta=delta, beta=beta, kl_by_ratio=by_ratio, importance_level=level),
     )
     expected = formula(name, theirs, old_NL, ref_NL, beta=beta, delta=delta, level=level, by_ratio=by_ratio)
     return terms, expected, rows, theirs
@@ -115,10 +115,8 @@ def test_float32_log_probs_give_the_value_within_1e_6(name: str) -> None:
     rows, truth = make_rows(dtype=torch.float32), make_rows()
     old_NL, ref_NL = truth.other(seed=3), truth.other(seed=4)
     level = POLICY_LOSSES[name].level
-    terms = policy_loss(
-        name, rows.logp_K, rows.ragged(old_NL.float()), None, rows.row_K, ADVANTAGES.float(), TOTALS,
-        epsilon_low=LOW, epsilon_high=HIGH,
-    )  # fmt: skip
+    logps = TokenLogps(rows.logp_K, rows.row_K, rows.ragged(old_NL.float()))
+    terms = policy_loss(name, logps, ADVANTAGES.float(), TOTALS, PolicyKnobs(LOW, HIGH))
     expected = formula(name, truth, old_NL, ref_NL, beta=0.0, delta=None, level=level)
     plain = formula(name, rows, old_NL.float(), ref_NL.float(), beta=0.0, delta=None, level=level)
     assert_as_precise(terms.loss, plain, expected)
@@ -128,7 +126,7 @@ def test_float32_log_probs_give_the_value_within_1e_6(name: str) -> None:
 def test_without_old_log_probs_the_gradient_is_that_of_the_policy_gradient(name: str) -> None:
     """All ratios are 1; what is left is ``-A grad log pi``, weighted as the loss weighs tokens."""
     rows = make_rows()
-    policy_loss(name, rows.logp_K, None, None, rows.row_K, ADVANTAGES, TOTALS).loss.backward()
+    policy_loss(name, TokenLogps(rows.logp_K, rows.row_K), ADVANTAGES, TOTALS).loss.backward()
     length_N = rows.mask_NL.sum(1, keepdim=True).double()
     weight = {
         "dr_grpo": (1 / (TOTALS.completions * TOTALS.max_completion_length)),
@@ -144,28 +142,23 @@ def test_without_old_log_probs_the_gradient_is_that_of_the_policy_gradient(name:
 def test_micro_batches_add_up_to_the_step(name: str) -> None:
     rows = make_rows()
     old_K, totals = rows.ragged(rows.other(seed=3)), StepTotals(len(LENGTHS), sum(LENGTHS), 9)
-    whole = policy_loss(name, rows.logp_K, old_K, None, rows.row_K, ADVANTAGES, totals).loss
+    whole = policy_loss(name, TokenLogps(rows.logp_K, rows.row_K, old_K), ADVANTAGES, totals).loss
     parts = []
     for first, end in ((0, 3), (3, 4), (4, 8)):
         mine = (rows.row_K >= first) & (rows.row_K < end)
-        parts.append(
-            policy_loss(
-                name, rows.logp_K[mine], old_K[mine], None, rows.row_K[mine] - first, ADVANTAGES[first:end], totals
-            ).loss
-        )
+        logps = TokenLogps(rows.logp_K[mine], rows.row_K[mine] - first, old_K[mine])
+        parts.append(policy_loss(name, logps, ADVANTAGES[first:end], totals).loss)
     torch.testing.assert_close(whole, torch.stack(parts).sum(), atol=1e-12, rtol=0)
 
 
 def test_bnpo_with_one_completion_a_micro_batch_is_grpo() -> None:
     rows = make_rows()
     totals = StepTotals(len(LENGTHS), sum(LENGTHS), 9)
-    grpo = policy_loss("grpo", rows.logp_K, None, None, rows.row_K, ADVANTAGES, totals).loss
+    grpo = policy_loss("grpo", TokenLogps(rows.logp_K, rows.row_K), ADVANTAGES, totals).loss
     bnpo = []
     for n, length in enumerate(LENGTHS):
-        row_K = torch.zeros(length).long()
-        bnpo.append(
-            policy_loss("bnpo", rows.logp_K[rows.row_K == n], None, None, row_K, ADVANTAGES[n, None], totals).loss
-        )
+        logps = TokenLogps(rows.logp_K[rows.row_K == n], torch.zeros(length).long())
+        bnpo.append(policy_loss("bnpo", logps, ADVANTAGES[n, None], totals).loss)
     torch.testing.assert_close(grpo, torch.stack(bnpo).sum(), atol=1e-12, rtol=0)
 
 
@@ -173,10 +166,8 @@ def test_metrics_count_clipped_tokens_and_average_kl_and_entropy() -> None:
     rows = make_rows()
     old_NL, ref_NL = rows.other(seed=3), rows.other(seed=4)
     entropy_K = torch.arange(float(len(rows.row_K)))
-    metrics = policy_loss(
-        "grpo", rows.logp_K, rows.ragged(old_NL), rows.ragged(ref_NL), rows.row_K, ADVANTAGES, TOTALS,
-        epsilon_low=LOW, epsilon_high=HIGH, entropy_K=entropy_K,
-    ).metrics  # fmt: skip
+    logps = TokenLogps(rows.logp_K, rows.row_K, rows.ragged(old_NL), rows.ragged(ref_NL), entropy_K)
+    metrics = policy_loss("grpo", logps, ADVANTAGES, TOTALS, PolicyKnobs(LOW, HIGH)).metrics
     ratio_K = (rows.logp_K - rows.ragged(old_NL)).exp()
     advantage_K = ADVANTAGES[rows.row_K]
     low = int(((ratio_K < 1 - LOW) & (advantage_K < 0)).sum())
@@ -192,14 +183,15 @@ def test_metrics_count_clipped_tokens_and_average_kl_and_entropy() -> None:
 
 def test_at_sequence_level_completions_are_counted() -> None:
     rows = make_rows()
-    metrics = policy_loss("gspo", rows.logp_K, None, None, rows.row_K, ADVANTAGES, TOTALS).metrics
+    metrics = policy_loss("gspo", TokenLogps(rows.logp_K, rows.row_K), ADVANTAGES, TOTALS).metrics
     assert metrics == {f"clip_ratio/{side}_mean": (0.0, 8.0) for side in ("low", "high", "region")}
 
 
 def test_an_enormous_ratio_with_no_advantage_is_no_nan() -> None:
     logp_K = torch.tensor([-1.0, -1.0], requires_grad=True)
     old_K, advantages_N = torch.tensor([-1e4, -1.0]), torch.tensor([0.0, 1.0])
-    loss = policy_loss("grpo", logp_K, old_K, None, torch.tensor([0, 1]), advantages_N, StepTotals(2, 2)).loss
+    logps = TokenLogps(logp_K, torch.tensor([0, 1]), old_K)
+    loss = policy_loss("grpo", logps, advantages_N, StepTotals(2, 2)).loss
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(logp_K.grad).all()
@@ -226,12 +218,14 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:
     ],
 )
 def test_wrong_arguments(name: str, knobs: dict[str, Any], where: str, says: str) -> None:
+    longest = knobs.get("max_completion_length", 1)
+    others = {key: value for key, value in knobs.items() if key != "max_completion_length"}
     with pytest.raises(ArgumentError, match=says) as error:
-        check_policy(name, **knobs)
+        check_policy(name, PolicyKnobs(**others), max_completion_length=longest)
     assert error.value.where == where
 
 
 def test_a_kl_without_a_reference_is_an_error() -> None:
     rows = make_rows()
     with pytest.raises(ArgumentError, match="no reference"):
-        policy_loss("grpo", rows.logp_K, None, None, rows.row_K, ADVANTAGES, TOTALS, beta=0.1)
+        policy_loss("grpo", TokenLogps(rows.logp_K, rows.row_K), ADVANTAGES, TOTALS, PolicyKnobs(beta=0.1))

@@ -17,7 +17,15 @@ from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.settings import PolicySettings
-from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, check_policy, group_advantages, policy_loss
+from streamtune.tasks.objectives import (
+    POLICY_LOSSES,
+    PolicyKnobs,
+    StepTotals,
+    TokenLogps,
+    check_policy,
+    group_advantages,
+    policy_loss,
+)
 from streamtune.tasks.objectives.advantages import counts
 
 Metrics = Mapping[str, tuple[float, float]]
@@ -121,7 +129,7 @@ class PolicyObjective(RolloutObjective):
     def __init__(self, handle: StreamHandle, recipe: PolicySettings) -> None:
         super().__init__(handle, recipe)
         self.handle = handle
-        self._loss = policy_knobs(recipe)
+        self.knobs = policy_knobs(recipe)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
         assert totals is not None, "held-out prompts come with what was measured"
@@ -133,18 +141,14 @@ class PolicyObjective(RolloutObjective):
             **batch.arguments,
         )
         assert scores.entropy is not None
-        terms = policy_loss(
-            self.recipe.loss_type,
+        logps = TokenLogps(
             batch.ragged(scores.logprobs),
-            batch.old_K,
-            batch.ref_K,
             batch.row_K,
-            batch.advantages_N,
-            totals,
+            old_K=batch.old_K,
+            ref_K=batch.ref_K,
             entropy_K=batch.ragged(scores.entropy).detach(),
-            kl_by_ratio=self.recipe.use_bias_correction_kl,
-            **self._loss,
         )
+        terms = policy_loss(self.recipe.loss_type, logps, batch.advantages_N, totals, self.knobs)
         return train.Score(terms.loss, scores.router_loss, metrics={**batch.metrics, **terms.metrics})
 
 
@@ -257,7 +261,7 @@ class RewardLoss(CompletionLoss):
 
     def check(self) -> None:
         recipe = self.recipe
-        check_policy(recipe.loss_type, max_completion_length=recipe.max_completion_length, **policy_knobs(recipe))
+        check_policy(recipe.loss_type, policy_knobs(recipe), max_completion_length=recipe.max_completion_length)
         some_N = torch.tensor([0.0, 1.0])
         group_advantages(
             recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
@@ -326,12 +330,13 @@ def completion_loss(recipe: PolicySettings) -> CompletionLoss:
     return (TeacherLoss if recipe.distils else RewardLoss)(recipe)
 
 
-def policy_knobs(recipe: PolicySettings) -> dict[str, Any]:
-    """Return the settings of a recipe that policy-gradient losses read."""
-    return {
-        "epsilon_low": recipe.epsilon,
-        "epsilon_high": recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
-        "delta": recipe.delta,
-        "beta": 0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
-        "importance_level": recipe.importance_sampling_level,
-    }
+def policy_knobs(recipe: PolicySettings) -> PolicyKnobs:
+    """Return the parameters of the policy-gradient loss that a recipe sets."""
+    return PolicyKnobs(
+        epsilon_low=recipe.epsilon,
+        epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
+        delta=recipe.delta,
+        beta=0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
+        kl_by_ratio=recipe.use_bias_correction_kl,
+        importance_level=recipe.importance_sampling_level,
+    )

@@ -39,6 +39,41 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
+class TokenLogps:
+    """Log-probs of the K target tokens of N completions."""
+
+    policy_K: Tensor  # noqa: N815
+    """under the model that is trained ``[K]``, with graph"""
+    row_K: Tensor  # noqa: N815
+    """the completion of each token, int64 ``[K]``"""
+    old_K: Tensor | None = None  # noqa: N815
+    """under the model that sampled the tokens ``[K]``; None: the same model, so every ratio is 1"""
+    ref_K: Tensor | None = None  # noqa: N815
+    """under the reference ``[K]``; required where ``beta > 0``, otherwise only logged as ``kl``"""
+    entropy_K: Tensor | None = None  # noqa: N815
+    """entropy of each token's distribution ``[K]``, only logged"""
+
+
+@dataclass(frozen=True)
+class PolicyKnobs:
+    """Parameters of the policy-gradient losses."""
+
+    epsilon_low: float = 0.2
+    """ratios below ``1 - epsilon_low`` are clipped if the advantage is negative"""
+    epsilon_high: float = 0.2
+    """ratios above ``1 + epsilon_high`` are clipped if the advantage is positive"""
+    delta: float | None = None
+    """largest ratio anywhere (arXiv 2505.07291): bounds the loss if the advantage is negative"""
+    beta: float = 0.0
+    """weight of the KL with the reference"""
+    kl_by_ratio: bool = False
+    """multiply a token's KL by its ratio, with gradient. At a ratio of 1 the value is the same, and the gradient is the
+    unbiased gradient of the reverse KL (arXiv 2512.02556, eq. 7)"""
+    importance_level: str | None = None
+    """``token`` or ``sequence``; None: the loss's own level"""
+
+
+@dataclass(frozen=True)
 class PolicyTerms:
     """The loss of a micro-batch and its metrics."""
 
@@ -126,60 +161,28 @@ remax       arXiv 2310.10505: the same, with the greedy completion's reward as t
 
 
 def policy_loss(
-    name: str,
-    logp_K: Tensor,
-    old_K: Tensor | None,
-    ref_K: Tensor | None,
-    row_K: Tensor,
-    advantages_N: Tensor,
-    totals: StepTotals,
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-    beta: float = 0.0,
-    kl_by_ratio: bool = False,
-    importance_level: str | None = None,
-    entropy_K: Tensor | None = None,
+    name: str, logps: TokenLogps, advantages_N: Tensor, totals: StepTotals, knobs: PolicyKnobs = PolicyKnobs()
 ) -> PolicyTerms:
     """Compute the loss of a micro-batch: ``sum of -min(ratio A, clip(ratio) A) + beta KL``, as the loss weighs tokens.
 
     Args:
         name: A key of :data:`POLICY_LOSSES`.
-        logp_K: Log-prob of each target token under the model that is trained ``[K]``, with graph.
-        old_K: The same under the model that drew them; None: it is the same model, all ratios are 1.
-        ref_K: The same under the reference; needed where ``beta > 0``, else only logged as ``kl``.
-        row_K: The completion of each token, int64 ``[K]``.
-        advantages_N: One advantage a completion ``[N]``.
+        logps: Log-probs of the target tokens.
+        advantages_N: One advantage for each completion ``[N]``.
         totals: Divisors of the whole step.
-        epsilon_low: Ratios below ``1 - epsilon_low`` are clipped where the advantage is negative.
-        epsilon_high: Ratios above ``1 + epsilon_high`` are clipped where it is positive.
-        delta: Highest ratio anywhere (arXiv 2505.07291): bounds the loss where the advantage is negative.
-        beta: Weight of the KL with the reference.
-        kl_by_ratio: Factor of a token's KL is its ratio, with gradient. At a ratio of 1 the value is the same, and the
-            gradient is the unbiased one of the reverse KL (arXiv 2512.02556, eq. 7).
-        importance_level: ``token`` or ``sequence``; None takes the loss's own.
-        entropy_K: Entropy of each token's distribution ``[K]``, only logged.
+        knobs: Parameters of the loss.
 
     Raises:
-        ArgumentError: An unknown name, a value out of range, a missing reference, or an undefined combination.
+        ArgumentError: The name is unknown, a value is out of range, a reference is missing, or the combination is
+            undefined.
     """
-    loss = check_policy(
-        name,
-        epsilon_low=epsilon_low,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        beta=beta,
-        importance_level=importance_level,
-        max_completion_length=totals.max_completion_length,
-    )
+    loss = check_policy(name, knobs, max_completion_length=totals.max_completion_length)
+    logp_K, ref_K, row_K, beta = logps.policy_K, logps.ref_K, logps.row_K, knobs.beta
     if beta > 0 and ref_K is None:
-        raise ArgumentError(
-            f"beta is {beta}, and there is no reference to compute a KL with", where="beta", fix="set beta: 0"
-        )
+        raise ArgumentError(f"beta is {beta}, but there is no reference for the KL", where="beta", fix="set beta: 0")
     rows = advantages_N.numel()
-    by_sequence = (importance_level or loss.level) == "sequence"
-    gap_K = logp_K - (logp_K if old_K is None else old_K).detach()
+    by_sequence = (knobs.importance_level or loss.level) == "sequence"
+    gap_K = logp_K - (logp_K if logps.old_K is None else logps.old_K).detach()
     if by_sequence:
         log_ratio_U = (sum_by_row if loss.whole else mean_by_row)(gap_K, row_K, rows)
         advantages_U = advantages_N.to(log_ratio_U)
@@ -187,29 +190,30 @@ def policy_loss(
         log_ratio_U, advantages_U = gap_K, advantages_N.to(gap_K)[row_K]
     # e^80 is far outside any clip and finite in float32: an infinite ratio times an advantage of 0 would be NaN
     ratio_U = torch.exp(log_ratio_U.clamp(max=80.0))
-    term_U, metrics = _clipped(ratio_U, advantages_U, epsilon_low, epsilon_high, delta)
+    term_U, metrics = _clipped(ratio_U, advantages_U, knobs)
     if by_sequence and loss.whole:  # the tokens of a completion share its one term
         term_U = term_U / counts(row_K, rows).clamp(min=1)
     term_K = term_U[row_K] if by_sequence else term_U
     if ref_K is not None:
         kl_K = kl_estimate(logp_K, ref_K.detach())
         if beta:
-            weight_K = (ratio_U[row_K] if by_sequence else ratio_U) if kl_by_ratio else 1.0
+            weight_K = (ratio_U[row_K] if by_sequence else ratio_U) if knobs.kl_by_ratio else 1.0
             term_K = term_K + beta * weight_K * kl_K
         metrics["kl"] = _sum_and_count(kl_K)
-    if entropy_K is not None:
-        metrics["entropy"] = _sum_and_count(entropy_K)
+    if logps.entropy_K is not None:
+        metrics["entropy"] = _sum_and_count(logps.entropy_K)
     return PolicyTerms(loss.aggregate(term_K, row_K, rows, totals), metrics)
 
 
 def _clipped(
-    ratio_U: Tensor, advantages_U: Tensor, epsilon_low: float, epsilon_high: float, delta: float | None
+    ratio_U: Tensor, advantages_U: Tensor, knobs: PolicyKnobs
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
     """Compute the clipped surrogate of PPO (arXiv 1707.06347, eq. 7), negated; U is tokens or completions."""
-    clipped_U = ratio_U.clamp(1 - epsilon_low, 1 + epsilon_high)
-    bounded_U = ratio_U if delta is None else ratio_U.clamp(max=delta)
-    low_U = (ratio_U < 1 - epsilon_low) & (advantages_U < 0)
-    high_U = (ratio_U > 1 + epsilon_high) & (advantages_U > 0)
+    low, high = 1 - knobs.epsilon_low, 1 + knobs.epsilon_high
+    clipped_U = ratio_U.clamp(low, high)
+    bounded_U = ratio_U if knobs.delta is None else ratio_U.clamp(max=knobs.delta)
+    low_U = (ratio_U < low) & (advantages_U < 0)
+    high_U = (ratio_U > high) & (advantages_U > 0)
     metrics = {
         "clip_ratio/low_mean": _sum_and_count(low_U),
         "clip_ratio/high_mean": _sum_and_count(high_U),
@@ -222,17 +226,10 @@ def _sum_and_count(values: Tensor) -> tuple[float, float]:
     return float(values.detach().sum(dtype=torch.float64)), float(values.numel())
 
 
-def check_policy(
-    name: str,
-    *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
-    beta: float = 0.0,
-    importance_level: str | None = None,
-    max_completion_length: int = 1,
-) -> PolicyLoss:
-    """Return the loss of this name if it can be computed with these values, else raise with the key in ``where``."""
+def check_policy(name: str, knobs: PolicyKnobs = PolicyKnobs(), *, max_completion_length: int = 1) -> PolicyLoss:
+    """Return the loss of this name; raise :class:`ArgumentError` if it cannot be computed with these values."""
+    epsilon_low, epsilon_high = knobs.epsilon_low, knobs.epsilon_high
+    delta, beta, level = knobs.delta, knobs.beta, knobs.importance_level
     loss = look_up(name, POLICY_LOSSES, "policy loss", where="loss_type")
     if not 0 < epsilon_low <= 1:
         raise ArgumentError(f"epsilon is {epsilon_low}: it must be in (0, 1]", where="epsilon", fix="0.2 is usual")
@@ -246,11 +243,11 @@ def check_policy(
         )
     if not (beta >= 0 and math.isfinite(beta)):
         raise ArgumentError(f"beta is {beta}: it must be finite and not negative", where="beta")
-    if importance_level is not None and importance_level not in loss.levels:
+    if level is not None and level not in loss.levels:
         raise ArgumentError(
-            f"'{name}' has no importance ratio at the level '{importance_level}'",
+            f"'{name}' has no importance ratio at the level '{level}'",
             where="importance_sampling_level",
-            fix=did_you_mean(importance_level, loss.levels) or f"choose one of: {', '.join(loss.levels)}",
+            fix=did_you_mean(level, loss.levels) or f"choose one of: {', '.join(loss.levels)}",
         )
     if loss.kl_in_reward and beta > 0:
         raise ArgumentError(
