@@ -93,7 +93,7 @@ def test_an_error_goes_to_stderr_with_its_exit_code():
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "error: there is no such file",
+        "error: the file does not exist",
         "where: nowhere.yaml",
         "fix: `streamtune recipes ls` lists the shipped recipes",
     ]
@@ -107,7 +107,7 @@ def test_a_traceback_only_with_debug(arguments):
     done = run(*arguments)
     assert done.returncode != 0
     assert "Traceback" in done.stderr
-    assert "RecipeError: there is no such file" in done.stderr
+    assert "RecipeError: the file does not exist" in done.stderr
 
 
 def test_a_defect_is_told_as_one(capsys, monkeypatch):

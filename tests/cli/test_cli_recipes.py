@@ -150,7 +150,7 @@ def test_show_prints_the_file(capsys):
     [
         ("quikstart", "did you mean 'quickstart'?"),
         ("qwen3-8b-lora-80gb", "did you mean 'qwen3/8b-lora-80gb'?"),
-        ("zzzzzz", "`streamtune recipes ls` lists them"),
+        ("zzzzzz", "`streamtune recipes ls` lists the shipped recipes"),
     ],
 )
 def test_an_unknown_name(name, fix, capsys):

@@ -46,7 +46,7 @@ def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
         ("$S validate tiny.yaml <&- >&- 2>&-", 0, ""),
         ("$S validate nowhere.yaml 2>&-", 2, ""),
         ("$S validate nowhere.yaml 2>/dev/full", 2, ""),
-        ("$S validate nowhere.yaml >/dev/full", 2, "there is no such file"),
+        ("$S validate nowhere.yaml >/dev/full", 2, "the file does not exist"),
         ("$S validate tiny.yaml --json >/dev/full", 1, "the output cannot be written: No space left on device"),
         ("$S validat 2>/dev/full", 2, ""),
         ("$S schema >/dev/full", 1, "the output cannot be written: No space left on device"),
@@ -58,7 +58,7 @@ def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
         ("LC_ALL=C PYTHONUTF8=0 $S validate tiny.yaml --set output_dir=ö", 2, "in this locale: set PYTHONUTF8=1"),
         ("COLUMNS=10 $S --help", 0, "Usage"),
         ("COLUMNS=0 $S validate tiny.yaml", 0, "OK tiny.yaml"),
-        ("COLUMNS=10 $S validate nowhere.yaml", 2, "there is no such file"),
+        ("COLUMNS=10 $S validate nowhere.yaml", 2, "the file does not exist"),
         ("mkdir gone; cd gone; rmdir ../gone; $S env", 2, "the directory that the command was started in is gone"),
         ("setsid $S validate tiny.yaml", 0, "OK tiny.yaml"),
     ],
@@ -101,7 +101,7 @@ def in_terminal(folder: Path, columns: int, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"), [("tiny.yaml", 0, "13"), ("no.yaml", 2, "there is no such file")]
+    ("arguments", "code", "said"), [("tiny.yaml", 0, "13"), ("no.yaml", 2, "the file does not exist")]
 )
 def test_a_terminal_of_ten_columns(tmp_path: Path, arguments: str, code: int, said: str) -> None:
     write_sft(tmp_path, learning_rate=0.13)

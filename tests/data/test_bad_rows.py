@@ -197,7 +197,7 @@ def test_keys_of_a_recipe(tmp_path: Path, write: Write) -> None:
         ("datasets: [{path: a, shuffle: true}]", "'shuffle' of a dataset draws its 'max_rows'"),
         ("datasets: [{path: a, columns: {}}]", "columns"),
         ("datasets: [{path: a, columns: {prompt: q, completion: q}}]", "reads the column 'q' twice"),
-        ("datasets: [{path: a, subset: b, name: c}]", "'subset' means 'name', which is given too"),
+        ("datasets: [{path: a, subset: b, name: c}]", "'subset' means 'name', which is also set"),
         ("datasets: [{path: a, repeat: 0}]", "repeat"),
         ("datasets: [a]\nstrict: true", "'strict' is another trainer's key"),
         ("datasets: [a]\non_bad_row: ignore", "on_bad_row"),

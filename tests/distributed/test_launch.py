@@ -250,7 +250,7 @@ def test_ranks_of_another_host(
     Path("hosts").write_text("faraway slots=2\n")
     assert launch(["--version"], nproc=None, hostfile=Path("hosts")) == 0
     assert capsys.readouterr().out.startswith("streamtune ")
-    with pytest.raises(StreamTuneError, match="there is no such file") as caught:
+    with pytest.raises(StreamTuneError, match="the file does not exist") as caught:
         launch(["validate", "nothing.yaml"], nproc=1, hostfile=Path("hosts"))
     assert caught.value.exit_code == 2
 

@@ -256,11 +256,11 @@ def test_a_run_saves_resumes_and_exports_its_positions(
     [
         (
             {"rope_scaling": {"rope_type": "yarn", "low_freq_factor": 1.0}},
-            "'low_freq_factor' is not for rope_type: yarn",
+            "rope_type: yarn does not read 'low_freq_factor'",
         ),
-        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "'factor' is not for rope_type: default"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_type: default does not read 'factor'"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_type"),
-        ({"rope_scaling": {"rope_type": "dynamic", "beta_fast": 2.0}}, "'beta_fast' is not for rope_type: dynamic"),
+        ({"rope_scaling": {"rope_type": "dynamic", "beta_fast": 2.0}}, "rope_type: dynamic does not read 'beta_fast'"),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "longrope needs 'short_factor'"),
         (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
@@ -268,11 +268,11 @@ def test_a_run_saves_resumes_and_exports_its_positions(
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 32}},
-            "'beta_fast' is 1 and 'beta_slow' 32",
+            "'beta_fast' must be above 'beta_slow'; found 1 and 32",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4.0}},
-            "'high_freq_factor' is 4 and 'low_freq_factor' 4",
+            "'high_freq_factor' must be above 'low_freq_factor'; found 4 and 4",
         ),
         ({"rope_scaling": {"rope_type": "yarm"}}, "yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor"),

@@ -44,4 +44,4 @@ def test_a_name_on_a_hub_may_bring_python() -> None:
     named = {"model_name_or_path": "own/model", "tokenizer": {"path": "own/tokenizer"}, "datasets": [{"path": "a"}]}
     assert code_of(Recipe.model_validate(named)) == []
     (said,) = code_of(Recipe.model_validate({**named, "trust_remote_code": True}))
-    assert said == "Python that comes with own/model and own/tokenizer (trust_remote_code)"
+    assert said == "Python code of own/model and own/tokenizer (trust_remote_code)"

@@ -20,9 +20,10 @@ def test_every_choice_of_a_schedule_is_a_key():
 
 
 def test_what_the_keys_say_of_their_defaults_is_so():
-    words = {"None": "the size that stores fewest", "False": "false"}
+    words = {"None": "the size that stores the fewest inputs", "False": "false"}
     for name, default in DEFAULTS.items():
-        described = re.search(r"Without planner: (.+)\.$", EngineSpec.model_fields[name].description or "", re.DOTALL)
+        description = " ".join((EngineSpec.model_fields[name].description or "").split())
+        described = re.search(r"Default with `fixed`: (.+)\.$", description)
         if described is None:
             assert EngineSpec.model_fields[name].default == default
         else:
@@ -120,11 +121,11 @@ def test_the_order_of_chunks():
 @pytest.mark.parametrize(
     ("text", "what", "fix"),
     [
-        ("engine: {order: rows}", "'engine.order'", "takes 'auto', 'layer' or 'chunk'"),
+        ("engine: {order: rows}", "'engine.order'", "must be 'auto', 'layer' or 'chunk'"),
         ("engine: {order: chunk, keep_kv: no}", "keeps keys and values in place of layer inputs", "keep_kv: device"),
         ("engine: {order: chunk, offload: host, device_layers: 2}", "stores none but one", "order: layer"),
         ("engine: {order: chunk}\ndeepspeed: zero3", "once for every chunk", "zero2"),
-        ("engine: {order: chunk}\nsequence_parallel_size: 2", "is for whole rows", "order: layer"),
+        ("engine: {order: chunk}\nsequence_parallel_size: 2", "needs whole rows", "order: layer"),
     ],
 )
 def test_what_the_order_of_chunks_excludes(write, text: str, what: str, fix: str):

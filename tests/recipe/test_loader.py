@@ -65,7 +65,7 @@ def test_words_that_yaml_1_1_takes_for_booleans_are_text(write):
 @pytest.mark.parametrize("word", ["yes", "on", "no", "off", "'true'", "1", "0", "y"])
 def test_a_boolean_is_true_or_false(refused, word):
     error = refused(f"seed: 1\nbf16: {word}\n")
-    assert "'bf16' takes true or false" in error.what
+    assert "'bf16' must be true or false" in error.what
     assert line_of(error) == 5
     if not word.isdecimal():
         assert error.fix in ("write true", "write false")
@@ -79,7 +79,7 @@ def test_true_and_false(write, word, value):
 @pytest.mark.parametrize("word", [".nan", ".inf", "-.inf", "nan", "1e999"])
 def test_a_rate_that_is_not_finite(refused, word):
     error = refused(f"learning_rate: {word}\n")
-    assert "'learning_rate' takes a number of at least 0" in error.what
+    assert "'learning_rate' must be a number of at least 0" in error.what
     assert line_of(error) == 4
 
 
@@ -120,91 +120,96 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("learning_rat: 1e-5\n", 4, "unknown key 'learning_rat'", "did you mean 'learning_rate'?"),
         ("seed: 1\nzzz: 1\n", 5, "unknown key 'zzz'", "`streamtune schema` lists every key"),
         ("engine:\n  chunksize: 8\n", 5, "unknown key 'chunksize' in 'engine'", "did you mean 'chunk_size'?"),
-        ("chunk_size: 8\n", 4, "unknown key 'chunk_size'", "'chunk_size' stands under 'engine:'"),
+        ("chunk_size: 8\n", 4, "unknown key 'chunk_size'", "write it under 'engine:'"),
         (
             "engine: {max_length: 8}\n",
             4,
             "unknown key 'max_length' in 'engine'",
-            "'max_length' stands at the top level",
+            "write it at the top level",
         ),
-        ("seed: 1\nseed: 2\n", 5, "'seed' is given twice, first on line 4", "delete one of the two"),
+        ("seed: 1\nseed: 2\n", 5, "'seed' occurs twice, first on line 4", "delete one of the two"),
         ("max_length: 8_192\n", 4, "found '8_192'", "write 8192"),
         ("max_length: 128k\n", 4, "found '128k'", "write 131072"),
         ("max_length: '4096'\n", 4, "found '4096'", "write 4096"),
         ("max_length: 4096.0\n", 4, "found 4096.0", "write 4096"),
-        ("max_length: 1.5\n", 4, "takes a whole number of at least 2; found 1.5", ""),
+        ("max_length: 1.5\n", 4, "must be a whole number of at least 2; found 1.5", ""),
         ("max_length: true\n", 4, "found true", ""),
-        ("max_length: 1\n", 4, "'max_length' takes a whole number of at least 2; found 1", ""),
-        ("learning_rate: -1e-5\n", 4, "takes a number of at least 0; found -1e-05", ""),
+        ("max_length: 1\n", 4, "'max_length' must be a whole number of at least 2; found 1", ""),
+        ("learning_rate: -1e-5\n", 4, "must be a number of at least 0; found -1e-05", ""),
         ("learning_rate: '1e-5'\n", 4, "found '1e-5'", "write 1e-05"),
         ("warmup_ratio: 1\n", 4, "at least 0 and below 1; found 1", ""),
-        ("max_steps: 0\n", 4, "takes -1, or a whole number of at least 1; found 0", ""),
-        ("num_train_epochs: 0\n", 4, "takes a number above 0; found 0", ""),
-        ("overlength: cut\n", 4, "takes 'error', 'truncate', 'drop' or 'split'; found 'cut'", ""),
-        ("truncate_side: end\n", 4, "takes 'auto', 'left', 'right' or 'middle'; found 'end'", ""),
+        ("max_steps: 0\n", 4, "must be -1, or a whole number of at least 1; found 0", ""),
+        ("num_train_epochs: 0\n", 4, "must be a number above 0; found 0", ""),
+        ("overlength: cut\n", 4, "must be 'error', 'truncate', 'drop' or 'split'; found 'cut'", ""),
+        ("truncate_side: end\n", 4, "must be 'auto', 'left', 'right' or 'middle'; found 'end'", ""),
         (
             "truncate_side: left\n",
             4,
-            "'truncate_side' is read with 'overlength: truncate', and overlength is 'error'",
+            "'truncate_side' is read only with 'overlength: truncate', and 'overlength' is 'error'",
             "",
         ),
-        ("split_at: word\n", 4, "takes 'turn', 'paragraph', 'line' or 'token'; found 'word'", ""),
-        ("split_at: line\n", 4, "'split_at' is read with 'overlength: split'", "write overlength: split"),
-        ("overlength: drop\nsplit_overlap: 4\n", 5, "and overlength is 'drop'", "write overlength: split"),
-        ("overlength: split\nsplit_overlap: -1\n", 5, "takes a whole number of at least 0; found -1", ""),
+        ("split_at: word\n", 4, "must be 'turn', 'paragraph', 'line' or 'token'; found 'word'", ""),
+        ("split_at: line\n", 4, "'split_at' is read only with 'overlength: split'", "write overlength: split"),
+        ("overlength: drop\nsplit_overlap: 4\n", 5, "and 'overlength' is 'drop'", "write overlength: split"),
+        ("overlength: split\nsplit_overlap: -1\n", 5, "must be a whole number of at least 0; found -1", ""),
         (
             "overlength: split\nmax_length: 64\nsplit_overlap: 64\n",
             6,
-            "leaves no token of 'max_length' (64)",
+            "must be below 'max_length' (64)",
             "lower it",
         ),
         ("overlength: spilt\n", 4, "found 'spilt'", "did you mean 'split'?"),
-        ("lora_target: q_proj\n", 4, "takes a list of words, or 'all-linear'; found 'q_proj'", "write [q_proj]"),
-        ("lora_target: [q_proj, '']\n", 4, "found a list with an empty word", "leave the empty word out"),
-        ("tokenizer: runs/a\n", 4, "takes keys of its own (path, train); found 'runs/a'", "write {path: runs/a}"),
+        ("lora_target: q_proj\n", 4, "must be a list of texts, or 'all-linear'; found 'q_proj'", "write [q_proj]"),
+        ("lora_target: [q_proj, '']\n", 4, "found a list with an empty text", "delete the empty text"),
+        ("tokenizer: runs/a\n", 4, "must be a group of keys (path, train); found 'runs/a'", "write {path: runs/a}"),
         ("lora_target: []\n", 4, "found an empty list", ""),
-        ("engine: 5\n", 4, "'engine' takes keys of its own (schedule, chunk_size", ""),
-        ("engine: {chunk_size: 0}\n", 4, "takes a whole number of at least 1, or 'auto'; found 0", ""),
-        ("output_dir: 7\n", 4, "'output_dir' takes text; found 7", "put it in quotes"),
-        ("output_dir: ''\n", 4, "'output_dir' takes text; found ''", ""),
+        ("engine: 5\n", 4, "'engine' must be a group of keys (schedule, chunk_size", ""),
+        ("engine: {chunk_size: 0}\n", 4, "must be a whole number of at least 1, or 'auto'; found 0", ""),
+        ("output_dir: 7\n", 4, "'output_dir' must be text; found 7", "put it in quotes"),
+        ("output_dir: ''\n", 4, "'output_dir' must be text; found ''", ""),
         ("val_size: 1.5\n", 4, "a fraction below 1 or a whole number of rows; found 1.5", ""),
         ("eval_steps: 5\n", 4, "'eval_steps' needs rows to evaluate on", "set val_size, such as val_size: 0.02"),
         ("warmup_ratio: 0.1\nwarmup_steps: 5\n", 5, "exclude each other", "keep one of them"),
         ("deepspeed: zero2\nfsdp: true\n", 5, "'deepspeed' and 'fsdp' exclude each other", "keep one of them"),
         ("model: {init: {model_type: qwen3}}\n", 4, "'model_name_or_path' and 'model' exclude", "keep one of them"),
-        ("tokenizer: {}\n", 4, "'tokenizer' needs one of 'path' and 'train'", "write {path: NAME}"),
-        ("seed: 99999999999999999999\n", 4, "'seed' takes a whole number of at least 0", ""),
+        ("tokenizer: {}\n", 4, "'tokenizer' needs either 'path' or 'train'", "write {path: NAME}"),
+        ("seed: 99999999999999999999\n", 4, "'seed' must be a whole number of at least 0", ""),
         ("sample: {max_new_tokens: 5}\n", 4, "'sample' has nothing to complete", "add prompt: ..., or held_out: 10"),
-        ("sample: {held_out: 5}\n", 4, "'held_out' needs rows that are held out", "set val_size, such as 0.02"),
+        ("sample: {held_out: 5}\n", 4, "'held_out' needs held-out rows", "set val_size, such as 0.02"),
         (
             "report_to: [wandB]\n",
             4,
-            "'report_to[0]' takes 'tensorboard', 'wandb', 'mlflow' or 'trackio'",
+            "'report_to[0]' must be 'tensorboard', 'wandb', 'mlflow' or 'trackio'",
             "did you mean 'wandb'",
         ),
         ("sample_steps: 5\n", 4, "'sample_steps' needs prompts to complete", "add sample: {prompt: ...}"),
-        ("sample: {prompt: []}\n", 4, "'sample.prompt' takes", ""),
-        ("finetuning_type: freeze\n", 4, "'finetuning_type: freeze' trains a part of the layers", "write lora or full"),
-        ("finetuning_type: qlora\nquantization: int4\n", 5, "'quantization: int4' is not in this release", "write nf4"),
-        ("finetuning_type: qlora\nquantization: fp4\n", 5, "'quantization' takes", ""),
+        ("sample: {prompt: []}\n", 4, "'sample.prompt' must be", ""),
+        (
+            "finetuning_type: freeze\n",
+            4,
+            "'finetuning_type: freeze' trains some of the layers",
+            "write finetuning_type: lora or full",
+        ),
+        ("finetuning_type: qlora\nquantization: int4\n", 5, "'quantization: int4' is not supported", "write nf4"),
+        ("finetuning_type: qlora\nquantization: fp4\n", 5, "'quantization' must be", ""),
         (
             "finetuning_type: lora\nquantization: nf4\n",
             5,
-            "'quantization: nf4' needs frozen weights, and 'finetuning_type' is lora",
+            "'quantization: nf4' needs 'finetuning_type: qlora'; found lora",
             "write finetuning_type: qlora",
         ),
-        ("quantization: int8\n", 4, "'finetuning_type' is full", "write finetuning_type: qlora"),
-        ("engine: {schedule: fast}\n", 4, "'engine.schedule' takes 'auto' or 'fixed'; found 'fast'", ""),
-        ("engine: {offload: gpu}\n", 4, "'engine.offload' takes 'auto', 'device', 'host' or 'disk'", ""),
+        ("quantization: int8\n", 4, "needs 'finetuning_type: qlora'; found full", "write finetuning_type: qlora"),
+        ("engine: {schedule: fast}\n", 4, "'engine.schedule' must be 'auto' or 'fixed'; found 'fast'", ""),
+        ("engine: {offload: gpu}\n", 4, "'engine.offload' must be 'auto', 'device', 'host' or 'disk'", ""),
         (
             "engine:\n  levels: 3\n",
             5,
-            "'engine.levels' takes a whole number of at least 1 and of at most 2, or 'auto'; found 3",
+            "'engine.levels' must be a whole number of at least 1 and at most 2, or 'auto'; found 3",
             "",
         ),
-        ("engine:\n  device_memory: 80\n", 5, "takes a size such as 80GiB, or 'auto'; found 80", ""),
-        ("engine:\n  host_memory: lots\n", 5, "takes a size such as 80GiB, or 'auto'; found 'lots'", ""),
-        ("engine:\n  margin: 1.5\n", 5, "'engine.margin' takes a number of at least 0 and below 1", ""),
+        ("engine:\n  device_memory: 80\n", 5, "must be a size such as 80GiB, or 'auto'; found 80", ""),
+        ("engine:\n  host_memory: lots\n", 5, "must be a size such as 80GiB, or 'auto'; found 'lots'", ""),
+        ("engine:\n  margin: 1.5\n", 5, "'engine.margin' must be a number of at least 0 and below 1", ""),
         ("engine:\n  chunk_size: 8\n  offload: disk\n", 6, "needs the directory of its file", "add offload_dir"),
         (
             "engine:\n  offload: device\n  device_layers: 3\n",
@@ -220,7 +225,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ),
         ("engine:\n  levels: 1\n  segment_size: 3\n", 6, "needs two levels", "write levels: 2"),
         ("engine:\n  schedule: fixed\n  segment_size: 3\n", 6, "needs two levels", "write levels: 2"),
-        ("engine:\n  offload: host\n  offload_dir: x\n", 6, "is where 'offload: disk' writes", "write offload: disk"),
+        ("engine:\n  offload: host\n  offload_dir: x\n", 6, "needs 'offload: disk'", "write offload: disk"),
     ],
 )
 def test_a_mistake_is_told_with_its_line(refused, lines, line, what, fix):
@@ -235,14 +240,18 @@ def test_a_mistake_is_told_with_its_line(refused, lines, line, what, fix):
     ("text", "line", "what"),
     [
         ("datasets: [{path: x}]\n", 1, "the recipe names no model"),
-        ("model: {init: {model_type: qwen3}}\ndatasets: [{path: x}]\n", 1, "has no tokenizer of its own"),
-        ("model:\n  init: {hidden_size: 8}\ndatasets: [{path: x}]\n", 1, "does not say which kind of model"),
+        ("model: {init: {model_type: qwen3}}\ndatasets: [{path: x}]\n", 1, "'model' comes without a tokenizer"),
+        ("model:\n  init: {hidden_size: 8}\ndatasets: [{path: x}]\n", 1, "'model.init' has no model_type"),
         ("model_name_or_path: a\n", 1, "'datasets' is missing"),
         ("model_name_or_path: a\ndatasets: []\n", 2, "found an empty list"),
-        ("model_name_or_path: a\ndatasets: x.jsonl\n", 2, "'datasets' takes a list of entries; found 'x.jsonl'"),
-        ("model_name_or_path: a\ndatasets: {path: x}\n", 2, "'datasets' takes a list of entries; found keys"),
+        ("model_name_or_path: a\ndatasets: x.jsonl\n", 2, "'datasets' must be a list of entries; found 'x.jsonl'"),
+        (
+            "model_name_or_path: a\ndatasets: {path: x}\n",
+            2,
+            "'datasets' must be a list of entries; found a group of keys",
+        ),
         ("model_name_or_path: a\ndatasets:\n  - path: x\n  - pth: y\n", 4, "2 mistakes"),
-        ("model_name_or_path: 5\ndatasets: [{path: x}]\n", 1, "'model_name_or_path' takes text; found 5"),
+        ("model_name_or_path: 5\ndatasets: [{path: x}]\n", 1, "'model_name_or_path' must be text; found 5"),
     ],
 )
 def test_what_a_recipe_needs(refused, text, line, what):
@@ -265,24 +274,24 @@ def test_all_mistakes_of_a_file_come_in_one_error(refused):
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
-        ("just words\n", 1, "this is text"),
-        ("- a\n- b\n", 1, "this is a list"),
-        ("seed:1\nmax_length:5\n", 1, "this is text"),
-        ("engine:\n\tkeep_kv: true\n", 2, "a tab where YAML wants spaces"),
-        ("seed: 1\nengine: {keep_kv: true\nmax_length: 5\n", 2, "a bracket or brace opened here is not closed"),
-        ("seed: 1\nlora_target: [a, b\nmax_length: 5\n", 2, "a bracket or brace opened here is not closed"),
-        ("seed: 'open\nmax_length: 5\n", 1, "a quote opened here is not closed"),
+        ("just words\n", 1, "found text"),
+        ("- a\n- b\n", 1, "found a list"),
+        ("seed:1\nmax_length:5\n", 1, "found text"),
+        ("engine:\n\tkeep_kv: true\n", 2, "YAML does not allow tabs"),
+        ("seed: 1\nengine: {keep_kv: true\nmax_length: 5\n", 2, "the bracket or brace opened here is not closed"),
+        ("seed: 1\nlora_target: [a, b\nmax_length: 5\n", 2, "the bracket or brace opened here is not closed"),
+        ("seed: 'open\nmax_length: 5\n", 1, "the quote opened here is not closed"),
         ('seed: 1\nx: "\\q"\n', 2, "not YAML"),
         ("seed: 1\n  max_length: 5\n", 2, "a key indented too far"),
         ("engine:\n  keep_kv: true\n chunk_size: 5\n", 3, "not aligned"),
         ("output_dir: @here\n", 1, "a value cannot start with '@'"),
-        ("seed: 1\n---\nseed: 2\n", 2, "a second document"),
-        ("a: &x 5\nb: *x\n", 1, "no anchors and aliases: '&x'"),
-        ("b: *x\n", 1, "no anchors and aliases: '*x'"),
-        ("seed: !!python/object/apply:os.system [ls]\n", 1, "no tags: '!!python"),
-        ("seed: !mine 5\n", 1, "no tags: '!mine'"),
-        ("<<: {seed: 1}\n", 1, "no merge keys"),
-        ("{a: b}: 1\n", 1, "a key must be one word"),
+        ("seed: 1\n---\nseed: 2\n", 2, "a second one starts here"),
+        ("a: &x 5\nb: *x\n", 1, "anchors and aliases are not allowed: '&x'"),
+        ("b: *x\n", 1, "anchors and aliases are not allowed: '*x'"),
+        ("seed: !!python/object/apply:os.system [ls]\n", 1, "tags are not allowed: '!!python"),
+        ("seed: !mine 5\n", 1, "tags are not allowed: '!mine'"),
+        ("<<: {seed: 1}\n", 1, "merge keys are not allowed"),
+        ("{a: b}: 1\n", 1, "a key must be plain text"),
         ("seed: 1\nx: a\x07b\n", 2, "U+0007"),
     ],
 )
@@ -299,12 +308,12 @@ def test_an_empty_file(refused, text):
 
 
 def test_depth_is_bounded(refused):
-    assert "nested more than" in refused("x: " + "[" * 50_000, before="").what
-    assert "nested more than" in refused("x: " + "{a: " * 15_000, before="").what
+    assert "a recipe has at most 32 levels" in refused("x: " + "[" * 50_000, before="").what
+    assert "a recipe has at most 32 levels" in refused("x: " + "{a: " * 15_000, before="").what
 
 
 def test_a_duplicate_key_does_not_hide_the_depth(refused):
-    assert "nested more than" in refused("x: 1\nx: " + "[" * 50_000, before="").what
+    assert "a recipe has at most 32 levels" in refused("x: 1\nx: " + "[" * 50_000, before="").what
 
 
 @pytest.mark.parametrize(
@@ -322,15 +331,15 @@ def test_an_alias_bomb_costs_nothing(refused):
     bomb = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
     )
-    assert "no anchors" in refused(bomb, before="").what
+    assert "anchors and aliases are not allowed" in refused(bomb, before="").what
 
 
 def test_size_is_bounded(refused):
-    assert "larger than 64 KiB" in refused("# " + "x" * 300_000).what
+    assert "exceeds 64 KiB" in refused("# " + "x" * 300_000).what
 
 
 def test_a_number_too_long_to_convert(refused):
-    assert "'seed' takes a whole number" in refused(f"seed: {'9' * 10_000}\n").what
+    assert "'seed' must be a whole number" in refused(f"seed: {'9' * 10_000}\n").what
 
 
 def test_a_file_that_is_not_utf8(tmp_path):
@@ -358,7 +367,7 @@ def test_a_missing_file_names_the_nearest(tmp_path, monkeypatch):
     for name, fix in cases.items():
         with pytest.raises(RecipeError) as caught:
             load_recipe(name)
-        assert (caught.value.what, caught.value.where) == ("there is no such file", name)
+        assert (caught.value.what, caught.value.where) == ("the file does not exist", name)
         assert caught.value.fix == fix
 
 
@@ -384,7 +393,7 @@ def test_a_shipped_recipe_of_a_model(tmp_path, monkeypatch):
 
 
 def test_a_folder(tmp_path):
-    with pytest.raises(RecipeError, match="this is a folder") as caught:
+    with pytest.raises(RecipeError, match="expected a recipe file; found a folder") as caught:
         load_recipe(tmp_path)
     assert caught.value.fix == "name a YAML file"
     (tmp_path / "a.yaml").write_text("")
@@ -496,4 +505,4 @@ def test_mistakes_of_several_rules_are_told_at_once(refused):
 
 def test_a_mistake_that_may_follow_from_another_is_not_told(refused):
     error = refused("val_size: much\neval_steps: 5\n")
-    assert error.what == "'val_size' takes a number of at least 0; found 'much'"
+    assert error.what == "'val_size' must be a number of at least 0; found 'much'"

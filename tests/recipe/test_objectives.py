@@ -41,7 +41,9 @@ def test_it_is_written_back_with_its_objective(write, tmp_path):
 @pytest.mark.parametrize(("said", "command"), [("dpo", "sft"), ("sft", "dpo"), ("grpo", "dpo")])
 def test_a_command_refuses_a_recipe_of_another_objective(write, said, command):
     path = write(f"seed: 1\nobjective: {said}\n")
-    with pytest.raises(RecipeError, match=f"this is a recipe of {said}, and the command trains {command}") as caught:
+    with pytest.raises(
+        RecipeError, match=f"the recipe has objective {said}, and the command trains {command}"
+    ) as caught:
         load_recipe(path, (), command)
     assert caught.value.where == f"{path}:5"
     assert caught.value.fix == f"run `streamtune {said} {path}`"
@@ -52,7 +54,7 @@ def test_a_key_of_another_objective_is_told_apart_from_a_typo(refused):
     assert "'beta' is a key of" in error.what
     assert "add objective: dpo, or run `streamtune dpo`" in error.fix
     error = refused("", overrides=("rpo_alpha=1.0",))
-    assert error.what == "'rpo_alpha' is a key of dpo recipes"
+    assert error.what == "'rpo_alpha' is a key of dpo recipes only"
     assert error.where == "--set rpo_alpha=1.0"
     assert "unknown key 'objectiv'" in refused("objectiv: dpo\n").what
     assert "did you mean 'objective'" in refused("objectiv: dpo\n").fix
@@ -60,29 +62,29 @@ def test_a_key_of_another_objective_is_told_apart_from_a_typo(refused):
 
 def test_an_unknown_objective(refused):
     error = refused("objective: ppo\n")
-    assert error.what == "'objective' takes 'sft', 'dpo' or 'grpo'; found 'ppo'"
+    assert error.what == "'objective' must be 'sft', 'dpo' or 'grpo'; found 'ppo'"
 
 
 def test_a_value_in_place_of_a_list(refused):
-    assert refused('objective: grpo\nreward_funcs: ""\n').what == "'reward_funcs[0]' takes text; found ''"
+    assert refused('objective: grpo\nreward_funcs: ""\n').what == "'reward_funcs[0]' must be text; found ''"
 
 
 @pytest.mark.parametrize(
     ("lines", "what", "line"),
     [
-        ("beta: 0\n", "'beta' takes a number above 0; found 0", 5),
-        ("label_smoothing: 0.5\n", "'label_smoothing' takes", 5),
-        ("packing: true\n", "'packing' has no meaning in dpo", 5),
-        ("overlength: split\n", "'overlength: split' makes several rows of one", 5),
-        ("overlength: truncate\ntruncate_side: left\n", "'truncate_side' has no meaning in dpo: a prompt loses", 6),
-        ("max_length: 64\nmax_prompt_length: 64\n", "leaves no token of 'max_length' (64)", 6),
-        ("loss_type: orpo\nreference_free: true\n", "'reference_free' leaves a reference out, and 'orpo' has none", 6),
-        ("reference_free: true\nref_model_name_or_path: a/b\n", "'ref_model_name_or_path' names a reference", 6),
-        ("reference_free: true\nprecompute_ref_log_probs: true\n", "'precompute_ref_log_probs' names a reference", 6),
-        ("loss_type: simpo\nprecompute_ref_log_probs: true\n", "names a reference, and 'simpo' needs none", 6),
+        ("beta: 0\n", "'beta' must be a number above 0; found 0", 5),
+        ("label_smoothing: 0.5\n", "'label_smoothing' must be", 5),
+        ("packing: true\n", "'packing' is not read by dpo", 5),
+        ("overlength: split\n", "'overlength: split' cuts a row into several", 5),
+        ("overlength: truncate\ntruncate_side: left\n", "'truncate_side' is not read by dpo: a prompt loses", 6),
+        ("max_length: 64\nmax_prompt_length: 64\n", "must be below 'max_length' (64)", 6),
+        ("loss_type: orpo\nreference_free: true\n", "'reference_free' has no effect: 'orpo' uses no reference", 6),
+        ("reference_free: true\nref_model_name_or_path: a/b\n", "'ref_model_name_or_path' needs a reference", 6),
+        ("reference_free: true\nprecompute_ref_log_probs: true\n", "'precompute_ref_log_probs' needs a reference", 6),
+        ("loss_type: simpo\nprecompute_ref_log_probs: true\n", "needs a reference, and 'simpo' uses none", 6),
         ("loss_type: kto\nrpo_alpha: 0.5\n", "'rpo_alpha' is not read by the loss 'kto'", 6),
         ("undesirable_weight: 0.5\n", "'undesirable_weight' is not read by the loss 'sigmoid'", 5),
-        ("share_prefix: sometimes\n", "'share_prefix' takes 'auto', 'always' or 'never'", 5),
+        ("share_prefix: sometimes\n", "'share_prefix' must be 'auto', 'always' or 'never'", 5),
     ],
 )
 def test_mistakes_in_a_preference_recipe(refused, lines, what, line):

@@ -66,27 +66,31 @@ def test_another_model_by_setting(write):
 @pytest.mark.parametrize(
     ("setting", "what", "fix"),
     [
-        ("max_length", "'max_length' sets nothing", "write --set key=value, such as --set max_length=4096"),
-        ("=5", "'=5' sets nothing", "write --set key=value"),
-        ("", "'' sets nothing", "write --set key=value"),
+        ("max_length", "'max_length' has no key or no '='", "write --set key=value, such as --set max_length=4096"),
+        ("=5", "'=5' has no key or no '='", "write --set key=value"),
+        ("", "'' has no key or no '='", "write --set key=value"),
         ("learning_rat=1", "unknown key 'learning_rat'", "did you mean 'learning_rate'?"),
         ("hidden_siz=1", "unknown key 'hidden_siz'", "did you mean 'hidden_size'?"),
         ("engine.chunk=1", "unknown key 'chunk' in 'engine'", "did you mean 'chunk_size'?"),
         ("qqq=1", "unknown key 'qqq'", "`streamtune schema` lists every key"),
-        ("max_length=many", "'max_length' takes a whole number of at least 2; found 'many'", ""),
+        ("max_length=many", "'max_length' must be a whole number of at least 2; found 'many'", ""),
         ("max_length=", "'max_length' has no value", ""),
-        ("bf16=yes", "'bf16' takes true or false; found 'yes'", "write true"),
-        ("seed={a: 1", "a bracket or brace opened here is not closed", "quote the value"),
-        ("seed=&a 1", "no anchors", "quote the value"),
-        ("engine={keep_kv: true, keep_kv: false}", "'keep_kv' is given twice", "delete one"),
+        ("bf16=yes", "'bf16' must be true or false; found 'yes'", "write true"),
+        ("seed={a: 1", "the bracket or brace opened here is not closed", "quote the value"),
+        ("seed=&a 1", "anchors and aliases are not allowed", "quote the value"),
+        ("engine={keep_kv: true, keep_kv: false}", "'keep_kv' occurs twice", "delete one"),
         ("datasets.3.path=x", "'datasets' has 1 entries", ""),
-        ("datasets.path=x", "'datasets' has no 'path'", "set it as a whole"),
-        ("seed.x=1", "'seed' takes a whole number of at least 0 and below 4294967296; found keys", ""),
+        ("datasets.path=x", "'datasets' has no key 'path'", "set the whole value"),
+        ("seed.x=1", "'seed' must be a whole number of at least 0 and below 4294967296; found a group of keys", ""),
         ("offload=disk", "'engine.offload: disk' needs the directory of its file", "add offload_dir"),
-        ("finetuning_type=freeze", "'finetuning_type: freeze' trains a part of the layers", "write lora or full"),
-        ("quantization=int4", "'quantization: int4' is not in this release", "write nf4"),
-        ("quantization=nf4", "'quantization: nf4' needs frozen weights", "write finetuning_type: qlora"),
-        ("load_in_8bit=true", "'quantization: int8' needs frozen weights", "write finetuning_type: qlora"),
+        (
+            "finetuning_type=freeze",
+            "'finetuning_type: freeze' trains some of the layers",
+            "write finetuning_type: lora or full",
+        ),
+        ("quantization=int4", "'quantization: int4' is not supported", "write nf4"),
+        ("quantization=nf4", "'quantization: nf4' needs 'finetuning_type: qlora'", "write finetuning_type: qlora"),
+        ("load_in_8bit=true", "'quantization: int8' needs 'finetuning_type: qlora'", "write finetuning_type: qlora"),
         ("gradient_checkpointing=true", "'gradient_checkpointing' is another trainer's key", "delete the line"),
     ],
 )
@@ -100,11 +104,11 @@ def test_a_wrong_setting_names_itself(refused, setting, what, fix):
 def test_a_name_that_could_be_two_keys(refused):
     text = INIT.replace("hidden_size: 64", "hidden_size: 64, vocab_size: 600")
     error = refused(text, before="", overrides=("vocab_size=700",))
-    assert error.what == "'vocab_size' could be tokenizer.train.vocab_size or model.init.vocab_size"
+    assert error.what == "'vocab_size' is ambiguous: tokenizer.train.vocab_size or model.init.vocab_size"
     assert error.fix == "write it in full, such as --set tokenizer.train.vocab_size=..."
 
 
 def test_a_name_that_stands_in_a_list(refused):
     error = refused("", before=INIT.replace("path: a", "path: a, max_rows: 5"), overrides=("max_rows=7",))
-    assert error.what == "'max_rows' stands in an entry of a list"
+    assert error.what == "'max_rows' is a key in an entry of 'datasets'"
     assert error.fix == "write --set datasets.0.max_rows=..."

@@ -90,14 +90,18 @@ def test_a_clash_is_reported_at_its_first_key_with_the_values_of_the_recipe() ->
 
 def test_a_key_that_is_read_with_one_value() -> None:
     assert found(Reads("bread", "soup", "hot"), bread=True, soup="cold") == [
-        Refusal("bread", "'bread' is read with 'soup: hot', and soup is 'cold'", "write soup: hot, or delete the line")
+        Refusal(
+            "bread",
+            "'bread' is read only with 'soup: hot', and 'soup' is 'cold'",
+            "write soup: hot, or delete the line",
+        )
     ]
     assert found(Reads("bread", "soup", "hot"), bread=True, soup="hot") == []
 
 
 def test_keys_of_one_objective() -> None:
     assert found(OnlyFor("sft", "soup", "bread"), objective="dpo", bread=True) == [
-        Refusal("bread", "'bread' has no meaning in dpo", "delete the line")
+        Refusal("bread", "'bread' is not read by dpo", "delete the line")
     ]
     assert found(OnlyFor("sft", "bread"), bread=True) == []
 

@@ -22,11 +22,15 @@ GRPO = "objective: grpo\nreward_funcs: [exact_match]\n"
 REFUSED = [
     (
         "finetuning_type: qlora\nquantization: int8\n",
-        "weights that torchao quantised (int8) cannot be divided between ranks",
+        "int8 weights (torchao) cannot be sharded between ranks",
         "write quantization: nf4",
     ),
-    (f"{GRPO}use_vllm: true\n", "vLLM needs the whole weights on each rank", "let transformers write"),
-    (f"{GRPO}repetition_penalty: 1.1\n", "ranks that share their weights write in step", "repetition_penalty: 1.0"),
+    (f"{GRPO}use_vllm: true\n", "'use_vllm' needs whole weights on each rank", "use_vllm: false"),
+    (
+        f"{GRPO}repetition_penalty: 1.1\n",
+        "'repetition_penalty' would count padding, which ranks that share the weights add",
+        "repetition_penalty: 1.0",
+    ),
 ]
 
 

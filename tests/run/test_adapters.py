@@ -146,7 +146,7 @@ def test_a_run_starts_from_the_adapters_of_another(folder: Path, kind: str, caps
     assert saved("second") == kept
     capsys.readouterr()
     assert run("--output-dir", "third", "--set", "lora_r=2") == 2
-    assert "'lora_r' is decided by the adapters in" in capsys.readouterr().err
+    assert "'lora_r' has no effect: the adapters in" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -174,16 +174,16 @@ def test_a_reference_without_the_adapters_that_training_starts_from_is_refused(
     ("keys", "says"),
     [
         ({"adapter_type": "dorra"}, "did you mean 'dora'?"),
-        ({"adapter_type": "hra", "finetuning_type": "qlora"}, "computes with the weights themselves"),
-        ({"adapter_type": "loftq"}, "keeps them whole"),
-        ({"adapter_type": "dora", "fsdp": True}, "are made of whole weights"),
-        ({"adapter_type": "lora_ga", "sequence_parallel_size": 2}, "ranks that share a sequence have parts of it"),
+        ({"adapter_type": "hra", "finetuning_type": "qlora"}, "needs unquantised weights"),
+        ({"adapter_type": "loftq"}, "does not quantise them"),
+        ({"adapter_type": "dora", "fsdp": True}, "need whole weights"),
+        ({"adapter_type": "lora_ga", "sequence_parallel_size": 2}, "here each rank has a part of a row"),
         (
             {"adapter_type": "lora_ga", "streaming": True, "overlength": "drop", "tokenizer": {"path": "."}},
-            "draws rows from all of them",
+            "draws from all rows",
         ),
-        ({"adapter_type": "lora_ga", "teacher": "run/final"}, "before there is a teacher"),
-        ({"modules_to_save": ["lm_head"], "deepspeed": "zero3"}, "are copies"),
+        ({"adapter_type": "lora_ga", "teacher": "run/final"}, "before the teacher is loaded"),
+        ({"modules_to_save": ["lm_head"], "deepspeed": "zero3"}, "copies modules before"),
     ],
 )
 def test_what_is_refused_before_anything_is_read(

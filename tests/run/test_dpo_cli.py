@@ -426,4 +426,4 @@ def test_a_recipe_for_pairs_is_not_fine_tuned_on_by_mistake(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dpo(command="sft") == 2
-    assert "this is a recipe of dpo, and the command trains sft" in said(capsys)
+    assert "the recipe has objective dpo, and the command trains sft" in said(capsys)

@@ -167,12 +167,16 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
     ("changes", "said", "fix"),
     [
         ({"allocation": "more"}, "'equal', 'gvm' or 'neyman'", ""),
-        ({"num_generations": 2}, "there is nothing to divide", "num_generations: 8"),
-        ({"beta": 0.1}, "adds a divergence that has none", "loss_type: rloo"),
-        ({"fsdp": True}, "gradients of single completions, of whole weights", "delete 'fsdp'"),
-        ({"deepspeed": "zero2"}, "gradients of single completions, of whole weights", "delete 'deepspeed'"),
+        ({"num_generations": 2}, "'num_generations: 2' leaves none to divide", "num_generations: 8"),
+        ({"beta": 0.1}, "adds a divergence without one", "loss_type: rloo"),
+        ({"fsdp": True}, "gradients of single completions with whole weights, and 'fsdp' shards them", "delete 'fsdp'"),
+        (
+            {"deepspeed": "zero2"},
+            "gradients of single completions with whole weights, and 'deepspeed' shards them",
+            "delete 'deepspeed'",
+        ),
         ({"sequence_parallel_size": 2}, "each rank has a part", "sequence_parallel_size: 1"),
-        ({"optim": "badam"}, "one block of many", "optim: adamw"),
+        ({"optim": "badam"}, "only one of many blocks", "optim: adamw"),
         (
             {"loss_type": "gkd", "teacher": "some/model", "num_generations": 4},
             "learns from its teacher",

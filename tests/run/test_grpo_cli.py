@@ -277,10 +277,10 @@ def test_rewards_that_are_all_equal_are_counted_and_end_the_run_after_a_while(
         ({"reward_funcs": ["exact_mach"]}, "no built-in reward is called 'exact_mach'", "--set"),
         ({"reward_funcs": ["rewards.py:wants_more"]}, "reads the column 'difficulty'", "rewards.py"),
         ({"use_vllm": True}, "'use_vllm: true' needs", "--set"),
-        ({"num_generations": 5}, "no multiple of 'num_generations'", "--set"),
+        ({"num_generations": 5}, "must be a multiple of 'num_generations', 5", "--set"),
         ({"loss_type": "rloo", "scale_rewards": "group"}, "are not divided by a standard deviation", "--set"),
-        ({"beta": 0.1, "sft_steps": 3}, "'sft_steps' trains the model first", "--set"),
-        ({"max_length": 20}, "'max_length' is 20", "--set"),
+        ({"beta": 0.1, "sft_steps": 3}, "'sft_steps' changes the model first", "--set"),
+        ({"max_length": 20}, "completion; found 20", "--set"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

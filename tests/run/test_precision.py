@@ -351,12 +351,12 @@ def test_eval_computes_as_the_run_did(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({}, "is of bfloat16 weights that are trained, and 'dtype' is auto"),
+        ({}, "needs trained bfloat16 weights, and 'dtype' is auto"),
         ({"dtype": "float32"}, "and 'dtype' is float32"),
-        ({"dtype": "bfloat16", "optim": "badam"}, "keeps the block that it trains in float32"),
-        ({"dtype": "bfloat16", "optim": "mezo"}, "in the dtype of the weights"),
-        ({"dtype": "bfloat16", "deepspeed": "zero2"}, "keeps float32 weights beside bfloat16 ones"),
-        ({"dtype": "bfloat16", "fsdp": True}, "divides weights"),
+        ({"dtype": "bfloat16", "optim": "badam"}, "keeps the trained block in float32"),
+        ({"dtype": "bfloat16", "optim": "mezo"}, "in the weights' dtype"),
+        ({"dtype": "bfloat16", "deepspeed": "zero2"}, "keeps a float32 copy of them"),
+        ({"dtype": "bfloat16", "fsdp": True}, "'fsdp' shards them"),
     ],
 )
 def test_stochastic_rounding_of_what_is_not_rounded_is_a_mistake(

@@ -142,15 +142,18 @@ def test_a_teacher_of_another_vocabulary_is_refused(folder: Path) -> None:
         ({"kd_temperature": 2.0}, "add teacher: NAME"),
         ({"teacher": "x", "kd_beta": 0.3}, "write kd_divergence: jsd"),
         ({"teacher": "x", "loss_type": "dft"}, "add kd_hard_share: 0.5"),
-        ({"teacher": "x", "deepspeed": "zero3"}, "gather them one at a time"),
-        ({"teacher": "x", "objective": "dpo"}, "'teacher' is of the loss of sft"),
+        ({"teacher": "x", "deepspeed": "zero3"}, "gather one at a time"),
+        ({"teacher": "x", "objective": "dpo"}, "'teacher' belongs to the loss of sft"),
         ({"teacher": "x", "kd_divergence": "revers"}, "reverse"),
         ({"loss_type": "dtf"}, "dft"),
         ({"loss_type": "sigmoid"}, "sigmoid"),
-        ({"focal_gamma": 1.0}, "'focal_gamma' is read with 'loss_type: focal'"),
-        ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "'label_smoothing_factor' smooths the targets"),
+        ({"focal_gamma": 1.0}, "'focal_gamma' is read only with 'loss_type: focal'"),
+        (
+            {"loss_type": "dft", "label_smoothing_factor": 0.1},
+            "'label_smoothing_factor' works only with 'loss_type: nll'",
+        ),
         ({"label_smoothing_factor": 1.0}, "label_smoothing_factor"),
-        ({"objective": "dpo", "z_loss_coef": 0.1}, "'z_loss_coef' is of the loss of sft"),
+        ({"objective": "dpo", "z_loss_coef": 0.1}, "'z_loss_coef' belongs to the loss of sft"),
     ],
 )
 def test_refused(folder: Path, lines: dict[str, Any], what: str) -> None:

@@ -271,7 +271,7 @@ NAMED: dict[str, Any] = {"model": None, "tokenizer": None, "model_name_or_path":
         ({"batching": "buckets", "tokens_per_batch": 320}, "'batching: buckets' cuts rows into pieces"),
         (
             {"streaming": True, "max_steps": 2, "overlength": "drop", "num_train_epochs": None, **NAMED},
-            "'streaming: true' reads rows as training goes",
+            "'streaming: true' reads rows only during training",
         ),
         ({"reasoning": "per_turn"}, "makes several rows of a conversation"),
         ({"objective": "grpo", "loss_type": "gkd"}, "'teacher' is a file"),

@@ -313,14 +313,14 @@ def test_a_dataset_of_the_hub_is_read_without_a_copy(folder: Path) -> None:
     ({"overlength": "error"}, "overlength", "before training begins"),
     ({"packing": True}, "packing", "before training begins"),
     ({"batching": "buckets", "tokens_per_batch": 512, "gradient_accumulation_steps": 1}, "batching", "cuts all rows"),
-    ({"num_train_epochs": 2}, "num_train_epochs", "counts times through all rows"),
-    ({"val_size": 3}, "val_size", "drawn from all"),
+    ({"num_train_epochs": 2}, "num_train_epochs", "needs the number of rows"),
+    ({"val_size": 3}, "val_size", "draws held-out rows from all rows"),
     ({"datasets": [{"path": "a.jsonl", "weight": 1}], "mix_by": "tokens"}, "mix_by", "lengths of all rows"),
     ({"tokenizer": {"train": {"vocab_size": 300}}}, "train", "reads all texts"),
     ({"shuffle": False}, "shuffle_buffer", "keeps the order"),
-    ({"datasets": [{"path": "a.jsonl", "max_rows": 3, "shuffle": True}]}, "shuffle", "draws among all"),
-    ({"objective": "dpo"}, "streaming", "is for sft"),
-    ({"streaming": False}, "shuffle_buffer", "belongs to 'streaming: true'"),
+    ({"datasets": [{"path": "a.jsonl", "max_rows": 3, "shuffle": True}]}, "shuffle", "draws from all of its rows"),
+    ({"objective": "dpo"}, "streaming", "is only for sft"),
+    ({"streaming": False}, "shuffle_buffer", "needs 'streaming: true'"),
 ], ids=lambda value: value if isinstance(value, str) and " " not in value else "")  # fmt: skip
 @pytest.mark.quick("val_size")
 def test_what_needs_all_rows_is_refused_at_its_line(folder: Path, keys: dict[str, Any], key: str, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Recipes: the types, the strict reader, the names other trainers use, and the way back to YAML.
+"""Recipes: their types, the strict reader, aliases of other trainers' keys, and writing recipes as YAML.
 
 Importing this package loads neither torch nor transformers.
 """

@@ -1,7 +1,8 @@
-"""Names from other trainers: those that mean the same are taken, the others are refused with the way to say it here.
+"""Keys and values of other trainers. Those with the same meaning are accepted; the others are refused, and the fix says
+what to write.
 
-Dict literals, one for each answer. A name taken is noted to the user, so that nobody wonders which value a run
-used; the same key under two names is a mistake.
+Each kind of answer is a dict literal. A note tells the user which names were accepted, and so which value a run uses.
+The same key under two names is a mistake.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ ALIASES: dict[str, str] = {
     "random_seed": "seed",
     "torch_dtype": "dtype",
 }
-"""Another trainer's key: ours, with the same meaning."""
+"""Another trainer's key -> the key here with the same meaning."""
 
 DATASET_ALIASES: dict[str, str] = {
     "config_name": "name",
@@ -90,11 +91,11 @@ DATASET_ALIASES: dict[str, str] = {
     "num_samples": "max_rows",
     "subset": "name",
 }
-"""Another trainer's key of an entry of ``datasets``: ours."""
+"""Another trainer's key in an entry of ``datasets`` -> the key here."""
 
 DATASET_INSTEAD: dict[str, str] = {
     "data_files": "write the path of each file",
-    "ds_type": "delete it; the file's ending says it",
+    "ds_type": "delete it; the file's suffix decides",
     "field": "write columns: {text: NAME}",
     "field_input": "write columns: {input: NAME}",
     "field_instruction": "write columns: {instruction: NAME}",
@@ -105,13 +106,13 @@ DATASET_INSTEAD: dict[str, str] = {
     "formatting": "write type: messages, sharegpt or alpaca",
     "message_property_mappings": "write type: sharegpt for turns with 'from' and 'value'",
     "ranking": "write type: preference",
-    "roles_to_train": "write it at the top level: it is the same for all datasets",
-    "streaming": "write it at the top level: it is the same for all datasets",
+    "roles_to_train": "write it at the top level; it applies to all datasets",
+    "streaming": "write it at the top level; it applies to all datasets",
     "tags": "write type: sharegpt for turns with 'from' and 'value'",
     "text_column": "write columns: {text: NAME}",
-    "train_on_eos": "write it at the top level: it is the same for all datasets",
+    "train_on_eos": "write it at the top level; it applies to all datasets",
 }
-"""Another trainer's key of an entry of ``datasets`` that has no equal: how to say it here."""
+"""Another trainer's key in an entry of ``datasets`` without an equal here -> what to write."""
 
 CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
     name: {
@@ -121,14 +122,14 @@ CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
     }
     for name in ("init_lora_weights", "peft_init_lora_weights", "init_weights")
 }
-"""Another library's key: its values, and our key and value for each; None where it says nothing."""
+"""Another library's key -> its values, each with the key and value here; None for a value without effect."""
 
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
     **{switch: ("adapter_type", name) for name, kind in ADAPTERS.items() for switch in kind.switches},
 }
-"""Another trainer's switch: our key, and what it is when the switch is on. A switch that is off says nothing."""
+"""Another trainer's switch -> the key and value here if it is true. A switch that is false has no effect."""
 
 VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
@@ -151,7 +152,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "report_to": {"none": []},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},
 }
-"""Our key: another trainer's values, with the same meaning."""
+"""Key here -> values of other trainers with the same meaning."""
 
 INSTEAD: dict[str, str] = {
     "attn_implementation": "delete the line; the engine picks the attention kernel, see `streamtune env`",
@@ -173,14 +174,14 @@ INSTEAD: dict[str, str] = {
     "use_peft": "write finetuning_type: lora",
     "eos_token": "write special_tokens: {eos_token: ...}",
     "eval_dataset": "write eval_datasets: {NAME: PATH}",
-    "eval_on_each_dataset": "delete the line; each of eval_datasets has a loss of its own",
+    "eval_on_each_dataset": "delete the line; each set of eval_datasets has its own loss",
     "evals_per_epoch": "write eval_steps: N",
     "eval_strategy": "write eval_steps: N",
     "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
     "fp16": "write bf16: true; on a device without bfloat16 (V100, T4) bf16: false, which computes in float32",
     "group_by_length": "write packing: true, or batching: tokens with tokens_per_batch: N",
-    "gradient_checkpointing": "delete the line; streaming takes its place",
-    "output_router_logits": "write router_aux_loss_coef: 0.001, or what the model's card says",
+    "gradient_checkpointing": "delete the line; streaming replaces it",
+    "output_router_logits": "write router_aux_loss_coef: 0.001, or the value in the model's card",
     "assistant_only_loss": "write train_on: assistant",
     "completion_only_loss": "write train_on: completion",
     "enable_thinking": "write chat_template_kwargs: {enable_thinking: false}",
@@ -188,56 +189,59 @@ INSTEAD: dict[str, str] = {
     "interleave_prob": "write weight: P in each entry of datasets",
     "interleave_probs": "write weight: P in each entry of datasets",
     "mask_history": "write train_on: last",
-    "mix_strategy": "write weight: P in each entry of datasets; without weights all rows are visited",
+    "mix_strategy": "write weight: P in each entry of datasets; without weights an epoch visits all rows",
     "new_special_tokens": "write special_tokens: {additional_special_tokens: [...]}",
     "pad_token": "write special_tokens: {pad_token: ...}",
-    "resize_vocab": "delete the line; the model gets a row for each new token",
-    "stopping_strategy": "delete the line; an epoch of weighted datasets is as long as all rows",
-    "logging_dir": "delete the line; everything a run writes is in output_dir",
+    "resize_vocab": "delete the line; the embedding gets a row for each new token",
+    "stopping_strategy": "delete the line; an epoch of weighted datasets has as many visits as there are rows",
+    "logging_dir": "delete the line; a run writes everything to output_dir",
     "overwrite_output_dir": "delete the line; use another output_dir, or --resume",
-    "shuffle_merged_datasets": "delete the line; each epoch visits the rows in another order unless shuffle is false",
+    "shuffle_merged_datasets": "delete the line; each epoch has a new order of rows unless shuffle is false",
     "save_strategy": "write save_steps: N",
     "saves_per_epoch": "write save_steps: N",
     "max_samples": "write max_rows: N in each entry of datasets",
-    "stage": "delete the line; the command says it: `streamtune sft`",
+    "stage": "delete the line; the command decides, as in `streamtune sft`",
     "strict": "write on_bad_row: error, or on_bad_row: skip",
     "template": "delete the line; the tokenizer's own template is used, or write chat_template",
     "train_on_inputs": "write train_on: all, or train_on: assistant",
     "test_datasets": "write eval_datasets: {NAME: PATH}",
     "train_on_prompt": "write train_on: all, or train_on: assistant",
     "val_dataset": "write eval_datasets: {NAME: PATH}",
-    "use_liger_kernel": "delete the line; the head is streamed already",
+    "use_liger_kernel": "delete the line; streaming covers the head too",
 }
-"""Another trainer's key that has no equal: how to say it here."""
+"""Another trainer's key without an equal here -> what to write."""
 
 REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
-    ("finetuning_type", "freeze"): ("trains a part of the layers, which is not here", "write lora or full"),
+    ("finetuning_type", "freeze"): (
+        "trains some of the layers, which is not supported",
+        "write finetuning_type: lora or full",
+    ),
     ("quantization", "int4"): (
-        "is not in this release",
-        "write nf4, which is 4 bits too, or int8; torchao's int4 kernels have no backward",
+        "is not supported",
+        "write nf4, which also has 4 bits, or int8; torchao's int4 kernels have no backward",
     ),
     **{
         ("finetuning_type", name): (
-            "names a kind of adapters, and 'finetuning_type' takes 'full', 'lora' or 'qlora'",
+            "is a kind of adapters, and 'finetuning_type' must be 'full', 'lora' or 'qlora'",
             f"write finetuning_type: {'qlora' if kind.start == 'quantisation' else 'lora'} and adapter_type: {name}",
         )
         for name, kind in ADAPTERS.items()
         if name != "lora"
     },
 }
-"""Values of our keys that are refused: what is wrong, and what to write."""
+"""Key and value that are refused -> the error, and what to write."""
 
 
 def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[Mistake]]:
     """Rename other trainers' keys and values in place.
 
     Args:
-        tree: The recipe as read; its top level is changed.
+        tree: Recipe as read; its top level is changed.
         marks: Lines of the keys; changed with the tree.
 
     Returns:
-        Notes on the names taken, and the mistakes: a key under two names, a key or a value with no equal here. A key
-        that is a mistake is removed, so that it is reported once.
+        Notes on the accepted names, and the mistakes: a key under two names, a key or value without an equal here. A
+        mistaken key is removed, so that it is reported once.
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
@@ -252,10 +256,10 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
         switch = tree.pop(key)
         if not isinstance(switch, bool):
             mistakes.append(
-                Mistake((key,), f"'{key}' takes true or false; found {switch!r}", f"write {ours}: {stands_for}")
+                Mistake((key,), f"'{key}' must be true or false; found {switch!r}", f"write {ours}: {stands_for}")
             )
         elif switch and ours in tree:
-            what = f"'{key}' means '{ours}: {stands_for}', and {marks.where(ours)} gives '{ours}' already"
+            what = f"'{key}' means '{ours}: {stands_for}', and '{ours}' is already set at {marks.where(ours)}"
             mistakes.append(Mistake((key,), what, "delete one of the two"))
         elif switch:
             tree[ours] = stands_for
@@ -267,7 +271,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
             del tree[key]
             here = marks.where(ours)
             mistakes.append(
-                Mistake((key,), f"'{key}' means '{ours}', which {here} gives already", "delete one of the two")
+                Mistake((key,), f"'{key}' means '{ours}', which is already set at {here}", "delete one of the two")
             )
             continue
         tree[ours] = tree.pop(key)
@@ -289,19 +293,19 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
 
 
 def _apply_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Read keys of :data:`CHOICES`."""
+    """Rename the keys of :data:`CHOICES`."""
     for key in [key for key in tree if key in CHOICES]:
         given = tree.pop(key)
         value = str(given).lower().replace("-", "_")
         meant = CHOICES[key].get(value.partition("_niter_")[0], ("", ""))
         if meant is None:
-            notes.append(f"'{key}: {value}' says what adapter_type: lora does")
+            notes.append(f"'{key}: {value}' has no effect: it is the default of adapter_type: lora")
         elif not meant[0]:
             known = ", ".join(f"{ours}: {kind}" for ours, kind in filter(None, CHOICES[key].values()))
-            what = f"'{key}: {given}' is a start of adapters that is not here"
+            what = f"unknown start of adapters '{key}: {given}'"
             mistakes.append(Mistake((key,), what, f"write one of: {known}"))
         elif meant[0] in tree:
-            what = f"'{key}' means '{meant[0]}: {meant[1]}', and {marks.where(meant[0])} gives '{meant[0]}' already"
+            what = f"'{key}' means '{meant[0]}: {meant[1]}', and '{meant[0]}' is already set at {marks.where(meant[0])}"
             mistakes.append(Mistake((key,), what, "delete one of the two"))
         else:
             tree[meant[0]] = meant[1]
@@ -319,7 +323,8 @@ def _spell_out_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mi
 
 
 def _name_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake]) -> None:
-    """Write ``eval_datasets`` as a table of lists: of a list of entries with names, and of entries that stand alone."""
+    """Write ``eval_datasets`` as a mapping of names to lists, whether it is a list of named entries or has single
+    entries."""
     given = tree.get("eval_datasets")
     if isinstance(given, list):
         named: dict[str, list[Any]] = {}
@@ -343,12 +348,12 @@ def _name_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake])
                 given[name] = [entries]
     elif given is not None:
         del tree["eval_datasets"]
-        what = "'eval_datasets' is a table of names with their datasets"
+        what = "'eval_datasets' must map names to datasets"
         mistakes.append(Mistake(("eval_datasets",), what, "write eval_datasets: {NAME: PATH, ...}"))
 
 
 def _spell_out(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Write entries that are a path alone as ``{path: ...}``, and rename keys of the others."""
+    """Write entries that are only a path as ``{path: ...}``, and rename the keys of the others."""
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, str):
             entries[index] = {"path": entry}
@@ -363,7 +368,7 @@ def _spell_out(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mis
                 if ours in entry:
                     del entry[key]
                     mistakes.append(
-                        Mistake(path, f"'{key}' means '{ours}', which is given too", "delete one of the two")
+                        Mistake(path, f"'{key}' means '{ours}', which is also set", "delete one of the two")
                     )
                     continue
                 entry[ours] = entry.pop(key)

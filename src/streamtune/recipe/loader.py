@@ -1,10 +1,8 @@
 """Load a recipe file as a ``Recipe``: read, rename, override, check, and report each mistake with its line.
 
-``--set key=value``: one way to change any key of a recipe from the command line.
-
-A key is written in full (``engine.chunk_size=4096``, ``datasets.0.path=other.jsonl``) or by its last name where that
-name is unique (``chunk_size=4096``, ``num_hidden_layers=8`` for a model made from a configuration). A value is read as
-it would be in the file.
+``--set key=value`` changes any key of a recipe on the command line. A key is written in full
+(``engine.chunk_size=4096``, ``datasets.0.path=other.jsonl``), or by its last name if that is unique
+(``chunk_size=4096``; ``num_hidden_layers=8`` for a model made from a configuration). A value is read as in the file.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from .schema import RECIPES, Recipe, objectives_with
 from .shipped import read_shipped, shipped_names
 
 BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey")
-"""Datasets that are no files, even where a folder has their name."""
+"""Built-in datasets. A folder of the same name is not read."""
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe and where it came from.
+    """A recipe and its source.
 
     Args:
-        recipe: The checked recipe, defaults filled in, local paths found.
-        path: The file it was read from, as given.
-        notes: Messages for the user: other trainers' names taken, keys without effect.
+        recipe: Checked recipe, with defaults filled in and local paths resolved.
+        path: File it was read from, as given.
+        notes: Messages for the user: accepted names of other trainers, and keys without effect.
         marks: Lines of the keys.
     """
 
@@ -55,7 +53,7 @@ class LoadedRecipe:
     marks: Marks
 
     def where(self, *path: str | int) -> str:
-        """Return ``file:line`` of a key, as in ``where("datasets", 0, "path")``, or the ``--set`` that wrote it."""
+        """Return ``file:line`` of a key, as in ``where("datasets", 0, "path")``, or the ``--set`` that set it."""
         return self.marks.where(*path)
 
 
@@ -63,18 +61,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     """Read and check a recipe.
 
     Args:
-        path: A YAML file; or the name of a shipped recipe, where no file is called that.
-        overrides: ``key=value`` settings that win over the file.
-        objective: The command's objective: a recipe that names none gets it, and one that names another is refused.
-            None takes the one that the recipe names, or sft.
+        path: YAML file, or the name of a shipped recipe if no such file exists.
+        overrides: ``key=value`` settings, which take precedence over the file.
+        objective: Objective of the command. A recipe without an objective gets it, and a recipe with another one is
+            refused. None: the recipe's own, or sft.
 
     Returns:
-        The recipe. Paths of local files in it (``datasets[].path``, ``chat_template``, ``tokenizer.path``,
-        ``model_name_or_path``) are taken from the recipe's folder, then from the working directory; ``output_dir``
-        from the working directory.
+        The recipe. Local paths in it (``datasets[].path``, ``chat_template``, ``tokenizer.path``,
+        ``model_name_or_path``) are relative to the recipe's folder, then to the working directory; ``output_dir`` is
+        relative to the working directory.
 
     Raises:
-        RecipeError: Anything wrong with the file or the settings, with ``file:line`` and every mistake found.
+        RecipeError: The file or a setting is wrong. The error has ``file:line`` and every mistake found.
     """
     path = _shipped_or_file(Path(path))
     tree, marks, mistakes = read_yaml(read_text(path), str(path))
@@ -82,11 +80,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
         raise RecipeError("the recipe is empty", where=str(path), fix="start from one of `streamtune recipes ls`")
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "text"
-        raise RecipeError(f"a recipe is made of keys and values; this is {what}", where=f"{path}:1",
+        raise RecipeError(f"a recipe must have keys and values; found {what}", where=f"{path}:1",
                           fix="write 'key: value', with a space after the colon")  # fmt: skip
     notes, misnamed = apply_aliases(tree, marks)
     mistakes += misnamed
-    kind = _kind(tree, overrides, objective)
+    kind = _recipe_type(tree, overrides, objective)
     if not mistakes:  # a setting may name a key that is a mistake in the file
         notes += apply_overrides(tree, marks, overrides, kind)
         renamed, misnamed = apply_aliases(tree, marks)  # values and later keys that came with a setting
@@ -105,8 +103,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     return LoadedRecipe(_find_files(recipe, path.parent, marks), path, tuple(notes), marks)
 
 
-def _kind(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
-    """Return the recipe's type. It is found first of all, because it decides which keys there are."""
+def _recipe_type(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
+    """Return the recipe's type. It is needed first, because it decides which keys exist."""
     named = tree.get("objective")
     for override in overrides:
         name, _, value = override.partition("=")
@@ -116,41 +114,40 @@ def _kind(tree: dict[str, Any], overrides: Sequence[str], objective: str | None)
 
 
 def _check_objective(tree: dict[str, Any], marks: Marks, objective: str | None) -> None:
-    """Refuse a recipe of another objective than the command's."""
+    """Refuse a recipe whose objective is not the command's."""
     named = tree.setdefault("objective", objective) if objective is not None else tree.get("objective")
     if objective is not None and named != objective and named in RECIPES:
         raise RecipeError(
-            f"this is a recipe of {named}, and the command trains {objective}",
+            f"the recipe has objective {named}, and the command trains {objective}",
             where=marks.where("objective"),
             fix=f"run `streamtune {named} {marks.file}`",
         )
 
 
 def _refuse_secrets(value: Any, path: KeyPath, marks: Marks) -> None:
-    """Refuse a recipe that holds a token or a password: every run keeps a copy of its recipe, and people share them."""
+    """Refuse a recipe with a token or password: every run keeps a copy of its recipe, and people share them."""
     if isinstance(value, dict):
         for key, item in value.items():
             if kind := find_secret(str(key)):
-                raise _secret(kind, "a key", marks.where(*path, key))
+                raise _secret_error(kind, "a key", marks.where(*path, key))
             _refuse_secrets(item, (*path, key), marks)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _refuse_secrets(item, (*path, index), marks)
     elif isinstance(value, str) and (kind := find_secret(value)):
-        raise _secret(kind, f"'{show_path(path)}'", marks.where(*path))
+        raise _secret_error(kind, f"'{show_path(path)}'", marks.where(*path))
 
 
-def _secret(kind: str, what: str, where: str) -> RecipeError:
+def _secret_error(kind: str, what: str, where: str) -> RecipeError:
     return RecipeError(
-        f"{what} holds {kind}, and a recipe is copied into every run",
+        f"{what} contains {kind}, and every run keeps a copy of its recipe",
         where=redact(where),
-        fix="take it out, and change it if others have seen it; a token for the hub belongs in HF_TOKEN or "
-        "`hf auth login`",
+        fix="remove it, and revoke it if others have seen it; set a hub token with HF_TOKEN or `hf auth login`",
     )
 
 
 def _shipped_or_file(path: Path) -> Path:
-    """Return the file of the shipped recipe that a name stands for, or the path as it is."""
+    """Return the file of the shipped recipe with this name, or else the path unchanged."""
     name = path.as_posix()
     try:
         is_name = name in shipped_names() and not os.path.lexists(path)
@@ -160,35 +157,35 @@ def _shipped_or_file(path: Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a recipe file, in UTF-8 with or without a byte-order mark."""
+    """Return the text of a recipe file, which is UTF-8 with or without a byte-order mark."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise RecipeError(
-                    "this is a pipe or a device, not a file", where=str(path), fix="write the recipe to a file"
+                    "expected a file; found a pipe or a device", where=str(path), fix="write the recipe to a file"
                 )
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError("there is no such file", where=str(path), fix=_nearest_file(path)) from None
+        raise RecipeError("the file does not exist", where=str(path), fix=_nearest_file(path)) from None
     except IsADirectoryError:
         inside = sorted(entry.name for entry in path.glob("*.y*ml"))
         fix = f"name a recipe in it, such as {path / inside[0]}" if inside else "name a YAML file"
-        raise RecipeError("this is a folder, not a recipe", where=str(path), fix=fix) from None
+        raise RecipeError("expected a recipe file; found a folder", where=str(path), fix=fix) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise RecipeError(f"cannot be read: {reason}", where=str(path)) from None
+        raise RecipeError(f"the recipe cannot be read: {reason}", where=str(path)) from None
     if len(data) > MAX_BYTES:
-        raise RecipeError(f"larger than {MAX_BYTES // 1024} KiB: this is no recipe", where=str(path),
-                          fix="name a YAML recipe; data belongs under datasets")  # fmt: skip
+        raise RecipeError(f"the file exceeds {MAX_BYTES // 1024} KiB, the limit of a recipe", where=str(path),
+                          fix="name a YAML recipe; write the path of data under datasets")  # fmt: skip
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise RecipeError("this is not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
+        raise RecipeError("the file is not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
 
 
 def _nearest_file(path: Path) -> str:
-    """Return a hint for a missing file: one in the same folder with a similar name, or a shipped recipe."""
+    """Return a fix for a missing file: a similar name in the same folder, or a shipped recipe."""
     names, name = shipped_names(), path.as_posix().removesuffix(".yaml")
     if shipped := next((each for each in (name, path.stem) if each in names), None):
         return f"`streamtune recipes copy {shipped}` writes the shipped recipe"
@@ -203,12 +200,12 @@ def _nearest_file(path: Path) -> str:
 
 
 def _without_effect(recipe: Recipe) -> list[str]:
-    """Return notes on keys without effect in this recipe: no errors, as ``--set`` may have switched the mode."""
+    """Return notes on keys without effect. They are not errors, because ``--set`` may have changed the setting."""
     return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
 
 
 def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
-    """Return the recipe with its local paths resolved; names that are no local path stay as they are."""
+    """Return the recipe with its local paths resolved; other names stay unchanged."""
 
     def find(value: str, *key: str | int) -> str:
         beside = folder / _expand(value, marks.where(*key))
@@ -239,7 +236,7 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
 
 def _matches(folder: Path, pattern: str) -> bool:
-    """Return True if a pattern of file names has a match below a folder."""
+    """Return True if a file name pattern has a match below a folder."""
     if not re.search(r"[*?\[]", pattern) or "://" in pattern:
         return False
     try:
@@ -252,15 +249,15 @@ def _expand(path: str, where: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise RecipeError(f"'{path.partition('/')[0]}' is nobody's home folder here", where=where,
-                          fix="write the path out") from None  # fmt: skip
+        raise RecipeError(f"there is no home folder '{path.partition('/')[0]}'", where=where,
+                          fix="write the full path") from None  # fmt: skip
 
 
 def names_a_hub(recipe: Recipe) -> bool:
-    """Return True if a recipe names a model, tokenizer or dataset that is not here, and so may be on a hub.
+    """Return True if a recipe names a model, tokenizer or dataset that is not local, and so may be on a hub.
 
     Args:
-        recipe: Recipe from :func:`load_recipe`, with local paths found.
+        recipe: Recipe from :func:`load_recipe`, whose local paths are resolved.
     """
     names = [recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None), recipe.teacher]
     names += [recipe.tokenizer.path if recipe.tokenizer else None]
@@ -270,14 +267,16 @@ def names_a_hub(recipe: Recipe) -> bool:
 
 
 def _find_code(spec: str, folder: Path, marks: Marks, key: str) -> str:
-    """Return a reward or callback with its file's absolute path: the run's own copy of the recipe is elsewhere."""
+    """Return a reward or callback with the absolute path of its file: the run's copy of the recipe is in another
+    folder."""
     file, suffix, function = spec.partition(".py:")
     beside = folder / (_expand(f"{file}.py", marks.where(key)) if suffix else Path(spec))
     return f"{beside.absolute()}:{function}" if suffix and path_exists(beside) else spec
 
 
 def path_exists(path: Path, *, broken: bool = False) -> bool:
-    """Return True if there is a file or folder; with ``broken`` also a link that leads nowhere, to be named as such."""
+    """Return True if a file or folder exists; with ``broken`` also for a link without a target, which is reported
+    later."""
     try:
         return path.exists() or (broken and path.is_symlink())
     except (OSError, ValueError):  # an inline template is no file name: too long, or with a NUL
@@ -285,7 +284,7 @@ def path_exists(path: Path, *, broken: bool = False) -> bool:
 
 
 def own_rewards(recipe: RunKeys) -> list[str]:
-    """Return the reward functions that are not built in: ``path.py:function``, ``module:function``, without options."""
+    """Return the user's reward functions, without options: ``path.py:function``, ``module:function``."""
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
 
 
@@ -293,7 +292,7 @@ CONFIGURATIONS = ("config.json", "tokenizer_config.json", "processor_config.json
 
 
 def _brings_code(name: str) -> bool:
-    """Return False if a model or tokenizer is a folder without Python of its own; what is on a hub may bring some."""
+    """Return False if a model or tokenizer is a local folder without Python code. Any hub name returns True."""
     try:
         folder = Path(name).expanduser()
         if not folder.is_dir() or any(folder.glob("*.py")) or (folder / "adapter_config.json").exists():
@@ -304,7 +303,7 @@ def _brings_code(name: str) -> bool:
 
 
 def _names_code(path: Path) -> bool:
-    """Return True if a configuration names classes in ``auto_map``, which may lie on a hub, or cannot be read."""
+    """Return True if a configuration names classes in ``auto_map``, which may be on a hub, or if it cannot be read."""
     try:
         return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -312,18 +311,18 @@ def _names_code(path: Path) -> bool:
 
 
 def code_of(recipe: Recipe) -> list[str]:
-    """Describe the code of a run that others have written, one text for each kind; empty for most recipes."""
+    """Return one description for each kind of third-party code that a run executes; empty for most recipes."""
     found = []
     tokenizer = recipe.tokenizer.path if recipe.tokenizer is not None else None
     models = (recipe.model_name_or_path, tokenizer, getattr(recipe, "ref_model_name_or_path", None))
     if recipe.trust_remote_code and (named := [name for name in models if name and _brings_code(name)]):
-        found.append(f"Python that comes with {' and '.join(named)} (trust_remote_code)")
+        found.append(f"Python code of {' and '.join(named)} (trust_remote_code)")
     if own := own_rewards(recipe):
         found.append(f"{', '.join(own)} (reward_funcs)")
     if recipe.callbacks:
         found.append(f"{', '.join(recipe.callbacks)} (callbacks)")
     if any(spec.partition("(")[0].strip() == "unit_tests" for spec in getattr(recipe, "reward_funcs", ())):
-        found.append("what the model writes, in a subprocess with limits (unit_tests)")
+        found.append("code that the model writes, in a subprocess with limits (unit_tests)")
     if recipe.allow_pickle:
         found.append("pickles, read as tensors only (allow_pickle)")
     return found
@@ -332,19 +331,19 @@ def code_of(recipe: Recipe) -> list[str]:
 def apply_overrides(
     tree: dict[str, Any], marks: Marks, overrides: Sequence[str], kind: type[Recipe] = Recipe
 ) -> list[str]:
-    """Write ``key=value`` settings into a recipe, in place; of two for one key the last counts.
+    """Write ``key=value`` settings into a recipe, in place. The last of several settings for a key applies.
 
     Args:
-        tree: The recipe, with its aliases already renamed.
-        marks: The places of its keys; the keys written are marked with their setting.
+        tree: Recipe, with aliases already renamed.
+        marks: Places of its keys. A key that a setting writes is marked with the setting.
         overrides: Settings as given after ``--set``.
-        kind: The recipe's type, which decides which keys there are.
+        kind: Type of the recipe, which decides which keys exist.
 
     Returns:
-        Notes on other trainers' names taken.
+        Notes on accepted names of other trainers.
 
     Raises:
-        RecipeError: A setting without ``=``, with a value that is not YAML, with an unknown or ambiguous key.
+        RecipeError: A setting has no ``=``, a value that is not YAML, or an unknown or ambiguous key.
     """
     notes: list[str] = []
     for override in overrides:
@@ -353,13 +352,15 @@ def apply_overrides(
         name = name.strip()
         if not equals or not name:
             raise RecipeError(
-                f"'{override}' sets nothing", where=setting, fix="write --set key=value, such as --set max_length=4096"
+                f"'{override}' has no key or no '='",
+                where=setting,
+                fix="write --set key=value, such as --set max_length=4096",
             )
         value = _read_value(text, setting)
         if name in ALIASES:
             notes.append(f"'{name}' is read as '{ALIASES[name]}'")
             name = ALIASES[name]
-        path = _find(name, tree, setting, kind)
+        path = _find_key(name, tree, setting, kind)
         _write(tree, path, value, marks, setting)
     return notes
 
@@ -374,8 +375,8 @@ def _read_value(text: str, setting: str) -> Any:
     return value
 
 
-def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
-    """Return the path that a name stands for: written in full, at the top level, or a last name that is unique."""
+def _find_key(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
+    """Return the path of a key that is written in full, is at the top level, or has a unique last name."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
     leaves = leaf_paths(kind)
     if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES}:
@@ -388,7 +389,7 @@ def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> 
         return places[0]
     if places:
         raise RecipeError(
-            f"'{name}' could be {' or '.join(show_path(place) for place in places)}",
+            f"'{name}' is ambiguous: {' or '.join(show_path(place) for place in places)}",
             where=setting,
             fix=f"write it in full, such as --set {'.'.join(map(str, places[0]))}=...",
         )
@@ -396,7 +397,7 @@ def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> 
         i for i, entry in enumerate(tree.get("datasets") or []) if isinstance(entry, dict) and name in entry
     ]:
         raise RecipeError(
-            f"'{name}' stands in an entry of a list",
+            f"'{name}' is a key in an entry of 'datasets'",
             where=setting,
             fix=f"write --set datasets.{entries[0]}.{name}=...",
         )
@@ -414,16 +415,18 @@ def _configuration(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
-    """Put a value at a path, creating missing mappings; all that is new is marked with the setting."""
+    """Set the value at a path and create missing mappings; everything new is marked with the setting."""
     here: Any = tree
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if isinstance(part, int) and isinstance(here, list):
             if part >= len(here):
                 shown = show_path(path[:depth])
-                raise RecipeError(f"'{shown}' has {len(here)} entries; the first is {shown}[0]", where=setting)
+                raise RecipeError(f"'{shown}' has {len(here)} entries, counted from {shown}[0]", where=setting)
         elif isinstance(part, int) or not isinstance(here, dict):
-            raise RecipeError(f"'{show_path(path[:depth])}' has no '{part}'", where=setting, fix="set it as a whole")
+            raise RecipeError(
+                f"'{show_path(path[:depth])}' has no key '{part}'", where=setting, fix="set the whole value"
+            )
         if last:
             here[part] = value
             marks.set(path, setting)

@@ -1,7 +1,6 @@
-"""Mistakes in a recipe, in words: pydantic's findings and ours, sorted and reported in one error.
+"""Mistakes in a recipe: findings of pydantic and of the rules as sentences, sorted and reported in one error.
 
-The words for the values of a key are made from its JSON schema, so that the two cannot differ. ``kind`` is the recipe's
-type.
+The words for a key's values are made from its JSON schema, so the two agree. ``kind`` is the type of the recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MOST_SHOWN = 20
 
 
 def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
-    """Return one error for all mistakes, in the order of the file."""
+    """Return one error about all mistakes, in the order of the file."""
     mistakes = sorted(mistakes, key=lambda mistake: mistake.line or marks.line(mistake.path))
     first, *others = mistakes
     if not others:
@@ -42,10 +41,10 @@ def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
 
 
 def find_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
-    """Return all mistakes in a recipe; an empty list if there are none.
+    """Return all mistakes in a recipe; empty if it is correct.
 
-    A rule about several keys stops at its first mistake. So the key of each mistake is left out and the rest is checked
-    again. A mistake that names a key that was left out is not reported: it may only follow from that.
+    Rules about several keys stop at their first mistake. So the key of each mistake is removed, and the rest is checked
+    again. A mistake that names a removed key is not reported, because the removal may have caused it.
     """
     tree, found = copy.deepcopy(tree), list[Mistake]()
     gone: set[KeyPath] = set()
@@ -65,7 +64,7 @@ def find_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
 
 
 def _leave_out(tree: Any, path: KeyPath) -> bool:
-    """Remove a key; return False if it is not there."""
+    """Remove a key; return False if it does not exist."""
     try:
         for part in path[:-1]:
             tree = tree[part]
@@ -76,7 +75,7 @@ def _leave_out(tree: Any, path: KeyPath) -> bool:
 
 
 def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
-    """Return pydantic's findings as mistakes, one for each key, with the value it takes and the value found."""
+    """Return pydantic's findings as mistakes, one for each key, with the expected and the found value."""
     found: dict[KeyPath, Mistake] = {}
     for detail in error.errors():
         context = detail.get("ctx", {})
@@ -90,30 +89,30 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
             fix = "add datasets: [{path: data/train.jsonl}]" if loc == ("datasets",) else f"add {loc[-1]}: ..."
             mistake = Mistake(loc, f"'{show_path(loc)}' is missing", fix)
         elif detail["type"] == TOO_LARGE:
-            # The other branches of a union say that they do not take the number either; this one says why.
+            # The other branches of a union refuse the number too; only this one has the reason.
             mistake = _too_large(loc, tree, kind, context["limit"])
             found.pop(mistake.path, None)
         else:
             mistake = _wrong_value(loc, tree, kind)
         found.setdefault(mistake.path, mistake)
-    # A list with a wrong entry is also reported as too short; the entry says it better.
+    # A list with a wrong entry is also reported as too short; the entry's mistake is clearer.
     outer = {path[:end] for path in found for end in range(len(path))}
     return [mistake for path, mistake in found.items() if path not in outer]
 
 
 def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
-    """Return the mistake of an unknown key, with the nearest key that the recipe has."""
+    """Return the mistake of an unknown key, with the most similar known key."""
     parent, name = path[:-1], str(path[-1])
     known = properties(parent, kind) + ([*ALIASES, *CHOICES, *SWITCHES] if not parent else [])
     if not parent and (others := objectives_with(name)):
         how = " or ".join(f"add objective: {other}, or run `streamtune {other}`" for other in others)
-        return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes", how)
+        return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes only", how)
     fix = did_you_mean(name, known)
     if elsewhere := [place for place in leaf_paths(kind).get(name, []) if place != path]:
         place = elsewhere[0]
-        fix = f"'{name}' stands under '{show_path(place[:-1])}:'" if place[:-1] else f"'{name}' stands at the top level"
+        fix = f"write it under '{show_path(place[:-1])}:'" if place[:-1] else "write it at the top level"
     elif not fix and parent:
-        fix = f"'{show_path(parent)}' has {', '.join(known)}"
+        fix = f"keys of '{show_path(parent)}': {', '.join(known)}"
     shown = f" in '{show_path(parent)}'" if parent else ""
     return Mistake(path, f"unknown key '{name}'{shown}", fix or "`streamtune schema` lists every key")
 
@@ -127,22 +126,26 @@ def _wrong_value(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mist
     value = _value_at(path, tree)
     name = show_path(path)
     if value is None:
-        return Mistake(path, f"'{name}' has no value; it takes {expected(fragment)}", "write one, or delete the line")
-    what = f"'{name}' takes {expected(fragment)}; found {_show(value)}"
+        return Mistake(
+            path, f"'{name}' has no value; it must be {expected(fragment)}", "write a value, or delete the line"
+        )
+    what = f"'{name}' must be {expected(fragment)}; found {_show(value)}"
     return Mistake(path, what, _fix(fragment, value))
 
 
 def _too_large(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe], limit: int) -> Mistake:
     path, _ = field_at(loc, kind)
     return Mistake(
-        path, f"'{show_path(path)}' is at most {limit:,}; found {_show(_value_at(path, tree))}", "fix the number"
+        path,
+        f"'{show_path(path)}' must be at most {limit:,}; found {_show(_value_at(path, tree))}",
+        "write a smaller number",
     )
 
 
 def _value_at(path: KeyPath, tree: Any) -> Any:
     for part in path:
         if not isinstance(tree, dict | list):
-            return tree  # a single value stands for a list of it
+            return tree  # a single value in place of a list
         tree = cast("Any", tree)[part]
     return tree
 
@@ -156,15 +159,15 @@ def _show(value: Any) -> str:
         case []:
             return "an empty list"
         case list():
-            return "a list with an empty word" if "" in value else "a list"
+            return "a list with an empty text" if "" in value else "a list"
         case dict():
-            return "keys"
+            return "a group of keys"
         case _:
             return str(value) if len(str(value)) <= 60 else f"a number of {len(str(value))} digits"
 
 
 def _fix(fragment: dict[str, Any], value: Any) -> str:
-    """Suggest a value to write instead, where the slip is a common one; else return an empty text."""
+    """Return the value to write after a common slip; empty for other values."""
     takes = {choice.get("type") for choice in fragment.get("anyOf", [fragment])}
     if "boolean" in takes and isinstance(value, str) and value.lower() in _TRUE_FALSE:
         return f"write {_TRUE_FALSE[value.lower()]}"
@@ -179,7 +182,7 @@ def _fix(fragment: dict[str, Any], value: Any) -> str:
     if "array" in takes and isinstance(value, str):
         return f"write [{value}]"
     if "array" in takes and isinstance(value, list) and "" in value:
-        return "leave the empty word out"
+        return "delete the empty text"
     if "array" in takes and isinstance(value, dict):
         return "start each entry with '- '"
     if takes == {"string"} and not options(fragment) and isinstance(value, (bool, int, float)):
@@ -193,7 +196,7 @@ _SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def _meant(value: Any) -> int | float | None:
-    """Return the number meant by ``8_192``, ``"8192"``, ``8,192`` or ``8k``; None if it is none of these."""
+    """Return the number meant by ``8_192``, ``"8192"``, ``8,192`` or ``8k``; None for other values."""
     if not isinstance(value, str):
         return None
     if whole := re.fullmatch(r"([0-9][0-9_,]{0,30}) ?([kKmM]?)", value):
@@ -207,7 +210,7 @@ Fragment = dict[str, Any]
 
 @cache
 def _schema(kind: type[Recipe]) -> Fragment:
-    """Return the recipe's schema with every reference replaced by what it points to."""
+    """Return the recipe's schema with every reference replaced by its definition."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -225,14 +228,14 @@ def _schema(kind: type[Recipe]) -> Fragment:
 
 
 def _resolve(fragment: Fragment) -> Fragment:
-    """Reduce "this or null" to "this"."""
+    """Return the schema of X for the schema "X or null"; other schemas unchanged."""
     while len(choices := [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]) == 1:
         fragment = choices[0]
     return fragment
 
 
 def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
-    """Return the longest beginning of ``path`` that is in the schema, and the schema of it.
+    """Return the longest beginning of ``path`` that the schema has, and its schema.
 
     Pydantic adds the branch of a union that it tried to a path; such parts are dropped.
     """
@@ -251,12 +254,12 @@ def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragm
 
 
 def properties(path: KeyPath, kind: type[Recipe] = Recipe) -> list[str]:
-    """Return the keys that may stand at ``path``."""
+    """Return the keys allowed at ``path``."""
     return list(field_at(path, kind)[1].get("properties", {}))
 
 
 def options(fragment: Fragment) -> list[str]:
-    """Return the words a key accepts, if it accepts words from a list; else an empty list."""
+    """Return the words that a key accepts; empty if it accepts other values."""
     fragment = _resolve(fragment)
     if "anyOf" in fragment:
         return [word for choice in fragment["anyOf"] for word in options(choice)]
@@ -265,10 +268,10 @@ def options(fragment: Fragment) -> list[str]:
 
 
 def expected(fragment: Fragment) -> str:
-    """Describe the values a key takes: ``a whole number of at least 1, or 'auto'``."""
+    """Describe the values that a key accepts: ``a whole number of at least 1, or 'auto'``."""
     fragment = _resolve(fragment)
     if "anyOf" in fragment:
-        return ", or ".join(expected(choice) for choice in fragment["anyOf"])
+        return ", or ".join(dict.fromkeys(expected(choice) for choice in fragment["anyOf"]))
     if "enum" in fragment:
         return _either([_quote(value) for value in fragment["enum"]])
     if "const" in fragment:
@@ -276,9 +279,9 @@ def expected(fragment: Fragment) -> str:
     match fragment.get("type"):
         case "object":
             keys = list(fragment.get("properties", {}))
-            return f"keys of its own ({', '.join(keys)})" if keys else "keys of its own"
+            return f"a group of keys ({', '.join(keys)})" if keys else "a group of keys"
         case "array":
-            return f"a list of {'words' if _resolve(fragment['items']).get('type') == 'string' else 'entries'}"
+            return f"a list of {'texts' if _resolve(fragment['items']).get('type') == 'string' else 'entries'}"
         case "boolean":
             return "true or false"
         case "integer":
@@ -291,7 +294,8 @@ def expected(fragment: Fragment) -> str:
 
 @cache
 def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
-    """Return the paths of the recipe's leaves by last name; leaves within lists have no one path and are left out."""
+    """Return the paths of the recipe's leaves by their last name. Leaves inside lists are left out: they have no single
+    path."""
     found: dict[str, list[KeyPath]] = {}
 
     def walk(fragment: Fragment, path: KeyPath) -> None:
@@ -315,7 +319,7 @@ def _items(fragment: Fragment) -> Fragment | None:
 
 
 def _named(fragment: Fragment) -> Fragment | None:
-    """Return the schema of the values of a table whose keys are names that the user chooses."""
+    """Return the schema of the values of a mapping whose keys the user chooses; None for other schemas."""
     named = fragment.get("additionalProperties")
     return named if isinstance(named, dict) else None
 
@@ -329,7 +333,7 @@ def _range(fragment: Fragment) -> str:
     if above is not None:
         parts.append(f"above {above:g}")
     if high is not None:
-        parts.append(f"of at most {high:g}")
+        parts.append(f"at most {high:g}" if parts else f"of at most {high:g}")
     if below is not None:
         parts.append(f"below {below}")
     return " " + " and ".join(parts) if parts else ""

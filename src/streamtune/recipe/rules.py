@@ -1,15 +1,15 @@
-"""Rules about keys: the rows of the rule tables, and how they are read; the base class and ranges of all keys.
+"""Rules about keys: rule tables and their evaluation; the base class and the ranges of all keys.
 
-A table is a tuple of rows beside the keys that it is about, in ``keys/``. A condition is a
-mapping of keys to values, which all hold::
+A rule table is a tuple of rows, beside the keys that it is about, in ``keys/``. A condition maps keys to values, and
+holds if every key has its value::
 
-    Clash({"packing": True, "batching": "buckets"}, "'packing' has no meaning with buckets", "delete the line")
+    Clash({"packing": True, "batching": "buckets"}, "'packing' does not combine with buckets", "delete the line")
 
-The mistake is reported at the first key. A key of a group is written ``engine.weights``; a property of the recipe is a
-key as well. ``{key}`` in a text is the value of a key, ``{key:,}`` with Python's format; in braces with a blank
-(``{prompt: ...}``) is text.
+The mistake is reported at the first key. A key of a group is written ``engine.weights``. A property of the recipe can
+be used like a key. ``{key}`` in a text is replaced by the key's value, ``{key:,}`` by its value in Python's format.
+Braces around text with a blank (``{prompt: ...}``) stay as they are.
 
-Rows are asked in the order of the tables, and the first mistake is reported.
+Rows are evaluated in the order of the tables, and the first mistake is reported.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ ONE_OF_TWO = "delete one of the two"
 KEEP_ONE = "keep one of them"
 
 Condition = Mapping[str, object]
-"""Keys and the values that they have: a value, or one of the tests below."""
+"""Keys -> the value that each must have, or one of the tests below."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Any value but the default."""
+    """Test: the key has another value than its default."""
 
 
 GIVEN = Given()
 
 
 class Not:
-    """Any value but these."""
+    """Test: the key has none of these values."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
 
 
 class OneOf:
-    """One of these values."""
+    """Test: the key has one of these values."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
 
 
 def having(table: Mapping[str, object], when: Condition) -> OneOf:
-    """Return the test of a name whose row in a table meets a condition: ``having(OPTIMIZERS, {"averages": True})``."""
+    """Return the test that a key names a row of ``table`` meeting a condition: ``having(OPTIMIZERS, {"averages":
+    True})``."""
     return OneOf(*(name for name, row in table.items() if holds(row, when)))
 
 
 class Refusal(NamedTuple):
-    """A mistake: the key whose line is reported, what is wrong, and how to fix it."""
+    """A mistake: the key whose line is reported, the error, and its fix."""
 
     key: str
     what: str
@@ -71,7 +72,7 @@ class KeyRule(Protocol):
     """A row of a table."""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistakes that this row finds in a recipe, or in a group of keys."""
+        """Yield the mistakes that this row finds in a recipe or a group of keys."""
         ...
 
 
@@ -80,9 +81,9 @@ class Clash:
     """Settings that exclude each other.
 
     Args:
-        when: The settings.
+        when: Condition under which the settings are refused.
         what: Sentence of the error.
-        fix: Fix.
+        fix: Fix of the error.
         key: Key whose line is reported; empty for the first of ``when``.
     """
 
@@ -92,27 +93,27 @@ class Clash:
     key: str = ""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistake if all settings are there."""
+        """Yield the mistake if the condition holds."""
         if holds(spec, self.when):
             yield Refusal(self.key or next(iter(self.when)), fill(self.what, spec), fill(self.fix, spec))
 
 
 @dataclass(frozen=True)
 class Reads:
-    """A key that is read with one value of another key alone.
+    """A key that is read only with one value of another key.
 
     Args:
-        key: The key that is read.
-        other: The other key.
+        key: Key that is read.
+        other: Other key.
         value: Value of the other key.
-        why: Verb in place of "is read with", where the sentence says more.
-        fix: Fix, where it differs from the usual.
+        why: Verb in place of "is read only with".
+        fix: Fix in place of "write OTHER: VALUE, or delete the line".
     """
 
     key: str
     other: str
     value: object
-    why: str = "is read with"
+    why: str = "is read only with"
     fix: str = ""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
@@ -123,7 +124,7 @@ class Reads:
             shown_value = f"'{found}'" if isinstance(found, str) else shown(found)
             yield Refusal(
                 self.key,
-                f"'{self.key}' {self.why} '{setting}', and {self.other} is {shown_value}",
+                f"'{self.key}' {self.why} '{setting}', and '{self.other}' is {shown_value}",
                 self.fix or f"write {setting}, or {DELETE}",
             )
 
@@ -132,16 +133,16 @@ class OnlyFor:
     """Keys that only one objective reads.
 
     Args:
-        objective: The objective that reads the keys.
-        keys: The keys.
+        objective: Objective that reads the keys.
+        keys: Keys that are refused in recipes of other objectives.
         what: Sentence of the error, with ``{key}`` and ``{objective}``.
     """
 
-    def __init__(self, objective: str, *keys: str, what: str = "'{key}' has no meaning in {objective}") -> None:
+    def __init__(self, objective: str, *keys: str, what: str = "'{key}' is not read by {objective}") -> None:
         self.objective, self.keys, self.what = objective, keys, what
 
     def refusals(self, recipe: Any) -> Iterator[Refusal]:
-        """Yield each of the keys that is given in a recipe of another objective."""
+        """Yield a mistake for each of the keys that a recipe of another objective gives."""
         if recipe.objective != self.objective:
             for key in self.keys:
                 if is_given(recipe, key):
@@ -149,19 +150,19 @@ class OnlyFor:
 
 
 class Where:
-    """Rows that are asked where a setting is there.
+    """Rows that are evaluated only under a condition.
 
     Args:
-        when: The setting.
-        rows: The rows.
-        text: Sentence around what each row says, with ``{}`` in its place.
+        when: Condition.
+        rows: Rows of the table.
+        text: Sentence around the error of each row, which replaces ``{}``.
     """
 
     def __init__(self, when: Condition, *rows: KeyRule, text: str = "{}") -> None:
         self.when, self.rows, self.text = when, rows, text
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistakes of the rows, in the words of the whole sentence."""
+        """Yield the mistakes of the rows, each inside the whole sentence."""
         if holds(spec, self.when):
             head, tail = (fill(part, spec) for part in self.text.split("{}"))
             for key, what, fix in refusals_of(spec, self.rows):
@@ -170,27 +171,27 @@ class Where:
 
 @dataclass(frozen=True)
 class Custom:
-    """A rule that is computed: sums, lists of entries, names."""
+    """A rule that a function computes, such as about sums, lists of entries or names."""
 
     function: Callable[[Any], Iterator[Refusal]]
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield what the function yields."""
+        """Yield the mistakes that the function yields."""
         return self.function(spec)
 
 
 Rules = tuple[KeyRule, ...]
-"""A table."""
+"""A rule table."""
 
 
 def refusals_of(spec: Any, rules: Iterable[KeyRule]) -> Iterator[Refusal]:
-    """Yield the mistakes that rules find, in their order."""
+    """Yield the mistakes that the rules find, in their order."""
     for rule in rules:
         yield from rule.refusals(spec)
 
 
 def holds(spec: Any, when: Condition) -> bool:
-    """Return True if all settings of a condition are there."""
+    """Return True if every key of a condition has its value."""
     return all(_is(spec, key, wanted) for key, wanted in when.items())
 
 
@@ -207,14 +208,14 @@ def _is(spec: Any, key: str, wanted: object) -> bool:
 
 
 def value_of(spec: Any, key: str) -> Any:
-    """Return the value of a key or a property; None for a key of a group that is not there."""
+    """Return the value of a key or property; None for a key of a missing group."""
     for part in key.split("."):
         spec = None if spec is None else getattr(spec, part)
     return spec
 
 
 def is_given(spec: Any, key: str) -> bool:
-    """Return True if a key has another value than its default."""
+    """Return True if a key's value differs from its default."""
     *groups, last = key.split(".")
     owner = value_of(spec, ".".join(groups)) if groups else spec
     default = type(owner).model_fields[last].get_default(call_default_factory=True)
@@ -222,7 +223,7 @@ def is_given(spec: Any, key: str) -> bool:
 
 
 def fill(text: str, spec: Any) -> str:
-    """Return a text with the values of the keys that it names in braces."""
+    """Return a text with each ``{key}`` replaced by the key's value."""
 
     def value(found: re.Match[str]) -> str:
         value = value_of(spec, found[1])
@@ -232,18 +233,18 @@ def fill(text: str, spec: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as a recipe has it."""
+    """Return a value as it is written in a recipe."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 TOO_LARGE = "too_large"
-"""Type of the error that a number is larger than any run needs."""
+"""Type of the error about a number larger than any run needs."""
 
 
 def at_most(limit: int) -> AfterValidator:
-    """Return a check that refuses absurd numbers: a slip, which would end as no memory, no time, or an overflow.
+    """Return a validator that refuses absurd numbers, which would otherwise end as no memory, no time, or an overflow.
 
-    It is none of the schema's ranges: an error about a text in a number's place is clearer without it.
+    The limit is not part of the schema: an error about text in place of a number is clearer without it.
     """
 
     def check(value: float) -> float:
@@ -257,21 +258,21 @@ def at_most(limit: int) -> AfterValidator:
 Count = Annotated[int, Field(ge=1), at_most(10**12)]
 Steps = Annotated[int, Field(ge=0), at_most(10**12)]
 Rows = Annotated[int, Field(ge=1), at_most(10**6)]
-"""Rows in one forward, or forwards in one step."""
+"""Number of rows in one forward, or of forwards in one step."""
 Positive = Annotated[float, Field(gt=0), at_most(10**9)]
 NotNegative = Annotated[float, Field(ge=0), at_most(10**9)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples": ["80GiB"]})]
-"""Bytes, as people write them; ``streamtune.base.text.parse_size`` reads it."""
+"""Bytes with a unit; ``streamtune.base.text.parse_size`` reads it."""
 
 
 class Spec(BaseModel):
-    """The base of all recipe types: strict, frozen, no unknown key, no NaN, and the rules of its keys."""
+    """Base class of all recipe types: strict types, frozen, no unknown keys, no NaN, and the rules of its keys."""
 
     rules: ClassVar[Rules] = ()
-    """Table of rules about these keys."""
+    """Rule table of these keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -290,11 +291,11 @@ class Spec(BaseModel):
         return self
 
     def refusals(self) -> Iterator[Refusal]:
-        """Yield what the rules refuse, in the order of the tables."""
+        """Yield the mistakes that the rules find, in the order of the tables."""
         return refusals_of(self, self.rules)
 
 
 def mistake(what: str, *, key: str, fix: str = "") -> PydanticCustomError:
-    """Return the error of a mistake in the value of ``key`` (``engine.levels`` for one in a group), in words."""
+    """Return pydantic's error for a mistake in the value of ``key``; a key of a group is written ``engine.levels``."""
     # The text travels as context: a template would read braces in a user's value as its own placeholders.
     return PydanticCustomError("recipe", "{what}", {"what": what, "key": key, "mend": fix})

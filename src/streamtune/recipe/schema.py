@@ -1,11 +1,11 @@
-"""The recipes of all objectives: the topics of their keys, the order of their rules, and their JSON schema.
+"""The recipes of all objectives: their keys, the order of their rules, and their JSON schema.
 
-A recipe is flat where the Hugging Face Trainer is flat and uses its names. The text under each field, here and in
-``keys/``, is the only description of a key. The JSON schema, the editor's hover text and the documentation are made of
-it.
+A recipe is flat where the Hugging Face Trainer is flat, and uses its names. The docstring of a field, here and in
+``keys/``, is the only description of a key. The JSON schema, the editor's hover text and the documentation are made
+from it.
 
-The types are strict (``"1e-5"`` is not a number, ``yes`` is not a boolean), frozen, and refuse unknown keys.
-Nothing here reads a file or touches a device; ``streamtune.recipe.loader`` adds the file and the line to an error.
+The types are strict (``"1e-5"`` is not a number, ``yes`` is not a boolean), frozen, and refuse unknown keys. Nothing
+here reads a file or touches a device; ``streamtune.recipe.loader`` adds file and line to an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from streamtune.recipe.settings import (
 )
 
 
-def _of_shared_weights(recipe: Any) -> Iterator[Refusal]:
+def _unshareable_choices(recipe: Any) -> Iterator[Refusal]:
     if recipe.shares_weights:
         yield from recipe.needs_whole_weights()
 
@@ -74,7 +74,7 @@ class Recipe(
     ModelKeys,
     ObjectiveKeys,
 ):  # the keys of the last one come first
-    """Everything a supervised fine-tuning run depends on; what other objectives have in common with it."""
+    """A recipe of supervised fine-tuning, and the keys that all other objectives have too."""
 
     rules: ClassVar[Rules] = (
         *MODEL_RULES,
@@ -97,7 +97,7 @@ class Recipe(
         *WARMUP_RULES,
         *QUANTIZATION_RULES,
         *EVALUATION_RULES,
-        Custom(_of_shared_weights),
+        Custom(_unshareable_choices),
         *ENGINE_RULES,
         *STATE_RULES,
     )
@@ -106,37 +106,37 @@ class Recipe(
         *loss.NEEDS_WHOLE_WEIGHTS,
         *engine.NEEDS_WHOLE_WEIGHTS,
     )
-    """Table of choices that are refused where ranks share the weights: by a key, or by a DeepSpeed file, whose stage a
-    run finds."""
+    """Choices that are refused if ranks share the weights: by a key, or by a DeepSpeed file, whose stage is read at the
+    start of a run."""
 
     def needs_whole_weights(self) -> Iterator[Refusal]:
-        """Yield the choices of this recipe that are refused where ranks share the weights."""
+        """Yield the choices of this recipe that are refused if ranks share the weights."""
         return refusals_of(self, self.whole_weights)
 
     @property
     def evaluates(self) -> bool:
-        """True if there are rows to evaluate on."""
+        """True if the recipe has rows for evaluation."""
         return self.val_size > 0 or bool(self.eval_datasets)
 
 
 class DpoRecipe(PreferenceSettings, Recipe):
-    """Everything a run of preference training depends on."""
+    """A recipe of preference training."""
 
     objective: Literal["dpo"] = "dpo"
-    """Objective of the training: preferences between completions of a prompt."""
+    """Training objective: preferences between completions of a prompt."""
 
     rules = (*Recipe.rules, *ROW_RULES, *DPO_RULES)
 
 
 class GrpoRecipe(RolloutSettings, Recipe):
-    """Everything a run of group-relative policy optimisation depends on."""
+    """A recipe of group-relative policy optimisation."""
 
     objective: Literal["grpo"] = "grpo"
-    """Objective of the training: a loss on completions that the model writes itself, by their rewards or by the
-    distribution of a teacher."""
+    """Training objective: a loss on completions that the model writes, by their rewards or by the distribution of a
+    teacher."""
 
     num_completions_to_print: Steps = 4
-    """Completions of each batch to keep, with their rewards, in `completions.jsonl`."""
+    """Completions of each batch that are saved, with their rewards, in `completions.jsonl`."""
 
     rules = (
         *Recipe.rules,
@@ -150,18 +150,18 @@ class GrpoRecipe(RolloutSettings, Recipe):
 
 
 RECIPES: dict[str, type[Recipe]] = {"sft": Recipe, "dpo": DpoRecipe, "grpo": GrpoRecipe}
-"""Value of the key ``objective`` -> the recipe's type. A command of the same name trains it."""
+"""Value of ``objective`` -> type of the recipe. The command of the same name trains it."""
 
 
 def objectives_with(key: str) -> list[str]:
-    """Return the objectives whose recipes have a key at their top level."""
+    """Return the objectives whose recipes have this key at the top level."""
     return [objective for objective, kind in RECIPES.items() if key in kind.model_fields]
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the schema of a recipe file, JSON Schema draft 2020-12, with every key's description.
+    """Return the JSON schema of a recipe file (draft 2020-12), with every key's description.
 
-    Each objective's recipe is a definition of its own; the key ``objective`` decides which of them applies to a file.
+    The recipe of each objective is a definition; the key ``objective`` decides which of them applies to a file.
     """
     definitions: dict[str, Any] = {}
     for kind in RECIPES.values():
@@ -183,13 +183,14 @@ def json_schema() -> dict[str, Any]:
 
 
 def _tidy(node: Any, *, names: bool = False) -> Any:
-    """Drop the titles pydantic makes from names; with ``names`` the keys of ``node`` are a recipe's own, and stay."""
+    """Drop the titles that pydantic makes from names. With ``names``, the keys of ``node`` are the recipe's own and
+    stay."""
     if isinstance(node, list):
         return [_tidy(item) for item in node]
     if not isinstance(node, dict):
         return node
     return {
-        key: " ".join(value.split())  # a docstring's line breaks mean nothing
+        key: " ".join(value.split())  # join the lines of a docstring
         if key == "description" and isinstance(value, str)
         else _tidy(value, names=key in ("properties", "$defs"))
         for key, value in node.items()

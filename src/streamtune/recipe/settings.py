@@ -1,17 +1,17 @@
-"""The keys that each part of a run reads. A recipe is all of them; a function takes the settings of its own part.
+"""The keys that each part of a run reads. A recipe has all of them; a function takes the settings of its own part.
 
     TokenizerSettings  a tokenizer, loaded or trained on the rows
     RowSettings        rows -> token ids
     BatchSettings      token ids -> micro-batches and optimizer steps
-    ModelSettings      the weights: from where, in which dtype, where they lie, with which adapters
+    ModelSettings      the weights: source, dtype, memory, adapters
     OptimizerSettings  the update of the weights
     TrainingSettings   an optimizer step: batches, model and update
-    PreferenceSettings the loss of preferences
+    PreferenceSettings the preference loss
     PolicySettings     the loss on completions that the model writes
-    RolloutSettings    these completions and their rewards, besides
+    RolloutSettings    PolicySettings, and the completions with their rewards
 
-Each class inherits from the topics in ``keys/`` and adds no key, so a key is written down once. A recipe is an instance
-of every class for its objective; ``mypy`` refuses a function that reads a key beyond its annotation.
+Each class inherits from topics in ``keys/`` and adds no key, so a key is defined once. A recipe is an instance of every
+class that its objective needs. ``mypy`` refuses a function that reads a key outside its annotation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 
 
 class RowSettings(RunKeys, BatchKeys, TrainedTokenKeys, CacheKeys, DataKeys):
-    """Settings of rows. ``data/`` reads no recipe: it gets the ``DataOptions`` that ``Task.data_options`` makes."""
+    """Settings of rows. ``data/`` reads no recipe; it gets the ``DataOptions`` made by ``Task.data_options``."""
 
 
 class TokenizerSettings(CacheKeys, DataKeys, ModelKeys):
@@ -42,11 +42,12 @@ class TokenizerSettings(CacheKeys, DataKeys, ModelKeys):
 
 
 class BatchSettings(RunKeys, LearningRateKeys, StepKeys, DeviceKeys, BatchKeys, TrainedTokenKeys):
-    """Settings of micro-batches, of the rows of an optimizer step, and of the learning rate that follows from them."""
+    """Settings of micro-batches, of the rows of an optimizer step, and of the learning rate, which depends on their
+    number."""
 
 
 class ModelSettings(RunKeys, RouterKeys, DeviceKeys, EngineKeys, LossKeys, TrainedTokenKeys, AdapterKeys, ModelKeys):
-    """Settings of a model with its adapters and its teacher, on the device or in the host's memory."""
+    """Settings of a model with its adapters and teacher, on the device or in host memory."""
 
 
 class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, EngineKeys, AdapterKeys, ModelKeys):
@@ -54,7 +55,7 @@ class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, En
 
     @property
     def step_kind(self) -> StepKind:
-        """The kind of an optimizer step: by the optimizer, and by the keys that change it."""
+        """The kind of an optimizer step, from the optimizer and the keys that change it."""
         kind = step_kind(self.optim, self.optim_args)
         if self.optim_in_backward:
             kind = kind.in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
@@ -84,17 +85,18 @@ class TrainingSettings(
 
 
 class PreferenceSettings(PreferenceKeys, EngineKeys, LossKeys, TrainedTokenKeys):
-    """Settings of a loss of preferences."""
+    """Settings of a preference loss."""
 
 
 class PolicySettings(PolicyKeys, RolloutKeys, StepKeys, LossKeys):
-    """Settings of a loss on completions that the model writes itself."""
+    """Settings of a loss on completions that the model writes."""
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if the policy may have changed between writing completions and training on them, and the loss asks."""
+        """True if the loss needs the log-probs of the policy that wrote the completions: it may change before training
+        on them."""
         return not self.distils and self.num_iterations * self.steps_per_rollout > 1
 
 
 class RolloutSettings(PolicySettings, RewardKeys, TrainingSettings):
-    """Settings of writing completions, of scoring them and of learning from them."""
+    """Settings of writing completions, scoring them, and training on them."""

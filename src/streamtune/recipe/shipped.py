@@ -1,4 +1,4 @@
-"""The recipes that come with StreamTune: in the package when installed, in the source tree otherwise."""
+"""The recipes that come with StreamTune: in the installed package, or in the source tree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _SOURCE_TREE = _PACKAGE.parent.parent
 
 HEADER = "# yaml-language-server: $schema="
-"""First line of a shipped recipe: tells editors where the schema is."""
+"""First line of a shipped recipe, which tells editors where the schema is."""
 
 
 DEVICE = re.compile(r"-(?:(\d+)x)?(\d+)gb$")
-"""End of the name of a recipe for one kind of device: ``-80gb``, ``-8x80gb``."""
+"""Suffix of the name of a recipe for one kind of device: ``-80gb``, ``-8x80gb``."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ShippedRecipe:
     """A recipe that comes with StreamTune.
 
     Args:
-        name: Name in ``streamtune recipes show``: the path below the folder of recipes, without the suffix.
+        name: Name in ``streamtune recipes show``: path below the folder of recipes, without suffix.
         summary: First comment line of the file.
         path: Path of the file.
         text: Content of the file.
@@ -38,7 +38,7 @@ class ShippedRecipe:
 
     @property
     def device(self) -> str:
-        """The device that the name ends with, ``80 GB`` or ``8 x 80 GB``, or an empty string."""
+        """Device in the suffix of the name, such as ``80 GB`` or ``8 x 80 GB``; empty without one."""
         found = DEVICE.search(self.name)
         return "" if found is None else f"{found[1]} x {found[2]} GB" if found[1] else f"{found[2]} GB"
 
@@ -51,7 +51,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
 def shipped_names() -> list[str]:
     """Return the names of the shipped recipes: ``quickstart``, ``qwen3/8b-lora-80gb``.
 
-    Those that are for no one model come first. Numbers in names are sorted by their size: 8b before 14b.
+    Recipes for no particular model come first. Numbers in names are sorted by value: 8b before 14b.
     """
     folder = _folder()
     paths = [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]
@@ -59,21 +59,22 @@ def shipped_names() -> list[str]:
 
 
 def read_shipped(name: str) -> ShippedRecipe:
-    """Return one shipped recipe.
+    """Return a shipped recipe.
 
     Raises:
-        ArgumentError: There is none of that name.
+        ArgumentError: No shipped recipe has this name.
     """
     names = shipped_names()
     stem = name.removesuffix(".yaml")
     if stem not in names:
-        fix = did_you_mean(stem, names) or "`streamtune recipes ls` lists them"
-        raise ArgumentError(f"no shipped recipe is called '{name}'", fix=fix)
+        fix = did_you_mean(stem, names) or "`streamtune recipes ls` lists the shipped recipes"
+        raise ArgumentError(f"unknown shipped recipe '{name}'", fix=fix)
     return _read(_file(stem))
 
 
 def with_schema(text: str, folder: Path) -> str:
-    """Return a shipped recipe's text for a file in ``folder``: its header points to this installation's schema."""
+    """Return a shipped recipe's text for a file in ``folder``, whose first line points to this installation's
+    schema."""
     first, _, rest = text.partition("\n")
     if not first.startswith(HEADER):
         return text
@@ -85,7 +86,7 @@ def with_schema(text: str, folder: Path) -> str:
 
 
 def schema_file() -> Path | None:
-    """Return the path of the JSON schema, for editors; ``None`` if this installation has none."""
+    """Return the path of the JSON schema for editors; None if this installation lacks it."""
     for path in (_PACKAGE / "_recipes" / "recipe.schema.json", _SOURCE_TREE / "docs" / "recipe.schema.json"):
         if path.is_file():
             return path

@@ -1,12 +1,12 @@
-"""Read YAML text as plain values, with the line of every key, and write a recipe as YAML that reads back.
+"""Read YAML text as plain values, with the line of every key, and write a recipe as YAML.
 
-A recipe is read by stricter rules than YAML 1.1's, so that what a user sees is what the run gets:
+A recipe is read by stricter rules than YAML 1.1, so that a value means what it shows:
 
-- scalars follow the YAML 1.2 core schema: ``1e-5`` is a number, ``true`` and ``false`` are the booleans, ``no`` and
-  ``on`` are text, ``012`` is twelve;
-- a key may stand once in a mapping;
-- no anchors, aliases, merge keys or tags, one document, a bounded size, depth and number of values: a hostile file
-  costs nothing.
+- scalars follow the YAML 1.2 core schema: ``1e-5`` and ``012`` (twelve) are numbers, ``true`` and ``false`` are the
+  only booleans, ``no`` and ``on`` are text;
+- a key may occur only once in a mapping;
+- no anchors, aliases, merge keys, tags or second documents; size, depth and number of values are bounded, so that a
+  hostile file costs nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ KeyPath = tuple[str | int, ...]
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 2048
-"""Keys and values: a large recipe has a hundred."""
+"""Most keys and values. A large recipe has about a hundred."""
 MAX_DIGITS = 1000
 MAX_KEY = 200
-"""Characters of a key."""
+"""Most characters of a key."""
 
 # The YAML 1.2 core schema (yaml.org/spec/1.2.2, section 10.3.2).
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -45,13 +45,13 @@ _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing wrong with a recipe.
+    """One mistake in a recipe.
 
     Args:
-        path: The key it is about; longer than any marked path for a key that is missing.
+        path: Path of its key; for a missing key longer than any marked path.
         what: Sentence of the error.
-        fix: Fix; may be empty.
-        line: Line in the file, where the path alone does not give it (a duplicate key).
+        fix: Fix of the error; may be empty.
+        line: Line in the file, if the path alone does not give it (a duplicate key).
     """
 
     path: KeyPath
@@ -65,9 +65,9 @@ class Marks:
     """The places where the keys of a recipe were written.
 
     Args:
-        file: The recipe's path as the user gave it.
-        lines: Line of each key and each list item, from 1.
-        settings: The command-line setting that gave a key its value, such as ``--set max_length=4096``.
+        file: Path of the recipe, as the user gave it.
+        lines: Line of each key and list item, counted from 1.
+        settings: Command-line setting that set a key, such as ``--set max_length=4096``.
     """
 
     file: str
@@ -75,7 +75,8 @@ class Marks:
     settings: dict[KeyPath, str] = field(default_factory=dict)
 
     def where(self, *path: str | int) -> str:
-        """Return ``file:line`` of a key, or the setting that wrote it; for a missing key, of its nearest parent."""
+        """Return ``file:line`` of a key, or the setting that set it. A missing key has the place of its nearest
+        parent."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 return self.settings[path[:end]]
@@ -84,7 +85,7 @@ class Marks:
         return f"{self.file}:1"
 
     def rename(self, old: KeyPath, new: KeyPath) -> None:
-        """Move the marks of a key, and of everything under it, to another name."""
+        """Move the marks of a key, and of everything below it, to another name."""
 
         def renamed(path: KeyPath) -> KeyPath:
             return (*new, *path[len(old) :]) if path[: len(old)] == old else path
@@ -93,13 +94,13 @@ class Marks:
         self.settings = {renamed(path): setting for path, setting in self.settings.items()}
 
     def set(self, path: KeyPath, setting: str) -> None:
-        """Record that a setting wrote this key; earlier marks of it, and of everything under it, are dropped."""
+        """Record that a setting set this key, and drop earlier marks of it and of everything below it."""
         self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
         self.settings = {old: by for old, by in self.settings.items() if old[: len(path)] != path}
         self.settings[path] = setting
 
     def line(self, path: KeyPath) -> int:
-        """Return the line to sort mistakes by, of the nearest parent for a missing key; settings come last."""
+        """Return the line by which mistakes are sorted: of the key or its nearest parent. Settings come last."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 break
@@ -109,7 +110,7 @@ class Marks:
 
 
 def show_path(path: KeyPath) -> str:
-    """Return ``("datasets", 0, "path")`` as a user writes it: ``datasets[0].path``."""
+    """Return a path as a user writes it: ``datasets[0].path`` for ``("datasets", 0, "path")``."""
     shown = ""
     for part in path:
         shown += f"[{part}]" if isinstance(part, int) else f".{part}" if shown else part
@@ -117,7 +118,7 @@ def show_path(path: KeyPath) -> str:
 
 
 def parse_scalar(text: str) -> str | int | float | bool | None:
-    """Return the value of an unquoted scalar under the YAML 1.2 core schema."""
+    """Return the value of an unquoted scalar in the YAML 1.2 core schema."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text):
@@ -139,15 +140,15 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
     """Read one YAML document.
 
     Args:
-        text: The document.
+        text: Document.
         file: Name of the document in error messages.
 
     Returns:
         The values (``dict``, ``list``, ``str``, ``int``, ``float``, ``bool``, ``None``; ``None`` for an empty
-        document), the marks, and the duplicate keys found (the first of two is kept).
+        document), the marks, and the duplicate keys. Of duplicate keys the first is kept.
 
     Raises:
-        RecipeError: The text is not YAML, or uses a part of YAML that a recipe does not have.
+        RecipeError: The text is not YAML, or uses a feature of YAML that a recipe may not use.
     """
     reader = _Reader(text, file)
     try:
@@ -156,12 +157,12 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
         raise _not_yaml(error, file) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        what = f"the character U+{ord(text[error.position]):04X} does not belong in a text file"
+        what = f"the character U+{ord(text[error.position]):04X} is not allowed in a text file"
         raise RecipeError(what, where=f"{file}:{line}", fix="save the file as plain UTF-8 text") from error
 
 
 class _Reader:
-    """Builds values from PyYAML's events, which are made lazily: beyond a limit nothing is read."""
+    """Builds values from PyYAML's events, which are read lazily: nothing is read beyond a limit."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
@@ -171,30 +172,32 @@ class _Reader:
         self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
 
     def document(self) -> Any:
-        next(self.events)  # the stream starts
+        next(self.events)  # start of the stream
         if isinstance(next(self.events), yaml.StreamEndEvent):
             return None
         value = self.value(next(self.events), ())
-        next(self.events)  # the document ends
+        next(self.events)  # end of the document
         if not isinstance(after := next(self.events), yaml.StreamEndEvent):
-            raise self.refuse(after, "a second document starts here", "keep one document; delete the '---'")
+            raise self.refuse(after, "a recipe has only one document; a second one starts here", "delete the '---'")
         return value
 
     def value(self, event: yaml.Event, path: KeyPath) -> Any:
         if anchor := getattr(event, "anchor", None):
             name = f"*{anchor}" if isinstance(event, yaml.AliasEvent) else f"&{anchor}"
             raise self.refuse(
-                event, f"a recipe has no anchors and aliases: '{name}'", "write the value out, or quote it"
+                event, f"anchors and aliases are not allowed: '{name}'", "write the full value, or quote it"
             )
         if tag := getattr(event, "tag", None):
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            raise self.refuse(event, f"a recipe has no tags: '{shown}'", "delete the tag, or quote the value")
+            raise self.refuse(event, f"tags are not allowed: '{shown}'", "delete the tag, or quote the value")
         self.values += 1
         if self.values > MAX_VALUES:
-            raise self.refuse(event, f"more than {MAX_VALUES} keys and values", "data belongs under datasets")
+            raise self.refuse(
+                event, f"a recipe has at most {MAX_VALUES} keys and values", "write the path of data under datasets"
+            )
         if len(path) > MAX_DEPTH:
             raise self.refuse(
-                event, f"nested more than {MAX_DEPTH} deep", "a recipe is nearly flat; see `streamtune schema`"
+                event, f"a recipe has at most {MAX_DEPTH} levels", "recipes are nearly flat; see `streamtune schema`"
             )
         if isinstance(event, yaml.MappingStartEvent):
             return self.mapping(path)
@@ -202,7 +205,7 @@ class _Reader:
             return self.sequence(path)
         assert isinstance(event, yaml.ScalarEvent), event
         if wrong := _NO_TEXT.search(event.value):  # written as an escape: "\\0"
-            raise self.refuse(event, f"the character U+{ord(wrong[0]):04X} does not belong in a text", "delete it")
+            raise self.refuse(event, f"the character U+{ord(wrong[0]):04X} is not allowed in text", "delete it")
         return parse_scalar(event.value) if event.implicit[0] else event.value
 
     def mapping(self, path: KeyPath) -> dict[str, Any]:
@@ -210,17 +213,19 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             line = _line(event.start_mark)
             if not isinstance(event, yaml.ScalarEvent):
-                raise self.refuse(event, "a key must be one word", "put braces and brackets after 'key: '")
+                raise self.refuse(event, "a key must be plain text", "write braces and brackets after 'key: '")
             self.value(event, path)  # refuses an anchor or a tag on the key
             key = event.value
             if len(key) > MAX_KEY:
-                raise self.refuse(event, f"a key of {len(key):,} characters", f"a key has at most {MAX_KEY}")
+                raise self.refuse(
+                    event, f"a key must have at most {MAX_KEY} characters; found {len(key):,}", "write a shorter key"
+                )
             if key == "<<":
-                raise self.refuse(event, "a recipe has no merge keys: '<<'", "write the keys out")
+                raise self.refuse(event, "merge keys are not allowed: '<<'", "write all keys")
             if key in found:
-                what = f"'{key}' is given twice, first on line {self.marks.lines[*path, key]}"
+                what = f"'{key}' occurs twice, first on line {self.marks.lines[*path, key]}"
                 self.mistakes.append(Mistake((*path, key), what, "delete one of the two", line=line))
-            # The first of two stays, with its lines; the second is read all the same, for the limits hold in it too.
+            # The first of two is kept, with its lines. The second is read too, because limits apply to it.
             self.marks.lines.setdefault((*path, key), line)
             found.setdefault(key, self.value(next(self.events), (*path, key)))
         return found
@@ -243,43 +248,47 @@ def _line(mark: Any) -> int:
 
 
 def _not_yaml(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
-    """Return PyYAML's error in our words, for the slips people make."""
+    """Return a readable error for PyYAML's error, with a fix for common slips."""
     problem = error.problem or error.context or "cannot be read"
     where = f"{file}:{_line(error.problem_mark or error.context_mark)}"
     if "'\\t'" in problem:
-        return RecipeError("a tab where YAML wants spaces", where=where, fix="indent with spaces")
+        return RecipeError("YAML does not allow tabs as indentation", where=where, fix="indent with spaces")
     if "mapping values are not allowed" in problem:
         return RecipeError(
-            "a ': ' inside a value, or a key indented too far", where=where, fix="quote the value, or align the key"
+            "unexpected ': ' in a value, or a key indented too far",
+            where=where,
+            fix="quote the value, or align the key",
         )
     if "cannot start any token" in problem:
         character = problem.split("'")[1]
-        return RecipeError(f"a value cannot start with '{character}'", where=where, fix="put the value in quotes")
+        return RecipeError(f"a value cannot start with '{character}'", where=where, fix="quote the value")
     if "expected <block end>" in problem:
         return RecipeError(
-            "this line is not aligned with the ones above",
+            "the line is not aligned with the lines above",
             where=where,
-            fix="give keys of one level the same indentation; close every quote",
+            fix="indent keys of one level equally, and close every quote",
         )
     opened = f"{file}:{_line(error.context_mark)}" if error.context_mark else where
     if error.context == "while scanning a quoted scalar":
         return RecipeError(
-            "a quote opened here is not closed", where=opened, fix="close it; write '' for a quote inside"
+            "the quote opened here is not closed", where=opened, fix="close it; write '' for a quote inside"
         )
     if (error.context or "").startswith("while parsing a flow"):
-        return RecipeError("a bracket or brace opened here is not closed", where=opened, fix="close it")
-    return RecipeError(f"not YAML: {problem}", where=where, fix="put the value in quotes, or see `streamtune recipes`")
+        return RecipeError("the bracket or brace opened here is not closed", where=opened, fix="close it")
+    return RecipeError(
+        f"the file is not YAML: {problem}", where=where, fix="quote the value, or see `streamtune recipes`"
+    )
 
 
 def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
     """Return the recipe as YAML, with every default written out.
 
     Args:
-        recipe: The recipe; keys without a value are left out.
-        comment: Lines to put above it.
+        recipe: Recipe; keys without a value are left out.
+        comment: Lines to write above it as comments.
 
     Returns:
-        YAML that ``load_recipe`` reads back to an equal recipe.
+        YAML that ``load_recipe`` reads as an equal recipe.
     """
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     # mode="json" turns tuples into lists.
@@ -288,12 +297,12 @@ def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
 
 
 def dump_values(values: dict[str, Any]) -> str:
-    """Return keys and values as YAML that ``read_yaml`` reads back to equal ones."""
+    """Return keys and values as YAML that ``read_yaml`` reads as equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes text which our reader would take for something else."""
+    """A YAML dumper that quotes text which the reader would take for another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -304,7 +304,7 @@ def convert(folder: Path, text: str, name: str = "r.yaml", **more: Any) -> Impor
 def test_a_mistake_has_their_file_and_line(tmp_path: Path) -> None:
     """Six completions at once make no whole groups of four: the loader's finding, in their terms."""
     text = TRL.replace("per_device_train_batch_size: 4", "per_device_train_batch_size: 6")
-    with pytest.raises(RecipeError, match="no multiple of 'num_generations'") as caught:
+    with pytest.raises(RecipeError, match="must be a multiple of 'num_generations'") as caught:
         convert(tmp_path, text)
     assert caught.value.where == f"{tmp_path / 'r.yaml'}:9"
 

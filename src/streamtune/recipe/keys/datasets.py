@@ -1,4 +1,4 @@
-"""Keys of the sources of rows: entries of ``datasets``, eval sets, and rows that are read as training goes."""
+"""Keys of the data: entries of ``datasets``, named eval sets, and streaming."""
 
 from __future__ import annotations
 
@@ -28,147 +28,147 @@ from streamtune.recipe.rules import (
 )
 
 SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-"""Name of an eval set: it is part of the name of a metric."""
+"""Pattern of an eval set's name, which becomes part of a metric's name."""
 
 RESERVED = {"held_out": "the rows that val_size holds out", "nll": "a loss of preferences, eval_nll_loss"}
-"""Names that an eval set cannot have, and what has them."""
+"""Names that an eval set cannot have -> what has this name."""
 
 
-def _column_read_twice(spec: Any) -> Iterator[Refusal]:
+def _duplicate_columns(spec: Any) -> Iterator[Refusal]:
     theirs = list((spec.columns or {}).values())
     if twice := next((name for name in theirs if theirs.count(name) > 1), None):
-        yield Refusal("datasets", f"'columns' reads the column '{twice}' twice", "keep one of the two")
+        yield Refusal("datasets", f"'columns' reads the column '{twice}' twice", "delete one of the two entries")
 
 
 class DatasetSpec(Spec):
     """One source of rows."""
 
     path: Text
-    """A .jsonl, .json, .parquet, .arrow, .csv or .txt file, compressed or not, a pattern such as `data/*.jsonl`, or a
-    folder (relative to the recipe, then to the working directory); an address (`hf://datasets/...`, `s3://`, `gs://`,
-    `https://`); the name of a dataset on the hub; or one that every machine has: `python-stdlib` (the corpus built from
-    this interpreter's own library), `demo-preferences` (pairs of answers with a rule), `demo-arithmetic` (tasks on
-    digits), `demo-passkey` (logs from short to long, with a question about one line)."""
+    """Source of the rows: a .jsonl, .json, .parquet, .arrow, .csv or .txt file, compressed or not; a pattern such as
+    `data/*.jsonl`; a folder; an address (`hf://datasets/...`, `s3://`, `gs://`, `https://`); or the name of a hub
+    dataset. Local paths are relative to the recipe, then to the working directory. Built in: `python-stdlib` (the
+    documented functions, classes and modules of the running Python), `demo-preferences` (pairs of answers that differ
+    by a rule), `demo-arithmetic` (tasks on digits), `demo-passkey` (logs from short to long, with a question about one
+    line)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
     ] = "auto"
-    """Shape of a row; `auto` looks at the columns and prints what it found. dpo reads `preference` and `unpaired` rows,
-    grpo `prompts`, sft the others."""
+    """Shape of a row. `auto` infers it from the columns and prints it. `dpo` reads `preference` and `unpaired` rows,
+    `grpo` reads `prompts`, `sft` the other types."""
 
     split: Text = "train"
-    """Split of a folder or of a dataset on the hub; in a folder the names of its files and folders say it."""
+    """Split of a hub dataset or of a folder. In a folder the names of files and subfolders tell the split."""
 
     name: Text | None = None
-    """Configuration of a dataset on the hub that has several; of `demo-arithmetic` its task: `copy`, `sort` or
-    `add`."""
+    """Configuration of a hub dataset that has several. For `demo-arithmetic` the task: `copy`, `sort` or `add`."""
 
     columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
-    """Names of columns, ours and then that of the files: `{prompt: question}`. The others keep their names."""
+    """Column names: name used here -> name in the files, as in `{prompt: question}`. Other columns keep their names."""
 
     input_separator: str = "\n\n"
-    """Text between `instruction` and `input` of an `alpaca` row, by default a blank line. LLaMA-Factory and
-    ms-swift write one newline: `"\\n"`."""
+    """Text between `instruction` and `input` of an `alpaca` row; by default a blank line. LLaMA-Factory and ms-swift
+    use one newline: `"\\n"`."""
 
     max_rows: Count | None = None
-    """Use this many rows at most: the first ones, or with `shuffle` some of all."""
+    """Most rows to use: the first ones, or with `shuffle` a random choice."""
 
     shuffle: bool = False
-    """Draw the `max_rows` rows among all of this entry, by the recipe's `seed`."""
+    """Draw the `max_rows` rows at random from all rows of this entry, by the recipe's `seed`."""
 
     repeat: Count = 1
-    """Visit each training row of this entry so many times in an epoch; held-out rows are evaluated once."""
+    """Number of times that each training row of this entry is visited in an epoch. Held-out rows are evaluated once."""
 
     weight: Annotated[float, Field(ge=0), at_most(10**12)] | None = None
-    """Share of this entry in an epoch, relative to the weights of the others, in `mix_by`: 3 and 1 are 75% and 25%. All
-    entries have a weight, or none has; 0 trains nothing of an entry."""
+    """Share of this entry in an epoch relative to the other weights, in units of `mix_by`: weights of 3 and 1 give 75%
+    and 25%. Either all entries have a weight, or none. An entry with weight 0 is not trained on."""
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _accept_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
     rules = (
         Clash(
             {"shuffle": True, "max_rows": None},
-            "'shuffle' of a dataset draws its 'max_rows', and there is none",
+            "'shuffle' of a dataset draws its 'max_rows' rows, and 'max_rows' is missing",
             "add max_rows, or delete the line: the recipe's own shuffle orders the rows",
             key="datasets",
         ),
         Clash(
             {"input_separator": GIVEN, "type": Not("auto", "alpaca")},
-            "'input_separator' is read with 'type: alpaca', and the type is {type}",
+            "'input_separator' is read only with 'type: alpaca', and 'type' is {type}",
             DELETE,
             key="datasets",
         ),
-        Custom(_column_read_twice),
+        Custom(_duplicate_columns),
     )
 
 
 class DataKeys(Spec):
-    """Sources of rows, and how they are read."""
+    """Keys of the data sources, and of how rows are read."""
 
     datasets: Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]
-    """Sources of the rows; `[data/train.jsonl]` is `[{path: data/train.jsonl}]`."""
+    """Sources of the rows. `[data/train.jsonl]` is short for `[{path: data/train.jsonl}]`."""
 
     mix_by: Literal["rows", "tokens"] = "rows"
-    """Unit of the shares that `weight` gives the datasets in an epoch."""
+    """Unit in which `weight` divides an epoch between the datasets."""
 
     eval_datasets: Annotated[
         dict[Text, Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]], Field(default_factory=dict)
     ]
-    """Named sets of rows to evaluate on, never trained on: `{code: data/code.jsonl, prose: [{path: ...}]}`. Each has a
-    loss of its own, `eval_code_loss`; `eval_loss` is that of all held-out rows."""
+    """Named sets of rows for evaluation, never trained on: `{code: data/code.jsonl, prose: [{path: ...}]}`. Each set
+    has its own loss, `eval_code_loss`; `eval_loss` covers all held-out rows."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that is malformed or cannot be trained on: refuse the data and list the first ten, or leave such rows out
-    and list them in `bad_rows.json`."""
+    """Action on rows that are malformed or cannot be trained on. `error` refuses the data and lists the first ten;
+    `skip` leaves them out and lists them in `bad_rows.json`."""
 
     max_bad_rows: Steps = 100
-    """Rows that `on_bad_row: skip` may leave out; more are an error."""
+    """Most rows that `on_bad_row: skip` leaves out; one more is an error."""
 
     dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes that render and tokenise rows. The rows are the same with any number."""
+    """Processes that render and tokenise rows. Their number does not change the rows."""
 
     streaming: bool = False
-    """`sft`: read, render and fit the rows of `datasets` as training goes, for data that does not fit on disk. Needs
-    `max_steps`. Nothing of them is prepared before the first step, and nothing is kept."""
+    """`sft`: read, render and fit rows during training, for data that does not fit on disk. It needs `max_steps`. No
+    row is prepared before the first step, and none is cached."""
 
     shuffle_buffer: Count = 10_000
-    """`streaming`: rows in memory that the next one is drawn from, fewer where they are long."""
+    """`streaming`: number of rows in memory from which the next row is drawn; fewer if rows are long."""
 
 
 class CacheKeys(Spec):
-    """Files that are kept for the next start."""
+    """Keys of files that are kept for the next start."""
 
     cache: bool = True
-    """Keep prepared rows and a trained tokenizer on disk, under a hash of the files, the tokenizer and the options that
-    they are made of, for the next start."""
+    """Cache prepared rows and a trained tokenizer on disk for the next start. The cache key is a hash of the files, the
+    tokenizer and the options."""
 
 
-def _weights_of_some(recipe: Any) -> Iterator[Refusal]:
+def _partial_weights(recipe: Any) -> Iterator[Refusal]:
     datasets, mix_by = recipe.datasets, recipe.mix_by
     without = [number for number, dataset in enumerate(datasets) if dataset.weight is None]
     if len(without) == len(datasets):
         if mix_by != "rows":
             yield Refusal(
                 "mix_by",
-                f"'mix_by: {mix_by}' is the unit of weights, and no dataset has one",
+                f"'mix_by: {mix_by}' is the unit of 'weight', and no dataset has a weight",
                 "give each entry of datasets a weight, or delete the line",
             )
         return
     if without:
         yield Refusal(
             f"datasets.{without[0]}",
-            f"{len(datasets) - len(without)} of {len(datasets)} datasets have a 'weight', and datasets[{without[0]}] "
-            "has none",
-            "give each entry one, or none",
+            f"{len(datasets) - len(without)} of {len(datasets)} datasets have a 'weight'; datasets[{without[0]}] has "
+            "none",
+            "give every entry a weight, or none",
         )
     if sum(dataset.weight or 0.0 for dataset in datasets) == 0:
         yield Refusal("datasets.0.weight", "the weights of the datasets sum to 0", "give one of them a weight above 0")
     for number, dataset in enumerate(datasets):
         if dataset.repeat != 1:
-            what = "'weight' says how often rows are visited, and so does 'repeat'"
+            what = "'weight' and 'repeat' both decide how often rows are visited"
             yield Refusal(f"datasets.{number}.repeat", what, KEEP_ONE)
 
 
@@ -177,57 +177,57 @@ def _eval_sets(recipe: Any) -> Iterator[Refusal]:
         if not SET_NAME.fullmatch(name):
             yield Refusal(
                 "eval_datasets",
-                f"'{name}' is no name of an eval set, which is a part of the name of its loss",
+                f"'{name}' cannot be the name of an eval set: its loss is called eval_NAME_loss",
                 "use letters, digits, _ and -, with a letter first",
             )
         if name in RESERVED:
-            what = f"'{name}' is the name of {RESERVED[name]}"
+            what = f"an eval set cannot be called '{name}': that is the name of {RESERVED[name]}"
             yield Refusal(f"eval_datasets.{name}", what, "give the set another name")
         for number, dataset in enumerate(datasets):
             for key in ("weight", "repeat"):
                 if is_given(dataset, key):
-                    what = f"'{key}' is about training, and the eval set '{name}' is evaluated once each time"
+                    what = f"'{key}' is only for training; every row of the eval set '{name}' is evaluated once"
                     yield Refusal(f"eval_datasets.{name}.{number}.{key}", what, "delete it")
 
 
-def _datasets_that_draw(recipe: Any) -> Iterator[Refusal]:
+def _shuffled_datasets(recipe: Any) -> Iterator[Refusal]:
     for number, dataset in enumerate(recipe.datasets):
         if dataset.shuffle:
-            what = "'shuffle' of a dataset draws among all of its rows"
+            what = "'shuffle' of a dataset draws from all of its rows"
             yield Refusal(f"datasets.{number}.shuffle", what, "delete the line; max_rows takes the first rows")
 
 
-def _overlength_looks_first(recipe: Any) -> Iterator[Refusal]:
+def _overlength_error(recipe: Any) -> Iterator[Refusal]:
     if recipe.overlength == "error":
         key = "overlength" if "overlength" in recipe.model_fields_set else "streaming"
-        what = "'overlength: error' looks for rows over 'max_length' before training begins"
+        what = "'overlength: error' checks all rows before training begins"
         yield Refusal(key, what, "write overlength: drop, truncate or split")
 
 
-DATASET_RULES: Rules = (Custom(_weights_of_some), Custom(_eval_sets))
+DATASET_RULES: Rules = (Custom(_partial_weights), Custom(_eval_sets))
 
-PREPARED = "delete the line, or streaming: true"
+PREPARED = "delete this line, or streaming: true"
 
 STREAMING_RULES: Rules = (
     Clash(
         {"shuffle_buffer": GIVEN, "streaming": False},
-        "'shuffle_buffer' belongs to 'streaming: true'; rows that are prepared are shuffled all together",
+        "'shuffle_buffer' needs 'streaming: true'; without it all rows are shuffled together",
         "add streaming: true, or delete the line",
     ),
     Clash(
         {"streaming": True, "objective": Not("sft")},
-        "'streaming' is for sft; {objective} needs all rows before its first step",
-        "delete the line; prepared rows are kept on disk, not in memory",
+        "'streaming' is only for sft; {objective} needs all rows before its first step",
+        "delete the line; without it prepared rows are on disk, not in memory",
     ),
     Clash(
         {"streaming": True, "max_steps": -1},
-        "'streaming' needs 'max_steps': how many rows there are is not known before they are read",
+        "'streaming' needs 'max_steps': the number of rows is unknown until they are read",
         "add max_steps: 1000",
     ),
     Where(
         {"streaming": True},
-        Custom(_overlength_looks_first),
-        Clash({"packing": True}, "'packing' lays all rows out before training begins", PREPARED),
+        Custom(_overlength_error),
+        Clash({"packing": True}, "'packing' packs all rows before training begins", PREPARED),
         Clash(
             {"batching": "buckets"},
             "'batching: buckets' cuts all rows before training begins",
@@ -235,18 +235,18 @@ STREAMING_RULES: Rules = (
         ),
         Clash(
             {"num_train_epochs": GIVEN},
-            "'num_train_epochs' counts times through all rows",
-            "delete the line; max_steps says how long the run is",
+            "'num_train_epochs' needs the number of rows",
+            "delete the line; max_steps sets the length of the run",
         ),
         Clash(
             {"val_size": GIVEN},
-            "'val_size' holds rows out that are drawn from all",
+            "'val_size' draws held-out rows from all rows",
             "write eval_datasets: {NAME: PATH}",
         ),
         Clash(
             {"mix_by": GIVEN},
             "'mix_by: {mix_by}' needs the lengths of all rows",
-            "delete the line: weights are odds of the next row",
+            "delete the line: with streaming, weights are probabilities of the next row",
         ),
         Clash(
             {"tokenizer.train": Not(None)},
@@ -255,10 +255,10 @@ STREAMING_RULES: Rules = (
         ),
         Clash(
             {"shuffle_buffer": GIVEN, "shuffle": False},
-            "'shuffle_buffer' shuffles, 'shuffle: false' keeps the order of the rows",
+            "'shuffle_buffer' shuffles rows, and 'shuffle: false' keeps their order",
             ONE_OF_TWO,
         ),
-        Custom(_datasets_that_draw),
-        text="{}, and 'streaming' reads rows as training goes",
+        Custom(_shuffled_datasets),
+        text="{}, and 'streaming' reads rows only during training",
     ),
 )

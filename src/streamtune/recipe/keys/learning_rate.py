@@ -1,4 +1,4 @@
-"""Keys of the learning rate: the names of schedules, and what each can be told."""
+"""Keys of the learning rate: its schedule, and the options of each schedule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ScheduleName = Literal[
 ]
 
 Range = tuple[float, float] | tuple[str, ...]
-"""Least and largest value of a number, or the words that are known."""
+"""Smallest and largest value of a number, or the words that an option takes."""
 
 RATE, PART, CYCLES, STEPS = (0.0, 1.0), (0.0, 1.0), (0.0, 1e6), (0.0, 1e12)
 
@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, Mapping[str, Range]] = {
         "decay_ratio": PART,
     },
 }
-"""Schedule -> its options and their ranges; the names are those of transformers where it has them."""
+"""Schedule -> its options and their ranges. Schedules that transformers has too have its option names."""
 
 NEEDED = {"power": ("batch_size", "tokens_per_step")}
 ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps", "decay_ratio")}
@@ -61,43 +61,45 @@ KEY = "lr_scheduler_kwargs"
 
 
 class LearningRateKeys(Spec):
-    """The learning rate, and its shape over the run."""
+    """Keys of the learning rate and its schedule."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate."""
 
     lr_scheduler_type: ScheduleName = "cosine"
-    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `warmup_stable_decay` stays at the
-    peak and decays at the end, `power` (arXiv 2408.13359) follows the tokens trained on, whatever the batch."""
+    """Schedule of the learning rate after the warm-up. `cosine` and `linear` end at 0. `warmup_stable_decay` stays at
+    the peak and decays at the end. `power` (arXiv 2408.13359) follows the number of tokens trained on, independent of
+    the batch size."""
 
     lr_scheduler_kwargs: Annotated[dict[Text, Any], Field(default_factory=dict)]
-    """Options of the schedule, with the names of transformers: `{min_lr_rate: 0.1}` of `cosine_with_min_lr`,
-    `{num_cycles: 3}` of `cosine_with_restarts`, `{power: 2.0, lr_end: 1.0e-7}` of `polynomial`, `{timescale: 1000}` of
-    `inverse_sqrt`, `{decay_ratio: 0.1, decay_type: 1-sqrt}` (or `num_decay_steps`) of `warmup_stable_decay`,
-    `{batch_size: 64, tokens_per_step: 262144}` of `power`."""
+    """Options of the schedule, named as in transformers. `cosine_with_min_lr`: `{min_lr_rate: 0.1}`.
+    `cosine_with_restarts`: `{num_cycles: 3}`. `polynomial`: `{power: 2.0, lr_end: 1.0e-7}`. `inverse_sqrt`:
+    `{timescale: 1000}`. `warmup_stable_decay`: `{decay_ratio: 0.1, decay_type: 1-sqrt}`, or `num_decay_steps`. `power`:
+    `{batch_size: 64, tokens_per_step: 262144}`."""
 
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Multiply `learning_rate` by the size of a step over `lr_scaling_base`, or by the root of that."""
+    """Multiply `learning_rate` by the step size divided by `lr_scaling_base` (`linear`), or by its square root
+    (`sqrt`)."""
 
     lr_scaling_base: Count | None = None
-    """`lr_scaling`: size of the step that `learning_rate` was chosen for, in the unit of the recipe's: rows over all
-    ranks (sequences where they are packed), or tokens with `tokens_per_batch`."""
+    """`lr_scaling`: step size that `learning_rate` was chosen for, in the unit of the recipe's steps: rows over all
+    ranks (sequences with `packing`), or tokens with `tokens_per_batch`."""
 
     warmup_ratio: Fraction = 0.0
-    """Part of the steps in which the learning rate rises; or give `warmup_steps`."""
+    """Fraction of the steps in which the learning rate rises. Give either this key or `warmup_steps`."""
 
     warmup_steps: Steps = 0
-    """Steps in which the learning rate rises; or give `warmup_ratio`."""
+    """Number of steps in which the learning rate rises. Give either this key or `warmup_ratio`."""
 
 
-def _wrong(value: Any, known: Range) -> str | None:
-    """Return what is wrong with the value of an option, None if nothing is."""
+def _value_error(value: Any, known: Range) -> str | None:
+    """Return the error about an option's value; None if the value is allowed."""
     if isinstance(known[0], str):
-        return None if value in known else f"is one of {', '.join(map(str, known))}, not {value!r}"
+        return None if value in known else f"must be one of {', '.join(map(str, known))}; found {value!r}"
     least, most = float(known[0]), float(known[1])
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return f"is a number, not {value!r}"
-    return None if least <= value <= most else f"is a number from {least:g} to {most:g}, not {value!r}"
+        return f"must be a number; found {value!r}"
+    return None if least <= value <= most else f"must be from {least:g} to {most:g}; found {value!r}"
 
 
 def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
@@ -108,15 +110,15 @@ def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
             takes = f"it takes {', '.join(known)}" if known else "it takes none; delete the line"
             fix = did_you_mean(option, known) or takes
             yield Refusal(KEY, f"the schedule '{name}' has no option '{option}'", fix)
-        elif (wrong := _wrong(value, known[option])) is not None:
+        elif (wrong := _value_error(value, known[option])) is not None:
             yield Refusal(KEY, f"'{option}' of the schedule '{name}' {wrong}")
     both = [option for option in ONE_OF.get(name, ()) if option in given]
     if len(both) > 1:
-        yield Refusal(KEY, f"'{both[0]}' and '{both[1]}' say the same", KEEP_ONE)
+        yield Refusal(KEY, f"'{both[0]}' and '{both[1]}' exclude each other", KEEP_ONE)
     if name == "cosine_with_min_lr" and not both:
         yield Refusal(
             "lr_scheduler_type",
-            "the schedule 'cosine_with_min_lr' is not told where it ends",
+            "the schedule 'cosine_with_min_lr' needs 'min_lr' or 'min_lr_rate'",
             "add lr_scheduler_kwargs: {min_lr_rate: 0.1}",
         )
     for option in NEEDED.get(name, ()):
@@ -127,16 +129,18 @@ def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
                 "add lr_scheduler_kwargs: {batch_size: ROWS_OF_A_STEP, tokens_per_step: TOKENS_OF_A_STEP}",
             )
     if given.get("min_lr", 0) > recipe.learning_rate or given.get("lr_end", 0) > recipe.learning_rate:
-        yield Refusal(KEY, "the schedule ends above 'learning_rate'", "lower it")
+        yield Refusal(KEY, "the schedule ends above 'learning_rate'", "lower min_lr or lr_end")
 
 
-SCALED_FROM = "'lr_scaling' compares a step with 'lr_scaling_base', the rows that 'learning_rate' was chosen for"
+NEED_EACH_OTHER = (
+    "'lr_scaling' and 'lr_scaling_base' need each other: the base is the step size that 'learning_rate' was chosen for"
+)
 WRITE_BOTH = "write both, such as lr_scaling: sqrt and lr_scaling_base: 32, or none"
 
 LEARNING_RATE_RULES: Rules = (
     Custom(_scheduler_options),
-    Clash({"lr_scaling_base": GIVEN, "lr_scaling": "none"}, SCALED_FROM, WRITE_BOTH),
-    Clash({"lr_scaling": GIVEN, "lr_scaling_base": None}, SCALED_FROM, WRITE_BOTH),
+    Clash({"lr_scaling_base": GIVEN, "lr_scaling": "none"}, NEED_EACH_OTHER, WRITE_BOTH),
+    Clash({"lr_scaling": GIVEN, "lr_scaling_base": None}, NEED_EACH_OTHER, WRITE_BOTH),
 )
 
 WARMUP_RULES: Rules = (

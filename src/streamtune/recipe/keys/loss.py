@@ -1,4 +1,4 @@
-"""Keys of the loss: of supervised rows, of a teacher's tokens, and on the routers of a mixture of experts."""
+"""Keys of the loss: of a row's tokens, of distillation from a teacher, and of the routers of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -23,76 +23,81 @@ from streamtune.recipe.rules import (
 )
 
 TEACHER_FILE = ".safetensors"
-"""End of the name of a file with a teacher's likeliest tokens; models are folders, or names on a hub."""
+"""Suffix of a file with a teacher's top-k tokens. A teacher without it is a folder or a hub name."""
 
 
 class LossKeys(Spec):
-    """The loss of a token that is trained on."""
+    """Loss of a trained token."""
 
     loss_type: Literal["nll", "dft", "focal"] = "nll"
-    """`sft`: loss of a token that is trained on, of probability p: `nll` is -log p; `dft` multiplies it by p, without a
-    gradient through that factor (arXiv 2508.05629); `focal` by (1 - p)^`focal_gamma`. What is held out is always
-    compared by `nll`, and `metrics.jsonl` has it as `nll` beside another `loss`."""
+    """`sft`: loss of a trained token with probability p. `nll` is -log p. `dft` multiplies -log p by p, without a
+    gradient through this factor (arXiv 2508.05629). `focal` multiplies it by (1 - p)^`focal_gamma`. Held-out rows are
+    always evaluated with `nll`; `metrics.jsonl` has `nll` too if `loss` is another."""
 
     focal_gamma: Annotated[float, Field(ge=0), at_most(100)] = 2.0
-    """`sft`: exponent of `loss_type: focal`: the larger it is, the less tokens count that are predicted well."""
+    """`sft`: exponent of `loss_type: focal`. The larger it is, the less well-predicted tokens count."""
 
     label_smoothing_factor: Fraction = 0.0
-    """`sft`: part of a target that is spread evenly over the vocabulary."""
+    """`sft`: fraction of a target's probability that is spread evenly over the vocabulary."""
 
     z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """`sft`: coefficient of the squared log-sum-exp of a token's logits, added to its loss so that it stays small."""
+    """`sft`: coefficient of the z-loss: the squared log-sum-exp of a token's logits, added to its loss to keep it
+    small."""
 
     teacher: Text | None = None
-    """`sft`, and `grpo` with `loss_type: gkd`: hub name or local folder of a model with the same tokens, whose
-    distribution is learnt at each token that is trained on. It is held beside the model and not trained; logits of
-    neither are ever whole. In `sft` also a file, `NAME.safetensors`, with the likeliest tokens of a teacher, which
-    `streamtune teach` wrote."""
+    """Teacher for distillation, for `sft` and for `grpo` with `loss_type: gkd`: hub name or local folder of a model
+    with the same tokens. Its distribution is learnt at each trained token. The teacher is in memory beside the model
+    and is not trained; the full logits of neither ever exist. For `sft` also a file `NAME.safetensors` with the
+    teacher's top-k tokens, written by `streamtune teach`."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """`teacher`: Kullback-Leibler divergence of the teacher's distribution from the model's (`forward`), of the model's
     from the teacher's (`reverse`), or of both from their mixture (`jsd`, arXiv 2306.13649)."""
 
     kd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """`kd_divergence: jsd`: share of the teacher in the mixture. Near 0 it is like `forward`, near 1 like `reverse`."""
+    """`kd_divergence: jsd`: share of the teacher in the mixture. Near 0 it behaves like `forward`, near 1 like
+    `reverse`."""
 
     kd_temperature: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
-    """`teacher`: number that the logits of both models are divided by in the divergence."""
+    """`teacher`: temperature by which the logits of both models are divided in the divergence."""
 
     kd_hard_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """`teacher` of `sft`: share of the loss of the rows' own tokens (`loss_type`); the divergence has the rest."""
+    """`teacher` in `sft`: weight of the loss of the rows' own tokens (`loss_type`). The divergence has the remaining
+    weight."""
 
     @property
     def teacher_file(self) -> str | None:
-        """The file with what a teacher said of the rows; None where the teacher is a model, or there is none."""
+        """The file with the teacher's top-k tokens of the rows; None if the teacher is a model, or without a
+        teacher."""
         return self.teacher if self.teacher is not None and self.teacher.endswith(TEACHER_FILE) else None
 
 
 class RouterKeys(Spec):
-    """Losses on the routers of a mixture of experts."""
+    """Losses of the routers of a mixture of experts."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
-    """Coefficient of the load-balancing loss, added to the loss; without it, what the model's own configuration adds,
-    which is nothing unless it says `output_router_logits`. `metrics.jsonl` has the balance loss as `aux_loss`."""
+    """Coefficient of the load-balancing loss, which is added to the loss. Default: as in the model's configuration,
+    which adds it only with `output_router_logits`. `metrics.jsonl` reports this loss as `aux_loss`."""
 
     router_z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """Coefficient of the router z-loss, the mean squared log-sum-exp of the routers' logits."""
+    """Coefficient of the router z-loss: the mean squared log-sum-exp of the routers' logits."""
 
     moe_balance: Literal["micro", "global"] = "micro"
-    """Tokens the experts are balanced over: those of each forward (their losses are averaged, token by token), or of
-    the whole optimizer step, which costs one more forward of each where there are several."""
+    """Tokens over which experts are balanced. `micro`: the tokens of each forward; the losses are averaged, weighted by
+    tokens. `global`: the tokens of the whole optimizer step; with several forwards in a step, each forward runs
+    twice."""
 
 
 OF_TEACHER = ("kd_divergence", "kd_beta", "kd_temperature", "kd_hard_share")
 """Keys of the divergence from a teacher."""
 
-OF_ROWS = "'{key}' is of the loss of sft and has no meaning in {objective}"
+OF_ROWS = "'{key}' belongs to the loss of sft; {objective} does not read it"
 
 DIVERGENCE_RULES: Rules = (
     *(
         Clash(
             {key: GIVEN, "teacher": None},
-            f"'{key}' is of the divergence from a teacher, and there is none",
+            f"'{key}' belongs to the divergence from a teacher, and 'teacher' is missing",
             "add teacher: NAME, or delete the line",
         )
         for key in OF_TEACHER
@@ -106,19 +111,19 @@ LOSS_RULES: Rules = (
     Where(
         {"objective": "grpo"},
         *(
-            Reads(key, "loss_type", "gkd", "is read in grpo with")
+            Reads(key, "loss_type", "gkd", "is read in grpo only with")
             for key in ("teacher", "kd_divergence", "kd_beta", "kd_temperature")
         ),
         Clash(
             {"kd_hard_share": GIVEN},
-            "'kd_hard_share' is of the rows' own tokens, and in grpo the model writes those that are trained on",
+            "'kd_hard_share' weighs the loss of the rows' own tokens, and grpo trains on tokens that the model writes",
             "delete the line; sft_steps trains on the rows' own completions first",
         ),
         Where({"loss_type": "gkd"}, *DIVERGENCE_RULES),
         Clash(
             {"teacher": Not(None), "teacher_file": Not(None)},
-            "'teacher' is a file, which has the tokens of rows, and in grpo the model writes those that are trained on",
-            "name a model",
+            "'teacher' is a file with the tokens of rows, and grpo trains on tokens that the model writes",
+            "name a model as teacher",
         ),
     ),
     Where(
@@ -127,32 +132,32 @@ LOSS_RULES: Rules = (
         *(
             Clash(
                 {key: value, "teacher_file": Not(None)},
-                f"'{key}: {shown(value)}' {why}, and 'teacher' is a file with what was said of whole rows",
+                f"'{key}: {shown(value)}' {why}, and 'teacher' is a file about whole prepared rows",
                 "delete the line, or name a model as teacher",
             )
             for key, value, why in (
-                ("streaming", True, "reads rows as training goes"),
+                ("streaming", True, "reads rows only during training"),
                 ("batching", "buckets", "cuts rows into pieces"),
-                ("reasoning", "per_turn", "makes several rows of a conversation, which share their beginnings"),
+                ("reasoning", "per_turn", "makes several rows of a conversation, which share a prefix"),
             )
         ),
         *(
             Clash(
                 {key: GIVEN, "teacher": Not(None), "kd_hard_share": 0},
-                f"'{key}' is of the loss of the rows' own tokens, which has no share beside the teacher",
+                f"'{key}' changes the loss of the rows' own tokens, which has no weight beside the teacher",
                 "add kd_hard_share: 0.5, or delete the line",
             )
             for key in ("label_smoothing_factor", "z_loss_coef", "loss_type")
         ),
         Reads("focal_gamma", "loss_type", "focal"),
-        Reads("label_smoothing_factor", "loss_type", "nll", "smooths the targets of", ONE_OF_TWO),
+        Reads("label_smoothing_factor", "loss_type", "nll", "works only with", ONE_OF_TWO),
     ),
 )
 
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"teacher": Not(None), "teacher_file": None},
-        "the heads of teacher and model are read together, and ranks that share weights gather them one at a time",
-        "write deepspeed: zero2, or train on completions that the teacher has written",
+        "distillation reads the heads of teacher and model together, and ranks that share weights gather one at a time",
+        "write deepspeed: zero2, or train on completions that the teacher wrote",
     ),
 )

@@ -1,4 +1,4 @@
-"""Keys of the loss on completions that the model writes itself, by rewards or by a teacher; the names are TRL's."""
+"""Keys of the loss on completions that the model writes: by rewards, or by a teacher. Names are TRL's."""
 
 from __future__ import annotations
 
@@ -13,62 +13,63 @@ from streamtune.recipe.rules import GIVEN, Clash, Custom, NotNegative, OneOf, Po
 PolicyLossName = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax", "gkd"]
 
 UNREAD_WITH_GKD = {
-    "beta": "weighs the divergence from a reference, and gkd has that from its teacher alone",
-    "ref_model_name_or_path": "names a reference, and gkd is compared with its teacher alone",
+    "beta": "weighs the divergence from a reference, and gkd uses only its teacher",
+    "ref_model_name_or_path": "names a reference, and gkd uses only its teacher",
     "epsilon": "clips ratios of probabilities, which gkd does not have",
     "epsilon_high": "clips ratios of probabilities, which gkd does not have",
     "delta": "clips ratios of probabilities, which gkd does not have",
-    "use_bias_correction_kl": "is of ratios of probabilities, which gkd does not have",
-    "importance_sampling_level": "is of ratios of probabilities, which gkd does not have",
-    "scale_rewards": "is of advantages, and gkd makes none of its rewards: they are reported",
-    "allocation": "is of the variance of a policy gradient, and gkd has none: it learns from its teacher",
+    "use_bias_correction_kl": "uses ratios of probabilities, which gkd does not have",
+    "importance_sampling_level": "needs ratios of probabilities, which gkd does not have",
+    "scale_rewards": "scales advantages, and gkd has none: its rewards are only reported",
+    "allocation": "reduces the variance of a policy gradient, and gkd has none: it learns from its teacher",
 }
-"""Keys of a policy-gradient loss that ``loss_type: gkd`` does not read, and why."""
+"""Keys of a policy-gradient loss that ``loss_type: gkd`` does not read -> the reason."""
 
 
 class PolicyKeys(LossKeys):
-    """A policy gradient with its reference, or the divergence from a teacher."""
+    """Keys of a policy gradient with its reference, or of the divergence from a teacher."""
 
     loss_type: PolicyLossName = "dapo"  # type: ignore[assignment]
-    """Loss of a token, and the set that it is averaged over. `gkd` is on-policy distillation (arXiv 2306.13649): the
-    divergence `kd_divergence` from the `teacher` at each token of a completion, averaged in the completion."""
+    """Loss of a token, and the set over which it is averaged. `gkd` is on-policy distillation (arXiv 2306.13649): the
+    `kd_divergence` from the `teacher` at each token of a completion, averaged over the completion."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None
-    """Ratios of new to old probability by token or by completion; without it, what `loss_type` says: only gspo takes
-    them by completion."""
+    """Ratio of new to old probability: of each token, or of the whole completion (`sequence`). Default: as `loss_type`
+    defines it; only `gspo` uses `sequence`."""
 
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Divide advantages by the standard deviation of the rewards of the group, of the batch, or not at all; without
-    it, as `loss_type` was published: dr_grpo, rloo and remax not at all, the others by that of the group."""
+    """Standard deviation by which advantages are divided: of the rewards of the group, of the batch, or none. Default:
+    as `loss_type` was published: `dr_grpo`, `rloo` and `remax` use none, the others `group`."""
 
     epsilon: Positive = 0.2
-    """Ratios are clipped at 1 - epsilon, and at 1 + epsilon where `epsilon_high` is not given."""
+    """Ratios are clipped at 1 - epsilon, and at 1 + epsilon unless `epsilon_high` is given."""
 
     epsilon_high: Positive | None = None
     """Ratios are clipped at 1 + epsilon_high."""
 
     delta: Positive | None = None
-    """Ratios are clipped at delta where the advantage is negative as well (two-sided clipping); above 1 + epsilon."""
+    """Upper clip of the ratio where the advantage is negative (two-sided clipping). It must be above 1 + epsilon."""
 
     num_iterations: Rows = 1
-    """Times to go through a batch of completions."""
+    """Number of passes through a batch of completions."""
 
     beta: NotNegative = 0.0
-    """Weight of the KL divergence from the reference; 0 needs no reference."""
+    """Weight of the KL divergence from the reference. With 0 there is no reference."""
 
     use_bias_correction_kl: bool = False
-    """Multiply the KL divergence by the ratio of new to old probability, for the unbiased gradient of the reverse KL
-    (arXiv 2512.02556, eq. 7); on by default in TRL 1.16."""
+    """Multiply the KL divergence by the ratio of new to old probability, which makes the gradient of the reverse KL
+    unbiased (arXiv 2512.02556, eq. 7). TRL 1.16 has it on by default."""
 
     ref_model_name_or_path: Text | None = None
-    """The reference; without it, the model as it was at the start, which under adapters costs no memory."""
+    """Reference model. Default: the model at the start of training; under adapters this takes no extra memory."""
 
     mask_truncated_completions: bool = False
-    """Do not train on completions that were cut off."""
+    """Do not train on truncated completions."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Stream a prompt, and what completions behind it begin with, once for all of them in a micro-batch: the same
-    gradient in less time and memory. `auto` does where the model can, `never` gives each completion its own copy."""
+    """Compute a prompt, and the prefix that its completions share, once for all of them in a micro-batch: the same
+    gradient in less time and memory. `auto` does so if the model allows it; `never` gives each completion its own
+    copy."""
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
@@ -82,42 +83,41 @@ class PolicyKeys(LossKeys):
         return self.loss_type == "gkd"
 
 
-def _clips_too_early(recipe: Any) -> Iterator[Refusal]:
+def _delta_too_small(recipe: Any) -> Iterator[Refusal]:
     high = recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high
     if recipe.delta is not None and recipe.delta <= 1 + high:
         yield Refusal(
             "delta",
-            f"'delta' is {recipe.delta:g}: at or below 1 + epsilon_high, {1 + high:g}, it would clip what is not "
-            "clipped yet",
-            "write a larger one, such as 4.0",
+            f"'delta' must be above 1 + epsilon_high, {1 + high:g}; found {recipe.delta:g}",
+            "write a larger value, such as delta: 4.0",
         )
 
 
 POLICY_RULES: Rules = (
-    Custom(_clips_too_early),
+    Custom(_delta_too_small),
     Clash(
         {"sft_steps": GIVEN, "beta": GIVEN, "ref_model_name_or_path": None},
-        "'sft_steps' trains the model first, and 'beta' holds it to what it was before that",
+        "'sft_steps' changes the model first, and 'beta' compares it with the model before these steps",
         "run `streamtune sft` first and start from its final/, or name a ref_model_name_or_path",
     ),
     Clash(
         {"ref_model_name_or_path": GIVEN, "beta": 0},
-        "'ref_model_name_or_path' names a reference, and with 'beta: 0' nothing is compared with one",
+        "'ref_model_name_or_path' has no effect with 'beta: 0', which uses no reference",
         "delete the line, or write a beta above 0",
     ),
     Clash(
         {"use_bias_correction_kl": True, "beta": 0},
-        "'use_bias_correction_kl' is of the divergence from a reference, and with 'beta: 0' there is none",
+        "'use_bias_correction_kl' has no effect with 'beta: 0', which uses no reference",
         "delete the line, or write a beta above 0",
     ),
     Clash(
         {"use_bias_correction_kl": True, "loss_type": OneOf("rloo", "remax")},
-        "'use_bias_correction_kl' is of a divergence in the loss, and '{loss_type}' has it in its rewards",
+        "'use_bias_correction_kl' corrects a divergence in the loss, and '{loss_type}' has it in its rewards",
         "delete the line",
     ),
     Clash(
         {"use_vllm": True, "finetuning_type": "qlora"},
-        "'use_vllm' cannot be handed the frozen weights of a quantised model",
+        "'use_vllm' does not work with 'finetuning_type: qlora': vLLM cannot take quantised weights",
         "write finetuning_type: lora, or delete the line",
     ),
 )
@@ -125,12 +125,12 @@ POLICY_RULES: Rules = (
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"use_vllm": True},
-        "vLLM needs the whole weights on each rank, and the recipe shares them",
-        "write deepspeed: zero2, or let transformers write the completions",
+        "'use_vllm' needs whole weights on each rank, and here ranks share them",
+        "write deepspeed: zero2, or use_vllm: false",
     ),
     Clash(
         {"repetition_penalty": GIVEN},
-        "ranks that share their weights write in step, with padding, and repetition_penalty would count that",
+        "'repetition_penalty' would count padding, which ranks that share the weights add to write in step",
         "write deepspeed: zero2, or repetition_penalty: 1.0",
     ),
 )

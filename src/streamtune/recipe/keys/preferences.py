@@ -1,4 +1,4 @@
-"""Keys of preferences between completions; the names are TRL's where it has one."""
+"""Keys of preference training. Keys that TRL has too have its names."""
 
 from __future__ import annotations
 
@@ -50,36 +50,38 @@ OF_SINGLE_COMPLETIONS = ("desirable_weight", "undesirable_weight")
 ROW_RULES: Rules = (
     Clash(
         {"overlength": "split"},
-        "'overlength: split' makes several rows of one, which {objective} cannot compare",
-        "write truncate, drop or error",
+        "'overlength: split' cuts a row into several, which {objective} cannot compare",
+        "write overlength: truncate, drop or error",
     ),
     Clash(
         {"truncate_side": "right", "objective": "grpo"},
-        "'truncate_side: right' would cut off where a prompt asks for its answer",
-        "write left or middle",
+        "'truncate_side: right' would cut off the end of a prompt, which asks for the answer",
+        "write truncate_side: left or middle",
     ),
     Clash(
         {"truncate_side": GIVEN, "objective": "dpo"},
-        "'truncate_side' has no meaning in dpo: a prompt loses its beginning, a completion its end",
+        "'truncate_side' is not read by dpo: a prompt loses its beginning, a completion its end",
         DELETE,
     ),
     Clash(
         {"packing": True},
-        "'packing' has no meaning in {objective}",
-        "delete the line; where prompts are shared the rows of a batch lie end to end anyway",
+        "'packing' is not read by {objective}",
+        "delete the line; with shared prompts, the rows of a batch are in one sequence anyway",
     ),
 )
-"""Rules where a row is a prompt with completions."""
+"""Rules of objectives whose rows are prompts with completions."""
 
 
-def _no_room_for_a_completion(recipe: Any) -> Iterator[Refusal]:
+def _prompt_too_long(recipe: Any) -> Iterator[Refusal]:
     if recipe.max_prompt_length is not None and recipe.max_prompt_length >= recipe.max_length:
-        what = f"'max_prompt_length' leaves no token of 'max_length' ({recipe.max_length:,}) to a completion"
+        what = (
+            f"'max_prompt_length' must be below 'max_length' ({recipe.max_length:,}): no token is left for a completion"
+        )
         yield Refusal("max_prompt_length", what, "lower it, or raise max_length")
 
 
 DPO_RULES: Rules = (
-    Custom(_no_room_for_a_completion),
+    Custom(_prompt_too_long),
     *(
         Where(
             setting,
@@ -87,13 +89,13 @@ DPO_RULES: Rules = (
             Clash({"precompute_ref_log_probs": GIVEN}, f"'precompute_ref_log_probs' {why}", ONE_OF_TWO),
         )
         for setting, why in (
-            ({"reference_free": True}, "names a reference, and 'reference_free' is true"),
-            ({"loss_type": OneOf(*WITHOUT_REFERENCE)}, "names a reference, and '{loss_type}' needs none"),
+            ({"reference_free": True}, "needs a reference, and 'reference_free' is true"),
+            ({"loss_type": OneOf(*WITHOUT_REFERENCE)}, "needs a reference, and '{loss_type}' uses none"),
         )
     ),
     Clash(
         {"reference_free": True, "loss_type": OneOf(*WITHOUT_REFERENCE)},
-        "'reference_free' leaves a reference out, and '{loss_type}' has none",
+        "'reference_free' has no effect: '{loss_type}' uses no reference",
         ONE_OF_TWO,
     ),
     *(
@@ -102,26 +104,27 @@ DPO_RULES: Rules = (
         for key in keys
     ),
 )
-"""Keys that change nothing; those that only some losses of pairs read are refused where the loss is made."""
+"""Refusals of keys without effect. Keys that only some pair losses read are refused where the loss is made."""
 
 
 class PreferenceKeys(LossKeys):
-    """The loss of preferences, its reference and its rows."""
+    """Keys of the preference loss, its reference and its rows."""
 
     # --- the loss ----------------------------------------------------------------------------------------------
 
     loss_type: PairedLoss | UnpairedLoss = "sigmoid"  # type: ignore[assignment]
-    """Loss of a pair (`sigmoid` is DPO's), or of single completions that are labelled desirable or not (`kto`,
+    """Loss of a pair (`sigmoid` is DPO's), or of single completions labelled desirable or undesirable (`kto`,
     `apo_zero_unpaired`). `orpo`, `simpo` and `cpo` need no reference."""
 
     beta: Annotated[float, Field(gt=0), at_most(10**9)] = 0.1
-    """Factor of the log-ratios: the larger it is, the closer the model stays to the reference."""
+    """Factor of the log-ratios. The larger it is, the closer the model stays to the reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of the pairs taken to be the wrong way round: `sigmoid`, `robust`, `exo_pair`, `simpo`, `cpo`."""
+    """Assumed share of pairs with swapped labels, for `sigmoid`, `robust`, `exo_pair`, `simpo` and `cpo`."""
 
     rpo_alpha: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
-    """Weight of the chosen completion's negative log-likelihood per token, added to the loss; none without it."""
+    """Weight of the chosen completion's negative log-likelihood per token, which is added to the loss. Default: not
+    added."""
 
     simpo_gamma: Annotated[float, Field(ge=0), at_most(10**9)] = 0.5
     """Target margin of `simpo`."""
@@ -139,34 +142,34 @@ class PreferenceKeys(LossKeys):
     """Weight of undesirable completions in `kto` and `apo_zero_unpaired`."""
 
     length_normalization: bool = False
-    """Mean log-probs per token in place of sums; `ipo`, `simpo` and `orpo` always take means."""
+    """Use mean log-probs per token instead of sums. `ipo`, `simpo` and `orpo` always use means."""
 
     # --- the reference -----------------------------------------------------------------------------------------
 
     reference_free: bool = False
-    """Take a uniform reference: log-probs in place of log-ratios."""
+    """Use a uniform reference: log-probs in place of log-ratios."""
 
     ref_model_name_or_path: Text | None = None
-    """Hub name or local folder of the reference; without it, the model as it is when training starts: the frozen
-    weights under adapters, or a copy."""
+    """Hub name or local folder of the reference. Default: the model as it is when training starts (the frozen weights
+    under adapters, or a copy)."""
 
     precompute_ref_log_probs: bool = False
-    """Compute the reference's log-probs once before training and keep them on disk, where the next run of the same
-    model and rows finds them. Training then holds no reference."""
+    """Compute the reference's log-probs once before training and cache them on disk, for later runs with the same model
+    and rows too. The reference is not in memory during training."""
 
     # --- data --------------------------------------------------------------------------------------------------
 
     max_prompt_length: Count | None = None
-    """Tokens a prompt may have, as part of `max_length`; without it, no limit of its own."""
+    """Most tokens of a prompt, as part of `max_length`. Default: no separate limit."""
 
     identical_pairs: Literal["error", "drop"] = "error"
-    """A pair whose chosen and rejected completion are equal: refuse it, or leave it out and count it."""
+    """Action on a pair whose chosen and rejected completions are equal: refuse it, or leave it out and count it."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Stream a prompt, and what completions behind it begin with, once for all of them: the same gradient in less time
-    and memory. `auto` does where the model can, `never` gives each completion its own copy."""
+    """Compute a prompt, and the prefix that its completions share, once for all of them: the same gradient in less time
+    and memory. `auto` does so if the model allows it; `never` gives each completion its own copy."""
 
     @property
     def unpaired(self) -> bool:
-        """True if completions are labelled one by one, not compared in pairs."""
+        """True if completions are labelled one by one instead of compared in pairs."""
         return self.loss_type in UNPAIRED

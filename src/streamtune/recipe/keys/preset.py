@@ -1,4 +1,4 @@
-"""The objective, and presets: values of several keys at once, which the keys of the file replace."""
+"""The objective, and presets: several keys with values that apply where the recipe does not set them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "warmup_steps": 0,
     },
 }
-"""Name -> keys and values. ``small_sft``: models of 3B to 7B parameters (arXiv 2412.13337): steps of thousands of rows
-at a low rate, and neither warm-up nor decay."""
+"""Preset -> its keys and values. ``small_sft`` is for models of 3B to 7B parameters (arXiv 2412.13337): steps of
+thousands of rows at a low, constant learning rate without warm-up."""
 
 INSTEAD = {
     "train_batch_size": ("gradient_accumulation_steps", "tokens_per_batch", "batching"),
     "warmup_ratio": ("warmup_steps",),
     "warmup_steps": ("warmup_ratio",),
 }
-"""Key -> keys that decide the same: where one of them is given the preset does not."""
+"""Key of a preset -> keys that decide the same thing. If the recipe gives one of these, the preset's key does not
+apply."""
 
 
 def with_preset(given: Any) -> Any:
-    """Return a recipe's keys with those of its preset that it does not give; anything else as it is."""
+    """Return a recipe's keys together with the keys of its preset that it does not give; return other values
+    unchanged."""
     name = given.get("preset") if isinstance(given, dict) else None
     if not isinstance(name, str) or name not in PRESETS:
         return given
@@ -43,7 +45,7 @@ def with_preset(given: Any) -> Any:
 
 
 def describe_preset(recipe: Any) -> str | None:
-    """Return the keys that a recipe's preset sets, and those it sets to something else; None without a preset."""
+    """Return which keys a recipe's preset sets, and which of its keys the recipe replaces; None without a preset."""
     if recipe.preset is None:
         return None
     values = PRESETS[recipe.preset]
@@ -55,16 +57,16 @@ def describe_preset(recipe: Any) -> str | None:
 
 
 class ObjectiveKeys(Spec):
-    """The objective, and the preset of its keys."""
+    """The objective, and the preset."""
 
     objective: Literal["sft", "dpo", "grpo"] = "sft"
-    """Objective of the training: `sft` the rows as they are, `dpo` preferences between completions, `grpo` rewards. The
-    command of that name implies it."""
+    """Training objective: `sft` trains on the rows, `dpo` on preferences between completions, `grpo` on rewards of the
+    model's own completions. The command of the same name implies it."""
 
     preset: Literal["small_sft"] | None = None
-    """`sft`: set several keys, where the recipe does not give them. `small_sft` is for models of 3B to 7B (arXiv
-    2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`, `lr_scheduler_type: constant`, no warm-up. The
-    banner and `plan` show what is set."""
+    """`sft`: values of several keys, used where the recipe does not set them. `small_sft`, for models of 3B to 7B
+    (arXiv 2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`, `lr_scheduler_type: constant`, no warm-up.
+    The banner and `plan` show which values are used."""
 
     @model_validator(mode="before")
     @classmethod
@@ -72,4 +74,6 @@ class ObjectiveKeys(Spec):
         return with_preset(given)
 
 
-PRESET_RULES: Rules = (Clash({"preset": Not(None), "objective": Not("sft")}, "'preset: {preset}' is for sft", DELETE),)
+PRESET_RULES: Rules = (
+    Clash({"preset": Not(None), "objective": Not("sft")}, "'preset: {preset}' is only for sft", DELETE),
+)

@@ -1,4 +1,4 @@
-"""Keys of the run: seed, checkpoints, evaluation, samples, and code of one's own."""
+"""Keys of the run: seed, checkpoints, evaluation, samples, and user code."""
 
 from __future__ import annotations
 
@@ -11,127 +11,129 @@ from streamtune.recipe.rules import GIVEN, Clash, Count, Custom, Not, Refusal, R
 
 
 class SampleSpec(Spec):
-    """Prompts that the model completes at the end of a run and, with `sample_steps`, while it trains."""
+    """Prompts that the model completes at the end of a run and, with `sample_steps`, during training."""
 
     prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text | None = None
-    """The user's message (the beginning of the text for a tokenizer without chat template), or a list of them."""
+    """The user's message, or a list of messages. Without a chat template it is the beginning of the text."""
 
     held_out: Steps = 0
-    """`sft`: also complete the prompts of so many held-out rows, the longest of them, by the likeliest token each time,
-    and count the answers that are those of the rows."""
+    """`sft`: also complete the prompts of this many held-out rows, the longest ones, with greedy decoding, and count
+    the correct answers."""
 
     max_new_tokens: Count = 64
-    """Tokens to write at most."""
+    """Most tokens to generate."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The prompts, one or several."""
+        """The prompts as a tuple."""
         if self.prompt is None:
             return ()
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 
 class RunKeys(Spec):
-    """The run: its folder, what is saved, shown and tried, and when it ends."""
+    """Keys of the run: its folder, what it saves, shows and samples, and when it ends."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of the weights, the order of the rows and dropout."""
+    """Seed of the weights, the order of the rows, and dropout."""
 
     shuffle: bool = True
-    """Visit the rows in an order drawn from the seed, another one each epoch. `false`: in the order of the datasets,
-    such as from easy to hard; with `packing`, packs in the order they were made."""
+    """Visit the rows in a random order drawn from `seed`, a new one in each epoch. `false`: in the order of the
+    datasets, such as from easy to hard; with `packing`, packs in the order they were made."""
 
     output_dir: Annotated[Text, Field(default_factory=lambda: "runs/recipe")]
-    """Folder of the run, relative to the working directory; without it, `runs/` and the recipe's file name."""
+    """Folder of the run, relative to the working directory. Default: `runs/` and the name of the recipe file."""
 
     save_steps: Steps = 0
-    """Save a checkpoint every so many steps; 0 saves at the end and when interrupted."""
+    """Number of steps between checkpoints. 0 saves only at the end and when interrupted."""
 
     save_total_limit: Count = 2
-    """Checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
 
     save_async: bool = True
-    """Copy what is saved to the host and write it while training goes on, one checkpoint at a time. Where the copy
-    would take more than half of the memory that is free, training waits instead."""
+    """Copy a checkpoint to host memory and write it while training continues, one checkpoint at a time. If the copy
+    needs more than half of the free memory, training waits instead."""
 
     metric_for_best_model: Text | None = None
-    """Keep the best checkpoints too, by this name of `metrics.jsonl` as it was when they were saved: `eval_loss`. An
-    evaluation (`eval_...`) that is among the best so far is saved, whatever `save_steps` says."""
+    """Metric by which the best checkpoints are kept too: a name in `metrics.jsonl`, with its value when the checkpoint
+    was saved, such as `eval_loss`. If an evaluation metric (`eval_...`) is among the best so far, a checkpoint is saved
+    whatever `save_steps` says."""
 
     greater_is_better: bool | None = None
-    """True if more of that metric is better; without it, more is better unless its name ends in `loss`."""
+    """True if a higher `metric_for_best_model` is better. Default: true unless its name ends in `loss`."""
 
     early_stopping_patience: Steps = 0
-    """Stop, as at the end of the run, after so many evaluations in a row without a better `metric_for_best_model`; 0
-    never does. The final model is that of the last step; the best one is a checkpoint."""
+    """Stop, as at the end of the run, after this many evaluations in a row without a better `metric_for_best_model`; 0
+    disables early stopping. The final model has the weights of the last step; the best weights are in a checkpoint."""
 
     early_stopping_threshold: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """`early_stopping_patience`: a metric is better if it is better by more than this."""
+    """`early_stopping_patience`: smallest improvement of the metric that counts as better; it must be exceeded."""
 
     save_best_limit: Count = 1
-    """Best checkpoints to keep, besides the newest."""
+    """Number of best checkpoints to keep, besides the newest."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is not finite: stop before the weights change, or leave that step out and go on."""
+    """Action on a NaN or infinite loss or gradient: stop before the weights change, or skip the step and continue."""
 
     max_skips: Steps = 10
-    """Steps of the whole run that `on_nan: skip` may leave out."""
+    """Most steps of the whole run that `on_nan: skip` may skip."""
 
     on_oom: Literal["stop", "replan"] = "stop"
-    """Memory that runs out in a step: stop and say what the planner would take next, or take it and do the step again,
-    for the same gradient. With several ranks the run stops."""
+    """Action if memory runs out in a step. `stop` ends the run and names the schedule that the planner would choose
+    next. `replan` switches to it and repeats the step, with the same gradient. With several ranks the run stops."""
 
     deterministic: bool = False
-    """Refuse kernels whose result differs from run to run: slower on accelerators, and a resumed run is the same there
-    to the last bit too. On the CPU it is in any case."""
+    """Refuse kernels whose result differs between runs. This is slower on accelerators, and a resumed run is
+    bit-identical there. On the CPU training is always deterministic."""
 
     dataloader_num_workers: Annotated[int, Field(ge=0), at_most(1000)] = 0
-    """Threads that prepare the batches of coming steps; 0 prepares each when it is its turn. The rows are the same."""
+    """Threads that prepare the batches of coming steps. 0 prepares each batch when it is needed. The rows are the
+    same."""
 
     eval_steps: Steps = 0
-    """Evaluate on the held-out rows every so many steps; 0 evaluates at the end."""
+    """Number of steps between evaluations on the held-out rows. 0 evaluates only at the end."""
 
     logging_steps: Count = 1
-    """Without a terminal, print a line every so many steps; `metrics.jsonl` has every step."""
+    """Number of steps between printed lines, without a terminal. `metrics.jsonl` has every step."""
 
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
-    """Experiment trackers that get what `metrics.jsonl` gets, through their own packages (`pip install
-    'streamtune[trackers]'`). With `--offline` they write local files only."""
+    """Experiment trackers that get everything in `metrics.jsonl`, through their own packages (`pip install
+    'streamtune[trackers]'`). With `--offline` they write only local files."""
 
     sample: SampleSpec | None = None
-    """Prompts to try at the end of the run, and while it trains."""
+    """Prompts to complete at the end of the run, and with `sample_steps` during training."""
 
     sample_steps: Steps = 0
-    """Complete the prompts of `sample` every so many steps, into `samples.jsonl`; 0 does it at the end only. Losses and
-    weights stay what they are without."""
+    """Number of steps between completions of the `sample` prompts, which are written to `samples.jsonl`. 0 completes
+    them only at the end. Sampling does not change losses or weights."""
 
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Classes of your own that are called as the run goes on: `file.py:Name` or `module:Name`, with any of the methods
-    `on_start`, `on_step`, `on_evaluate`, `on_end`. Needs `allow_code`."""
+    """Your own classes, called during the run: `file.py:Name` or `module:Name`, with any of the methods `on_start`,
+    `on_step`, `on_evaluate`, `on_end`. They need `allow_code`."""
 
     allow_code: bool = False
-    """Let code run that the recipe names: `callbacks` and, in grpo, reward functions of your own and what the model has
-    written (`unit_tests`), the latter in a subprocess with limits on time and memory. `--allow-code` is the same."""
+    """Run code that the recipe names: `callbacks`, and in grpo your reward functions and the code that the model writes
+    (`unit_tests`), the latter in a subprocess with limits on time and memory. `--allow-code` does the same."""
 
     @field_validator("report_to")
     @classmethod
-    def _each_tracker_once(cls, report_to: tuple[str, ...]) -> tuple[str, ...]:
+    def _drop_duplicates(cls, report_to: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(report_to))
 
 
-def _metric_of_patience(recipe: Any) -> Iterator[Refusal]:
+def _patience_without_metric(recipe: Any) -> Iterator[Refusal]:
     metric = recipe.metric_for_best_model
     if metric is None or not metric.startswith("eval_"):
         yield Refusal(
             "early_stopping_patience",
-            "'early_stopping_patience' counts evaluations without a better 'metric_for_best_model', which is "
-            f"{'not given' if metric is None else repr(metric)}",
+            "'early_stopping_patience' needs an evaluation metric as 'metric_for_best_model'; found "
+            f"{'none' if metric is None else repr(metric)}",
             "add metric_for_best_model: eval_loss",
         )
     elif recipe.eval_steps == 0:
         yield Refusal(
             "early_stopping_patience",
-            "'early_stopping_patience' counts evaluations, and there is one at the end alone",
+            "'early_stopping_patience' counts evaluations, and the only one is at the end",
             "add eval_steps: 100",
         )
 
@@ -139,10 +141,10 @@ def _metric_of_patience(recipe: Any) -> Iterator[Refusal]:
 EARLY_STOPPING_RULES: Rules = (
     Clash(
         {"early_stopping_threshold": GIVEN, "early_stopping_patience": 0},
-        "'early_stopping_threshold' is read with 'early_stopping_patience'",
+        "'early_stopping_threshold' needs 'early_stopping_patience'",
         "add early_stopping_patience: 3, or delete the line",
     ),
-    Where({"early_stopping_patience": GIVEN}, Custom(_metric_of_patience)),
+    Where({"early_stopping_patience": GIVEN}, Custom(_patience_without_metric)),
 )
 
 
@@ -167,12 +169,12 @@ EVALUATION_RULES: Rules = (
     ),
     Clash(
         {"sample.held_out": Not(None, 0), "objective": Not("sft")},
-        "'held_out' compares with the answers of rows, and 'objective: {objective}' has none",
+        "'held_out' compares with the answers of rows, and the rows of {objective} have none",
         "write prompt: ...",
     ),
     Clash(
         {"sample.held_out": Not(None, 0), "evaluates": False},
-        "'held_out' needs rows that are held out",
+        "'held_out' needs held-out rows",
         "set val_size, such as 0.02",
     ),
     Where({"evaluates": False}, Custom(_metric_without_rows)),
