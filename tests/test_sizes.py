@@ -26,7 +26,7 @@ def test_read(text: str, size: int):
 
 @pytest.mark.parametrize("text", ["", "80", "GiB", "80 gib", "-1GiB", "1.2.3GiB", "80GiBs"])
 def test_no_size(text: str):
-    with pytest.raises(ArgumentError, match="is no size"):
+    with pytest.raises(ArgumentError, match="expected a size"):
         parse_size(text, where="--device-memory")
 
 

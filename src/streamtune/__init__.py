@@ -1,14 +1,14 @@
-"""StreamTune: fine-tune language models on sequences nobody else can fit, with the exact gradient.
+"""StreamTune: fine-tune language models on very long sequences, with the exact gradient.
 
 >>> import streamtune
 >>> handle = streamtune.stream(model, chunk_size=2048)  # any transformers causal LM, in place
->>> model(input_ids=ids, labels=labels).loss.backward()  # the ordinary call, the exact gradient
+>>> model(input_ids=ids, labels=labels).loss.backward()  # the usual call, with the exact gradient
 >>> handle.remove()
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # as in typing, which takes longer to import than the rest: Ctrl-C is not handled yet
+TYPE_CHECKING = False  # not from typing, whose import is slow: Ctrl-C is not handled yet
 
 if TYPE_CHECKING:
     from typing import Any
@@ -44,7 +44,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load the engine, and torch with it, only when it is asked for: ``streamtune --help`` needs neither."""
+    """Import the engine, and torch with it, at the first use: ``streamtune --help`` needs neither."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -9,13 +9,13 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line as a process of its own, and leave with its exit code."""
-    # Nothing is there to be ended yet; even the handler that is installed next takes time to import.
+    """Run the command line in its own process, and exit with its exit code."""
+    # Nothing has to be cleaned up yet; the real handler, installed below, takes time to import.
     if _signal.getsignal(_signal.SIGINT) == _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, lambda signum, frame: os._exit(128 + signum))
     from streamtune.base.safe_path import leave_out_working_directory
 
-    leave_out_working_directory()  # before anything is imported that may stand there
+    leave_out_working_directory()  # before any import that could find a file there
     from streamtune.base import interrupts
     from streamtune.base.streams import keep_streams
 

@@ -1,20 +1,20 @@
 """Every error a user can meet, one tree.
 
-    StreamTuneError               what went wrong, where, how to fix it
+    StreamTuneError               what went wrong, where, and how to fix it
     ├── UserError                 exit 2: the input is wrong, nothing was trained
     │   ├── RecipeError           a recipe key, value or file
     │   ├── DataError             a dataset file or row
     │   ├── ArgumentError         a command-line or Python argument
     │   ├── UnsupportedModelError a model the engine cannot stream exactly
-    │   └── VersionError          a library of a version that has not what the engine computes with
-    └── RunError                  exit 1: it ran and failed
+    │   └── VersionError          a library version that lacks what the engine needs
+    └── RunError                  exit 1: the run started and failed
         ├── OutOfMemoryError      device or host memory ran out
-        ├── StorageError          a file of layer inputs or prepared rows cannot be written or read
+        ├── StorageError          a file of layer inputs, prepared rows or teacher tokens is unusable
         ├── CheckpointError       a checkpoint cannot be written or read
-        ├── DistributedError      a rank is gone, hangs, cannot be reached or is not like the others
+        ├── DistributedError      a rank exited, hangs, is unreachable or differs from the others
         └── NonFiniteError        a loss or gradient is NaN or Inf
 
-Nothing of the project and nothing heavy is imported here.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ __all__ = [
 
 
 class StreamTuneError(Exception):
-    """An error with what happened, where it happened and how to fix it.
+    """Base class of all errors: what happened, where, and how to fix it.
 
     Args:
-        what: One sentence that says what is wrong.
-        where: ``file:line``, a row, a key or a module; may be empty.
-        fix: Advice that solves it; empty where nothing helps. JSON documents call it ``mend``.
+        what: Sentence about what is wrong.
+        where: ``file:line``, row, key or module; may be empty.
+        fix: Advice that solves it; empty if there is none. JSON documents call it ``mend``.
     """
 
     exit_code = 1
@@ -67,7 +67,7 @@ class StreamTuneError(Exception):
 
 
 class UserError(StreamTuneError):
-    """The input is wrong: nothing was trained, nothing was lost."""
+    """The input is wrong. Nothing was trained, and nothing was lost."""
 
     exit_code = 2
 
@@ -85,11 +85,11 @@ class ArgumentError(UserError):
 
 
 class UnsupportedModelError(UserError):
-    """The engine cannot stream this model exactly, so it does not train it."""
+    """The engine cannot stream this model exactly, so the model is not trained."""
 
 
 class VersionError(UserError):
-    """An installed library is of a version that does not have what the engine computes with."""
+    """An installed library has a version that lacks what the engine needs."""
 
 
 class RunError(StreamTuneError):
@@ -101,15 +101,15 @@ class OutOfMemoryError(RunError):
 
 
 class StorageError(RunError):
-    """The file that holds layer inputs, prepared rows or likeliest tokens cannot be written or read."""
+    """A file of layer inputs, prepared rows or a teacher's top-k tokens cannot be written or read."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written, or the one found cannot be trusted."""
+    """A checkpoint cannot be written, or an existing one cannot be trusted."""
 
 
 class DistributedError(RunError):
-    """A rank is gone, hangs, cannot be reached or is not like the others."""
+    """A rank exited, hangs, is unreachable, or differs from the others."""
 
 
 class NonFiniteError(RunError):
@@ -117,15 +117,16 @@ class NonFiniteError(RunError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"did you mean 'x'?"`` for the nearest known name, or an empty string.
+    """Return ``"did you mean 'x'?"`` for the most similar known name, or an empty string.
 
-    Among equally near names a name with the same first letter is preferred.
+    Case is ignored. Of equally similar names, one with the same first letter is preferred.
     """
-    names = list(known)
-    nearest = get_close_matches(name, names, n=len(names), cutoff=0.6) if names else []
-    alike = [each for each in nearest if _likeness(each, name) == _likeness(nearest[0], name)]
-    found = next((each for each in alike if each[:1] == name[:1]), nearest[0] if nearest else None)
-    return f"did you mean '{found}'?" if found else ""
+    names = {each.casefold(): each for each in known}
+    folded = name.casefold()
+    nearest = get_close_matches(folded, names, n=len(names), cutoff=0.6) if names else []
+    alike = [each for each in nearest if _likeness(each, folded) == _likeness(nearest[0], folded)]
+    found = next((each for each in alike if each[:1] == folded[:1]), nearest[0] if nearest else None)
+    return f"did you mean '{names[found]}'?" if found else ""
 
 
 def _likeness(one: str, other: str) -> float:

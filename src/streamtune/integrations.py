@@ -1,4 +1,4 @@
-"""Trainers of others: streaming as a callback of the Hugging Face ``Trainer`` and of TRL's trainers."""
+"""Streaming in other trainers: a callback for the Hugging Face ``Trainer`` and for TRL's trainers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["StreamTuneCallback"]
 
 
 class StreamTuneCallback(TrainerCallback):
-    """Streams the model of a ``Trainer``, or of one of TRL's trainers, while it trains.
+    """Streams the model of a ``Trainer``, or of a TRL trainer, while it trains.
 
-    A model that is streamed already stays streamed. At the beginning of training one line has the schedule and the
-    predicted peak of memory; every log of a training step gets ``peak_mem_gib``, ``stream_chunk_size`` and, if it was
-    predicted, ``predicted_peak_gib``. On a CPU ``peak_mem_gib`` is of the whole process, while the prediction counts
+    A model that is already streamed stays streamed. When training begins, one line is printed with the schedule and the
+    predicted memory peak. Every log of a training step gets ``peak_mem_gib``, ``stream_chunk_size`` and, if predicted,
+    ``predicted_peak_gib``. On a CPU ``peak_mem_gib`` covers the whole process, while the prediction covers only
     tensors.
 
     Example:
@@ -35,8 +35,8 @@ class StreamTuneCallback(TrainerCallback):
         >>> trainer.train()
 
     Attributes:
-        handle: The streamed model while it trains; None before and after.
-        plan: The plan of the step with its simulation; None for a model that was streamed already.
+        handle: Handle of the streamed model during training; None before and after.
+        plan: Plan of the step, with its simulation; None for a model that was already streamed.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class StreamTuneCallback(TrainerCallback):
         """Choose how the model is streamed.
 
         Args:
-            schedule: The schedule; None lets the planner choose.
-            chunk_size: Tokens of a chunk, shorthand for ``schedule=Schedule(chunk_size=...)``.
-            max_length: Tokens of the longest row, for the plan; None is ``max_length`` of TRL's configurations.
-            rows: Rows of one forward, for the plan; None is ``per_device_train_batch_size``, twice that for TRL's DPO.
-            device_memory: Memory to plan with, bytes or ``"80GiB"``; None is the free memory.
-            head: Stream the head as well, as in :func:`streamtune.stream`.
+            schedule: Schedule of the step; None lets the planner choose.
+            chunk_size: Tokens of a chunk, short for ``schedule=Schedule(chunk_size=...)``.
+            max_length: Tokens of the longest row, for the plan. None: ``max_length`` of TRL's configurations.
+            rows: Rows of one forward, for the plan. None: ``per_device_train_batch_size``, doubled for TRL's DPO.
+            device_memory: Memory to plan with, in bytes or as ``"80GiB"``. None: the free memory.
+            head: Whether to stream the head too, as in :func:`streamtune.stream`.
 
         Raises:
             ArgumentError: Both ``schedule`` and ``chunk_size`` are given.
@@ -73,10 +73,10 @@ class StreamTuneCallback(TrainerCallback):
         self._device = torch.device("cpu")
 
     def attach(self, trainer: Trainer) -> StreamTuneCallback:
-        """Add the callback in front of all others, so that experiment trackers get its figures too; return it.
+        """Add the callback before all others, so that experiment trackers get its figures too; return it.
 
-        With ``callbacks=[...]`` it comes behind them: the trainer's log history and its progress bar have the figures,
-        and trackers (``report_to``) do not.
+        With ``callbacks=[...]`` it runs after them: the trainer's log history and progress bar get the figures, but
+        trackers (``report_to``) do not.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -84,9 +84,9 @@ class StreamTuneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Plan, stream the model, print one line."""
+        """Plan the step, stream the model, and print one line."""
         model: nn.Module = given["model"]
-        self.remove()  # from a training that ended with an error
+        self.remove()  # after a training that ended with an error
         self.plan = None
         self._device = model_device(model)
         streamed = _handle_of(model)
@@ -100,7 +100,7 @@ class StreamTuneCallback(TrainerCallback):
         reset_peak_memory(self._device)
         if state.is_world_process_zero:
             print(self._line(), flush=True)
-            if (note := _lost_steps(model, args)) is not None:
+            if (note := _rounding_note(model, args)) is not None:
                 print(note, flush=True)
 
     def on_log(
@@ -111,7 +111,7 @@ class StreamTuneCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **given: Any,
     ) -> None:
-        """Add the figures to the log of a training step, and to the trainer's history."""
+        """Add the memory figures to the log of a training step, and to the trainer's history."""
         if self.handle is None or not logs or "loss" not in logs:
             return
         figures: dict[str, float] = {"peak_mem_gib": peak_memory_bytes(self._device) / GIB}
@@ -123,32 +123,32 @@ class StreamTuneCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Restore the model, if it was streamed here."""
+        """Restore the model, if this callback streamed it."""
         self.remove()
 
     def remove(self) -> None:
-        """Restore the model, if it was streamed here; for a training that ended with an error."""
+        """Restore the model, if this callback streamed it. Call it after a training that ended with an error."""
         if self.handle is not None and self._ours:
             self.handle.remove()
         self.handle, self._ours = None, False
 
     def _plan(self, model: nn.Module, args: TrainingArguments) -> Plan | None:
-        """Return the plan of a step; None if a schedule is given and the longest row is unknown."""
-        length = self.max_length or _longest(args)
+        """Return the plan of a step; None if a schedule is given and the length of the longest row is unknown."""
+        length = self.max_length or _longest_row(args)
         if length is None:
             if self.schedule is not None:
                 return None
             raise ArgumentError(
-                "the planner has to know how long the longest row is, and the trainer's arguments do not say it",
+                "the planner needs the length of the longest row, which the trainer's arguments lack",
                 where="StreamTuneCallback",
-                fix="StreamTuneCallback(max_length=...), or chunk_size=... for a schedule without planner",
+                fix="pass max_length=..., or chunk_size=... for a schedule without the planner",
             )
-        with _own_forwards(model):
+        with _original_forwards(model):
             return plan_step(
                 model,
                 max_length=length,
                 device_memory=self.device_memory,
-                batch_size=self.rows or _rows(args),
+                batch_size=self.rows or _rows_per_forward(args),
                 accumulated=args.gradient_accumulation_steps > 1,
                 autocast=bool(args.bf16),
                 schedule=self.schedule,
@@ -158,21 +158,22 @@ class StreamTuneCallback(TrainerCallback):
         assert self.handle is not None
         words = f"StreamTune: {self.handle.schedule.describe(len(self.handle.layers))}"
         if self.plan is None:
-            return words + ("" if self._ours else "; streamed before the trainer began")
-        counted = " of tensors, without Python and libraries" if self._device.type == "cpu" else ""
+            return words + ("" if self._ours else "; streamed before training began")
+        counted = " of tensors only, without Python and libraries" if self._device.type == "cpu" else ""
         return f"{words}; predicted peak {show_size(self.plan.simulation.peak_bytes)}{counted}"
 
 
-def _lost_steps(model: nn.Module, args: TrainingArguments) -> str | None:
-    """Return a note if trained weights are bfloat16 or float16: the trainer's optimizer rounds each step to them."""
+def _rounding_note(model: nn.Module, args: TrainingArguments) -> str | None:
+    """Return a note if trained weights are bfloat16 or float16: the trainer's optimizer rounds each step to this
+    dtype."""
     narrow = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
     if args.deepspeed is not None or not narrow:  # DeepSpeed keeps float32 weights
         return None
     dtype = str(narrow.pop()).removeprefix("torch.")
     return (
-        f"StreamTune: {dtype} weights are trained and each step is rounded to the nearest number: at a learning rate "
+        f"StreamTune: trained weights are {dtype}, so each step is rounded to the nearest number. At a learning rate "
         f"of {args.learning_rate:g} most small steps are lost. Load the model with dtype=torch.float32, and compute in "
-        "bfloat16 by TrainingArguments(bf16=True)"
+        "bfloat16 with TrainingArguments(bf16=True)"
     )
 
 
@@ -184,19 +185,19 @@ def _handle_of(model: nn.Module) -> StreamHandle | None:
 
 
 def _refuse_sharded(model: nn.Module, args: TrainingArguments) -> None:
-    """Refuse a model whose weights DeepSpeed or FSDP has distributed already."""
+    """Raise an error if DeepSpeed or FSDP has already sharded the model's weights."""
     by_deepspeed = args.deepspeed is not None or any(hasattr(weight, "ds_id") for weight in model.parameters())
     by_fsdp = bool(args.fsdp) or any(isinstance(weight, DTensor) for weight in model.parameters())
     if by_deepspeed or by_fsdp:
         raise UnsupportedModelError(
-            f"when training begins {'DeepSpeed' if by_deepspeed else 'FSDP'} has distributed the weights, and a model "
-            "is streamed before that",
-            fix="call streamtune.stream(model, ...) before the trainer is made; this callback then adds its figures",
+            f"{'DeepSpeed' if by_deepspeed else 'FSDP'} has already sharded the weights, and a model must be streamed "
+            "before that",
+            fix="call streamtune.stream(model, ...) before creating the trainer; the callback then adds its figures",
         )
 
 
-def _longest(args: TrainingArguments) -> int | None:
-    """Return the tokens of the longest row by TRL's configurations; None without them."""
+def _longest_row(args: TrainingArguments) -> int | None:
+    """Return how many tokens the longest row has by TRL's configurations; None without them."""
     completion = getattr(args, "max_completion_length", None)
     prompt = getattr(args, "max_prompt_length", None)
     if completion is not None:
@@ -204,15 +205,16 @@ def _longest(args: TrainingArguments) -> int | None:
     return getattr(args, "max_length", None)
 
 
-def _rows(args: TrainingArguments) -> int:
-    """Return the number of rows of one forward: TRL's DPO calls the model with chosen and rejected rows together."""
+def _rows_per_forward(args: TrainingArguments) -> int:
+    """Return how many rows one forward has: TRL's DPO passes chosen and rejected rows together."""
     paired = hasattr(args, "precompute_ref_log_probs")
     return args.per_device_train_batch_size * (2 if paired else 1)
 
 
 @contextmanager
-def _own_forwards(model: nn.Module) -> Iterator[None]:
-    """Remove functions that replace ``forward`` (accelerate's autocast), while inside: a copy would share them."""
+def _original_forwards(model: nn.Module) -> Iterator[None]:
+    """Remove replacements of ``forward`` (accelerate's autocast) inside the context: a copied model would share
+    them."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         names = [name for name in ("forward", "_original_forward") if name in module.__dict__]

@@ -1,6 +1,6 @@
-"""The schedule of a streamed step: its cuts, and the tensors it keeps.
+"""The schedule of a streamed step: sizes of its chunks, and the tensors it stores for the backward.
 
-Fields, choices, defaults and contradictions are listed here alone: the recipe's ``engine:`` group, the planner and the
+Fields, choices, defaults and contradictions are defined only here. The recipe's ``engine:`` group, the planner and the
 engine read them here.
 """
 
@@ -32,68 +32,70 @@ __all__ = [
 
 
 Tier = Literal["device", "host", "disk"]
-"""The memory that stores a tensor for the backward: the device's, the machine's, or a file."""
+"""Memory that stores a tensor for the backward: device memory, host memory, or a file."""
 
 Kept = Literal["no", "device", "host"]
-"""The memory that keeps a tensor which the backward could compute again, or ``no``."""
+"""Memory that keeps a tensor which the backward could recompute; ``no`` recomputes it."""
 
 Levels = Literal[1, 2]
 
 Fuse = Literal["torch", "none"]
-"""Norms and rotary embeddings by torch's fused operators where the device gains by it, or as the model writes them."""
+"""Norms and rotary embeddings with torch's fused operators where they are faster, or as the model writes them."""
 
 GradDtype = Literal["float32", "param"]
-"""The dtype of sums over chunks: float32, or the tensor's own."""
+"""Dtype of gradient sums over chunks: float32, or the tensor's own."""
 
 Order = Literal["layer", "chunk"]
-"""The outer loop of the backward: all chunks of a layer, then the next layer; or all layers of a chunk."""
+"""Outer loop of the backward: all chunks of a layer, then the next layer; or all layers of a chunk, then the next
+chunk."""
 
 
 WeightTier = Literal["device", "host"]
-"""The memory in which weights wait while they are not used."""
+"""Memory of weights while they are not in use."""
 
 FetchDtype = Literal["param", "bfloat16"]
-"""The dtype of a weight's copy on the device: the weight's own, or bfloat16."""
+"""Dtype of a weight's copy on the device: the weight's own, or bfloat16."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of the streamed step. Every schedule gives the same gradient; they differ in time and memory.
+    """A schedule of the streamed step. All schedules give the same gradient; they differ in time and memory.
 
-    Bytes below are for each token; C is the hidden size, L the number of layers, e the bytes of an element.
+    Bytes below are per token. C is the hidden size, L the number of layers, e the bytes of an element.
 
     Args:
         chunk_size: Most tokens whose layer activations exist at once.
         head_chunk_size: Most tokens whose logits exist at once.
         offload: Memory that stores the layer inputs for the backward: C e L bytes.
-        offload_dir: Directory of the file, for ``offload="disk"``. The open file has no name, so it goes with the
-            process, however that ends.
-        device_layers: Number of layer inputs that stay on the device with ``offload`` to host or disk: the inputs that
-            the backward needs first.
-        levels: 1 stores the input of every layer. 2 stores the input of every ``segment_size``-th layer and computes
-            the others again, a segment at a time, for one more forward.
-        segment_size: Layers of a segment at two levels; None is the size that stores fewest.
+        offload_dir: Directory of the file for ``offload="disk"``. The open file has no name, so it disappears with the
+            process, also after a crash.
+        device_layers: Number of layer inputs that stay on the device with ``offload`` to host or disk: those that the
+            backward needs first.
+        levels: 1 stores the input of every layer. 2 stores the input of every ``segment_size``-th layer and recomputes
+            the other inputs, a segment at a time, for one more forward.
+        segment_size: Layers of a segment at two levels. None: the size that stores the fewest inputs.
         keep_kv: Keep every layer's keys and values from the forward to the backward instead of projecting them again.
-            ``True`` is ``"device"``.
-        keep_attention: Keep the output and the log-sum-exp of every attention, so that the backward never runs its
-            forward again: H D e + 4 H bytes a layer, for H heads of dimension D.
-        keep_layers: Number of last layers that keep everything and recompute nothing, as without checkpointing.
-        stream_grads: The gradient of a layer's input replaces the gradient of its output chunk by chunk, and lives with
-            the layer inputs. Hooks on hidden states between two layers then see zeros.
-        grad_dtype: Dtype in which parameter terms and dK, dV are summed over chunks: ``float32``, or ``param`` for the
-            tensor's own.
-        fuse: ``torch`` computes norms and rotary embeddings by torch's fused operators on CUDA, ``none`` as the model
-            writes them. Both are the same function, up to rounding.
-        order: Outer loop of the backward. ``layer`` takes all chunks of a layer, then the layer before, and stores the
-            input of every layer. ``chunk`` takes all layers of a chunk, then the chunk before: it stores the input of
-            the first layer, and the keys and values (or states) of every layer, with their gradients in the backward.
-            ``keep_kv`` is then ``device`` or ``host``, for states too. ``levels=1`` holds the activations of a chunk in
-            all layers at once, and ``levels=2`` in ``segment_size`` layers (one, by default), for one more forward.
-        weights: Memory of the weights of layers, embedding and head while they are not used. With ``host`` each layer
-            is copied to the device ahead of its forward and its backward, and its gradient to the host, where the
-            optimizer then steps. Trained weights beside frozen ones (adapters) stay on the device.
+            ``True`` means ``"device"``.
+        keep_attention: Keep the output and the log-sum-exp of every attention, so that the backward does not recompute
+            them: H D e + 4 H bytes per layer, for H heads of dimension D.
+        keep_layers: Number of last layers that keep all activations and recompute nothing, as without checkpointing.
+        stream_grads: Overwrite the gradient of a layer's output with the gradient of its input, chunk by chunk, in the
+            memory of the layer inputs. Hooks on hidden states between two layers then see zeros.
+        grad_dtype: Dtype in which parameter gradients and dK, dV are summed over chunks: ``float32``, or ``param`` for
+            the tensor's own.
+        fuse: ``torch`` computes norms and rotary embeddings with torch's fused operators on CUDA, ``none`` as the model
+            writes them. Both are the same function up to rounding.
+        order: Outer loop of the backward. ``layer`` processes all chunks of a layer, then the layer before, and stores
+            the input of every layer. ``chunk`` processes all layers of a chunk, then the chunk before. It stores the
+            input of the first layer, and the keys and values (or states) of every layer, with their gradients in the
+            backward. ``keep_kv`` is then ``device`` or ``host``, for states too. ``levels=1`` holds a chunk's
+            activations of all layers at once; ``levels=2`` holds them for ``segment_size`` layers (default: one), for
+            one more forward.
+        weights: Memory of the weights of layers, embedding and head while they are not in use. With ``host`` each layer
+            is copied to the device before its forward and backward, and its gradient is copied to the host, where the
+            optimizer steps. Trained weights beside frozen ones (adapters) stay on the device.
         fetch_dtype: Dtype of these copies: ``param``, the weights' own, or ``bfloat16``. With bfloat16 the model
-            computes with rounded weights, and weights, sums of gradients and optimizer stay in float32.
+            computes with rounded weights; weights, gradient sums and optimizer stay in float32.
 
     Raises:
         ArgumentError: A value is out of range, or two values contradict each other.
@@ -123,39 +125,40 @@ class Schedule:
         for name in ("chunk_size", "head_chunk_size", "segment_size"):
             value = getattr(self, name)
             if (value is not None or name != "segment_size") and not _is_count(value, least=1):
-                raise ArgumentError(f"{name} must be a positive number of {_unit(name)}, not {value!r}")
+                raise ArgumentError(f"{name} must be a number of {_unit(name)} from 1; found {value!r}")
         for name in ("device_layers", "keep_layers"):
             if not _is_count(getattr(self, name), least=0):
-                raise ArgumentError(f"{name} must be a number of layers, not {getattr(self, name)!r}")
+                raise ArgumentError(f"{name} must be a number of layers from 0; found {getattr(self, name)!r}")
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
                 known = ", ".join(map(repr, words[:-1])) + f" or {words[-1]!r}"
-                raise ArgumentError(f"{name} must be {known}, not {getattr(self, name)!r}")
-        for field, what, (other, value) in contradictions(vars(self), _in_python):
-            way_out = "" if field == "offload" else f", or leave {field} out"
-            raise ArgumentError(what, fix=f"set {other} to {value}{way_out}")
+                raise ArgumentError(f"{name} must be {known}; found {getattr(self, name)!r}")
+        for field, what, (other, value) in contradictions(vars(self), _show_in_python):
+            alternative = "" if field == "offload" else f", or leave {field} out"
+            raise ArgumentError(what, fix=f"set {other} to {value}{alternative}")
 
     @classmethod
     def plan(cls, model: Any, *, max_length: int, device_memory: int | str | None = None, **more: Any) -> Schedule:
-        """Return the fastest schedule with which a step of ``model`` fits the memory there is.
+        """Return the fastest schedule with which a step of ``model`` fits the available memory.
 
         Args:
-            model: Causal language model of ``transformers``, not streamed yet, with its adapters if it has any. A
-                model on ``meta`` is planned for an accelerator of ``device_memory``.
+            model: Causal language model of ``transformers``, not streamed yet, with its adapters if it has any. A model
+                on ``meta`` is planned for an accelerator of ``device_memory``.
             max_length: Tokens of the longest row.
-            device_memory: Bytes, or a size such as ``"80GiB"``; None is the free memory and the weights' own.
+            device_memory: Bytes, or a size such as ``"80GiB"``. None: the free memory plus the memory of the model's
+                weights.
             more: ``host_memory``; ``batch_size``; ``accumulated`` (gradients of earlier micro-batches exist);
-                ``optimizer``, a function of the model (AdamW, by default); ``autocast``; ``margin``, the share left
-                free; and any field of a schedule, which then stays as given.
+                ``optimizer``, a function of the model (default: AdamW); ``autocast``; ``margin``, the fraction left
+                free; and any field of a schedule, which the planner then does not change.
 
         Raises:
-            ArgumentError: Nothing fits; the error names the largest part and the longest row that fits.
+            ArgumentError: No schedule fits. The error names the largest part and the longest row that fits.
 
         Example:
             >>> schedule = Schedule.plan(model, max_length=131072, device_memory="80GiB")
             >>> streamtune.stream(model, schedule=schedule)
         """
-        # By name, as an entry point is: the planner runs the engine, so the engine cannot import it.
+        # Imported by name: the planner imports the engine, so the engine cannot import the planner.
         schedule: Schedule = import_module("streamtune.plan.planner").plan_schedule(
             model, max_length=max_length, device_memory=device_memory, **more
         )
@@ -163,13 +166,14 @@ class Schedule:
 
     @property
     def uses_host(self) -> bool:
-        """True if a tensor is stored for the backward in the machine's memory."""
+        """True if a tensor is stored in host memory for the backward."""
         return "host" in (self.offload, self.keep_kv, self.keep_attention)
 
     def describe(self, layers: int | None = None) -> str:
-        """Return one line for people: sizes, then the choices that are not the default.
+        """Return a one-line description: sizes, then the choices that differ from the default.
 
-        ``layers`` is the model's number of layers, if known. If all are kept whole, the line ends after saying so.
+        ``layers`` is the model's number of layers, if known. If all of them are kept whole, the line ends after saying
+        so.
         """
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
         if layers is not None and self.keep_layers >= layers:
@@ -211,18 +215,19 @@ class Schedule:
             yield "the gradient of the last layer's output streamed"
 
     def chunks(self, length: int, cuts: Sequence[int] | None = None) -> list[slice]:
-        """Cut ``length`` tokens into the fewest chunks: all of ``chunk_size`` but the last two, which share the rest.
+        """Cut ``length`` tokens into the fewest chunks: all of ``chunk_size`` except the last two, which share the
+        rest.
 
-        So rows of any length have the same chunks up to their ends: some kernels prepare themselves for each new shape.
-        The last two differ by a token at most, and have more than half of ``chunk_size`` if there are two or more. No
-        chunk is a single token unless the sequence is: that would send some layers down their decoding path, which
-        writes states in place.
+        Rows of any length then have the same chunk shapes except at their end; some kernels are prepared for each new
+        shape. The last two chunks differ by at most one token, and have more than half of ``chunk_size`` if there are
+        two or more. No chunk is a single token unless the sequence is one: some layers would then take their decoding
+        path, which writes states in place.
 
         Args:
             length: Tokens of the sequence.
-            cuts: Sorted positions of allowed cuts (``LazyMask.cuts``), ``length`` among them; None is anywhere. A chunk
-                then ends at the allowed cut nearest to its end without ``cuts``. It is larger than ``chunk_size`` only
-                if the next allowed cut is further away.
+            cuts: Sorted positions of allowed cuts (``LazyMask.cuts``), ``length`` among them; None allows any position.
+                A chunk then ends at the allowed cut nearest to its ideal end. It exceeds ``chunk_size`` only if the
+                next allowed cut is further away.
         """
         if cuts is None:
             size = max(2, self.chunk_size)
@@ -265,10 +270,10 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 GIVEN = ("grad_dtype", "fuse", "weights", "fetch_dtype")
-"""Fields that the planner leaves as they are: they decide how the gradient is rounded, or where an optimizer steps."""
+"""Fields that the planner never changes: they affect how the gradient is rounded, or where the optimizer steps."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
-"""Fields of a schedule, in order -> default."""
+"""Field of a schedule -> default, in order."""
 
 
 def kept(choice: Kept | bool) -> Kept:
@@ -277,7 +282,7 @@ def kept(choice: Kept | bool) -> Kept:
 
 
 class Contradiction(NamedTuple):
-    """Choices of a schedule that exclude each other; ``field`` may stay if another field has the value ``instead``."""
+    """Choices of a schedule that exclude each other. ``field`` may stay if another field has the value ``instead``."""
 
     field: str
     what: str
@@ -288,51 +293,53 @@ def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Ite
     """Yield the choices that exclude each other.
 
     Args:
-        choices: Field -> value; None if it is still open.
-        shown: Returns a field, or a field with its value, in the words of the user's recipe or program.
+        choices: Field -> value; None if the value is still open.
+        shown: Function that returns a field, or a field with its value, as the user's recipe or program writes it.
     """
     offload, levels = choices["offload"], choices["levels"]
     if choices["device_layers"] and offload == "device":
-        what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {shown('offload')} is device"
+        what = f"{shown('device_layers')} needs offloaded layer inputs, and {shown('offload')} is device"
         yield Contradiction("device_layers", what, ("offload", "host"))
     if choices["fetch_dtype"] == "bfloat16" and choices["weights"] not in ("host", None):
-        what = f"{shown('fetch_dtype')} is of copies of weights on the host, and {shown('weights')} is device"
+        what = f"{shown('fetch_dtype')} needs weights on the host, and {shown('weights')} is device"
         yield Contradiction("fetch_dtype", what, ("weights", "host"))
     if choices["weights"] == "host":
-        yield from _with_waiting_weights(choices, shown)
+        yield from _with_host_weights(choices, shown)
     if choices["order"] == "chunk":
         yield from _in_chunk_order(choices, shown)
     if choices["segment_size"] is not None and levels == 1:
         what = f"{shown('segment_size')} needs two levels, and {shown('levels')} is 1"
         yield Contradiction("segment_size", what, ("levels", "2"))
     if offload == "disk" and choices["offload_dir"] is None:
-        what = f"{shown('offload', 'disk')} needs the directory of its file"
+        what = f"{shown('offload', 'disk')} needs a directory"
         yield Contradiction(
-            "offload", what, ("offload_dir", "a directory on a fast local disk with room for the layer inputs")
+            "offload", what, ("offload_dir", "a directory on a fast local disk with space for the layer inputs")
         )
 
 
 def _in_chunk_order(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
     order = shown("order", "chunk")
     if choices["device_layers"]:
-        what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {order} stores none but one"
+        what = f"{shown('device_layers')} needs several stored layer inputs, and {order} stores only one"
         yield Contradiction("device_layers", what, ("order", "layer"))
     if choices["keep_kv"] is not None and kept(choices["keep_kv"]) == "no":
-        what = f"{order} keeps keys and values in place of layer inputs, and {shown('keep_kv')} is no"
+        what = f"{order} stores keys and values in place of layer inputs, and {shown('keep_kv')} forbids it"
         yield Contradiction("keep_kv", what, ("keep_kv", "device"))
 
 
-def _with_waiting_weights(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
+def _with_host_weights(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
     away = shown("weights", "host")
     if choices["order"] == "chunk":
-        what = f"{shown('order', 'chunk')} passes through the weights of all layers for every chunk, and {away} copies "
-        yield Contradiction("order", what + "them each time", ("order", "layer"))
+        what = f"{shown('order', 'chunk')} reads the weights of all layers for every chunk, and {away} would copy them "
+        yield Contradiction("order", what + "each time", ("order", "layer"))
     if choices["keep_layers"]:
-        what = f"{shown('keep_layers')} keeps layers with their weights until the backward, and {away} does not"
+        what = (
+            f"{shown('keep_layers')} keeps the weights of layers on the device until the backward, and {away} does not"
+        )
         yield Contradiction("keep_layers", what, ("keep_layers", "0"))
 
 
-def _in_python(field: str, value: str | None = None) -> str:
+def _show_in_python(field: str, value: str | None = None) -> str:
     return field if value is None else f"{field}={value!r}"
 
 

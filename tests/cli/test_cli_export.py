@@ -53,7 +53,7 @@ def test_what_is_not_installed(run: Path, capsys: pytest.CaptureFixture[str], mo
         (("--gguf", "f17"), "did you mean 'f16'?"),
         (("--gguf", "f16", "--llama-cpp", "nowhere"), "no convert_hf_to_gguf.py in nowhere"),
         (("--push", "me/model", "--offline"), "--offline forbids"),
-        (("--max-shard-size", "much"), "is no size"),
+        (("--max-shard-size", "much"), "expected a size"),
     ):
         assert streamtune("export", "run", "out", *arguments) == 2
         assert text in capsys.readouterr().err

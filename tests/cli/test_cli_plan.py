@@ -131,8 +131,8 @@ def test_a_fixed_schedule_is_shown_whether_it_fits_or_not(recipe: Path, capfd: p
     ("arguments", "said"),
     [
         (("--device", "h10"), "no device is called 'h10'"),
-        (("--device-memory", "lots"), "'lots' is no size"),
-        (("--device-memory", "60MiB", "--host-memory", "1"), "'1' is no size"),
+        (("--device-memory", "lots"), "expected a size; found 'lots'"),
+        (("--device-memory", "60MiB", "--host-memory", "1"), "expected a size; found '1'"),
         (("--device-memory", "1MiB"), "no schedule fits a row of 4,096 tokens"),
         pytest.param(
             ("--device", "l4", "--host-memory", "1MiB", "--set", "deepspeed=zero3_offload"),

@@ -124,7 +124,7 @@ def test_a_model_that_cannot_be_trained_is_no_lack_of_memory(
         (["--to", "0"], "--to must be at least 1, found 0"),
         (["--length", "100"], "--length needs --batch-size"),
         (["--batch-size", "--length", "1"], "a sequence needs at least 2 tokens, found 1"),
-        (["--device-memory", "much"], "'much' is no size"),
+        (["--device-memory", "much"], "expected a size; found 'much'"),
         (["--device-memory", "0GiB"], "--device-memory must be above 0"),
         (["--device-memory", "100TiB"], "the machine would swap"),
         (["--host-memory", "100TiB"], "the machine would swap"),

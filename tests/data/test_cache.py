@@ -454,18 +454,18 @@ def test_kept_rows_that_are_cut_or_changed_while_they_are_mapped(
     changed[len(changed) // 2] ^= 1
     with table.open("r+b") as file:
         file.write(changed)
-    with pytest.raises(StorageError, match=r"rows\.arrow was changed while it was read"):
+    with pytest.raises(StorageError, match=r"rows\.arrow was changed during the run"):
         prepared.train[0]
     with table.open("r+b") as file:
         file.write(content)
     assert list(prepared.train[5].input_ids) == before, "as it was"
     os.truncate(table, 4096)
     for read in (lambda: prepared.train[30], prepared.train.lengths, lambda: prepared.train.cells("origin")):
-        with pytest.raises(StorageError, match=rf"{table} was cut from .* to 4.00 KiB while it was read"):
+        with pytest.raises(StorageError, match=rf"{table} was truncated from .* to 4.00 KiB while it was read"):
             read()
     os.truncate(table, 0)
     table.unlink()
-    with pytest.raises(StorageError, match="was cut from"):
+    with pytest.raises(StorageError, match="was truncated from"):
         prepared.train[30]
     again = prepare([source], tokenizer, max_length=400, cache=cache)
     assert list(again.train[5].input_ids) == before

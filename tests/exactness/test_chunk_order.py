@@ -282,7 +282,7 @@ def test_a_schedule_in_words(more: dict[str, Any], said: str) -> None:
 
 def test_contradictions() -> None:
     assert Schedule(order="chunk").keep_kv == "device"
-    with pytest.raises(ArgumentError, match="stores none but one"):
+    with pytest.raises(ArgumentError, match="stores only one"):
         Schedule(order="chunk", offload="host", device_layers=1)
     with pytest.raises(ArgumentError, match="order must be 'layer' or 'chunk'"):
         Schedule(order="rows")  # type: ignore[arg-type]

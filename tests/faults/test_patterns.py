@@ -49,9 +49,9 @@ def test_a_pattern_is_given_up_after_seconds_by_its_key(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", NONE, ids=range(len(NONE)))
 def test_what_is_no_pattern_says_so(pattern: str) -> None:
     assert wrong_pattern(pattern)
-    with pytest.raises(ArgumentError, match="is no pattern"):
+    with pytest.raises(ArgumentError, match="is not a regular expression"):
         find_matches([pattern], NAMES, where="k")
-    with pytest.raises(ValueError, match="no regular expression"):
+    with pytest.raises(ValueError, match="not a regular expression"):
         is_found(pattern, "text")
 
 
@@ -149,7 +149,7 @@ def tokenizer_with(pattern: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("pattern", [r"(a|a|aa)+$|\s", r"(\w+\s?)+$", r"( +)*$"])
 def test_a_tokenizer_whose_pattern_takes_for_ever_is_refused(pattern: str, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="takes seconds on short texts") as caught:
+    with pytest.raises(ArgumentError, match="takes more than 3 s on short texts") as caught:
         load_tokenizer(tokenizer_with(pattern, tmp_path / "t"))
     assert "tokenizer.json" in caught.value.where
 
@@ -165,6 +165,6 @@ def test_a_tokenizer_that_gives_up_on_a_row_is_an_error(tmp_path: Path) -> None:
     """On a text that no trial foresees."""
     pattern = "(?:Q|Q|QQ)+Z|hello"
     pieces = PieceTokenizer(load_tokenizer(tokenizer_with(pattern, tmp_path / "t")))
-    with pytest.raises(ArgumentError, match=r"the tokenizer gave up on a text: .*retry-limit") as caught:
+    with pytest.raises(ArgumentError, match=r"the tokenizer failed on a text: .*retry-limit") as caught:
         pieces.ids("Q" * 200)
     assert caught.value.where == "tokenizer"

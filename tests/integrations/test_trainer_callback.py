@@ -142,7 +142,7 @@ def test_weights_that_would_lose_small_steps_are_told(
 
 
 def test_without_a_length_the_planner_is_told_nothing(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="how long the longest row is"):
+    with pytest.raises(ArgumentError, match="needs the length of the longest row"):
         trained(hf_trainer(model_for(tokenizer), tokenizer, tmp_path), StreamTuneCallback())
     callback = StreamTuneCallback(streamtune.Schedule(chunk_size=CHUNK))
     trained(hf_trainer(model_for(tokenizer), tokenizer, tmp_path), callback)
@@ -170,7 +170,7 @@ def test_a_model_that_is_streamed_already_stays_so(
         trainer = trained(hf_trainer(model, tokenizer, tmp_path), StreamTuneCallback(chunk_size=3, max_length=64))
         assert StreamHandle.of(model) is handle
     assert trainer.state.log_history[0]["stream_chunk_size"] == CHUNK
-    assert "streamed before the trainer began" in capsys.readouterr().out
+    assert "streamed before training began" in capsys.readouterr().out
     assert longest_piece(model) <= CHUNK
 
 
@@ -203,7 +203,7 @@ def test_weights_that_are_distributed_already_are_refused(
     else:
         trainer.args.deepspeed = {"zero_optimization": {"stage": 2}}
     given = {"model": trainer.model}
-    with pytest.raises(UnsupportedModelError, match=f"{wrapper} has distributed the weights"):
+    with pytest.raises(UnsupportedModelError, match=f"{wrapper} has already sharded the weights"):
         StreamTuneCallback(chunk_size=CHUNK).on_train_begin(trainer.args, trainer.state, trainer.control, **given)
 
 

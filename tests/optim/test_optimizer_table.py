@@ -394,14 +394,15 @@ def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
     )  # fmt: skip
     key, what, fix = argument_mistakes("adan", {"betas": [0.9, 0.99]}) or ("", "", "")
     assert (key, what) == (
-        "betas", "'betas' of 'adan' takes a list of 3 numbers from 0 to below 1; found [0.9, 0.99]",
+        "betas", "'betas' of 'adan' must be a list of 3 numbers from 0 to below 1; found [0.9, 0.99]",
     )  # fmt: skip
-    assert fix == "such as [0.98, 0.92, 0.99]"
+    assert fix == "write a value such as [0.98, 0.92, 0.99]"
     for args in ({"nesterov": 1}, {"momentum": True}, {"momentum": "0.9"}, {"momentum": float("nan")}):
         assert argument_mistakes("sgd", args) is not None
     assert argument_mistakes("muon", {"adjust_lr_fn": "none"}) is not None
     assert argument_mistakes("badam_ratio", {"update_ratio": 1.5}) == (
-        "update_ratio", "'update_ratio' of 'badam_ratio' is from 1e-12 to 1; found 1.5", "such as 0.01",
+        "update_ratio", "'update_ratio' of 'badam_ratio' must be from 1e-12 to 1; found 1.5",
+        "write a value such as 0.01",
     )  # fmt: skip
     assert argument_mistakes("natural_galore", {"damping": 0.0}) is not None
     assert argument_mistakes("natural_galore", {"damping": 7.5, "history": 20}) is None

@@ -71,7 +71,7 @@ def test_what_cannot_be_read_is_measured_again(home: Path, measured: list[torch.
     assert load_rates(CPU, torch.float32, notify=told.append) == RATES
     assert load_rates(CPU, torch.float32, notify=told.append) == RATES
     assert len(measured) == 2
-    assert sum("is damaged and is made again" in text for text in told) == 1
+    assert sum("is damaged and will be created again" in text for text in told) == 1
 
 
 def test_a_cache_that_cannot_be_written(home: Path, measured: list[torch.dtype]):

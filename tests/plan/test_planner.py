@@ -323,7 +323,7 @@ def test_a_schedule_for_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
         planned(device_memory="80GiB", chunk=3)
     with pytest.raises(ArgumentError, match="has no device"):
         planned()
-    with pytest.raises(ArgumentError, match="is no size"):
+    with pytest.raises(ArgumentError, match="expected a size"):
         planned(device_memory="80")
 
 

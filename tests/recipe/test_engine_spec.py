@@ -42,16 +42,16 @@ def test_a_key_takes_what_the_schedule_takes(name: str):
 @pytest.mark.parametrize(
     ("wrong", "what", "fix"),
     [
-        ({"device_layers": 1}, "device_layers says which layer inputs are not offloaded, and offload is device",
+        ({"device_layers": 1}, "device_layers needs offloaded layer inputs, and offload is device",
          "set offload to host, or leave device_layers out"),
         ({"segment_size": 2}, "segment_size needs two levels, and levels is 1",
          "set levels to 2, or leave segment_size out"),
-        ({"offload": "disk"}, "offload='disk' needs the directory of its file",
+        ({"offload": "disk"}, "offload='disk' needs a directory",
          "set offload_dir to a directory on a fast local disk with room for the layer inputs"),
-        ({"fetch_dtype": "bfloat16"}, "fetch_dtype is of copies of weights on the host, and weights is device",
+        ({"fetch_dtype": "bfloat16"}, "fetch_dtype needs weights on the host, and weights is device",
          "set weights to host, or leave fetch_dtype out"),
         ({"weights": "host", "keep_layers": 2},
-         "keep_layers keeps layers with their weights until the backward, and weights='host' does not",
+         "keep_layers keeps the weights of layers on the device until the backward, and weights='host' does not",
          "set keep_layers to 0, or leave keep_layers out"),
         ({"weights": "host", "order": "chunk"},
          "order='chunk' passes through the weights of all layers for every chunk, and weights='host' copies them each "
@@ -122,8 +122,8 @@ def test_the_order_of_chunks():
     ("text", "what", "fix"),
     [
         ("engine: {order: rows}", "'engine.order'", "must be 'auto', 'layer' or 'chunk'"),
-        ("engine: {order: chunk, keep_kv: no}", "keeps keys and values in place of layer inputs", "keep_kv: device"),
-        ("engine: {order: chunk, offload: host, device_layers: 2}", "stores none but one", "order: layer"),
+        ("engine: {order: chunk, keep_kv: no}", "stores keys and values in place of layer inputs", "keep_kv: device"),
+        ("engine: {order: chunk, offload: host, device_layers: 2}", "stores only one", "order: layer"),
         ("engine: {order: chunk}\ndeepspeed: zero3", "once for every chunk", "zero2"),
         ("engine: {order: chunk}\nsequence_parallel_size: 2", "needs whole rows", "order: layer"),
     ],

@@ -121,6 +121,10 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("seed: 1\nzzz: 1\n", 5, "unknown key 'zzz'", "`streamtune schema` lists every key"),
         ("engine:\n  chunksize: 8\n", 5, "unknown key 'chunksize' in 'engine'", "did you mean 'chunk_size'?"),
         ("chunk_size: 8\n", 4, "unknown key 'chunk_size'", "write it under 'engine:'"),
+        ("chunk_sise: 8\n", 4, "unknown key 'chunk_sise'", "did you mean 'engine.chunk_size'?"),
+        ("Learning_Rate: 1e-5\n", 4, "unknown key 'Learning_Rate'", "did you mean 'learning_rate'?"),
+        ("optim: AdamW\n", 4, "found 'AdamW'", "did you mean 'adamw'?"),
+        ("finetuning_type: qlora\nquantization: NF4\n", 5, "found 'NF4'", "did you mean 'nf4'?"),
         (
             "engine: {max_length: 8}\n",
             4,
@@ -210,11 +214,11 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("engine:\n  device_memory: 80\n", 5, "must be a size such as 80GiB, or 'auto'; found 80", ""),
         ("engine:\n  host_memory: lots\n", 5, "must be a size such as 80GiB, or 'auto'; found 'lots'", ""),
         ("engine:\n  margin: 1.5\n", 5, "'engine.margin' must be a number of at least 0 and below 1", ""),
-        ("engine:\n  chunk_size: 8\n  offload: disk\n", 6, "needs the directory of its file", "add offload_dir"),
+        ("engine:\n  chunk_size: 8\n  offload: disk\n", 6, "needs a directory", "add offload_dir"),
         (
             "engine:\n  offload: device\n  device_layers: 3\n",
             6,
-            "'engine.device_layers' says which layer inputs are not offloaded, and 'engine.offload' is device",
+            "'engine.device_layers' needs offloaded layer inputs, and 'engine.offload' is device",
             "write offload: host",
         ),
         (

@@ -270,14 +270,14 @@ def test_damaged_log_probs_are_computed_again_at_a_start_and_at_a_resume(
     capsys.readouterr()
     assert dpo(*settings, **kept) == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert told.count("is damaged and is made again") == 1
+    assert told.count("is damaged and will be created again") == 1
     assert "the reference is asked again" in told
     assert records("run") == whole
     assert file.read_bytes() == content
     file.write_bytes(content[: len(content) // 2])
     assert dpo("--output-dir", "new", **kept) == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert told.count("is damaged and is made again") == 1
+    assert told.count("is damaged and will be created again") == 1
     assert losses("new") == losses("run")
 
 

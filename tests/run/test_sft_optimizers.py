@@ -162,7 +162,7 @@ def test_blocks_by_names_are_planned_and_trained(folder: Path) -> None:
     [
         ({"optim_in_backward": True}, "has gradients of one block only"),
         ({"engine": {"weights": "host"}}, "to the host only once"),
-        ({"deepspeed": "zero2"}, "ranks divide them once"),
+        ({"deepspeed": "zero2"}, "ranks shard them only once"),
         ({"sequence_parallel_size": 2}, "needs a single device"),
         ({"optim_args": {"blocks": ["mlp"], "layers_per_block": 2}}, "exclude each other"),
         ({"optim_args": {"switch_mode": "ascendin"}}, "'random', 'ascending' or 'descending'"),
@@ -319,7 +319,7 @@ def test_a_group_at_rate_zero_is_not_trained_in_the_backward_either(folder: Path
         ({"optim": "sgd", "optim_args": {"momentun": 0.9}}, "has no option 'momentun'", "did you mean 'momentum'?"),
         ({"optim": "lion", "adam_beta2": 0.95}, "'adam_beta2' is an option of AdamW", "optim_args"),
         ({"optim": "muon", "optim_states": "bfloat16"}, "sets the dtype of AdamW's moments", "delete the line"),
-        ({"optim": "lamb", "deepspeed": "zero2"}, "trust ratio is a norm of a whole weight", "delete 'deepspeed'"),
+        ({"optim": "lamb", "deepspeed": "zero2"}, "trust ratio uses norms of whole weights", "delete 'deepspeed'"),
         ({"optim": "muon", "fsdp": True}, "needs whole matrices", "delete 'fsdp'"),
         ({"optim": "paged_adamw_8bit", "engine": {"optimizer": "host"}}, "steps on the host", "adamw_8bit"),
         ({"optim": "schedule_free"}, "'lr_scheduler_type' is cosine", "lr_scheduler_type: constant"),

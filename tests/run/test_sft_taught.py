@@ -201,7 +201,7 @@ def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path)
     with file.open("r+b") as opened:
         opened.seek(place_of("logprobs")[0])
         opened.write(bytes(16))
-    with pytest.raises(StorageError, match=r"taught\.safetensors was changed while it was read"):
+    with pytest.raises(StorageError, match=r"taught\.safetensors was changed during the run"):
         batches.training([0])
     os.truncate(file, 5000)
     with pytest.raises(StorageError, match=r"taught\.safetensors was cut from .* to 4\.88 KiB"):

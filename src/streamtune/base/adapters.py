@@ -1,16 +1,16 @@
-"""The kinds of adapters that a recipe can name, and the model inside of peft's wrapper.
+"""The kinds of adapters that a recipe can name, and the model inside peft's wrapper.
 
     lora    rslora    dora     low-rank terms; scaled by alpha / sqrt(r); with a trained norm of each row (DoRA)
     pissa   olora              LoRA that starts from the leading part of each weight: of its SVD, or of its QR
     lora_ga                    LoRA that starts from the leading part of each weight's gradient
-    loftq                      LoRA that starts from what quantisation takes from each weight
+    loftq                      LoRA that starts from the quantisation error of each weight
     vera    ia3                trained vectors: on shared random matrices; on the outputs of layers
     oft     hra                a trained rotation of the input: in blocks; of r reflections
     loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
     paca                       some columns of each weight, drawn at random
 
-A kind that peft has is one row of :data:`ADAPTERS`. Neither torch nor peft is imported: the recipe is checked against
-the table. ``streamtune.models.adapters`` adds, starts, saves and loads adapters.
+Every kind is a row of :data:`ADAPTERS`, against which recipes are checked, so neither torch nor peft is imported.
+``streamtune.models.adapters`` adds, starts, saves and loads adapters.
 """
 
 from __future__ import annotations
@@ -28,41 +28,42 @@ class AdapterKind:
     """A kind of adapters that a recipe can name."""
 
     peft: str
-    """peft's name of the type."""
+    """Name of the type in peft."""
     options: Mapping[str, str]
-    """Option of peft's configuration -> the attribute of :class:`AdapterSpec` that it gets, or ``seed``."""
+    """Option of peft's configuration -> attribute of :class:`AdapterSpec` that sets it, or ``seed``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Options of peft's configuration that are the same for all adapters of this kind."""
+    """Options of peft's configuration with a fixed value for this kind."""
     start: Literal["peft", "weights", "quantisation", "gradient"] = "peft"
-    """First values: peft's own, or from the leading part of each weight, of its quantisation error, or of its gradient.
-    With ``weights`` and ``gradient`` a second, constant adapter takes the part away again."""
+    """First values: peft's own, or the leading part of each weight, of its quantisation error, or of its gradient. With
+    ``weights`` and ``gradient`` a second, constant adapter subtracts this start."""
     start_keys: tuple[str, ...] = ()
     """Keys of a recipe that the start reads."""
     columns: bool = False
-    """True if some columns of each weight are trained, by ``PacaLinear`` in place of peft's own layer."""
+    """True if some columns of each weight are trained, by ``PacaLinear`` instead of peft's layer."""
     largest_rank: Literal["any", "largest", "named", "each", "half", "columns"] = "any"
-    """Bound of the rank: none (``any``), the largest size of all layers (``largest``), or in each layer the number of
-    singular values (``each``), half of them, or the number of columns. ``named`` is ``each`` of the layers that a
-    recipe names: with ``all-linear`` smaller ones pass."""
+    """Upper bound of the rank: ``any`` (none), ``largest`` (the largest size of all layers), or per layer ``each`` (the
+    number of singular values), ``half`` (half of them) or ``columns`` (the number of columns). ``named`` is ``each``,
+    but only for layers that a recipe names; with ``all-linear`` smaller layers are accepted."""
     even_rank: bool = False
-    """True if the rank is even: its terms start in pairs that undo each other."""
+    """True if the rank must be even, because terms start in pairs that cancel."""
     divides_by_rows: bool = False
-    """True if rows of the weight are divided by their length: a row of zeros has none."""
+    """True if rows of the weight are divided by their norm, which a row of zeros does not allow."""
     on_quantised: bool = True
-    """False if the base cannot be kept in 4 or 8 bits: its weights are changed, read as they are, or have gradients."""
+    """False if the base cannot be quantised: its weights are changed, read unquantised, or have gradients."""
     on_shared: bool = False
-    """True if ranks can share the weights: adapters are not made from whole weights, and only parameters are saved."""
+    """True if ranks can share the weights: adapters need no whole weights, and only parameters are saved."""
     on_experts: bool = False
-    """True if experts that are one tensor can have adapters."""
+    """True if experts stored as one tensor can have adapters."""
     prefix: str = ""
-    """First letters of the names of its parameters, where they are not peft's name of the type."""
+    """Prefix of the parameters' names, if it is not peft's name of the type."""
     switches: tuple[str, ...] = ()
-    """Switches by which other trainers ask for this kind."""
+    """Switches with which other trainers select this kind."""
     status: Status = "stable"
 
     @property
     def low_rank(self) -> bool:
-        """True if the adapters are LoRA to peft: on tensors too, with rank patterns, beside rows of new tokens."""
+        """True if peft treats the adapters as LoRA: also on tensors, with rank patterns, and beside rows of new
+        tokens."""
         return self.peft == "LORA"
 
     @property
@@ -72,12 +73,12 @@ class AdapterKind:
 
     @property
     def written_as_lora(self) -> bool:
-        """True if the adapters are saved as another LoRA than they are trained as."""
+        """True if the adapters are saved as a LoRA that differs from the trained one."""
         return self.constant_start or self.columns
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The keys of a recipe that this kind reads, apart from keys that all kinds read."""
+        """Keys of a recipe that this kind reads, besides the keys that all kinds read."""
         return (*dict.fromkeys(KEYS[value] for value in self.options.values() if value in KEYS), *self.start_keys)
 
 
@@ -89,7 +90,7 @@ KEYS = {
     "alphas": "lora_alpha_pattern",
     "block_size": "oft_block_size",
 }
-"""Attribute of :class:`AdapterSpec` that only some kinds have -> the key of a recipe that sets it."""
+"""Attribute of :class:`AdapterSpec` that only some kinds have -> key of a recipe that sets it."""
 
 LOW_RANK = {
     "r": "r",
@@ -98,7 +99,7 @@ LOW_RANK = {
     "rank_pattern": "ranks",
     "alpha_pattern": "alphas",
 }
-COLUMNS = {"r": "r", "lora_alpha": "r", "rank_pattern": "ranks", "alpha_pattern": "ranks"}  # a scale of 1
+COLUMNS = {"r": "r", "lora_alpha": "r", "rank_pattern": "ranks", "alpha_pattern": "ranks"}  # alpha = r: a scale of 1
 _lora = partial(AdapterKind, "LORA", LOW_RANK, largest_rank="named")
 
 ADAPTERS: Mapping[str, AdapterKind] = {
@@ -128,7 +129,7 @@ ADAPTERS: Mapping[str, AdapterKind] = {
         "LORA", COLUMNS, columns=True, largest_rank="columns", on_quantised=False, status="experimental"
     ),
 }
-"""Kind, as ``adapter_type`` names it -> its row."""
+"""Kind, named as in ``adapter_type`` -> row."""
 
 if TYPE_CHECKING:
     AdapterName = str
@@ -139,13 +140,13 @@ NAMED_STARTS = sorted(
     (name for name, kind in ADAPTERS.items() if kind.start != "peft"),
     key=lambda name: ("weights", "quantisation", "gradient").index(ADAPTERS[name].start),
 )
-"""Kinds that are a value of peft's ``init_lora_weights``."""
+"""Kinds that are values of peft's ``init_lora_weights``."""
 NAME_PARTS = (
     *sorted({kind.prefix or f"{kind.peft.lower()}_" for kind in ADAPTERS.values()}),
     ".modules_to_save.",
     "trainable_tokens_",
 )
-"""Parts of the names that peft gives to what it adds to a model."""
+"""Parts of the names that peft gives to parameters that it adds to a model."""
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,16 @@ class AdapterSpec:
     Attributes:
         kind: Key of :data:`ADAPTERS`.
         r: Rank; for ``hra`` the number of reflections.
-        alpha: The adapters' output is scaled by ``alpha / r`` (``rslora``: ``alpha / sqrt(r)``); None is ``2 * r``.
+        alpha: Scale: the adapters' output is multiplied by ``alpha / r`` (``rslora``: ``alpha / sqrt(r)``). None: ``2 *
+            r``.
         dropout: Dropout on the adapters' input.
-        target: ``all-linear`` (every linear layer but the head and routers, and experts that are one tensor where peft
-            names them) or name endings of modules, such as ``q_proj``, and of tensors, such as ``gate_up_proj``.
+        target: ``all-linear``, or name endings of modules (``q_proj``) and of tensors (``gate_up_proj``).
+            ``all-linear`` is every linear layer except head and routers, and experts stored as one tensor if peft
+            supports them.
         exclude: Name endings of modules without adapters.
         ranks: Pattern of name endings -> rank.
         alphas: Pattern of name endings -> alpha.
-        whole: Name endings of modules that are trained as they are, and saved with the adapters.
+        whole: Name endings of modules whose full weights are trained and saved with the adapters.
         block_size: Size of the rotated blocks (``oft``).
     """
 
@@ -183,7 +186,7 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
-        """``alpha``, or its default."""
+        """``alpha``, or its default ``2 * r``."""
         return 2 * self.r if self.alpha is None else self.alpha
 
     def peft_options(self, seed: int) -> dict[str, Any]:
@@ -194,7 +197,7 @@ class AdapterSpec:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model inside peft's wrapper, or a model without a wrapper itself."""
+    """Return the model inside peft's wrapper; a model without a wrapper is returned unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -1,4 +1,4 @@
-"""A process of its own for a measurement, so that only this process can run out of memory or be killed."""
+"""A child process for a measurement, so that only this process can run out of memory or be killed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from streamtune.base.safe_path import SafeChildren
 
 
 class Child:
-    """A new process (spawned, not forked) that runs a function, connected to this one by a pipe.
+    """A new process (spawned, not forked) that runs a function, and a pipe to it.
 
-    The child ignores Ctrl-C, which a terminal sends to all its processes: the parent decides when it ends, and ends it
-    when it exits itself.
+    The child ignores Ctrl-C, which a terminal sends to all its processes. The parent decides when the child ends, and
+    ends it when it exits.
 
     Args:
-        function: Called in the child with its end of the pipe and ``args``; all must be picklable.
+        function: Function called in the child with its end of the pipe and ``args``; all must be picklable.
         args: Further arguments.
     """
 
@@ -29,12 +29,12 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=run_packed, args=(theirs, *packed_call(function, *args)), daemon=True)
-        with SafeChildren(), _interrupts_ignored():  # by the child as well, from its first import on
+        with SafeChildren(), _interrupts_ignored():  # inherited by the child, from its first import on
             self.process.start()
         theirs.close()
 
     def close(self, *, seconds: float) -> None:
-        """Close the pipe and wait ``seconds`` for the process to end; then kill it."""
+        """Close the pipe, wait up to ``seconds`` for the process to end, then kill it."""
         self.connection.close()
         self.process.join(timeout=seconds)
         if self.process.is_alive():
@@ -44,7 +44,7 @@ class Child:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # Python takes no handlers there
+    if threading.current_thread() is not threading.main_thread():  # Python accepts handlers only in the main thread
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,12 +55,13 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def packed_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
-    """Pack a call for :func:`run_packed` in another process, which logs as little on import as this one."""
+    """Return a packed call for :func:`run_packed` in another process, which logs as little on import as this
+    process."""
     return pickle.dumps((function, args)), imports_are_quiet()
 
 
 def run_packed(first: Any, packed: bytes, quiet: bool) -> None:
-    """Make the call, with ``first`` before its arguments. The modules it needs are imported here, not before."""
+    """Make the call with ``first`` before its arguments. Its modules are imported here, not earlier."""
     if quiet:
         quiet_imports()
     function, args = pickle.loads(packed)

@@ -1,13 +1,15 @@
-"""Ctrl-C, SIGTERM and SIGHUP outside of training: the command ends at once and clears up after itself.
+"""Ctrl-C, SIGTERM and SIGHUP outside of training: the command ends at once and cleans up.
 
-No exception is raised for a signal: one that comes up inside a callback of a library in C++ ends the process with
-SIGABRT or is lost in a destructor. The handler ends the command's children, removes its temporary folders, restores the
-terminal and leaves by ``os._exit``. Python runs handlers between two instructions of the main thread, so a second
-thread, which a signal wakes as well, does the same where the main thread does not come back from a library in time.
+A signal raises no exception: inside a callback of a C++ library an exception would end the process with SIGABRT, or be
+lost in a destructor. Instead the handler kills the command's children, removes its temporary folders, restores the
+terminal, and leaves with ``os._exit``.
 
-While a run trains, ``train.StopRequest`` has handlers of its own, which save first.
+Python runs a handler between two instructions of the main thread. If the main thread does not return from a library in
+time, a second thread, which the signal wakes too, does the same.
 
-Imports next to nothing: the command line installs the handlers before it imports the rest.
+While a run trains, ``train.StopRequest`` has its own handlers, which save first.
+
+This module imports almost nothing: the command line installs the handlers before it imports anything else.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from typing import Any
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 SHOW_CURSOR = b"\x1b[?25h"
 PATIENCE_SECONDS = 1.5
-"""Time for the main thread to run the handler, before the second thread leaves in its place."""
+"""Time for the main thread to run the handler, before the second thread does so."""
 POSTPONED_SECONDS = 2.0
-"""Time for a command to come to a point where it can end with its results."""
+"""Time for a command to reach a point where it can end with its results."""
 
 
 class _State:
     def __init__(self) -> None:
         self.owner = 0
-        """The process in which the handlers were installed; a fork of it has inherited them."""
+        """Process that installed the handlers; a fork inherits them."""
         self.text = "Stopped."
         self.folders: list[str] = []
         self.postponed = False
         self.asked = False
-        """A signal came while signals were postponed."""
+        """True if a signal came while signals were postponed."""
         self.stopping = False
-        """Other handlers are installed, which do not leave at once."""
+        """True while other handlers are installed, which do not exit at once."""
         self.came = 0
         self.seen = 0
 
@@ -49,15 +51,15 @@ _state = _State()
 
 
 def install(*, for_good: bool = False) -> Callable[[], None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end this process at once; return a function that undoes it.
+    """Make Ctrl-C, SIGTERM and SIGHUP end this process at once; return a function that undoes this.
 
-    A SIGHUP that is ignored already, as under ``nohup``, stays ignored. Outside the main thread, where Python accepts
-    no handlers, and where they are installed already, nothing is done. With ``for_good`` it is never undone, and Ctrl-C
-    does nothing any more once the interpreter shuts down.
+    A SIGHUP that is already ignored, as under ``nohup``, stays ignored. Nothing happens outside the main thread, where
+    Python accepts no handlers, or if the handlers are already installed. With ``for_good`` the handlers stay installed,
+    and Ctrl-C has no effect once the interpreter shuts down.
     """
     if threading.current_thread() is not threading.main_thread() or _state.owner == os.getpid():
         return lambda: None
-    _state.__init__()  # type: ignore[misc]  # in a fork: what the parent was doing is nothing of this process
+    _state.__init__()  # type: ignore[misc]  # a fork starts with a fresh state, not the parent's
     _state.owner = os.getpid()
     previous = {signum: signal.signal(signum, _leave) for signum in SIGNALS if not is_ignored(signum)}
     reading, writing = os.pipe()
@@ -65,7 +67,7 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     watching = threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True)
     watching.start()
-    if hasattr(signal, "pthread_sigmask"):  # the launcher of a rank blocks them until here
+    if hasattr(signal, "pthread_sigmask"):  # a rank's launcher has blocked them
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if for_good:
         import atexit
@@ -77,7 +79,7 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
             return
         _state.owner = 0
         signal.set_wakeup_fd(-1)
-        os.close(writing)  # which ends the thread
+        os.close(writing)  # this ends the thread
         watching.join()
         for signum, handler in previous.items():
             signal.signal(signum, handler)
@@ -86,13 +88,13 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
 
 
 def is_ignored(signum: int) -> bool:
-    """Return True if the process was started with this signal ignored and is to keep it so: SIGHUP under ``nohup``."""
+    """Return True if the process was started with this signal ignored and must keep it so: SIGHUP under ``nohup``."""
     return signum not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(signum) == signal.SIG_IGN
 
 
 @contextmanager
 def saying(text: str) -> Iterator[None]:
-    """Print ``text`` in place of ``Stopped.`` if a signal ends the process inside the context."""
+    """Context manager: print ``text`` in place of ``Stopped.`` if a signal ends the process."""
     before, _state.text = _state.text, text
     try:
         yield
@@ -101,13 +103,13 @@ def saying(text: str) -> Iterator[None]:
 
 
 def remove_too(folder: str) -> None:
-    """Remove this folder as well if a signal ends the process; it may be gone by then."""
+    """Also remove this folder if a signal ends the process; it may be gone by then."""
     _state.folders.append(folder)
 
 
 @contextmanager
 def temporary_directory(**options: Any) -> Iterator[str]:
-    """Make a ``tempfile.TemporaryDirectory`` that a signal removes as well."""
+    """Context manager: a ``tempfile.TemporaryDirectory`` that a signal removes too."""
     import tempfile
 
     with tempfile.TemporaryDirectory(**options) as folder:
@@ -120,7 +122,7 @@ def temporary_directory(**options: Any) -> Iterator[str]:
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Let the first Ctrl-C inside the context wait for :func:`check`, for two seconds at most."""
+    """Context manager: the first Ctrl-C waits for :func:`check`, for two seconds at most."""
     _state.postponed, _state.asked = True, False
     try:
         yield
@@ -129,7 +131,7 @@ def postponed() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raise ``KeyboardInterrupt`` if a postponed Ctrl-C waits; to be called where only Python code runs."""
+    """Raise ``KeyboardInterrupt`` if a postponed Ctrl-C waits. Call it where only Python code runs."""
     if _state.asked:
         _state.asked = _state.postponed = False
         raise KeyboardInterrupt
@@ -137,7 +139,8 @@ def check() -> None:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Mark the context as one with other handlers, which call :func:`handled`; the second thread then waits longer."""
+    """Context manager: other handlers are installed, which call :func:`handled`; the second thread then waits
+    longer."""
     _state.stopping = True
     try:
         yield
@@ -152,7 +155,8 @@ def handled() -> None:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Block signals inside the context: they arrive when it ends, in a process started inside when it unblocks them."""
+    """Context manager: block signals. They arrive when it ends; in a process started inside, when that process unblocks
+    them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -164,7 +168,7 @@ def blocked() -> Iterator[None]:
 
 
 def _leave(signum: int, frame: FrameType | None) -> None:
-    if _state.owner != os.getpid():  # a fork of a library's: its parent decides, and this one goes without a word
+    if _state.owner != os.getpid():  # a fork made by a library: its parent decides, and the fork ends silently
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
         return
@@ -172,17 +176,17 @@ def _leave(signum: int, frame: FrameType | None) -> None:
     if _state.postponed and signum == signal.SIGINT and not _state.asked:
         _state.asked = True
         return
-    for caught in SIGNALS:  # once more ends it in the middle of this
+    for caught in SIGNALS:  # a second signal ends the process during clean-up
         if not is_ignored(caught):
             signal.signal(caught, signal.SIG_DFL)
-    _clear_up()
+    _clean_up()
     if signum == signal.SIGINT:
         os._exit(128 + signum)
-    os.kill(os.getpid(), signum)  # so that whoever started this process sees what ended it
+    os.kill(os.getpid(), signum)  # so that the parent process sees the signal
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder and its content, hidden files last: if it is cut short, the mark of its owner is still there."""
+    """Delete a folder and its content, hidden files last: if it is interrupted, the mark of its owner still exists."""
     import shutil
 
     with suppress(OSError):
@@ -194,7 +198,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _watch(reading: int) -> None:
-    """End the process after a signal if the main thread, inside a call of a library, runs no handler."""
+    """End the process after a signal if the main thread, inside a library call, runs no handler."""
     while came := os.read(reading, 1):
         signum = came[0]
         if signum not in SIGNALS:
@@ -210,13 +214,13 @@ def _watch(reading: int) -> None:
             waited += 0.05
         late = _state.seen < mine and (not _state.stopping or mine - _state.seen > 1)
         if late or _state.asked:
-            _clear_up()
+            _clean_up()
             os._exit(128 + signum)
     os.close(reading)
 
 
-def _clear_up() -> None:
-    """End the children, remove temporary folders, restore the terminal and print the text."""
+def _clean_up() -> None:
+    """Kill the children, remove temporary folders, restore the terminal, and print the text."""
     _kill_children()
     for folder in _state.folders:
         remove_folder(folder)
@@ -229,9 +233,9 @@ def _clear_up() -> None:
 
 
 def _kill_children() -> None:
-    """Kill every process that descends from this one. Linux; elsewhere they end with their pipes."""
+    """Kill every descendant of this process (Linux). On other systems they end with their pipes."""
     stopped: set[int] = set()
-    while new := _descendants() - stopped:  # stopped first: a killed one's own children would be found no more
+    while new := _descendants() - stopped:  # stopped first: the children of a killed process could not be found
         for process in new:
             with suppress(OSError):
                 os.kill(process, signal.SIGSTOP)
@@ -244,7 +248,7 @@ def _kill_children() -> None:
 def _descendants() -> set[int]:
     parents: dict[int, int] = {}
     with suppress(OSError):
-        for name in os.listdir("/proc"):  # noqa: PTH208 (nothing more is imported in a handler)
+        for name in os.listdir("/proc"):  # noqa: PTH208 (no further imports in a handler)
             if name.isdigit():
                 with suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
                     # pid (name) state parent ...: the name may hold blanks and parentheses
@@ -258,6 +262,7 @@ def _descendants() -> set[int]:
 
 
 def _tracker() -> int | None:
-    """Return the id of multiprocessing's resource tracker, which removes semaphores and ends after this process."""
+    """Return the id of multiprocessing's resource tracker, which removes semaphores and ends after this process; None
+    without one."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     return getattr(getattr(module, "_resource_tracker", None), "_pid", None)

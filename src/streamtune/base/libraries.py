@@ -1,6 +1,6 @@
-"""Libraries that are installed: versions that were tested, messages about others, and what they log on import.
+"""Installed libraries: tested versions, messages about other versions, and quiet imports.
 
-None of them is imported here. :func:`quiet_imports` and :func:`leave_out_quantisers` are called before the first is.
+No library is imported here. Call :func:`quiet_imports` and :func:`leave_out_quantisers` before the first import.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from importlib import metadata
 from streamtune.errors import UnsupportedModelError, VersionError
 
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.14")}
-"""The oldest and the newest minor version with which the tests pass. ``pyproject.toml`` has the same bounds; a newer
-version is tried, and reported as untested."""
+"""Oldest and newest minor version with which the tests pass. ``pyproject.toml`` has the same bounds; a newer version is
+tried, and reported as untested."""
 
 
 def installed(package: str) -> str:
@@ -27,23 +27,23 @@ def installed(package: str) -> str:
 
 
 def untested() -> str:
-    """Return a message that names the installed libraries that are newer than the tested versions; empty if none."""
+    """Return a message that names installed libraries newer than the tested versions; empty if there are none."""
     found = _newer()
     return f"not tested with {' and '.join(map(_described, found))}" if found else ""
 
 
 def pip_install() -> str:
-    """Return the command that installs tested versions in place of newer ones."""
+    """Return the command that replaces newer versions by tested ones."""
     return " ".join(["pip install", *(f"'{name}<{_after(TESTED[name][1])}'" for name in _newer())])
 
 
 def lacks(package: str, what: str) -> VersionError:
-    """Return the error for ``what`` an installed package does not have, at any version that it may be."""
+    """Return the error that ``package`` lacks ``what``, whatever version is installed."""
     oldest, newest = TESTED[package]
     version = installed(package)
     older = bool(version) and _minor(version) < _minor(oldest)
     return VersionError(
-        f"{package} {version} has no {what}, which StreamTune computes with",
+        f"{package} {version} has no {what}, which StreamTune needs",
         where=f"{package} {version}; tested: {oldest} to {newest}",
         fix=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_after(newest)}'",
     )
@@ -51,7 +51,7 @@ def lacks(package: str, what: str) -> VersionError:
 
 @contextmanager
 def blamed() -> Iterator[None]:
-    """Context: add to a model's refusal that an untested version is the likely cause, if one is installed."""
+    """Context manager: if an untested version is installed, add to a model's refusal that it is the likely cause."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -77,7 +77,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def _after(newest: str) -> str:
-    """Return the minor version after the newest tested one: the upper bound of an install."""
+    """Return the minor version after the newest tested one, the upper bound of an install."""
     major, minor = _minor(newest)
     return f"{major}.{minor + 1}"
 
@@ -89,14 +89,14 @@ LOGGERS = (*QUANTISERS, "torch.utils._pytree")
 
 
 def quiet_imports() -> None:
-    """Silence everything below ERROR from libraries that peft and transformers import."""
+    """Silence messages below ERROR from libraries that peft and transformers import."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def imports_are_quiet() -> bool:
     """Return True if :func:`quiet_imports` was called."""
-    return logging.getLogger(LOGGERS[0]).level == logging.ERROR  # torch sets those of its own loggers anew
+    return logging.getLogger(LOGGERS[0]).level == logging.ERROR  # torch resets the levels of its own loggers
 
 
 _own = False
@@ -114,10 +114,10 @@ def process_is_own() -> bool:
 
 
 def leave_out_quantisers() -> None:
-    """Let imports from now on find no quantiser, as if none were installed.
+    """Make later imports find no quantiser, as if none were installed.
 
-    peft and transformers import each quantiser that they find, which takes a fourth of the time of all imports. They
-    remember the result, so this is for a process of its own in which nothing is quantised.
+    peft and transformers import every quantiser that they find, which takes a quarter of the total import time. They
+    remember the result, so call this only in a separate process that quantises nothing.
     """
     for name in QUANTISERS:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented, of a module that is not there
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented, None marks a missing module

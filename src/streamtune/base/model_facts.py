@@ -1,4 +1,4 @@
-"""The label of untrained tokens, and the device on which a model computes. Imports nothing of the package."""
+"""The label of untrained tokens, and the device of a model. Imports nothing from this package."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 IGNORE_INDEX = -100
-"""The label of a token that is not trained on; torch's and transformers' losses leave the same one out."""
+"""Label of a token that is not trained on; the losses of torch and transformers ignore it too."""
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes: the device of the first weight that is not on the CPU, if any.
+    """Return the device on which a model computes: the first device of its weights other than the CPU, else the CPU.
 
-    Weights that wait on the host are on the CPU beside an accelerator.
+    Offloaded weights are on the CPU although the model computes on an accelerator.
     """
     first = next(model.parameters()).device
     if first.type != "cpu":

@@ -1,6 +1,6 @@
 """The optimizers that a recipe can name: library, options, bytes of state, and what each does not combine with.
 
-torch is not imported: the recipe is checked against the table, and ``streamtune optim ls`` prints it.
+Recipes are checked against the table, and ``streamtune optim ls`` prints it, so torch is not imported.
 ``streamtune.optim`` builds the optimizers.
 """
 
@@ -23,11 +23,11 @@ OptimizerName = Literal[
 ]  # fmt: skip
 
 ADAM_KEYS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
-"""AdamW's keys of a recipe, with their defaults: for optimizers that are AdamW, or use it for some weights."""
+"""Keys of a recipe with AdamW's options -> default, for optimizers that are AdamW or use it for some weights."""
 
 Shape = tuple[int, ...]
 STEP = 4
-"""Bytes of a count of steps that a library keeps as a tensor in float32."""
+"""Bytes of a step count, which a library stores as a float32 tensor."""
 
 
 Gradients = Literal["all", "layer", "block", "none"]
@@ -36,18 +36,17 @@ States = Literal["device", "host", "none"]
 
 @dataclass(frozen=True)
 class StepKind:
-    """An optimizer step: what each micro-batch computes, the gradients that exist at once, and where states are.
+    """Kind of an optimizer step: what each micro-batch computes, which gradients exist at once, and where states are.
 
-    An entry of :data:`OPTIMIZERS` has one, and a recipe's keys change it (``Recipe.step_kind``). Plan, simulation,
-    count of operations and training loop share it.
+    Each entry of :data:`OPTIMIZERS` has one, and a recipe's keys change it (``Recipe.step_kind``). Plan, simulation,
+    operation count and training loop use it.
 
     Attributes:
-        forwards: Forwards of each micro-batch.
-        backwards: Backwards of each micro-batch; 0 for an optimizer that steps by losses.
-        gradients: ``all`` of the trained weights; ``layer``: each weight is stepped in the backward, and its gradient
-            freed; ``block``: one block of the weights is trained, and all others are frozen; ``none`` without a
-            backward.
-        states: ``device``: beside the weights; ``host``: on the host, where the optimizer steps, wherever weights are;
+        forwards: Number of forwards per micro-batch.
+        backwards: Number of backwards per micro-batch; 0 for an optimizer that only compares losses.
+        gradients: ``all``: of all trained weights. ``layer``: each weight is stepped in the backward, and its gradient
+            freed. ``block``: one block of weights is trained, all others are frozen. ``none``: no backward.
+        states: ``device``: beside the weights. ``host``: on the host, where the optimizer steps, wherever weights are.
             ``none``: the optimizer keeps no state.
     """
 
@@ -57,9 +56,9 @@ class StepKind:
     states: States = "device"
 
     def in_backward(self, *, norm_first: bool = False) -> StepKind:
-        """Return the step whose optimizer steps each weight in the backward.
+        """Return the step that steps each weight in the backward.
 
-        With ``norm_first`` a first forward and backward measure the norm by which the gradient is clipped.
+        With ``norm_first`` a first forward and backward measure the norm for clipping.
         """
         times = 2 if norm_first else 1
         return replace(self, forwards=times, backwards=times, gradients="layer")
@@ -70,7 +69,7 @@ class StepKind:
 
 
 PLAIN_STEP = StepKind()
-"""One forward, one backward, and the optimizer when all gradients are there."""
+"""One forward, one backward, and the update when all gradients exist."""
 
 
 @dataclass(frozen=True)
@@ -78,39 +77,39 @@ class OptimizerEntry:
     """An optimizer that a recipe can name."""
 
     text: str
-    """One line of description."""
+    """One-line description."""
     library: str
-    """The package of the optimizer."""
+    """Package that has the optimizer."""
     size: Callable[[Shape, int, Mapping[str, Any]], int]
-    """Bytes of state of a weight, from its shape, the bytes of a value, and the options."""
+    """Function that returns a weight's bytes of state, from its shape, bytes per value, and options."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of ``optim_args`` with their defaults."""
+    """Options in ``optim_args`` -> default."""
     made_by: str = ""
-    """The library's class, if it takes the options as they are (``optim.libraries.LIBRARIES``); empty if another rule
-    makes it."""
+    """Class of the library, if it takes the options unchanged (``optim.libraries.LIBRARIES``); empty if another rule
+    builds the optimizer."""
     extra: str = ""
-    """The extra of this package that installs the library; empty for a library that is always there."""
+    """Extra of this package that installs the library; empty if the library is always installed."""
     is_adam: bool = False
     """True if its moments are AdamW's: it reads ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``."""
     adamw_for_rest: bool = False
-    """True if it steps the matrices of decoder layers, and AdamW all other weights."""
+    """True if it steps only the matrices of decoder layers; AdamW steps all other weights."""
     averages: bool = False
-    """True if an average of the trained weights is saved and evaluated."""
+    """True if an average of the trained weights is evaluated and saved."""
     scratch: Callable[[Shape, int], int] | None = None
-    """Bytes of temporaries of a step of a weight, for a library that cannot run without values (in a plan)."""
+    """Function that returns bytes of temporaries in a weight's step, for a library that cannot run on meta tensors."""
     only_on: str = ""
-    """The only type of device that it runs on, or empty."""
+    """The only device type that it supports; empty if it supports all."""
     step: StepKind = PLAIN_STEP
-    """The kind of its step, unless a key of a recipe changes it."""
+    """Kind of its step, unless a recipe's key changes it."""
     repeated_by: str = ""
-    """The option of ``optim_args`` that multiplies the forwards of a step; empty where none does."""
+    """Option in ``optim_args`` that multiplies the forwards of a step; empty without one."""
     not_divided: str = ""
-    """Reason to refuse it where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty if it is accepted."""
+    """Reason why ranks cannot shard its states (DeepSpeed, FSDP2); empty if they can."""
     status: Status = "stable"
 
     @property
     def install(self) -> str:
-        """The command that installs the library; empty for a library that is always there."""
+        """Command that installs the library; empty if the library is always installed."""
         return f"pip install 'streamtune[{self.extra}]'" if self.extra else ""
 
     @property
@@ -123,7 +122,7 @@ def _count(shape: Shape) -> int:
 
 
 def _moments(number: int, *, scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size of ``number`` tensors of the weight's shape and dtype, and of ``scalars`` values."""
+    """Return the size function of ``number`` tensors of the weight's shape and dtype, plus ``scalars`` values."""
     return lambda shape, width, _: (number * _count(shape) + scalars) * width
 
 
@@ -150,17 +149,18 @@ def _came(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
 
 
 def _apollo(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
-    """Return the size of two moments of the projected gradient, of the projection, and of a norm."""
+    """Return the bytes of two moments of the projected gradient, of the projection, and of a norm."""
     long, short = max(shape), min(shape)
     return (args["rank"] * (2 * long + short) + 1) * width
 
 
 SMALLEST_QUANTISED = 4096
-"""Values of the smallest weight whose states are quantised, in bitsandbytes and in torchao."""
+"""Least values of a weight whose states bitsandbytes and torchao quantise."""
 
 
 def _in_8_bits(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size of ``number`` states of bitsandbytes: blocks of 256 with a scale, and a table of 256 values."""
+    """Return the size function of ``number`` bitsandbytes states: blocks of 256 with a scale, and a table of 256
+    values."""
 
     def size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
         count = _count(shape)
@@ -172,7 +172,7 @@ def _in_8_bits(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
 
 
 def _of_torchao(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size of the two moments of torchao: blocks with a scale, and a table of ``table`` values."""
+    """Return the size function of torchao's two moments: blocks with a scale, and a table of ``table`` values."""
 
     def size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
         count, block = _count(shape), args["block_size"]
@@ -184,7 +184,7 @@ def _of_torchao(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, Any
 
 
 def _badam(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    """Return the size of a weight of the block: two moments and, of a narrower weight, a copy in float32."""
+    """Return the bytes of a weight in the trained block: two moments, and a float32 copy of a narrower weight."""
     return STEP + 4 * _count(shape) * (2 + (width < 4))
 
 
@@ -209,55 +209,55 @@ def _natural_galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
 
 
 def _badam_ratio(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
-    """Return the size of a part of a weight: two moments and, of a narrower weight, a copy in float32."""
+    """Return the bytes of the trained part of a weight: two moments, and a float32 copy of a narrower weight."""
     count = _count(shape)
     return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (width < 4))
 
 
 def _in_expanded_fp8(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
-    """Return the size of the two moments of COAT: groups of a byte a value, each with two numbers in float32."""
+    """Return the bytes of COAT's two moments: groups with one byte per value and two float32 numbers."""
     return STEP + 2 * -(-_count(shape) // args["group_size"]) * (args["group_size"] + 8)
 
 
-_WHOLE_MATRICES = "it needs whole matrices, and a rank has a part of each"
-_BLOCKS = "its states are quantised in blocks of whole weights, and a rank has a part of each"
-_AVERAGE = "its average is of whole weights, and a rank has a part of each"
+_WHOLE_MATRICES = "it needs whole matrices, and each rank has a part of them"
+_BLOCKS = "its states are quantised in blocks of whole weights, and each rank has a part of them"
+_AVERAGE = "it averages whole weights, and each rank has a part of them"
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(
-        "AdamW; with optim_states its moments in bfloat16 or float32",
+        "AdamW; optim_states sets the dtype of its moments",
         "torch", _adamw, is_adam=True,
     ),
     "adamw_8bit": OptimizerEntry(
-        "AdamW, its moments in 8 bits, in blocks of 256",
+        "AdamW with 8-bit moments, in blocks of 256",
         "bitsandbytes", _in_8_bits(2), made_by="AdamW8bit", extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "paged_adamw_8bit": OptimizerEntry(
-        "the same in CUDA's unified memory, which moves to the host when the device is full",
+        "adamw_8bit in CUDA unified memory, which moves to the host when the device is full",
         "bitsandbytes", _in_8_bits(2), extra="quant", is_adam=True, only_on="cuda", not_divided=_BLOCKS,
         scratch=lambda shape, width: 0,
     ),
     "adamw_torch_8bit": OptimizerEntry(
-        "AdamW, its moments in 8 bits; rounds bfloat16 weights stochastically if asked to",
+        "AdamW with 8-bit moments; optional stochastic rounding of bfloat16 weights",
         "torchao", _of_torchao(8, 256), {"block_size": 256, "bf16_stochastic_round": False},
         extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "adamw_torch_4bit": OptimizerEntry(
-        "AdamW, its moments in 4 bits",
+        "AdamW with 4-bit moments",
         "torchao", _of_torchao(4, 16), {"block_size": 128, "bf16_stochastic_round": False},
         extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "adamw_torch_fp8": OptimizerEntry(
-        "AdamW, its moments in float8",
+        "AdamW with float8 moments",
         "torchao", _of_torchao(8, 0), {"block_size": 256, "bf16_stochastic_round": False},
         extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "adamw_coat": OptimizerEntry(
-        "AdamW, its moments in float8 with their range expanded, in groups of 128 (2410.19313)",
+        "AdamW with float8 moments of expanded range, in groups of 128 (2410.19313)",
         "streamtune", _in_expanded_fp8, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS, status="experimental",
     ),
     "adafactor": OptimizerEntry(
-        "second moment by rows and columns, steps relative to the weight (1804.04235)",
+        "factored second moment (rows and columns), steps relative to the weight (1804.04235)",
         "torch", _adafactor, {"beta2_decay": -0.8, "eps2": 1e-3, "clip_threshold": 1.0},
         scratch=lambda shape, width: _count(shape) * width, not_divided=_WHOLE_MATRICES,
     ),
@@ -272,97 +272,97 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         extra="optim",
     ),
     "apollo": OptimizerEntry(
-        "AdamW's scale of each row or column, from a random projection of the gradient, for the matrices of layers; "
-        "AdamW for the rest",
+        "AdamW's scale per row or column, from a random projection of the gradient, for matrices of layers; AdamW for "
+        "the rest",
         "apollo_torch", _apollo, {"rank": 256, "scale": 1.0, "scale_type": "channel", "update_proj_gap": 200},
         extra="optim", is_adam=True, adamw_for_rest=True,
         scratch=lambda shape, width: 2 * _count(shape) * width, not_divided=_WHOLE_MATRICES,
     ),
     "badam": OptimizerEntry(
-        "AdamW on a block of the weights at a time; others are frozen, and the backward ends there (2404.02827)",
+        "AdamW on one block of weights at a time; others are frozen, and the backward stops at the block (2404.02827)",
         "streamtune", _badam,
         {"switch_block_every": 50, "switch_mode": "random", "layers_per_block": 1, "include_embedding": False,
          "include_lm_head": False, "blocks": []},
         is_adam=True, step=StepKind(gradients="block"),
-        not_divided="the weights that are trained change, and ranks divide them once",
+        not_divided="the set of trained weights changes, and ranks shard them only once",
     ),
     "badam_ratio": OptimizerEntry(
-        "AdamW on a part of each weight's values at a time; gradients are of all (2404.02827)",
+        "AdamW on a part of each weight's values at a time; all gradients are computed (2404.02827)",
         "streamtune", _badam_ratio, {"update_ratio": 0.01, "switch_block_every": 50},
-        is_adam=True, not_divided="it trains a part of a whole weight, and a rank has a part of each",
+        is_adam=True, not_divided="it trains a part of whole weights, and each rank has a part of them",
     ),
     "came": OptimizerEntry(
-        "Adafactor with momentum, guided by its confidence (2307.02047)",
+        "Adafactor with confidence-guided momentum (2307.02047)",
         "pytorch_optimizer", _came,
         {"betas": [0.9, 0.999, 0.9999], "eps1": 1e-30, "eps2": 1e-16, "clip_threshold": 1.0},
         extra="optim", not_divided=_WHOLE_MATRICES,
     ),
     "galore": OptimizerEntry(
-        "moments of the gradients of layers' matrices, projected to a low rank; AdamW for the rest (2403.03507)",
+        "AdamW on low-rank projections of the gradients of layers' matrices; AdamW for the rest (2403.03507)",
         "streamtune", _galore,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std"},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "lamb": OptimizerEntry(
-        "AdamW with a trust ratio for each weight, for large batches (1904.00962)",
+        "AdamW with a trust ratio per weight, for large batches (1904.00962)",
         "pytorch_optimizer", _moments(2, scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
-        extra="optim", not_divided="its trust ratio is a norm of a whole weight, and a rank has a part of each",
+        extra="optim", not_divided="its trust ratio uses norms of whole weights, and each rank has a part of them",
     ),
     "lion": OptimizerEntry(
-        "sign of the momentum; takes a third to a tenth of AdamW's rate (2302.06675)",
+        "sign of the momentum; use a third to a tenth of AdamW's rate (2302.06675)",
         "pytorch_optimizer", _moments(1), {"betas": [0.9, 0.99]},
         made_by="Lion", extra="optim",
     ),
     "lion_8bit": OptimizerEntry(
-        "Lion, its momentum in 8 bits, in blocks of 256",
+        "Lion with 8-bit momentum, in blocks of 256",
         "bitsandbytes", _in_8_bits(1), {"betas": [0.9, 0.99]}, made_by="Lion8bit", extra="quant", not_divided=_BLOCKS,
     ),
     "mezo": OptimizerEntry(
-        "SGD along random directions, by two losses along each and no backward: the memory of a forward (2305.17333)",
+        "SGD along random directions, two losses for each and no backward: the memory of a forward (2305.17333)",
         "streamtune", _moments(0), {"eps": 1e-3, "n": 1},
         step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n",
-        not_divided="it perturbs and steps whole weights, which each rank has alike", status="experimental",
+        not_divided="it perturbs and steps whole weights, which must be equal on all ranks", status="experimental",
     ),
     "muon": OptimizerEntry(
-        "orthogonalised momentum for the matrices of layers, AdamW for the rest",
+        "orthogonalised momentum for matrices of layers; AdamW for the rest",
         "torch", _moments(1),
         {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"},
         adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "natural_galore": OptimizerEntry(
-        "galore, with the natural gradient of the last projected gradients (2410.16029)",
+        "galore with a natural gradient, from the last projected gradients (2410.16029)",
         "streamtune", _natural_galore,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std", "history": 8,
          "damping": 1.0},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES, status="experimental",
     ),
     "schedule_free": OptimizerEntry(
-        "AdamW with an average of the weights, which is evaluated and saved, in place of a decaying rate (2405.15682)",
+        "AdamW that evaluates and saves an average of the weights instead of decaying the rate (2405.15682)",
         "schedulefree", _moments(2), {"r": 0.0, "weight_lr_power": 2.0}, extra="optim", is_adam=True, averages=True,
         not_divided=_AVERAGE,
     ),
     "sgd": OptimizerEntry(
-        "gradient descent with momentum; its weight decay is added to the gradient",
+        "gradient descent with momentum; weight decay is added to the gradient",
         "torch", _sgd, {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
     ),
     "sinkgd": OptimizerEntry(
-        "gradients normalised by rows and columns, no state, for the matrices of layers; AdamW for the rest",
+        "gradients normalised by rows and columns, without state, for matrices of layers; AdamW for the rest",
         "torch", _moments(0), {"iterations": 5, "scale": 1.0}, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
 }  # fmt: skip
-"""Name -> entry. ``optim.libraries`` has how each is built, under the same name."""
+"""Name -> entry. ``optim.libraries`` builds each, under the same name."""
 assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
 
 
 def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *, in_layer: bool = True) -> int:
-    """Return how many bytes of state an optimizer keeps of a weight.
+    """Return how many bytes of state an optimizer keeps for a weight.
 
     Args:
         name: Key of :data:`OPTIMIZERS`.
         shape: Shape of the weight.
         width: Bytes of a value of the weight.
         args: ``optim_args``; missing options have their defaults.
-        in_layer: True for a weight of a decoder layer.
+        in_layer: Whether the weight is in a decoder layer.
     """
     entry = OPTIMIZERS[name]
     if entry.adamw_for_rest and not (in_layer and len(shape) == 2):
@@ -378,29 +378,41 @@ def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
 
 
 def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the first mistake in ``optim_args``: the option, the error and its fix; None if there is no mistake."""
+    """Return the first mistake in ``optim_args`` as option, error and fix; None if there is none."""
     options = OPTIMIZERS[name].options
     for key, value in args.items():
         if key not in options:
-            listed = f"it has {', '.join(options)}" if options else "delete it: it has none"
+            listed = f"options: {', '.join(options)}" if options else f"delete it; {name} has no options"
             if OPTIMIZERS[name].is_adam and key in ("betas", "eps"):
                 listed = "write adam_beta1, adam_beta2 and adam_epsilon at the top level"
             return key, f"'{name}' has no option '{key}'", did_you_mean(key, options) or listed
         if not _is_like(value, options[key]):
-            return key, f"'{key}' of '{name}' takes {_kind(options[key])}; found {value!r}", f"such as {options[key]}"
+            return (
+                key,
+                f"'{key}' of '{name}' must be {_kind(options[key])}; found {value!r}",
+                f"write a value such as {options[key]}",
+            )
         low, high = LIMITS.get(f"{name}.{key}", LIMITS.get(key, (-math.inf, math.inf)))
         if isinstance(value, (int, float)) and not low <= value <= high:
-            return key, f"'{key}' of '{name}' is from {low:g} to {high:g}; found {value!r}", f"such as {options[key]}"
+            return (
+                key,
+                f"'{key}' of '{name}' must be from {low:g} to {high:g}; found {value!r}",
+                f"write a value such as {options[key]}",
+            )
         if key == "blocks" and (wrong := next(filter(None, map(_wrong_pattern, value)), None)):
             return key, wrong, "write part of a name, such as mlp"
         known = CHOICES.get(key, ())
         if known and value not in known:
             *others, last = (f"'{choice}'" for choice in known)
             shown = f"{', '.join(others)} or {last}"
-            return key, f"'{key}' is {shown}; found {value!r}", did_you_mean(str(value), known) or "write one of them"
+            return key, f"'{key}' must be {shown}; found {value!r}", did_you_mean(str(value), known)
     found = {**options, **args}
     if found.get("nesterov") and "dampening" in found and (found["momentum"] == 0 or found["dampening"] != 0):
-        return "nesterov", "Nesterov momentum is one above 0, without dampening", "write momentum: 0.9, dampening: 0.0"
+        return (
+            "nesterov",
+            "Nesterov momentum needs momentum above 0 and no dampening",
+            "write momentum: 0.9, dampening: 0.0",
+        )
     return None
 
 
@@ -440,7 +452,7 @@ CHOICES = {
     "scale_type": ("channel", "tensor"),
     "switch_mode": ("random", "ascending", "descending"),
 }
-"""Option that is one of a few words -> the words."""
+"""Option -> the words that it accepts."""
 
 
 def _is_like(value: Any, default: Any) -> bool:
@@ -475,7 +487,11 @@ def _kind(default: Any) -> str:
 
 
 def check_installed(name: str) -> None:
-    """Raise ``ArgumentError``, with the command that installs it, if an optimizer's library is not installed."""
+    """Check that an optimizer's library is installed.
+
+    Raises:
+        ArgumentError: It is not; the error has the command that installs it.
+    """
     entry = OPTIMIZERS[name]
     if not entry.installed:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Colours of modes, and helpers for plots over length."""
+"""Colours of modes, and helpers for plots over sequence length."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ INK = "#1f2430"
 
 
 def drawn_plainly(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
-    """Let a function draw with matplotlib's own settings, and restore the user's afterwards.
+    """Make a function draw with matplotlib's default settings, and restore the user's settings afterwards.
 
-    matplotlib reads a ``matplotlibrc`` of the working directory, which may be another person's: with ``text.usetex`` it
-    would have LaTeX run.
+    matplotlib reads a ``matplotlibrc`` in the working directory, which may come from someone else: with ``text.usetex``
+    it would run LaTeX.
     """
 
     @wraps(draw)
@@ -47,7 +47,7 @@ def drawn_plainly(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
 
 
 def png_of(figure: Any, title: str) -> bytes:
-    """Put the title on a figure and return it as PNG."""
+    """Add a title to a figure and return it as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
@@ -62,7 +62,8 @@ def line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any
 
 
 def dress(axes: Any, title: str) -> None:
-    """Set title, logarithmic axes and ticks of a plot over length, with a labelled line above and below the data."""
+    """Set title, logarithmic axes and ticks of a plot over length. The y-axis ends at labelled ticks outside the
+    data."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set_xlabel("tokens", color=INK)
     axes.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""The folder of caches, an opener for files of users, and a check of file names that come from files."""
+"""The cache folder, an opener for user files, and a check of file names that come from files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path, PurePosixPath
 from streamtune.errors import RunError
 
 NO_HOME = "STREAMTUNE_NO_HOME"
-"""Set where ``HOME`` is a directory that is removed at the end of the command."""
+"""Variable that is set if ``HOME`` is a directory that is removed at the end of the command."""
 
 _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def cache_folder() -> Path:
-    """Return the folder of all caches, which may not exist yet, by the convention of the XDG base directories.
+    """Return the folder of all caches by the XDG base directory specification; it may not exist yet.
 
-    Without a home directory it is a folder that nobody can make: results that are not kept cost only time.
+    Without a home directory it is a folder that cannot be created: results are then not cached, which only costs time.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     if home.startswith("/"):
@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def has_home() -> bool:
-    """Return True if the user has a home directory: ``HOME``, or an entry in the table of users."""
+    """Return True if the user has a home directory: from ``HOME``, or in the user database."""
     try:
         return Path.home().is_absolute()
     except (RuntimeError, KeyError, OSError):
@@ -35,10 +35,10 @@ def has_home() -> bool:
 
 
 def check_descriptors(error: OSError) -> None:
-    """Raise ``RunError`` if the system's error is that the process, or the system, may have no more files open."""
+    """Raise ``RunError`` if the process, or the system, has reached its limit of open files."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise RunError(
-            f"{os.strerror(error.errno).lower()}: the process may not open another one",
+            f"{os.strerror(error.errno).lower()}: the limit of open files is reached",
             where=str(error.filename or ""),
             fix="raise the limit (ulimit -n 4096), or name fewer datasets",
         ) from error
@@ -47,13 +47,13 @@ def check_descriptors(error: OSError) -> None:
 def escape_of(name: object) -> str | None:
     """Return the reason why a name from a file does not name a file below its folder; None if it does.
 
-    Refused on every system: absolute names and ``..``, by slash or backslash, drives and addresses, ``~``, control
-    characters, empty parts, names that a system would take for another (a dot or blank at the end), and long names.
+    Refused on every system: absolute names, ``..``, backslashes, drives, addresses, ``~``, control characters, empty
+    parts and long names. A dot or blank at the end is refused because some systems drop it.
     """
     if not isinstance(name, str) or not name:
-        return "is no name"
+        return "is not a name"
     if any(ord(character) < 32 or ord(character) == 127 or "\ud800" <= character <= "\udfff" for character in name):
-        return "holds a control character"
+        return "contains a control character"
     if "\\" in name or _DRIVE.match(name) or name.startswith(("/", "~")):
         return "is not relative"
     parts = name.split("/")
@@ -65,5 +65,5 @@ def escape_of(name: object) -> str | None:
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting, for ``open``: a pipe that no process writes to would block for ever."""
+    """Open a file without waiting, as an opener for ``open``: a pipe without a writer would block forever."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,8 +1,8 @@
-"""Regular expressions of a recipe or of a folder from elsewhere, matched within a limit of time.
+"""Regular expressions from a recipe or a downloaded folder, matched within a time limit.
 
-Python's ``re`` goes back over a text for every way to divide it, which takes minutes for ``(a+)+b`` on a name of forty
-letters. Libraries match patterns themselves, so each pattern is tried first, on the same names, in a process with a
-limit of processor time. Texts of any length are searched by the library ``regex``, which takes a limit itself.
+Python's ``re`` backtracks through every way to split a text: ``(a+)+b`` takes minutes on a name of forty letters.
+Libraries match patterns themselves, so each pattern is first tried on the same names in a process with a limit of CPU
+time. Texts of any length are searched with the library ``regex``, which supports a time limit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from streamtune.base.safe_path import safe_environment
 from streamtune.errors import ArgumentError
 
 SECONDS = 3
-"""Processor time of one key's patterns on all names: a pattern that is not hostile takes milliseconds."""
+"""Limit of CPU time for the patterns of one key on all names; a harmless pattern takes milliseconds."""
 PATIENCE = 120.0
-"""Seconds of waiting, on a machine that is busy."""
+"""Limit of seconds to wait on a busy machine."""
 MEBIBYTES = 1024
-FIX = "write the end of a name, such as q_proj, or take the repetition inside of a repetition out"
+FIX = "write the end of a name, such as q_proj, or remove the nested repetition"
 PLAIN = re.compile(r"[\w.\-/ ]*")
 PROGRAM = f"""
 import json, re, sys
@@ -37,7 +37,7 @@ for pattern in patterns:
     found = getattr(re.compile(pattern), how)
     print(json.dumps([number for number, name in enumerate(names) if found(name)]), flush=True)
 """
-"""Runs by itself: only the standard library, nothing of the working directory."""
+"""Program of the process: only the standard library, nothing from the working directory."""
 
 
 class PatternError(ValueError):
@@ -45,7 +45,7 @@ class PatternError(ValueError):
 
 
 def wrong_pattern(pattern: str) -> str | None:
-    """Return the reason why a text is not a regular expression; None if it is."""
+    """Return the reason why a text is not a regular expression; None if it is one."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -70,14 +70,14 @@ def find_matches(
         names: Names of modules or parameters.
         where: Key that has the patterns, for errors.
         how: Function of ``re``.
-        form: Expression that a library makes of a pattern, ``{}``: ``(.*\\.)?({})$``.
+        form: Expression that a library makes from a pattern, which replaces ``{}``: ``(.*\\.)?({})$``.
 
     Raises:
-        ArgumentError: A pattern is not a regular expression, or takes more than :data:`SECONDS` of processor time.
+        ArgumentError: A pattern is not a regular expression, or takes more than :data:`SECONDS` of CPU time.
     """
     for pattern in patterns:
         if reason := wrong_pattern(pattern):
-            raise ArgumentError(f"'{pattern[:80]}' is no pattern: {reason}", where=where, fix=FIX)
+            raise ArgumentError(f"'{pattern[:80]}' is not a regular expression: {reason}", where=where, fix=FIX)
     whole = [form.replace("{}", pattern) for pattern in patterns]
     if all(PLAIN.fullmatch(pattern) for pattern in patterns):
         return [[number for number, name in enumerate(names) if getattr(re, how)(one, name)] for one in whole]
@@ -86,7 +86,7 @@ def find_matches(
     if not ended:
         raise ArgumentError(
             f"the pattern '{patterns[len(answers)][:80]}' takes more than {SECONDS} s on the {len(names):,} names of "
-            "this model: it goes back over a name again and again",
+            "this model: it backtracks",
             where=where,
             fix=FIX,
         )
@@ -94,7 +94,7 @@ def find_matches(
 
 
 def _run(command: Sequence[str], message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """Run a command with a message as its input; return its output, and True if it ended by itself without an error."""
+    """Run a command with a message as input; return its output, and True if it ended without an error."""
     try:
         done = subprocess.run(
             command,
@@ -126,16 +126,16 @@ for pattern in patterns:
     print(flush=True)
 """
 REPEATED = re.compile(r"\)\s*(?:[*+]|\{\d*,?\d*\})")
-"""A repeated group: without it no pattern takes more than a power of the length."""
+"""A repeated group. Without one, a pattern's time is at most a power of the text's length."""
 PIECES = ("a", "A", "1", " ", "\n", "!", "_", "'", "é", "中", "a1", "a ", "aA", "ab", "\t ")
 TRIED = [piece * 120 + end for piece in PIECES for end in ("", "\0", "!", "x", "!x")]
 
 
 def check_splits(patterns: Sequence[str], *, where: str) -> None:
-    """Try the patterns (Oniguruma's) by which a tokenizer splits texts; its library matches them without a time limit.
+    """Try the (Oniguruma) patterns with which a tokenizer splits texts; its library has no time limit.
 
     Raises:
-        ArgumentError: A pattern takes more than :data:`SECONDS` of processor time on short texts, or is not one.
+        ArgumentError: A pattern takes more than :data:`SECONDS` of CPU time on short texts, or is not a pattern.
     """
     tried = [pattern for pattern in patterns if REPEATED.search(pattern)]
     if not tried:
@@ -145,21 +145,20 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
     if not ended:
         pattern = tried[output.count("\n")]
         raise ArgumentError(
-            f"the tokenizer's pattern '{pattern[:80]}' takes seconds on short texts: it goes back over them "
-            "again and again",
+            f"the tokenizer's pattern '{pattern[:80]}' takes more than {SECONDS} s on short texts: it backtracks",
             where=where,
-            fix="take the repetition inside of a repetition out, or name another tokenizer",
+            fix="remove the nested repetition, or name another tokenizer",
         )
 
 
 def of_tokenizer(error: BaseException) -> ArgumentError | None:
-    """Return the error to show where a tokenizer's library gave up (``PanicException``); None for other errors."""
+    """Return the error to show if a tokenizer's library failed (``PanicException``); None for other errors."""
     if type(error).__name__ != "PanicException":
         return None
     return ArgumentError(
-        f"the tokenizer gave up on a text: {error}",
+        f"the tokenizer failed on a text: {error}",
         where="tokenizer",
-        fix="its pattern goes back over the text again and again: correct it in tokenizer.json, or name another one",
+        fix="its pattern backtracks too long: correct it in tokenizer.json, or name another tokenizer",
     )
 
 
@@ -170,7 +169,7 @@ def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2
         PatternError: The pattern is not a regular expression, or takes too long.
     """
     if reason := wrong_pattern(pattern):
-        raise PatternError(f"the pattern {pattern[:60]!r} is no regular expression: {reason}")
+        raise PatternError(f"the pattern {pattern[:60]!r} is not a regular expression: {reason}")
     import regex  # type: ignore[import-untyped, unused-ignore]  # slow to import, and needed by few
 
     try:
@@ -181,5 +180,5 @@ def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2
             f"the pattern {pattern[:60]!r} takes more than {seconds:g} s on {len(text):,} characters"
         ) from None
     except regex.error as error:
-        raise PatternError(f"the pattern {pattern[:60]!r} is no regular expression: {error}") from error
+        raise PatternError(f"the pattern {pattern[:60]!r} is not a regular expression: {error}") from error
     return found is not None

@@ -1,11 +1,11 @@
-"""Secrets are removed from what a run writes or prints; connections out of this machine are refused with ``--offline``.
+"""Removal of secrets from everything that a run writes or prints, and refusal of connections with ``--offline``.
 
-Recognised secrets are the forms that services give their tokens, credentials in a URL, and the values of environment
+Recognised secrets are tokens in the formats of known services, credentials in a URL, and the values of environment
 variables that are named like secrets. A removed secret is replaced by its kind: ``[a Hugging Face token]``.
 
 There is no telemetry, and no kernel is loaded from a hub. Libraries read their environment when they are imported, so
-:func:`keep_private`, :func:`stay_off_the_hub`, :func:`leave_an_unreachable_hub` and :func:`go_offline` are called
-before. Nothing heavy is imported here.
+call :func:`keep_private`, :func:`stay_off_the_hub`, :func:`leave_an_unreachable_hub` and :func:`go_offline` before.
+This module imports no heavy library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from streamtune.errors import RunError
 
-# A repetition that something must follow is bounded: a text of another person costs time in proportion to its length.
+# Repetitions before another part are bounded, so that a hostile text takes time in proportion to its length.
 _FORMS: dict[str, str] = {
     "a password in a URL": r"(?<=://)[^\s/?#@:'\"]{0,256}:[^\s/?#@'\"]{1,512}(?=@)",
     "a token in a URL": r"(?<=://)(?!git@)[^\s/?#@:'\"]{8,512}(?=@)",
@@ -58,7 +58,7 @@ _FORMS: dict[str, str] = {
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _ORDERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _COMPILED = {kind: re.compile(form) for kind, form in _FORMS.items()}
-# Every form holds one of these: a text without any is let through at the speed of a search for a word.
+# Every form contains one of these, so that most texts need only this fast search.
 _HINT = re.compile(
     r"://|[?&;][A-Za-z_-]{0,64}=|hf_|api_org_|gh[opsur]_|github_pat_|gl[a-z]{2,5}-|[spr]k[-_]|AIza|nvapi-|xai-|pplx-|fw_"
     r"|tgp_v1|csk-|gsk_|r8_|lin_api_|dop_v1_|KGAT_|wandb_v1_|lsv2_|SG\.|dapi|whsec_|npm_|pypi-|dckr_pat_|ya29\.|GOCSPX-"
@@ -70,13 +70,13 @@ _NAMED_LIKE_SECRETS = re.compile(
 )
 _NAMED_KEY = re.compile(r"(?i)_?key(?:_|$)")
 _WORD = re.compile(r"[A-Za-z]+(?:[ _.-][A-Za-z]+)*")
-"""A value of a variable ``..._KEY`` that is the name of something: ``SORT_KEY=created_at``."""
+"""Pattern of a harmless value of a variable ``..._KEY``, which is a plain name: ``SORT_KEY=created_at``."""
 _SHORTEST = 8
-"""Characters of an environment variable's value below which it is a switch rather than a secret."""
+"""Least characters of a secret in an environment variable; a shorter value is a switch."""
 
 
 def find_secret(text: str) -> str | None:
-    """Return the kind of the first secret in a text, such as ``a Hugging Face token``; None if there is none."""
+    """Return the kind of the first secret in a text, such as ``a Hugging Face token``; None without one."""
     if _HINT.search(text):
         for kind, form in _COMPILED.items():
             if form.search(text):
@@ -96,7 +96,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any) -> Any:
-    """Redact every text in JSON values, keys of mappings included."""
+    """Redact every text in JSON values, including keys."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def redact_values(value: Any) -> Any:
 
 
 def _from_environment() -> dict[str, str]:
-    """Return the variables named like secrets -> value; longest values first, so that none is replaced in part."""
+    """Return variables that are named like secrets -> value; longest values first, so that none is replaced in part."""
     found = {
         name: value
         for name, value in os.environ.items()
@@ -117,7 +117,7 @@ def _from_environment() -> dict[str, str]:
 
 
 def is_named_like_secret(name: str, value: str) -> bool:
-    """Return True if a variable or key is named like a secret, and the value may be one."""
+    """Return True if a variable or key is named like a secret and its value may be one."""
     if _NAMED_LIKE_SECRETS.search(name):
         return True
     return _NAMED_KEY.search(name) is not None and _WORD.fullmatch(value) is None
@@ -131,24 +131,24 @@ def _is_path_or_switch(value: str) -> bool:
 
 
 def without_controls(text: str) -> str:
-    """Return text with terminal control characters written as escapes; every letter stays as it is."""
+    """Return the text with terminal control characters escaped; every letter stays unchanged."""
     return _ORDERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def plain(text: str) -> str:
-    """Return text that is safe to show: without secrets and terminal controls (escapes, changes of direction)."""
+    """Return a text that is safe to show: without secrets and terminal controls (escapes, changes of direction)."""
     return visible(redact(text))
 
 
 def visible(text: str) -> str:
-    """Return text with terminal controls, and halves of characters, written as escapes."""
+    """Return the text with terminal controls and lone surrogates escaped."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
 
 OFFLINE = "STREAMTUNE_OFFLINE"
-"""Environment variable that ``--offline`` sets, so that processes started by this one are offline too."""
+"""Environment variable that ``--offline`` sets, so that child processes are offline too."""
 
 _PRIVATE = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -156,7 +156,7 @@ _PRIVATE = {
     "DO_NOT_TRACK": "1",
     "ACCELERATE_DISABLE_TELEMETRY": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # transformers asks a service of the hub to convert checkpoints that have no safetensors; it need not know.
+    # transformers would ask a hub service to convert checkpoints without safetensors.
     "DISABLE_SAFETENSORS_CONVERSION": "1",
     "USE_HUB_KERNELS": "0",
 }
@@ -166,30 +166,31 @@ _talking = threading.local()
 
 
 class OfflineError(RunError):
-    """A connection was tried, and ``--offline`` forbids it."""
+    """A connection was attempted, and ``--offline`` forbids it."""
 
 
 def keep_private() -> None:
-    """Switch telemetry and the hub's kernels off, in this process and its children.
+    """Switch off telemetry and hub kernels, in this process and its children.
 
-    A variable that the user has set stays: ``USE_HUB_KERNELS=1`` asks for the kernels by name.
+    A variable that the user has set stays unchanged: ``USE_HUB_KERNELS=1`` enables the kernels.
     """
     for name, value in _PRIVATE.items():
         os.environ.setdefault(name, value)
     if os.environ["USE_HUB_KERNELS"].upper() not in ("1", "ON", "YES", "TRUE"):
-        # A model's configuration may name a kernel of the hub, which is code: without this package none is loaded.
+        # A model's configuration may name a hub kernel, which is code; without this package none is loaded.
         sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
 
 
 def stay_off_the_hub() -> None:
-    """Let the hub's libraries read only their caches, for a recipe that names nothing on a hub."""
+    """Make the hub's libraries read only their caches, for a recipe that names nothing on a hub."""
     os.environ.update(_OFF_THE_HUB)
 
 
 def leave_an_unreachable_hub() -> None:
-    """Let the hub's libraries read only their caches where the hub's name has no address: they retry for a minute.
+    """Make the hub's libraries read only their caches if the hub's host name cannot be resolved: they would retry for a
+    minute.
 
-    Behind a proxy names are looked up elsewhere, and the libraries try.
+    Behind a proxy, names are resolved elsewhere, and the libraries may connect.
     """
     from urllib.request import getproxies  # 50 ms
 
@@ -198,15 +199,15 @@ def leave_an_unreachable_hub() -> None:
     host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
     try:
         socket.getaddrinfo(host, None)
-    except (socket.gaierror, UnicodeError):  # a part of the name may be too long for any
+    except (socket.gaierror, UnicodeError):  # a part of the name may exceed the limit of host names
         stay_off_the_hub()
 
 
 def go_offline() -> None:
     """Refuse connections to other machines, in this process and its children.
 
-    Connections made by Python code raise :class:`OfflineError`. Connections of compiled libraries, as between ranks,
-    are not seen; no compiled library is used here to fetch anything.
+    Connections made by Python code raise :class:`OfflineError`. Connections of compiled libraries, such as between
+    ranks, are not checked; no compiled library fetches anything here.
     """
     global _guarded
     stay_off_the_hub()
@@ -217,13 +218,13 @@ def go_offline() -> None:
 
 
 def is_offline() -> bool:
-    """Return True if this process is to stay offline."""
+    """Return True if this process must stay offline."""
     return os.environ.get(OFFLINE) == "1"
 
 
 @contextmanager
 def among_ranks() -> Iterator[None]:
-    """Context: allow connections of this thread, which are between the ranks of a run."""
+    """Context manager: allow connections of this thread, which are between the ranks of a run."""
     before = getattr(_talking, "to_ranks", False)
     _talking.to_ranks = True
     try:
@@ -233,7 +234,8 @@ def among_ranks() -> Iterator[None]:
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    """Audit hook that refuses connections to other machines. Hooks cannot be removed, so it tests if it applies."""
+    """Audit hook that refuses connections to other machines. A hook cannot be removed, so it checks first whether it
+    applies."""
     if not event.startswith("socket.") or not is_offline() or getattr(_talking, "to_ranks", False):
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
@@ -247,7 +249,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 def _is_here(address: Any) -> bool:
     """Return True for an address on this machine: a Unix socket, the loopback, or no host."""
     if not isinstance(address, tuple):
-        return True  # a path, or a family that names no host
+        return True  # a path, or an address family without hosts
     host = address[0]
     if isinstance(host, bytes):
         host = host.decode("ascii", "replace")
@@ -262,6 +264,6 @@ def _is_here(address: Any) -> bool:
 def _offline_error(host: Any) -> OfflineError:
     shown = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host)
     return OfflineError(
-        f"--offline: a connection to {shown} was refused",
-        fix="run it once without --offline, which fills the caches, or name local folders and files in the recipe",
+        f"--offline forbids a connection to {shown}",
+        fix="run once without --offline to fill the caches, or use local folders and files in the recipe",
     )

@@ -1,17 +1,18 @@
-"""Results that are kept on disk between runs: a key of all that they depend on, a checksum, a lock, an atomic write.
+"""Results cached on disk between runs: a key of everything they depend on, a checksum, a lock, and atomic writes.
 
-    CacheFile      a small file: rates, simulations, plans, hashes of files, tokenizers, log-probs of a reference
-    checksum_of    the checksum of a large file, which a CacheFile beside it holds: rows
-    WatchedFile    a file that is read while training: an error that names it where it shrinks or changes
+    CacheFile      a small file: rates, simulations, plans, hashes of files, tokenizers, reference log-probs
+    checksum_of    checksum of a large file (rows), which a CacheFile beside it stores
+    WatchedFile    a file that is read during training; an error names it if it shrinks or changes
     locked         a lock between processes, which ends with its process
 
-A cache file begins with a line that names its key and holds the checksum of the line and the content::
+The first line of a cache file has its key, and the checksum of key and content::
 
     streamtune-cache 1 simulations/5f2c... 9e107d9d372bb6826bd81d3542a419d6
     {"peak_bytes": ...
 
-A file that is cut, changed, of another version or another entry's does not fit its first line. It is computed again,
-and one message says so. The checksum finds damage, not intent: whoever can write the cache can write a checksum.
+If a file is truncated, changed, of another version or copied from another entry, its first line does not match. The
+result is computed again, and a message says so. The checksum detects damage, not intent: whoever can write to the cache
+can write a checksum.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ Notify = Callable[[str], None]
 log = logging.getLogger(__name__)
 
 MAGIC = "streamtune-cache 1"
-"""Name and version of the format."""
+"""Name and version of the file format."""
 _PACKAGES = (
     *("torch", "transformers", "peft", "triton", "flash-attn", "causal-conv1d", "flash-linear-attention", "mamba-ssm"),
     *("bitsandbytes", "torchao", "pytorch-optimizer", "apollo-torch", "schedulefree", "deepspeed"),
 )
-"""Packages that a step is computed with: operators, quantised weights, optimizers."""
+"""Packages that compute a step: operators, quantised weights, optimizers."""
 _CHOOSES = ("triton", "flash_attn", "flash_attn_interface", "causal_conv1d", "fla", "mamba_ssm")
-"""Modules whose presence may decide the operators of a step, whatever package they are from."""
+"""Modules whose presence may decide the operators of a step, whatever package provides them."""
 _BLOCK = 1 << 20
 LOCK_SECONDS = 10.0
-"""Seconds that a process waits for a lock, which others hold for milliseconds: a stopped process is not waited for."""
+"""Limit of seconds to wait for a lock. Others hold it for milliseconds, so a stopped process is not waited for."""
 
 new_checksum = xxhash.xxh3_128
-"""Makes a checksum that is fed by ``update`` and read by ``hexdigest``."""
+"""Function that makes a checksum with ``update`` and ``hexdigest``."""
 
 
 def checksum_of(file: IO[bytes]) -> str:
-    """Return the checksum of a whole open file; its position stays where it is."""
+    """Return the checksum of a whole open file, without moving its position."""
     return _checksum(file.fileno(), os.fstat(file.fileno()).st_size)
 
 
@@ -77,7 +78,7 @@ def _checksum(descriptor: int, size: int) -> str:
 def _read_at(descriptor: int, size: int, place: int) -> bytes:
     if hasattr(os, "pread"):
         return os.pread(descriptor, size, place)
-    before = os.lseek(descriptor, 0, os.SEEK_CUR)  # on Windows, where a file that is mapped cannot be cut
+    before = os.lseek(descriptor, 0, os.SEEK_CUR)  # Windows, where a mapped file cannot be truncated
     os.lseek(descriptor, place, os.SEEK_SET)
     try:
         return os.read(descriptor, size)
@@ -87,42 +88,46 @@ def _read_at(descriptor: int, size: int, place: int) -> bytes:
 
 @dataclass(frozen=True)
 class CacheFile:
-    """A small file in the cache: read whole, checked, replaced at once.
+    """A small file in the cache, which is read whole, checked, and replaced atomically.
 
     Attributes:
-        path: The file.
-        key: Kind and key of the content. A file with another key, such as one that was copied here, is not read.
+        path: Path of the file.
+        key: Kind and key of the content. A file with another key, such as a copied one, is not read.
     """
 
     path: Path
     key: str
 
     def read(self, notify: Notify = log.warning) -> bytes | None:
-        """Return the content; None if there is none, or if the file is damaged: ``notify`` gets a message then."""
+        """Return the content; None if the file does not exist or is damaged. ``notify`` gets a message about damage."""
         try:
             return self.load()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            notify(f"{self.path} is damaged and is made again ({getattr(error, 'strerror', None) or error})")
+            notify(f"{self.path} is damaged and will be created again ({getattr(error, 'strerror', None) or error})")
             return None
 
     def load(self) -> bytes:
-        """Return the content; a damaged file is a ``ValueError``."""
+        """Return the content.
+
+        Raises:
+            ValueError: The file is damaged.
+        """
         with open(self.path, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("it is not a file")
+                raise ValueError("not a regular file")
             line, content = file.readline(4096), file.read()
         if line != self._line(content):
             begins = line.startswith(f"{MAGIC} ".encode())
-            raise ValueError("it does not fit its checksum" if begins else "it is of another format")
+            raise ValueError("its checksum does not match" if begins else "unknown file format")
         return content
 
     def write(self, content: bytes, *, durably: bool = False) -> None:
         """Replace the file atomically; with ``durably`` wait until it is on disk.
 
         Raises:
-            OSError: The file cannot be written; it is as it was.
+            OSError: The file cannot be written; the old one is unchanged.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
@@ -139,15 +144,15 @@ class CacheFile:
             staged.unlink(missing_ok=True)
 
     def read_json(self, notify: Notify = log.warning) -> dict[str, Any]:
-        """Return the content as a JSON object; empty if there is none, or if the file is damaged."""
+        """Return the content as a JSON object; empty if the file does not exist or is damaged."""
         content = self.read(notify)
         found = None if content is None else json.loads(content)
         return found if isinstance(found, dict) else {}
 
     def update(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Change a JSON object under a lock, so that two processes keep each other's changes.
+        """Change a JSON object under a lock, so that concurrent processes keep each other's changes.
 
-        ``change`` returns the new object, given the old one, which is empty if the file is damaged.
+        ``change`` gets the old object (empty if the file is damaged) and returns the new one.
         """
         with locked(self.path):
             self.write(json.dumps(change(self.read_json(lambda message: None)), indent=1).encode() + b"\n")
@@ -161,7 +166,7 @@ class CacheFile:
 def cached_result(
     kind: str, key: str, compute: Callable[[], dict[str, Any]], notify: Notify = log.warning
 ) -> dict[str, Any]:
-    """Return the result that was kept under a key, or compute and keep it; plain values."""
+    """Return the result cached under a key, or compute and cache it. Results are plain values."""
     found = read_cached(kind, key, notify)
     if found is None:
         found = compute()
@@ -170,24 +175,24 @@ def cached_result(
 
 
 def read_cached(kind: str, key: str, notify: Notify = log.warning) -> dict[str, Any] | None:
-    """Return the result that was kept under a key; None if there is none, or its file is damaged."""
+    """Return the result cached under a key; None if it does not exist or is damaged."""
     return _file(kind, key).read_json(notify) or None
 
 
 def write_cached(kind: str, key: str, found: dict[str, Any]) -> None:
-    """Keep a result under a key, if its file can be written."""
+    """Cache a result under a key, if its file can be written."""
     with suppress(OSError):
         _file(kind, key).write(json.dumps(found).encode())
 
 
 def hash_of(facts: Any) -> str:
-    """Return a key for facts that JSON can write."""
+    """Return a cache key for facts that JSON can represent."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
 @cache
 def versions() -> list[str]:
-    """Return the facts that a simulated step depends on besides the step: versions, packages, our own code."""
+    """Return the facts that a simulated step depends on besides its settings: versions, packages, StreamTune's code."""
     found = []
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -208,18 +213,18 @@ def _file(kind: str, key: str) -> CacheFile:
 
 
 class WatchedFile:
-    """A file that is read, or mapped into memory, while training: an error where it shrinks or changes.
+    """A file that is read, or memory-mapped, during training; it is an error if it shrinks or changes.
 
-    The system ends a process that reads a mapped page behind the end of its file (SIGBUS), and shows it new bytes where
-    the file was changed. So :meth:`check` is called before and after each reading. It compares size and times of the
-    open file, in about a microsecond, and the checksum if a time differs: a file may be linked, renamed, deleted or
-    touched.
+    If a mapped file is truncated, the operating system kills a process that reads beyond its end (SIGBUS); if it is
+    changed, the process sees new bytes. So call :meth:`check` before and after each read. It compares size and times of
+    the open file, in about a microsecond, and the checksum if a time differs: the file may be linked, renamed, deleted
+    or touched.
 
     Args:
         path: Name of the file in the error.
-        file: The file, open for reading. It may be closed afterwards.
+        file: File, open for reading. It may be closed afterwards.
         checksum: Checksum of the content.
-        fix: Advice about a file that changed.
+        fix: Fix for a changed file.
     """
 
     def __init__(self, path: Path, file: IO[bytes], checksum: str, fix: str) -> None:
@@ -230,15 +235,19 @@ class WatchedFile:
         self.size = self._state[0]
 
     def check(self) -> None:
-        """Raise ``StorageError`` if the file is shorter, or its content has changed."""
+        """Check the file.
+
+        Raises:
+            StorageError: The file is shorter, or its content has changed.
+        """
         now = self._now()
         if now == self._state:
             return
         if now[0] < self.size:
-            what = f"{self.path} was cut from {show_size(self.size)} to {show_size(now[0])} while it was read"
+            what = f"{self.path} was truncated from {show_size(self.size)} to {show_size(now[0])} during the run"
             raise StorageError(what, where=str(self.path), fix=self.fix)
         if _checksum(self._descriptor, self.size) != self._checksum:
-            what = f"{self.path} was changed while it was read"
+            what = f"{self.path} was changed during the run"
             raise StorageError(what, where=str(self.path), fix=self.fix)
         self._state = now
 
@@ -252,7 +261,8 @@ class WatchedFile:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file in the cache, for milliseconds; go on without it where there are no locks."""
+    """Context manager: hold the lock of a cache file, for milliseconds; without a lock where the file system has
+    none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -268,10 +278,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file; return False where the file system has no locks.
+    """Lock an open file; return False if the file system has no locks.
 
     Raises:
-        BlockingIOError: Another process has it.
+        BlockingIOError: Another process holds the lock.
     """
     if sys.platform == "win32":
         return False

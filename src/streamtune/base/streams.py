@@ -1,8 +1,8 @@
-"""Standard output and error that can be closed, full or gone: writing to them never raises, and what was lost is known.
+"""Standard output and error that may be closed, full or gone: writing never raises, and lost output is recorded.
 
-Output is lost in three ways: nobody opened it (``>&-``), it is full (``>/dev/full``), or its reader has gone
-(``| head``). The first two are the user's wish or a fault of the target; the third stops a training run, as SIGTERM
-would.
+Output is lost in three ways: the descriptor is closed (``>&-``), the target is full (``>/dev/full``), or its reader has
+exited (``| head``). The first two are the user's choice or a fault of the target. The third stops a training run, as
+SIGTERM would.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor that accepts everything; ``error`` is the reason why the first bytes were lost."""
+    """A file descriptor whose writes never fail; ``error`` is the reason why the first bytes were lost."""
 
     error: OSError | None = None
 
@@ -30,7 +30,7 @@ class _Descriptor(io.FileIO):
             except OSError as error:
                 self.error = self.error or error
                 return size
-            if written is None:  # it does not block, as where another program shares the pipe
+            if written is None:  # non-blocking, as when another program shares the pipe
                 import select
 
                 select.select([], [self], [])
@@ -43,10 +43,10 @@ _output: _Descriptor | None = None
 
 
 def keep_streams() -> Callable[[], None]:
-    """Replace standard output and error, as far as they are the interpreter's own. Return a function that undoes it.
+    """Replace standard output and error if they are the interpreter's own. Return a function that undoes this.
 
-    Closed descriptors are opened first: the next file that is opened would get their number, and with it the output of
-    libraries.
+    Closed descriptors are opened first. Otherwise the next opened file would get their number, and with it the output
+    of libraries.
     """
     global _output
     _open_all()
@@ -69,7 +69,7 @@ def keep_streams() -> Callable[[], None]:
 
 
 def lost_output() -> OSError | None:
-    """Return the error by which standard output was lost; None if all of it was written so far."""
+    """Return the error by which standard output was lost; None if all output was written so far."""
     return None if _output is None else _output.error
 
 
@@ -84,11 +84,12 @@ def _open_all() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
 
 
 def _replaced(name: str, descriptor: int) -> _Descriptor | None:
-    """Replace ``sys.NAME`` by a stream that never raises; return None if it is not the interpreter's own."""
+    """Replace ``sys.NAME`` by a stream that never raises. Return its descriptor; None if it is not the interpreter's
+    own."""
     stream: TextIO | None = getattr(sys, name)
     if stream is not getattr(sys, f"__{name}__"):
         return None
@@ -102,7 +103,7 @@ def _replaced(name: str, descriptor: int) -> _Descriptor | None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     errors = getattr(stream, "errors", None)
     if errors in (None, "strict") or (errors == "surrogateescape" and not encoding.lower().startswith("utf")):
-        errors = "backslashreplace"  # a sign it cannot show is no failure
+        errors = "backslashreplace"  # a character that it cannot encode is not an error
     wrapped = io.TextIOWrapper(
         raw if unbuffered else io.BufferedWriter(raw),
         encoding=encoding,

@@ -1,4 +1,4 @@
-"""Names and sizes as people write them: looked up in a table, parsed, shown. Imports nothing heavy."""
+"""Lookup of names in tables, and sizes as people write them. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from streamtune.errors import ArgumentError, did_you_mean
 T = TypeVar("T")
 
 Status = Literal["stable", "experimental"]
-"""The status of a method: an experimental one has a single test of exactness, and may change or go."""
+"""Status of a method. An experimental method has one exactness test, and may change or be removed."""
 
 
 def look_up(name: str, known: Mapping[str, T], kind: str, *, where: str) -> T:
     """Return ``known[name]``.
 
     Raises:
-        ArgumentError: No ``kind`` has this name; ``where`` is the key that gave it.
+        ArgumentError: ``known`` lacks this name. ``kind`` says what is named, and ``where`` is the key that names it.
     """
     if name not in known:
         fix = did_you_mean(name, known) or f"choose one of: {', '.join(known)}"
-        raise ArgumentError(f"no {kind} is called '{name}'", where=where, fix=fix)
+        raise ArgumentError(f"unknown {kind} '{name}'", where=where, fix=fix)
     return known[name]
 
 
 def set_names(records: Iterable[Mapping[str, Any]], metric: str) -> list[str]:
-    """Return the names of the held-out sets with a metric in the records: ``NAME`` of a key ``eval_NAME_loss``."""
+    """Return the names of the eval sets with a metric in the records: ``NAME`` in keys ``eval_NAME_loss``."""
     pattern = re.compile(rf"eval_(.+)_{re.escape(metric)}")
     keys = dict.fromkeys(key for record in records for key in record)
     found = [match[1] for key in keys if (match := pattern.fullmatch(key))]
 
-    def is_other(name: str) -> bool:  # `nll_loss`, of all rows or of a set
+    def is_other(name: str) -> bool:  # such as `nll_loss`, of all rows or of a set
         parts = f"{name}_{metric}".split("_")
         return any("_".join(parts[start:]) in keys for start in range(len(parts) - metric.count("_") - 1))
 
@@ -41,25 +41,27 @@ def set_names(records: Iterable[Mapping[str, Any]], metric: str) -> list[str]:
 
 UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?([KMGT]i?B?|B)$"
-"""A number and its unit: ``80GiB``, ``1.5TB``, ``512 MiB``. ``G`` alone is ``GiB``."""
+"""Number with a unit: ``80GiB``, ``1.5TB``, ``512 MiB``. ``G`` alone means ``GiB``."""
 
 
 def parse_size(text: str, *, where: str = "") -> int:
     """Return the bytes of a size such as ``80GiB``. ``GiB`` and ``G`` are 1024^3, ``GB`` is 1000^3.
 
     Raises:
-        ArgumentError: The text is not a size; ``where`` is the key or option that gave it.
+        ArgumentError: The text is not a size; ``where`` is the key or option that has it.
     """
     text = text.strip()
     if re.match(SIZE_PATTERN, text) is None:
-        raise ArgumentError(f"{text!r} is no size", where=where, fix="write a number and its unit, such as 80GiB")
+        raise ArgumentError(
+            f"expected a size; found {text!r}", where=where, fix="write a number and its unit, such as 80GiB"
+        )
     number, prefix, unit = re.match(r"([0-9.]+) ?([KMGT]?)(i?B?)", text).groups()  # type: ignore[union-attr]
     base = 1000 if prefix and unit == "B" else 1024
     return int(float(number) * base ** (UNITS[prefix] if prefix else 0))
 
 
 def show_size(size: float) -> str:
-    """Return bytes in three digits: ``24 KiB``, ``1.50 GiB``, ``139 GiB``."""
+    """Return bytes as text with three digits: ``24 KiB``, ``1.50 GiB``, ``139 GiB``."""
     value, units = float(size), ("B", "KiB", "MiB", "GiB", "TiB")
     for unit in units:
         if abs(value) < 999.5 or unit == units[-1]:  # 1,000 KiB is longer than 0.98 MiB

@@ -2,11 +2,10 @@
 
 A recipe is read by stricter rules than YAML 1.1, so that a value means what it shows:
 
-- scalars follow the YAML 1.2 core schema: ``1e-5`` and ``012`` (twelve) are numbers, ``true`` and ``false`` are the
-  only booleans, ``no`` and ``on`` are text;
-- a key may occur only once in a mapping;
-- no anchors, aliases, merge keys, tags or second documents; size, depth and number of values are bounded, so that a
-  hostile file costs nothing.
+- Scalars follow the YAML 1.2 core schema. ``1e-5`` and ``012`` (twelve) are numbers, ``no`` and ``on`` are text.
+- A key may occur only once in a mapping.
+- Anchors, aliases, merge keys, tags and second documents are refused.
+- Size, depth and number of values are bounded, so that a hostile file costs nothing.
 """
 
 from __future__ import annotations

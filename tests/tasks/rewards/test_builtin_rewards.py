@@ -93,7 +93,7 @@ def test_regex_match(spec: str, completion: str, row: dict[str, str], expected: 
 
 
 def test_a_pattern_that_is_none_is_an_error() -> None:
-    with pytest.raises(RunError, match="is no regular expression"):
+    with pytest.raises(RunError, match="is not a regular expression"):
         score("regex_match", "x", pattern="(")
 
 
@@ -226,7 +226,7 @@ def test_an_error_of_a_row_names_the_row_and_blames_no_function() -> None:
 
 @pytest.mark.parametrize("spec", ["regex_match(pattern='(')", "json_schema(schema={'$ref': 'x'})"])
 def test_a_value_for_all_rows_is_checked_before_the_run(spec: str) -> None:
-    with pytest.raises(ArgumentError, match=r"no regular expression|not read") as error:
+    with pytest.raises(ArgumentError, match=r"not a regular expression|not read") as error:
         load_rewards([spec])
     assert error.value.where == "reward_funcs"
 

@@ -44,12 +44,12 @@ class DatasetSpec(Spec):
     """One source of rows."""
 
     path: Text
-    """Source of the rows: a .jsonl, .json, .parquet, .arrow, .csv or .txt file, compressed or not; a pattern such as
-    `data/*.jsonl`; a folder; an address (`hf://datasets/...`, `s3://`, `gs://`, `https://`); or the name of a hub
-    dataset. Local paths are relative to the recipe, then to the working directory. Built in: `python-stdlib` (the
-    documented functions, classes and modules of the running Python), `demo-preferences` (pairs of answers that differ
-    by a rule), `demo-arithmetic` (tasks on digits), `demo-passkey` (logs from short to long, with a question about one
-    line)."""
+    """Source of the rows. Local: a .jsonl, .json, .parquet, .arrow, .csv or .txt file, compressed or not; a pattern
+    such as `data/*.jsonl`; or a folder. Paths are relative to the recipe, then to the working directory. Remote: an
+    address (`hf://datasets/...`, `s3://`, `gs://`, `https://`) or the name of a hub dataset. Built in: `python-stdlib`
+    (documented functions, classes and modules of the running Python); `demo-preferences` (pairs of answers that differ
+    by a rule). `demo-arithmetic` has tasks on digits, `demo-passkey` logs from short to long with a question about one
+    line."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"

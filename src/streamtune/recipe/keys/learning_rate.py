@@ -107,11 +107,12 @@ def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
     known = OPTIONS[name]
     for option, value in given.items():
         if option not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none; delete the line"
+            takes = f"options: {', '.join(known)}" if known else "delete the line; this schedule has no options"
             fix = did_you_mean(option, known) or takes
             yield Refusal(KEY, f"the schedule '{name}' has no option '{option}'", fix)
         elif (wrong := _value_error(value, known[option])) is not None:
-            yield Refusal(KEY, f"'{option}' of the schedule '{name}' {wrong}")
+            fix = did_you_mean(str(value), [word for word in known[option] if isinstance(word, str)])
+            yield Refusal(KEY, f"'{option}' of the schedule '{name}' {wrong}", fix)
     both = [option for option in ONE_OF.get(name, ()) if option in given]
     if len(both) > 1:
         yield Refusal(KEY, f"'{both[0]}' and '{both[1]}' exclude each other", KEEP_ONE)
