@@ -317,7 +317,7 @@ def test_a_dataset_of_the_hub_is_read_without_a_copy(folder: Path) -> None:
     ({"val_size": 3}, "val_size", "draws held-out rows from all rows"),
     ({"datasets": [{"path": "a.jsonl", "weight": 1}], "mix_by": "tokens"}, "mix_by", "lengths of all rows"),
     ({"tokenizer": {"train": {"vocab_size": 300}}}, "train", "reads all texts"),
-    ({"shuffle": False}, "shuffle_buffer", "keeps the order"),
+    ({"shuffle": False}, "shuffle_buffer", "keeps their order\n"),
     ({"datasets": [{"path": "a.jsonl", "max_rows": 3, "shuffle": True}]}, "shuffle", "draws from all of its rows"),
     ({"objective": "dpo"}, "streaming", "is only for sft"),
     ({"streaming": False}, "shuffle_buffer", "needs 'streaming: true'"),

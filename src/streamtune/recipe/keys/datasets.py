@@ -253,12 +253,12 @@ STREAMING_RULES: Rules = (
             "'tokenizer.train' reads all texts before training begins",
             "write tokenizer: {path: NAME}",
         ),
-        Clash(
-            {"shuffle_buffer": GIVEN, "shuffle": False},
-            "'shuffle_buffer' shuffles rows, and 'shuffle: false' keeps their order",
-            ONE_OF_TWO,
-        ),
         Custom(_shuffled_datasets),
         text="{}, and 'streaming' reads rows only during training",
+    ),
+    Clash(
+        {"shuffle_buffer": GIVEN, "shuffle": False, "streaming": True},
+        "'shuffle_buffer' shuffles rows, and 'shuffle: false' keeps their order",
+        ONE_OF_TWO,
     ),
 )
