@@ -198,7 +198,7 @@ NUMBERS: dict[str, Fault] = {
     "epochs": (recipe(num_train_epochs=1e300, max_steps=-1), (), 2, ("'num_train_epochs' must be at most 1,000,000",)),
     "max_length": (recipe(max_length=10**23), (), 2, ("'max_length' must be at most",)),
     "rows": (recipe(per_device_train_batch_size=10**9), (), 2, ("'per_device_train_batch_size' must be at most",)),
-    "max_rows": (recipe(datasets=[{"path": "rows.jsonl", "max_rows": 10**23}]), (), 2, ("is at most",)),
+    "max_rows": (recipe(datasets=[{"path": "rows.jsonl", "max_rows": 10**23}]), (), 2, ("must be at most",)),
     "vocabulary": (recipe(tokenizer={"train": {"vocab_size": 10**10}}), (), 2, ("must be at most 2,000,000",)),
     "rate": (recipe(learning_rate=1e300), (), 2, ("a learning rate of 1e+300 overflows the weights", "tiny.yaml:")),
     "nproc": (nothing, ("--nproc", "1" + "0" * 23), 2, ("more than a machine takes", "--nproc")),

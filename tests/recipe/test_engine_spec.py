@@ -47,14 +47,14 @@ def test_a_key_takes_what_the_schedule_takes(name: str):
         ({"segment_size": 2}, "segment_size needs two levels, and levels is 1",
          "set levels to 2, or leave segment_size out"),
         ({"offload": "disk"}, "offload='disk' needs a directory",
-         "set offload_dir to a directory on a fast local disk with room for the layer inputs"),
+         "set offload_dir to a directory on a fast local disk with space for the layer inputs"),
         ({"fetch_dtype": "bfloat16"}, "fetch_dtype needs weights on the host, and weights is device",
          "set weights to host, or leave fetch_dtype out"),
         ({"weights": "host", "keep_layers": 2},
          "keep_layers keeps the weights of layers on the device until the backward, and weights='host' does not",
          "set keep_layers to 0, or leave keep_layers out"),
         ({"weights": "host", "order": "chunk"},
-         "order='chunk' passes through the weights of all layers for every chunk, and weights='host' copies them each "
+         "order='chunk' reads the weights of all layers for every chunk, and weights='host' would copy them each "
          "time", "set order to layer, or leave order out"),
     ],
 )  # fmt: skip

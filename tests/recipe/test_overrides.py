@@ -82,7 +82,7 @@ def test_another_model_by_setting(write):
         ("datasets.3.path=x", "'datasets' has 1 entries", ""),
         ("datasets.path=x", "'datasets' has no key 'path'", "set the whole value"),
         ("seed.x=1", "'seed' must be a whole number of at least 0 and below 4294967296; found a group of keys", ""),
-        ("offload=disk", "'engine.offload: disk' needs the directory of its file", "add offload_dir"),
+        ("offload=disk", "'engine.offload: disk' needs a directory", "add offload_dir"),
         (
             "finetuning_type=freeze",
             "'finetuning_type: freeze' trains some of the layers",

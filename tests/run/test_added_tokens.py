@@ -204,7 +204,11 @@ def test_a_reference_has_the_same_rows(folder: Path) -> None:
     [
         ({"added_tokens": ["<a>", "<a>"]}, "the token '<a>' is added twice", "keep one"),
         ({"added_tokens": [""]}, "'added_tokens[0]' must be text", ""),
-        ({"special_tokens": {"eos": "x"}}, "unknown key 'eos' in 'special_tokens'", "'special_tokens': bos_token, eos_token"),
+        (
+            {"special_tokens": {"eos": "x"}},
+            "unknown key 'eos' in 'special_tokens'",
+            "'special_tokens': bos_token, eos_token",
+        ),
     ],
     ids=["twice", "empty", "unknown"],
 )

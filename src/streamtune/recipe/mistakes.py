@@ -107,13 +107,14 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     if not parent and (others := objectives_with(name)):
         how = " or ".join(f"add objective: {other}, or run `streamtune {other}`" for other in others)
         return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes only", how)
-    fix = did_you_mean(name, known)
+    leaves = {} if parent else leaf_paths(kind)
+    fix = did_you_mean(name, [*known, *leaves])
+    nearest = fix.split("'")[1] if fix else ""
+    if nearest in leaves and nearest not in known:
+        fix = f"did you mean '{show_path(leaves[nearest][0])}'?"
     if elsewhere := [place for place in leaf_paths(kind).get(name, []) if place != path]:
         place = elsewhere[0]
         fix = f"write it under '{show_path(place[:-1])}:'" if place[:-1] else "write it at the top level"
-    elif not fix and not parent and (nearest := did_you_mean(name, leaf_paths(kind))):
-        leaf = nearest.split("'")[1]
-        fix = f"did you mean '{show_path(leaf_paths(kind)[leaf][0])}'?"
     elif not fix and parent:
         fix = f"keys of '{show_path(parent)}': {', '.join(known)}"
     shown = f" in '{show_path(parent)}'" if parent else ""
