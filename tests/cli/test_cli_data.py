@@ -161,7 +161,7 @@ def test_prompts_of_a_shipped_recipe(folder: Path, capfd: pytest.CaptureFixture[
     ("arguments", "said"),
     [
         (["--set", "overlength=error"], "rows have more than max_length = 120 tokens"),
-        (["--set", "datasets.0.path=chat.jsonl"], "there is no file 'chat.jsonl'"),
+        (["--set", "datasets.0.path=chat.jsonl"], "the file 'chat.jsonl' does not exist"),
         (["--row", "99"], "there is no row 99"),
         (["--row", "qa.jsonl:99"], "nothing was made of a row 'qa.jsonl:99'"),
         (["--ids"], "the ids of one row"),

@@ -81,7 +81,7 @@ def test_skip_leaves_them_out_and_counts(kind: str, write: Write, tokenizer: Any
     assert len(found.train) == found.report.rows == count
     assert [row["row"].rpartition(":")[2] for row in found.bad_rows] == [str(2 * n + 2) for n in range(len(bad))]
     assert all(row["what"] for row in found.bad_rows)
-    assert any(note.startswith(f"{len(bad)} bad rows are left out; the first, ") for note in notes)
+    assert any(note.startswith(f"{len(bad)} bad rows skipped; the first is at ") for note in notes)
     assert found.fingerprint == run(kind, write("good.jsonl", mixed(good, [], count)), tokenizer).fingerprint
 
 
@@ -91,7 +91,7 @@ def test_the_first_ten_and_the_count(write: Write, tokenizer: Any) -> None:
         run("sft", path, tokenizer)
     assert len(caught.value.what.split("\n")) == 12
     assert caught.value.what.endswith("- and 20 more")
-    with pytest.raises(DataError, match="1,000 rows are bad, and those after them were not read"):
+    with pytest.raises(DataError, match="1,000 rows are bad; the rows after them were not read"):
         run("sft", write("rows.jsonl", json.dumps(CHAT) + "\n" + "{\n" * 5000), tokenizer)
 
 
@@ -104,12 +104,12 @@ def test_one_bad_row_is_its_own_sentence(write: Write, tokenizer: Any) -> None:
 def test_more_than_max_bad_rows(write: Write, tokenizer: Any) -> None:
     path = write("rows.jsonl", json.dumps(CHAT) + "\n" + "{\n" * 5)
     assert len(run("sft", path, tokenizer, on_bad_row="skip", max_bad_rows=5).bad_rows) == 5
-    with pytest.raises(DataError, match="more than max_bad_rows = 4 rows are bad") as caught:
+    with pytest.raises(DataError, match=r"more than 4 bad rows \(max_bad_rows\)") as caught:
         run("sft", path, tokenizer, on_bad_row="skip", max_bad_rows=4)
     assert "raise max_bad_rows" in caught.value.fix
     with pytest.raises(DataError, match="no row is left: all 2 were bad"):
         run("sft", write("all.jsonl", "{\n{\n"), tokenizer, on_bad_row="skip")
-    with pytest.raises(ArgumentError, match="on_bad_row is 'drop'"):
+    with pytest.raises(ArgumentError, match="unknown on_bad_row 'drop'"):
         run("sft", path, tokenizer, on_bad_row="drop")
 
 
@@ -117,7 +117,7 @@ def test_what_all_rows_share_is_no_bad_row(write: Write, make_tokenizer: Callabl
     for on_bad_row in ("error", "skip"):
         with pytest.raises(DataError, match="the tokenizer has no chat template"):
             run("sft", write("rows.jsonl", [CHAT] * 5), make_tokenizer(None), on_bad_row=on_bad_row)
-    with pytest.raises(DataError, match=r"^cannot tell what the rows are") as caught:
+    with pytest.raises(DataError, match=r"^cannot recognise the row type") as caught:
         run("sft", write("rows.jsonl", [{"body": "x"}] * 5), make_tokenizer())
     assert caught.value.where.endswith(":1")
 
@@ -142,13 +142,13 @@ def test_columns_are_renamed(write: Write, tokenizer: Any) -> None:
     source = Source(path, columns={"prompt": "question", "completion": "answer"})
     found = prepare([source], tokenizer, max_length=64, notify=notes.append)
     assert texts(found, tokenizer) == ["a? b"]
-    assert any("the column 'prompt' is not read" in note for note in notes)
+    assert any("the column 'prompt' is ignored" in note for note in notes)
     swapped = Source(
         write("s.jsonl", [{"prompt": " b", "completion": "a?"}]),
         columns={"prompt": "completion", "completion": "prompt"},
     )
     assert texts(prepare([swapped], tokenizer, max_length=64), tokenizer) == ["a? b"]
-    with pytest.raises(DataError, match="'columns' names 'quesion', which is no column of the row: it has") as caught:
+    with pytest.raises(DataError, match="'columns' names 'quesion', but the row has") as caught:
         prepare([Source(path, columns={"prompt": "quesion"}, where="r.yaml:4")], tokenizer, max_length=64)
     assert "'question'" in caught.value.what
     assert caught.value.where == "r.yaml:4"
@@ -221,7 +221,7 @@ def test_a_run_keeps_the_rows_that_it_left_out(write: Write, tmp_path: Path, mon
     assert run_recipe() == 0
     kept = json.loads((tmp_path / "out/bad_rows.json").read_text())["bad_rows"]
     assert [row["row"] for row in kept] == [f"rows.jsonl:{line}" for line in (2, 4)]
-    assert kept[1]["what"] == "'messages' is empty"
+    assert kept[1]["what"] == "'messages' is an empty list"
 
 
 CHILD = """
@@ -259,7 +259,7 @@ def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_p
         assert fix.startswith("they need more than ")
         assert list(folder.iterdir()) == []
     else:
-        assert what.startswith("there is no folder for temporary files: ")
+        assert what.startswith("cannot create a temporary folder:  ")
         assert "set TMPDIR" in fix
 
 

@@ -148,8 +148,8 @@ def test_every_way_to_read_them(tokenizer: PreTrainedTokenizerFast) -> None:
     [
         (Source("demo-arithmetic", name="srot"), "has no part 'srot'", "did you mean 'sort'?"),
         (Source("demo-arithmetic", name="divide"), "has no part 'divide'", "use copy, sort, add"),
-        (Source("demo-preferences", name="x"), "has no part 'x'", "leave out 'name'"),
-        (Source("demo-preferences", split="test"), "has no split 'test'", "val_size"),
+        (Source("demo-preferences", name="x"), "has no part 'x'", "remove 'name'"),
+        (Source("demo-preferences", split="test"), "has only the split 'train', found 'test'", "val_size"),
     ],
 )
 def test_what_they_do_not_have(source: Source, what: str, fix: str) -> None:

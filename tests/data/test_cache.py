@@ -54,10 +54,10 @@ def chats(count: int = 20) -> list[dict[str, Any]]:
 class Notes(list[str]):
     @property
     def hit(self) -> bool:
-        return any("are used again" in note for note in self)
+        return any("using cached rows" in note for note in self)
 
     def shared(self) -> list[str]:
-        return [note for note in self if "kept for the next start" not in note and "are used again" not in note]
+        return [note for note in self if "cached for the next start" not in note and "using cached rows" not in note]
 
 
 def same(one: Any, other: Any) -> bool:
@@ -262,7 +262,7 @@ def test_a_damaged_entry_is_made_anew(
     notes = Notes()
     assert same(whole, prepare([source], tokenizer, max_length=200, cache=cache, notify=notes.append))
     assert not notes.hit
-    assert sum("are damaged and are prepared again" in note for note in notes) == 1
+    assert sum("they are prepared again" in note for note in notes) == 1
     notes.clear()
     prepare([source], tokenizer, max_length=200, cache=cache, notify=notes.append)
     assert notes.hit
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_written_holds_nothing_up(tmp_path: Path, tokeni
     (tmp_path / "file").write_text("no folder")
     source, notes = write(tmp_path / "rows.jsonl", chats()), Notes()
     found = prepare([source], tokenizer, max_length=200, cache=RowCache(tmp_path / "file"), notify=notes.append)
-    assert any("are not kept" in note for note in notes)
+    assert any("are not cached" in note for note in notes)
     assert same(found, prepare([source], tokenizer, max_length=200))
 
 
@@ -317,7 +317,7 @@ def test_an_unfinished_folder_that_is_gone_holds_nothing_up(
     os.utime(cache.root / ".unfinished-y", (1, 1), follow_symlinks=False)
     source, notes = write(tmp_path / "rows.jsonl", chats()), Notes()
     prepare([source], tokenizer, max_length=200, cache=cache, notify=notes.append)
-    assert any("are kept for the next start" in note for note in notes)
+    assert any("cached for the next start" in note for note in notes)
     assert not old.exists()
     assert (tmp_path / "mine").is_dir()
     assert not (cache.root / ".unfinished-y").is_symlink(), "it is as old as the other"
@@ -373,7 +373,7 @@ def test_clearing_while_rows_are_prepared_loses_the_entry_alone(
     unfinished: list[Path] = []
 
     def clear(note: str) -> None:
-        if "rows look like" in note:
+        if "detected row type" in note:
             unfinished.extend(cache.root.glob(".unfinished-*"))
             cache.clear()
 
@@ -410,9 +410,9 @@ def test_rows_of_a_file_that_is_edited_meanwhile_are_not_kept(
 
     def edit(note: str) -> None:
         notes.append(note)
-        if "one.jsonl: rows look like" in note:
+        if "one.jsonl: detected row type" in note:
             (tmp_path / "two.jsonl").write_text(text.replace("foxes", "boxes"))
-        if "two.jsonl: rows look like" in note:
+        if "two.jsonl: detected row type" in note:
             (tmp_path / "two.jsonl").write_text(text)
 
     edited = prepare(sources, tokenizer, max_length=200, cache=cache, notify=edit)

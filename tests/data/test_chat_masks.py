@@ -149,7 +149,7 @@ def test_template_without_a_terminator_trains_the_answer_alone_and_says_so(make_
     for _ in range(2):
         rendered = renderer(Conversation([user("one?"), answer("two "), user("3?"), answer("four")]), "x:1")
     assert [piece.strip() for piece in trained_pieces(tokenizer, rendered)] == ["two", "four"]
-    assert told == ["the chat template ends answers without a special token: the model does not learn where to stop"]
+    assert told == ["the chat template ends answers without a special token: the model does not learn to stop"]
 
 
 def generation_marked(template: str) -> str:
@@ -251,19 +251,19 @@ def test_marks_that_miss_the_terminator_are_completed(bpe: Tokenizer) -> None:
         (
             "{{ messages[-1].content }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
             "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-            "prints it together with",
+            "prints it in one block with",
         ),
         # answers are printed without their words
         (
             "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content if m.role == 'user' else '') + "
             "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-            "leaves out",
+            "omits",
         ),
         # answers are printed under a header the generation prompt does not have, and history is rewritten
         (
             "{{ messages | length }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
             "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}",
-            "puts something else before it",
+            "prints another text before it",
         ),
     ],
     ids=["prints an answer twice", "drops answers", "other header"],
@@ -284,7 +284,7 @@ def test_template_that_refuses_the_conversation(make_tokenizer: MakeTokenizer) -
 
 def test_half_a_character_in_a_field_the_template_prints(bpe: Tokenizer) -> None:
     tokenizer = wrap(bpe, read_template("qwen3"))
-    with pytest.raises(DataError, match="half a surrogate pair"):
+    with pytest.raises(DataError, match="lone surrogate"):
         render(tokenizer, [user("one?"), answer("two", reasoning_content="\ud83d")])
 
 

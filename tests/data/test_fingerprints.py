@@ -109,23 +109,23 @@ EXPECTED: dict[str, tuple[str, str]] = {
     ),
     "preferences": (
         "ae53e437eead13cc567aaa62e840bdcf702af5d8fc30129667c6e985694a38de",
-        "8 rows; 6 to train on; 2 held out; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 416 tokens, 368 with shared beginnings, 320 trained",
+        "8 rows; 6 to train on; 2 held out; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 416 tokens, 368 with shared beginnings counted once, 320 trained",
     ),
     "preferences, truncated": (
         "8712afee651c6d8bb881940307c2019db7dc10b27cf62d134b7d1f25dbadf5e8",
-        "8 rows; 8 truncated; 8 to train on; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 244 tokens, 204 with shared beginnings, 164 trained; 172 tokens lost (41% of all); 156 trained tokens lost",
+        "8 rows; 8 truncated; 8 to train on; prompts 6 to 6, median 6; chosen 3 to 3, median 3; rejected 9 to 65, median 41; 244 tokens, 204 with shared beginnings counted once, 164 trained; 172 tokens lost (41% of all); 156 trained tokens lost",
     ),
     "preferences, scored": (
         "cefb0719b39ec962c6703021cd039a3e4f4df1f4f53fbbd91517b732bd8facb1",
-        "6 rows; 6 to train on; prompts 2 to 2, median 2; chosen 4 to 4, median 4; rejected 3 to 3, median 3; 66 tokens, 60 with shared beginnings, 42 trained",
+        "6 rows; 6 to train on; prompts 2 to 2, median 2; chosen 4 to 4, median 4; rejected 3 to 3, median 3; 66 tokens, 60 with shared beginnings counted once, 42 trained",
     ),
     "unpaired": (
         "34e78c307fde01b84c5bc8afb30627ba4f5b4eac83cef4883e411f0248472e3a",
-        "8 rows; 6 to train on; 2 held out; prompts 2 to 2, median 2; desirable 3 to 3, median 3; undesirable 3 to 3, median 3; 40 tokens, 40 with shared beginnings, 24 trained",
+        "8 rows; 6 to train on; 2 held out; prompts 2 to 2, median 2; desirable 3 to 3, median 3; undesirable 3 to 3, median 3; 40 tokens, 40 with shared beginnings counted once, 24 trained",
     ),
     "pairs as unpaired": (
         "006a5331e36754c036dc7d237d79d448c49deacc1b4f1e430a8e934d66925c94",
-        "8 rows; 5 kept; 3 dropped; 5 to train on; prompts 6 to 6, median 6; desirable 3 to 3, median 3; undesirable 9 to 65, median 41; 200 tokens, 170 with shared beginnings, 140 trained; 216 tokens lost (52% of all); 180 trained tokens lost",
+        "8 rows; 5 kept; 3 dropped; 5 to train on; prompts 6 to 6, median 6; desirable 3 to 3, median 3; undesirable 9 to 65, median 41; 200 tokens, 170 with shared beginnings counted once, 140 trained; 216 tokens lost (52% of all); 180 trained tokens lost",
     ),
     "prompts": (
         "6eca38b1e70cfdb5eebd85c62965b6ee6704e66304f4d8cdc7e40cc9bfd6ae55",

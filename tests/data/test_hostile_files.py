@@ -65,8 +65,8 @@ CASES: list[tuple[str, bytes, str, str]] = [
     ("empty.json", b"", "has no rows", ""),
     ("empty.csv", b"", "has no rows", ""),
     ("empty.txt", b"", "has no rows", ""),
-    ("empty.parquet", b"", "not a readable Parquet file", ""),
-    ("empty.arrow", b"", "not a readable Arrow file", ""),
+    ("empty.parquet", b"", "cannot read the Parquet file", ""),
+    ("empty.arrow", b"", "cannot read the Arrow file", ""),
     ("empty.jsonl.gz", b"", "has no rows", ""),
     ("empty.jsonl.zst", b"", "has no rows", ""),
     ("blank.jsonl", b"\n  \r\n\n", "has no rows", ""),
@@ -82,11 +82,11 @@ CASES: list[tuple[str, bytes, str, str]] = [
     ("latin.txt", "größe".encode("latin-1"), "it looks like Latin-1", ":1"),
     ("latin.json", '[\n{"text": "größe"}]'.encode("latin-1"), "it looks like Latin-1", ":2"),
     ("broken.jsonl", GOOD + b'{"text": "\xff"}\n', "not valid UTF-8: byte 0xff at column 11", ":2"),
-    ("utf16le.jsonl", GOOD.decode().encode("utf-16-le"), "UTF-16 without its mark", ":1"),
-    ("utf16be.csv", "text\nrow\n".encode("utf-16-be"), "UTF-16 without its mark", ":1"),
+    ("utf16le.jsonl", GOOD.decode().encode("utf-16-le"), "UTF-16 without a byte order mark", ":1"),
+    ("utf16be.csv", "text\nrow\n".encode("utf-16-be"), "UTF-16 without a byte order mark", ":1"),
     ("odd-utf16.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le") + b"x", "begins as UTF-16", ":2"),
     ("utf16-bad.jsonl", '{"text": "a"}\n{"text"\n'.encode("utf-16"), "malformed JSON", ":2"),
-    ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "half a surrogate pair", ":1"),
+    ("surrogate.jsonl", b'{"text": "\\ud800"}\n', "lone surrogate", ":1"),
     # --- bytes that no text has
     ("nul.jsonl", GOOD + b"\0\0\0\n", "NUL byte", ":2"),
     ("nul.csv", b"text\nx\0y\n", "NUL byte", ":2"),
@@ -99,10 +99,10 @@ CASES: list[tuple[str, bytes, str, str]] = [
     ("lfs.csv", LFS, "Git LFS pointer", ":1"),
     ("lfs.jsonl.gz", LFS, "Git LFS pointer", ":1"),
     ("lfs.txt", LFS, "Git LFS pointer", ":1"),
-    ("page.jsonl", HTML, "page of HTML", ":1"),
-    ("page.csv", b"\n\n" + HTML.lower(), "page of HTML", ":1"),
-    ("page.parquet", HTML, "page of HTML", ":1"),
-    ("page.json", b'<?xml version="1.0"?><Error/>', "page of HTML or XML", ":1"),
+    ("page.jsonl", HTML, "HTML or XML page", ":1"),
+    ("page.csv", b"\n\n" + HTML.lower(), "HTML or XML page", ":1"),
+    ("page.parquet", HTML, "HTML or XML page", ":1"),
+    ("page.json", b'<?xml version="1.0"?><Error/>', "HTML or XML page", ":1"),
     ("sheet.csv", archive(), "a zip archive or an Excel workbook", ""),
     ("sheet.jsonl", archive(), "a zip archive or an Excel workbook", ""),
     ("paper.txt", b"%PDF-1.7\n%\xe2\xe3", "a PDF document", ""),
@@ -113,11 +113,11 @@ CASES: list[tuple[str, bytes, str, str]] = [
     ("arrow.jsonl", b"ARROW1\0\0" + bytes(64), "the file is Arrow", ""),
     ("pickle.json", b"\x80\x04\x95" + bytes(64), "a Python pickle", ""),
     ("tar.txt", bytes([120]) * 257 + b"ustar\x0000" + bytes(200), "a tar archive", ""),
-    ("gzip.jsonl", gzip.compress(GOOD), "is compressed (gzip), and its name does not say so", ""),
-    ("zstd.csv", zstd(b"text\na\n"), "is compressed (zstd), and its name does not say so", ""),
-    ("bzip2.json", bz2.compress(GOOD), "is compressed (bzip2), and its name does not say so", ""),
-    ("xz.txt", lzma.compress(GOOD), "is compressed (xz), and its name does not say so", ""),
-    ("unknown.docx", b"x", "its extension says no known format", ""),
+    ("gzip.jsonl", gzip.compress(GOOD), "is compressed (gzip), but its extension is not", ""),
+    ("zstd.csv", zstd(b"text\na\n"), "is compressed (zstd), but its extension is not", ""),
+    ("bzip2.json", bz2.compress(GOOD), "is compressed (bzip2), but its extension is not", ""),
+    ("xz.txt", lzma.compress(GOOD), "is compressed (xz), but its extension is not", ""),
+    ("unknown.docx", b"x", "unknown file format", ""),
     # --- damaged or cut
     ("cut.jsonl.gz", gzip.compress(TEXTS * 50)[:-12], "the gzip file is damaged", ""),
     ("cut.jsonl.zst", zstd(TEXTS * 50)[:-5], "the zstd file is damaged", ""),
@@ -125,47 +125,47 @@ CASES: list[tuple[str, bytes, str, str]] = [
     ("cut.csv.xz", lzma.compress(b"text\n" + TEXTS * 50)[:-5], "the xz file is damaged", ""),
     ("plain.jsonl.gz", GOOD, "the gzip file is damaged", ""),
     ("plain.jsonl.zst", GOOD, "the zstd file is damaged", ""),
-    ("cut.parquet", parquet(text=["a"] * 999)[:-9], "not a readable Parquet file", ""),
-    ("cut.arrow", arrow(999)[:600], "not a readable Arrow file", ""),
-    ("text.parquet", GOOD, "not a readable Parquet file", ""),
+    ("cut.parquet", parquet(text=["a"] * 999)[:-9], "cannot read the Parquet file", ""),
+    ("cut.arrow", arrow(999)[:600], "cannot read the Arrow file", ""),
+    ("text.parquet", GOOD, "cannot read the Parquet file", ""),
     ("cut.jsonl", GOOD + b'{"text": "the file ends he', "malformed JSON", ":2"),
     ("cut.json", b'[{"text": "one"},\n{"text": "tw', "malformed JSON", ":2"),
     # --- JSON
-    ("trailing.json", b'[{"text": "one"}]\n]', "something follows the list of rows", ":1"),
-    ("open.json", b'[{"text": "one"}\n', "the list of rows has no end", ":2"),
+    ("trailing.json", b'[{"text": "one"}]\n]', "there is text after the list of rows", ":1"),
+    ("open.json", b'[{"text": "one"}\n', "the list of rows is truncated", ":2"),
     ("comma.json", b'[{"text": "one"},\n{"text": "two"},]', "expected one ',' between rows", ":2"),
-    ("two.jsonl", GOOD + b'{"text": "a"} {"text": "b"}\n', "two JSON values stand on one line", ":2"),
-    ("glued.jsonl", b'{"text": "a"}{"text": "b"}\n', "two JSON values stand on one line", ":1"),
+    ("two.jsonl", GOOD + b'{"text": "a"} {"text": "b"}\n', "expected one JSON value per line", ":2"),
+    ("glued.jsonl", b'{"text": "a"}{"text": "b"}\n', "expected one JSON value per line", ":1"),
     ("more.jsonl", b'{"text": "a"},\n', "malformed JSON: Extra data", ":1"),
     ("quotes.jsonl", GOOD + b"{'text': 'a'}\n", "malformed JSON", ":2"),
     ("python.jsonl", b'{"text": None}\n', "malformed JSON", ":1"),
-    ("arrays.jsonl", b'["a", "b"]\n', "a row must be a JSON object, this one is a list", ":1"),
-    ("strings.jsonl", GOOD + b'"a"\n', "a row must be a JSON object, this one is a string", ":2"),
-    ("number.jsonl", b"5\n", "a row must be a JSON object, this one is a number", ":1"),
-    ("null.jsonl", GOOD + b"null\n", "this one is null", ":2"),
-    ("strings.json", b'["a"]', "this one is a string", ":1"),
+    ("arrays.jsonl", b'["a", "b"]\n', "a row must be a JSON object, found a list", ":1"),
+    ("strings.jsonl", GOOD + b'"a"\n', "a row must be a JSON object, found a string", ":2"),
+    ("number.jsonl", b"5\n", "a row must be a JSON object, found a number", ":1"),
+    ("null.jsonl", GOOD + b"null\n", "found null", ":2"),
+    ("strings.json", b'["a"]', "found a string", ":1"),
     ("twice.jsonl", b'{"text": "a", "text": "b"}\n', "the key 'text' appears twice", ":1"),
-    ("nan.jsonl", GOOD + b'{"text": "a", "n": NaN}\n', "NaN is no number of JSON", ":2"),
-    ("infinite.json", b'[{"text": "a", "n": -Infinity}]', "-Infinity is no number of JSON", ":1"),
+    ("nan.jsonl", GOOD + b'{"text": "a", "n": NaN}\n', "JSON does not allow NaN", ":2"),
+    ("infinite.json", b'[{"text": "a", "n": -Infinity}]', "JSON does not allow -Infinity", ":1"),
     ("deep.jsonl", GOOD + b'{"text": ' + b"[" * 200_000 + b"\n", "nested too deeply", ":2"),
     ("deep.json", b'{"a":' * 200_000, "nested too deeply", ":1"),
     ("digits.jsonl", b'{"text": "a", "n": ' + b"9" * 10_000 + b"}\n", "malformed JSON", ":1"),
     ("control.jsonl", b'{"text": "a\x01"}\n', "Invalid control character", ":1"),
-    ("bracket.jsonl", b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "one JSON list, not an object a line", ":1"),
+    ("bracket.jsonl", b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "one JSON object per line, found a JSON list", ":1"),
     # --- CSV
-    ("ragged.csv", b"text,n\na,1\nb\n", "the row has 1 cell, the header has 2 columns", ":3"),
-    ("wide.csv", b"text\na,b,c\n", "the row has 3 cells", ":2"),
+    ("ragged.csv", b"text,n\na,1\nb\n", "one cell per column (2: text, n), found 1", ":3"),
+    ("wide.csv", b"text\na,b,c\n", "one cell per column (1: text), found 3", ":2"),
     ("twice.csv", b"text, text\na,b\n", "the column 'text' appears twice", ":1"),
-    ("twice.parquet", b"", "not a readable Parquet file", ""),
+    ("twice.parquet", b"", "cannot read the Parquet file", ""),
     ("quote.csv", b'text\n"a\nb\nc\n', "malformed CSV", ":2"),
     ("stray.csv", b'text\n"a"b\n', "malformed CSV", ":2"),
-    ("semicolons.csv", b"prompt;completion\na;b;c\n", "the row has 3 cells, the header has 2 columns", ":2"),
-    ("headless.csv", b"What is 1+1?,2\nWhat is 2+2?,4\n", "cannot tell what the rows are", ":2"),
+    ("semicolons.csv", b"prompt;completion\na;b;c\n", "cell per column (2: prompt, completion), found 3", ":2"),
+    ("headless.csv", b"What is 1+1?,2\nWhat is 2+2?,4\n", "cannot recognise the row type", ":2"),
     # --- rows of no known kind
-    ("columns.jsonl", b'{"body": "a"}\n', "cannot tell what the rows are from the columns 'body'", ":1"),
+    ("columns.jsonl", b'{"body": "a"}\n', "cannot recognise the row type from the columns 'body'", ":1"),
     ("content.jsonl", CHAT.replace('"Yes"', '{"a": 1}').encode(), "content", ":1"),
     ("list.jsonl", b'{"messages": {"role": "user"}}\n', "'messages' must be a list of messages", ":1"),
-    ("blank-row.jsonl", GOOD + b'{"text": ""}\n', "'text' is empty", ":2"),
+    ("blank-row.jsonl", GOOD + b'{"text": ""}\n', "'text' is an empty string", ":2"),
     ("type.jsonl", GOOD + b'{"text": 5}\n', "'text'", ":2"),
 ]
 """File name, content, a part of the sentence, and the line that is named; "" names the file."""
@@ -228,15 +228,18 @@ def test_odd_files_that_are_read(name: str, content: bytes, tmp_path: Path, toke
     found = prepare([Source(str(path))], tokenizer, max_length=64, notify=notes.append)  # type: ignore[arg-type]
     assert [tokenizer.decode(row.input_ids[:-1]) for row in found.train] == ["one", "two"]  # type: ignore[attr-defined]
     if "csv" in name and "utf16" not in name:
-        assert any("the columns are separated by" in note for note in notes)
+        assert any("columns are separated by" in note for note in notes)
 
 
 NODES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a pipe": (os.mkfifo, "this is a pipe, not a file"),
-    "a broken link": (lambda path: path.symlink_to("nowhere.jsonl"), "the symbolic link leads to 'nowhere.jsonl'"),
+    "a pipe": (os.mkfifo, "expected a regular file, found a pipe"),
+    "a broken link": (
+        lambda path: path.symlink_to("nowhere.jsonl"),
+        "broken symbolic link: 'nowhere.jsonl' does not exist",
+    ),
     "a link to itself": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
-    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "this is a device, not a file"),
-    "a folder": (lambda path: path.mkdir(), "holds no data file"),
+    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "expected a regular file, found a device"),
+    "a folder": (lambda path: path.mkdir(), "has no data file"),
 }
 
 
@@ -254,7 +257,7 @@ def test_a_socket(tmp_path: Path, tokenizer: object, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("rows.jsonl")
-        assert "this is a socket, not a file" in refusal(Source("rows.jsonl"), tokenizer).what
+        assert "expected a regular file, found a socket" in refusal(Source("rows.jsonl"), tokenizer).what
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable for root")
@@ -269,8 +272,11 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, tokenizer: object) -> None:
 
 def test_a_split_that_was_not_saved(tmp_path: Path, tokenizer: object) -> None:
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    assert "has no split 'dev'; it has train, test" in refusal(Source(str(tmp_path), split="dev"), tokenizer).what
-    assert "the split 'train' is not in" in refusal(Source(str(tmp_path)), tokenizer).what
+    assert "has no split 'dev', found train, test" in refusal(Source(str(tmp_path), split="dev"), tokenizer).what
+    assert (
+        "has no split 'train', although its dataset_dict.json lists it"
+        in refusal(Source(str(tmp_path)), tokenizer).what
+    )
 
 
 @pytest.mark.full
@@ -282,7 +288,7 @@ def test_a_line_of_300_megabytes(tmp_path: Path, tokenizer: object) -> None:
             file.write(b"x" * 10**6)
         file.write(b'"}\n')
     started = time.monotonic()
-    with pytest.raises(UserError, match="the line has more than 256 MiB") as caught:
+    with pytest.raises(UserError, match="the line is longer than 256 MiB") as caught:
         prepare([Source(str(path))], tokenizer, max_length=64)  # type: ignore[arg-type]
     assert caught.value.where == f"{path}:2"
     assert time.monotonic() - started < 20

@@ -287,12 +287,18 @@ def test_tokens_lost_by_a_cut_are_counted(side: str, made: Prepare) -> None:
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
-    "overlap as long as a piece": ({"overlength": "split", "split_overlap": 8}, "leaves no token of max_length = 8"),
-    "negative": ({"overlength": "split", "split_overlap": -1}, "split_overlap is -1"),
-    "overlap without split": ({"overlength": "truncate", "split_overlap": 2}, "overlength is 'truncate'"),
-    "unknown side": ({"overlength": "truncate", "truncate_side": "top"}, "truncate_side is 'top'"),
-    "unknown border": ({"overlength": "split", "split_at": "word"}, "split_at is 'word'"),
-    "unknown handling": ({"overlength": "cut"}, "overlength is 'cut'"),
+    "overlap as long as a piece": (
+        {"overlength": "split", "split_overlap": 8},
+        "must be below max_length = 8, found 8",
+    ),
+    "negative": ({"overlength": "split", "split_overlap": -1}, "split_overlap must be at least 0, found -1"),
+    "overlap without split": (
+        {"overlength": "truncate", "split_overlap": 2},
+        "needs overlength: split, found 'truncate'",
+    ),
+    "unknown side": ({"overlength": "truncate", "truncate_side": "top"}, "unknown truncate_side 'top'"),
+    "unknown border": ({"overlength": "split", "split_at": "word"}, "unknown split_at 'word'"),
+    "unknown handling": ({"overlength": "cut"}, "unknown overlength 'cut'"),
 }
 
 

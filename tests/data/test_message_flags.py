@@ -85,12 +85,12 @@ def test_train_on_all_leaves_out_what_is_switched_off() -> None:
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        ({"train": "false"}, r"messages\[1\].train must be true or false, it is the text 'false'"),
-        ({"weight": "0"}, r"messages\[1\].weight must be 0 \(not trained\) or 1, it is the text '0'"),
-        ({"weight": 0.5}, r"messages\[1\].weight must be 0 \(not trained\) or 1, it is 0.5"),
-        ({"loss": 2}, r"messages\[1\].loss must be true or false, it is 2"),
+        ({"train": "false"}, r"messages\[1\].train must be true or false, found the text 'false'"),
+        ({"weight": "0"}, r"messages\[1\].weight must be 0 \(not trained\) or 1, found the text '0'"),
+        ({"weight": 0.5}, r"messages\[1\].weight must be 0 \(not trained\) or 1, found 0.5"),
+        ({"loss": 2}, r"messages\[1\].loss must be true or false, found 2"),
         ({"training": [True]}, r"messages\[1\].training must be true or false"),
-        ({"train": True, "weight": 0}, r"messages\[1\] has 'train: true' and 'weight: 0', which contradict each other"),
+        ({"train": True, "weight": 0}, r"messages\[1\]: 'train: true' and 'weight: 0' contradict each other"),
     ],
     ids=lambda value: str(value)[:24],
 )
@@ -136,7 +136,7 @@ def test_a_flag_takes_a_message_out_and_brings_no_role_in(write: Write) -> None:
     told: list[str] = []
     prepare([Source(write("a.jsonl", [{"messages": messages}]))], fixed_tokenizer("chatml"), max_length=99,
             notify=told.append)  # fmt: skip
-    assert told[-1].endswith("1 'user' message is marked to be trained and not trained: roles_to_train is assistant")
+    assert told[-1].endswith("1 'user' message has a flag to train them, but roles_to_train is assistant: not trained")
     assert pieces({"messages": messages}, roles_to_train=("user", "assistant"))[0] == ["q1<|im_end|>", "a1<|im_end|>"]
     messages[0]["train"] = False
     assert pieces({"messages": messages}, roles_to_train=("user", "assistant"))[0] == ["a1<|im_end|>"]

@@ -135,11 +135,11 @@ def test_eval_sets_are_held_out_and_an_overlap_is_counted(write: Write, tokenize
     assert len(trained) == 16
     assert all("a.jsonl" in origin for origin in trained)
     same = sum(f"{tmp_path}/a.jsonl:{number}" in trained for number in (1, 2, 3))
-    assert f"{same} of 9 rows of the eval set 'code' are trained on as well" in notes
+    assert f"{same} of 9 rows of the eval set 'code' are also in the training data" in notes
     assert data.report.held_out_duplicates == same
     alone = prepare(every, tokenizer, max_length=99, notify=notes.append)
     assert [each.name for each in alone.eval_sets] == ["code", "prose"]
-    assert "3 of 9 rows of the eval set 'code' are trained on as well" in notes
+    assert "3 of 9 rows of the eval set 'code' are also in the training data" in notes
     packed = prepare(every, tokenizer, max_length=40, packing=True)
     assert packed.validation_packs is not None
     for each in packed.eval_sets:

@@ -114,9 +114,9 @@ def test_orders_are_pinned() -> None:
 
 def test_state_of_other_units_is_refused() -> None:
     state = MAKERS["grow-p2"]().state_dict()
-    with pytest.raises(CheckpointError, match="curriculum = grow-p2, this run with uniform"):
+    with pytest.raises(CheckpointError, match="curriculum = grow-p2, this run has uniform"):
         MAKERS["uniform"]().load_state_dict(state)
-    with pytest.raises(CheckpointError, match="num_rows = 300, this run with 299"):
+    with pytest.raises(CheckpointError, match="num_rows = 300, this run has 299"):
         in_tokens(LENGTHS[1:], 1000, seed=7, shuffle=True).load_state_dict(MAKERS["tokens"]().state_dict())
     other = in_tokens(LENGTHS, 2000, seed=7, shuffle=True)  # another budget goes on at the same row
     other.load_state_dict({**MAKERS["tokens"]().state_dict(), "position": 11})

@@ -90,7 +90,7 @@ def test_rows_of_datasets_render_as_they_were_written(
     for row, own in zip(rows, ROWS, strict=True):
         assert rendered(tools_tokenizer, row) == rendered(tools_tokenizer, Row("x:1", json.loads(json.dumps(own))))
         assert "null" not in rendered(tools_tokenizer, row)
-    assert [text for text in told if "left out" in text] == ([] if ending == "parquet" else told[:1])
+    assert [text for text in told if "are removed" in text] == ([] if ending == "parquet" else told[:1])
 
 
 def chat(*calls: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def test_what_is_told_reaches_the_notes_of_a_run(write: Write, tokenizer: PreTra
     path = write("rows.jsonl", [chat(call("f", a=1, b=None)), chat(call("g", a=None, b=2))])
     tokenizer.chat_template = read_template("qwen3")
     prepare([Source(path)], tokenizer, max_length=400, notify=told.append)
-    assert any("arguments of tool calls that are null are left out" in text for text in told)
+    assert any("null arguments of tool calls are removed" in text for text in told)
 
 
 def test_a_default_of_null_is_part_of_a_schema() -> None:
@@ -188,9 +188,9 @@ def test_a_map_with_a_key_twice_is_refused_at_its_row(tmp_path: Path) -> None:
 
 def test_a_message_written_as_pairs_is_named() -> None:
     row = Row("x:1", {"messages": [{"role": "user", "content": "q"}, [["role", "assistant"], ["content", "a"]]]})
-    with pytest.raises(DataError, match=r"messages\[1\] must be an object .* it is a list") as caught:
+    with pytest.raises(DataError, match=r"messages\[1\] must be an object .* found a list") as caught:
         normalise(row, "messages")
-    assert "a list of pairs is how a map is written" in caught.value.fix
+    assert "write an object, not a list of pairs" in caught.value.fix
 
 
 # ---------------------------------------------------------------- what a template needs
@@ -217,13 +217,13 @@ def test_a_template_that_needs_the_name_of_a_tool_says_so(bpe: Any) -> None:
         lambda: renderer(normalise(row, "messages"), row.origin),
         lambda: prompts(TOOL, None, row.origin),
     ):
-        with pytest.raises(DataError, match=r"at messages\[2\], of the role 'tool': it reads 'name'") as caught:
+        with pytest.raises(DataError, match=r"at messages\[2\], with the role 'tool': it reads 'name'") as caught:
             ask()
         assert caught.value.where == "x:1"
-        assert "the function that was called" in caught.value.fix
+        assert "the name of the called function" in caught.value.fix
 
 
 def test_a_refusal_of_the_template_names_the_message(make_tokenizer: Callable[..., Any]) -> None:
     row = Row("x:1", {"messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "user")]})
-    with pytest.raises(DataError, match=r"at messages\[3\], of the role 'user': .*alternate"):
+    with pytest.raises(DataError, match=r"at messages\[3\], with the role 'user': .*alternate"):
         RowRenderer(make_tokenizer("gemma3"), train_on="assistant", notify=print)(normalise(row, "messages"), "x:1")

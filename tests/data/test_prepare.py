@@ -46,7 +46,7 @@ def test_rows_become_examples(prepared: Prepared, write: Write, tokenizer: PreTr
     chats = write("chats.jsonl", [chat("one?", "The answer 1"), chat("two?", "The answer 2")])
     pairs = write("pairs.csv", "prompt,completion\nThe quick, brown fox\n")
     data = prepared(chats, pairs, notify=told.append)
-    assert told == [f"{chats}: rows look like 'messages'", f"{pairs}: rows look like 'prompt_completion'"]
+    assert told == [f"{chats}: detected row type 'messages'", f"{pairs}: detected row type 'prompt_completion'"]
     assert decoded(tokenizer, data.train) == [
         "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\nThe answer 1<|im_end|>\n",
         "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\nThe answer 2<|im_end|>\n",
@@ -121,7 +121,7 @@ def test_truncate_keeps_the_start(prepared: Prepared, write: Write, tokenizer: P
     path = write("a.jsonl", [{"text": "bad" * 50}, {"text": "a"}])
     data = prepared(path, overlength="truncate", notify=told.append)
     assert decoded(tokenizer, data.train)[0] == ("bad" * 50)[:64]
-    assert told[-1] == "1 of 2 rows are over 64 tokens: 1 truncated; 87 tokens and 87 trained tokens lost"
+    assert told[-1] == "1 of 2 rows exceed 64 tokens: 1 truncated; 87 tokens and 87 trained tokens lost"
     assert (data.report.truncated, data.report.kept, data.report.length_percentiles["max"]) == (1, 2, 151)
 
 
@@ -156,7 +156,7 @@ def test_nothing_left(prepared: Prepared, write: Write) -> None:
 
 def test_one_malformed_row_stops_everything(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [*[{"text": "fine"}] * 50, {"txt": "x"}, *[{"text": "fine"}] * 50])
-    with pytest.raises(DataError, match="needs the column 'text', this one has 'txt'") as caught:
+    with pytest.raises(DataError, match="needs the column 'text', found 'txt'") as caught:
         prepared(path)
     assert caught.value.where == f"{path}:51"
 
@@ -201,7 +201,7 @@ def test_pieces_of_a_row_stay_together(prepared: Prepared, write: Write) -> None
 
 @pytest.mark.parametrize("val_size", [3, 10, 0.9])
 def test_everything_held_out(prepared: Prepared, write: Write, val_size: float) -> None:
-    with pytest.raises(DataError, match="holds out all of the 3 rows") as caught:
+    with pytest.raises(DataError, match="would hold out all 3 rows") as caught:
         prepared(write("a.jsonl", [{"text": f"answer {n}"} for n in range(3)]), val_size=val_size)
     assert caught.value.where == "val_size"
 
@@ -243,7 +243,7 @@ def test_more_tokens_than_one_batch_of_the_store_holds(
 
 def test_unknown_names(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write("a.jsonl", [{"text": "x"}])
-    with pytest.raises(ArgumentError, match="overlength is 'cut'"):
+    with pytest.raises(ArgumentError, match="unknown overlength 'cut'"):
         prepared(path, overlength="cut")
     with pytest.raises(DataError, match="unknown row type 'chat'"):
         prepare([Source(path, type="chat")], tokenizer, max_length=8)
@@ -285,7 +285,7 @@ def test_a_call_that_no_json_holds_is_a_faulty_row(tmp_path: Path) -> None:
     path = tmp_path / "days.parquet"
     pq.write_table(pa.Table.from_pylist([row(datetime.date(2026, 1, 2)), row(None)]), path)
     source = Source(str(path))
-    with pytest.raises(DataError, match="a tool or a call is not JSON"):
+    with pytest.raises(DataError, match="a tool or a tool call cannot be written as JSON"):
         list(iter_texts([source], calls=True))
     assert len(list(iter_texts([source], calls=True, on_bad_row="skip"))) >= 2
 

@@ -55,7 +55,7 @@ def test_conversations_lose_their_last_answer_only_where_the_type_says_so(prepar
     assert data.train[0].columns == {"messages": messages}, "the answer that was taken off is there for rewards"
     assert data.train[0].input_ids == data.train[1].input_ids
     path = write("b.jsonl", [{"prompt": messages}])
-    with pytest.raises(DataError, match="'prompt' asks nothing: it ends with what the assistant says") as caught:
+    with pytest.raises(DataError, match="'prompt' ends with an assistant message, so there is nothing to") as caught:
         prepared(path)
     assert caught.value.where == f"{path}:1"
     assert "type: messages" in caught.value.fix
@@ -98,7 +98,7 @@ def test_lengths(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenize
     told: list[str] = []
     data = prepared(path, max_prompt_length=20, overlength="truncate", notify=told.append)
     assert tokenizer.decode(data.train[2].input_ids) == "a" * 20
-    assert told[-1] == "1 of 3 prompts are over 20 tokens: truncated; 5 tokens lost"
+    assert told[-1] == "1 of 3 prompts exceed 20 tokens: truncated; 5 tokens lost"
     assert (data.report.truncated, data.report.tokens, data.report.length_percentiles["max"]) == (1, 45, 25)
     data = prepared(path, max_prompt_length=21, overlength="truncate", truncate_side="middle")
     assert tokenizer.decode(data.train[2].input_ids) == "b" * 5 + "a" * 16
@@ -107,9 +107,9 @@ def test_lengths(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenize
     assert (data.report.kept, data.report.dropped) == (2, 1)
     with pytest.raises(DataError, match="no prompt is left: all 3 were dropped"):
         prepared(path, max_prompt_length=2, overlength="drop")
-    with pytest.raises(ArgumentError, match="truncate_side is 'right'"):
+    with pytest.raises(ArgumentError, match="unknown truncate_side 'right'"):
         prepared(path, overlength="truncate", truncate_side="right")
-    with pytest.raises(ArgumentError, match="overlength is 'split'"):
+    with pytest.raises(ArgumentError, match="unknown overlength 'split'"):
         prepared(path, overlength="split")
 
 
@@ -136,16 +136,16 @@ def test_fingerprint_follows_prompts_and_columns(prepared: Prepared, write: Writ
 @pytest.mark.parametrize(
     ("row", "type", "what"),
     [
-        ({"question": "x"}, "auto", "there is no prompt in the columns 'question'"),
-        ({"question": "x"}, "prompts", "the prompt is missing: a 'prompts' row needs the column 'prompt'"),
-        ({"prompt": None}, "auto", "the prompt is missing"),
+        ({"question": "x"}, "auto", "a row needs the column 'prompt' or 'messages', found 'question'"),
+        ({"question": "x"}, "prompts", "a 'prompts' row needs a prompt in the column 'prompt', found 'question'"),
+        ({"prompt": None}, "auto", "needs a prompt in the column 'prompt', found null"),
         ({"prompt": ""}, "auto", "'prompt' is empty"),
-        ({"prompt": []}, "auto", "'prompt' is empty"),
-        ({"prompt": [*ASKED, *ASKED]}, "auto", "is a second 'user' message in a row"),
+        ({"prompt": []}, "auto", "'prompt' is an empty list"),
+        ({"prompt": [*ASKED, *ASKED]}, "auto", "is the second 'user' message in succession"),
         ({"prompt": [{"role": "robot", "content": "x"}]}, "auto", "prompt\\[0\\] has the unknown role 'robot'"),
-        ({"messages": [ANSWER]}, "auto", "'messages' asks nothing"),
-        ({"messages": "hello"}, "auto", "'messages' must be a list of messages, it is a string"),
-        ({"prompt": "x", "completions": "y"}, "auto", "a column cannot be called 'completions'"),
+        ({"messages": [ANSWER]}, "auto", "'messages' ends with an assistant message"),
+        ({"messages": "hello"}, "auto", "'messages' must be a list of messages, found a string"),
+        ({"prompt": "x", "completions": "y"}, "auto", "a column must not be called 'completions'"),
     ],
 )
 def test_wrong_rows(prepared: Prepared, write: Write, row: dict[str, Any], type: str, what: str) -> None:
@@ -160,6 +160,6 @@ def test_a_conversation_needs_a_template_that_takes_it(make_tokenizer: Callable[
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
         prepare_prompts([Source(path)], make_tokenizer(None), max_prompt_length=9)
     path = write("b.jsonl", [{"prompt": [*ASKED, ANSWER, {"role": "tool", "content": "x"}]}])
-    with pytest.raises(DataError, match="the chat template refuses the conversation") as caught:
+    with pytest.raises(DataError, match="the chat template rejects the conversation") as caught:
         prepare_prompts([Source(path)], make_tokenizer("mistral"), max_prompt_length=99)
     assert caught.value.where == f"{path}:1"

@@ -57,7 +57,7 @@ def test_pairs_become_trees(prepared: Prepared, write: Write, tokenizer: PreTrai
     chats = write("chats.jsonl", [pair([{"role": "user", "content": "two?"}])])  # type: ignore[arg-type]
     cells = write("cells.csv", "prompt,chosen,rejected,margin\nthree?, good, bad,0.5\nfour?, a, b,\n")
     data = prepared(texts, chats, cells, notify=told.append)
-    assert told == [f"{path}: rows look like 'preference'" for path in (texts, chats, cells)]
+    assert told == [f"{path}: detected row type 'preference'" for path in (texts, chats, cells)]
     header = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
     assert [decoded(tokenizer, tree) for tree in data.train] == [
         ["one?", " good<|im_end|>", " bad<|im_end|>"],
@@ -83,7 +83,7 @@ def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
     ]  # fmt: skip
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
-    with pytest.raises(DataError, match="'score_rejected' must be a finite number, it is missing") as caught:
+    with pytest.raises(DataError, match="'score_rejected' must be a finite number, found no value") as caught:
         prepared(str(path))
     assert caught.value.where == f"{path}:row 1"
     rows[0]["score_rejected"] = 3.0
@@ -92,7 +92,7 @@ def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
     data = prepared(str(path), notify=told.append)
     assert data.train[0].margin == -2.0
     assert data.report.negative_margins == 1
-    assert told[-1] == "1 pair has a chosen answer with the lower score"
+    assert told[-1] == "1 pair has a chosen answer with a lower score than the other"
 
 
 def test_report(prepared: Prepared, write: Write) -> None:
@@ -127,7 +127,7 @@ def test_held_out_prompts_are_not_trained_on(
     train, held_out = ({decoded(tokenizer, tree)[0] for tree in part} for part in (data.train, data.validation))
     assert (len(data.train), len(data.validation)) == (40, 10)
     assert not train & held_out
-    with pytest.raises(DataError, match=re.escape("holds out all of the 5 rows (1 different ones)")):
+    with pytest.raises(DataError, match=re.escape("would hold out all 5 rows (1 different)")):
         prepared(write("b.jsonl", [pair("same?", f" good {n}") for n in range(5)]), val_size=1)
 
 
@@ -153,7 +153,7 @@ def test_a_prompt_that_leaves_no_room(prepared: Prepared, write: Write) -> None:
     told: list[str] = []
     data = prepared(path, overlength="truncate", notify=told.append)
     assert (data.report.kept, data.report.dropped) == (1, 1)
-    assert told[-1] == "1 of 2 rows are over the length: 1 dropped; 139 tokens and 11 trained tokens lost"
+    assert told[-1] == "1 of 2 rows exceed the length: 1 dropped; 139 tokens and 11 trained tokens lost"
 
 
 def test_long_prompts(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -173,9 +173,7 @@ def test_truncate_keeps_the_beginning_of_the_answers(
     told: list[str] = []
     data = prepared(write("a.jsonl", rows), overlength="truncate", notify=told.append)
     assert decoded(tokenizer, data.train[0]) == ["a" * 60, "bbbb", "bad<|im_end|>"]
-    assert told[-1] == (
-        "2 of 3 rows are over the length: 1 truncated, 1 dropped; 146 tokens and 26 trained tokens lost"
-    )
+    assert told[-1] == ("2 of 3 rows exceed the length: 1 truncated, 1 dropped; 146 tokens and 26 trained tokens lost")
     assert (data.report.kept, data.report.dropped) == (2, 1), "what is left of the second row's answers is the same"
 
 
@@ -192,14 +190,14 @@ def test_truncate_drops_what_has_nothing_left_to_count(prepared: Prepared, write
 
 def test_identical_answers(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [pair("one?"), pair("two?", " bad")])
-    with pytest.raises(DataError, match="'chosen' and 'rejected' are the same: there is nothing to prefer") as caught:
+    with pytest.raises(DataError, match="'chosen' and 'rejected' are the same, so there is no preference") as caught:
         prepared(path)
     assert caught.value.where == f"{path}:2"
     assert "identical_pairs: drop" in caught.value.fix
     told: list[str] = []
     data = prepared(path, identical_pairs="drop", notify=told.append)
     assert (data.report.rows, data.report.kept, data.report.dropped, data.report.identical) == (2, 1, 1, 1)
-    assert told[-1] == "1 of 2 pairs have the same answer twice: dropped"
+    assert told[-1] == "1 of 2 pairs dropped: both answers are the same"
     with pytest.raises(DataError, match="no row is left to train on: all 1 were dropped"):
         prepared(write("b.jsonl", [pair("two?", " bad")]), identical_pairs="drop")
 
@@ -235,7 +233,7 @@ def test_pairs_read_as_judged_answers(unpaired: Prepared, write: Write) -> None:
 
 def test_all_labels_the_same(unpaired: Prepared, write: Write) -> None:
     path = write("a.jsonl", [judged("one?", " good", True), judged("two?", " good", True)])
-    with pytest.raises(DataError, match="all completions are labelled desirable") as caught:
+    with pytest.raises(DataError, match="completions must have both labels, found only desirable") as caught:
         unpaired(path)
     assert caught.value.where == path
 
@@ -244,10 +242,10 @@ def test_judged_answers_where_pairs_are_wanted(
     prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = write("a.jsonl", [judged("one?", " good", True)])
-    with pytest.raises(DataError, match="the rows are of type 'unpaired'") as caught:
+    with pytest.raises(DataError, match="found rows of type 'unpaired'") as caught:
         prepared(path)
     assert "loss_type: kto" in caught.value.fix
-    with pytest.raises(DataError, match="the rows are of type 'unpaired'"):
+    with pytest.raises(DataError, match="found rows of type 'unpaired'"):
         prepare_preferences([Source(path, type="unpaired")], tokenizer, max_length=64)
 
 
@@ -276,13 +274,13 @@ def test_fingerprint_follows_what_is_seen(prepared: Prepared, unpaired: Prepared
 
 def test_unknown_names(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [pair("one?")])
-    with pytest.raises(ArgumentError, match="overlength is 'split'") as caught:
+    with pytest.raises(ArgumentError, match="unknown overlength 'split'") as caught:
         prepared(path, overlength="split")
     assert "cannot be split" in caught.value.fix
-    with pytest.raises(ArgumentError, match="identical_pairs is 'keep'"):
+    with pytest.raises(ArgumentError, match="unknown identical_pairs 'keep'"):
         prepared(path, identical_pairs="keep")
     for length in (0, 64):
-        with pytest.raises(ArgumentError, match=f"max_prompt_length = {length} leaves no room"):
+        with pytest.raises(ArgumentError, match=rf"must be between 1 and 63 \(max_length - 1\), found {length}"):
             prepared(path, max_prompt_length=length)
 
 
@@ -290,10 +288,12 @@ def test_unknown_types(write: Write, tokenizer: PreTrainedTokenizerFast) -> None
     path = write("a.jsonl", [pair("one?")])
     with pytest.raises(DataError, match="unknown row type 'pairs'"):
         prepare_preferences([Source(path, type="pairs")], tokenizer, max_length=8)
-    with pytest.raises(DataError, match="rows of type 'messages' are read by streamtune sft and grpo") as caught:
+    with pytest.raises(
+        DataError, match="rows of type 'messages' are for streamtune sft and grpo, not for this command"
+    ) as caught:
         prepare_preferences([Source(path, type="messages")], tokenizer, max_length=8)
     assert caught.value.fix == "here use auto, preference, unpaired"
-    with pytest.raises(DataError, match="rows of type 'preference' are read by streamtune dpo"):
+    with pytest.raises(DataError, match="rows of type 'preference' are for streamtune dpo"):
         prepare([Source(path, type="preference")], tokenizer, max_length=8)
     assert set(READ_BY) == {*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES}
 

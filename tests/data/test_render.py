@@ -82,7 +82,7 @@ def test_no_end_token_is_said_once(bpe: Tokenizer) -> None:
     for text in ("The quick", "brown fox"):
         assert tokenizer.decode(renderer(Document(text), "x:1").input_ids) == text
     assert len(told) == 1
-    assert "no end token" in told[0]
+    assert "no EOS token" in told[0]
 
 
 def test_row_without_trained_tokens_is_refused(bpe: Tokenizer) -> None:
@@ -92,14 +92,14 @@ def test_row_without_trained_tokens_is_refused(bpe: Tokenizer) -> None:
     )
     tokenizer = wrap(bpe, template, eos_token=None)
     chat = Conversation([{"role": "user", "content": "one"}, {"role": "assistant", "content": ""}])
-    with pytest.raises(DataError, match="no token of the row is trained on") as caught:
+    with pytest.raises(DataError, match="the row has no token to train on") as caught:
         render(tokenizer, chat)
     assert caught.value.where == "x:1"
 
 
 def test_every_answer_switched_off_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two", "weight": 0}]
-    with pytest.raises(DataError, match="no assistant message of the row is trained on"):
+    with pytest.raises(DataError, match="the row has no assistant message to train on"):
         render(tokenizer, Conversation(chat))
 
 
@@ -169,5 +169,5 @@ def test_extents_of_trimmed_offsets_are_the_untrimmed_ones() -> None:
 
 
 def test_unknown_train_on(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ArgumentError, match="train_on is 'user'"):
+    with pytest.raises(ArgumentError, match="unknown train_on 'user'"):
         ListRenderer(tokenizer, train_on="user", notify=print)

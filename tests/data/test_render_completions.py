@@ -123,7 +123,7 @@ def test_one_judged_answer(make_tokenizer: MakeTokenizer) -> None:
 
 def test_no_token_stands_before_the_answers(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer(None)
-    with pytest.raises(DataError, match="the prompt has no token that all its answers share") as caught:
+    with pytest.raises(DataError, match="the answers have no prompt token in common") as caught:
         render(tokenizer, prompt="d", chosen="ef", rejected="og")
     assert caught.value.where == "x:1"
 

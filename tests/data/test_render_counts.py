@@ -39,7 +39,7 @@ class Made:
         told: list[str] = []
         self.prepared = prepare([Source(path)], tokenizer, max_length=4096, train_on=train_on, notify=told.append,
                                 chat=ChatOptions(**chat))  # fmt: skip
-        self.told = [text.removeprefix(f"{path}: ") for text in told if "rows look like" not in text]
+        self.told = [text.removeprefix(f"{path}: ") for text in told if "detected row type" not in text]
         self.texts = [tokenizer.decode(row.input_ids) for row in self.prepared.train]
         self.trained = [
             tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX]) for row in self.prepared.train
@@ -58,9 +58,7 @@ THOUGHTS: Rows = [
 
 def test_dropped_reasoning_is_counted(write: Write) -> None:
     made = Made(write("a.jsonl", THOUGHTS), fixed_tokenizer("qwen3"))
-    assert made.told == [
-        "thinking of 2 of 5 answers is not in the rendered text: the template drops it (reasoning: keep puts it back)"
-    ]
+    assert made.told == ["the chat template drops the reasoning of 2 of 5 answers; reasoning: keep would train it"]
     assert "first" not in made.texts[0]
     assert "second" in made.texts[0]
     assert Made(write("b.jsonl", THOUGHTS), fixed_tokenizer("chatml")).told == []
@@ -70,12 +68,12 @@ def test_reasoning_is_kept_as_the_template_prints_the_last_answer(write: Write) 
     made = Made(write("a.jsonl", THOUGHTS), fixed_tokenizer("qwen3"), reasoning="keep")
     assert made.trained[0] == "<think>\nfirst\n</think>\n\na1<|im_end|><think>\nsecond\n</think>\n\na2<|im_end|>"
     assert made.trained[2] == "<think>\nfourth\n</think>\n\na5<|im_end|>"
-    assert made.told == ["thinking of 2 of 5 answers, which the chat template drops, is put back (reasoning: keep)"]
+    assert made.told == ["reasoning of 2 of 5 answers restored, which the chat template drops (reasoning: keep)"]
 
 
 def test_reasoning_that_is_an_error(write: Write) -> None:
     path = write("a.jsonl", THOUGHTS * 6)
-    with pytest.raises(DataError, match="thinking of 12 of 30 answers is not in the rendered text") as caught:
+    with pytest.raises(DataError, match="the chat template drops the reasoning of 12 of 30 answers") as caught:
         Made(path, fixed_tokenizer("qwen3"), reasoning="error")
     places = caught.value.where.split("; ")
     assert places[:2] == [f"{path}:1 messages[1]", f"{path}:3 messages[1]"]
@@ -115,8 +113,8 @@ def test_a_system_message_that_is_printed_with_the_last_question(write: Write) -
     assert made.texts[0] == f"{asked} 2</s>", "as the template asks for the last answer"
     assert made.trained[0] == " a1</s> 2</s>"
     assert made.told == [
-        "the chat template prints a system message with the last message of the user alone, as it does when it asks "
-        "for an answer: so in 2 rows, where 2 earlier answers are trained without it"
+        "the chat template prints the system message only before the user's last message: 2 rows rendered so, with 2 "
+        "earlier answers trained without it"
     ]
 
 
@@ -141,7 +139,7 @@ def test_system_column_and_default_system(write: Write, template: str) -> None:
     ):
         assert there in text
         assert not any(other in text for other in others)
-    assert made.told == ["the column 'system' of 1 row is not read: messages have another one"]
+    assert made.told == ["the column 'system' of 1 row is ignored: the messages have another system message"]
     assert all(re.fullmatch(r"(<think>\n\n</think>\n\n)?a1<\|(im_end|eot_id)\|>", text) for text in made.trained)
 
 
@@ -193,9 +191,9 @@ def test_variables_that_the_template_does_not_read(write: Write, where: str) -> 
         assert caught.value.where == ("chat_template_kwargs" if where == "recipe" else f"{path}:1")
     with pytest.raises(ArgumentError, match="does not read") as caught:
         Made(write("b.jsonl", [{"messages": row["messages"]}]), fixed_tokenizer("phi4"), variables={"x": 1})
-    assert caught.value.fix == "delete it; the template reads none"
+    assert caught.value.fix == "remove it; the template reads none"
     bad = write("c.jsonl", [{"messages": row["messages"], "chat_template_kwargs": "low"}])
-    with pytest.raises(DataError, match="'chat_template_kwargs' must be an object, it is a string"):
+    with pytest.raises(DataError, match="'chat_template_kwargs' must be an object, found a string"):
         Made(bad, fixed_tokenizer("gpt_oss"))
 
 
@@ -208,7 +206,7 @@ def test_one_date(write: Write) -> None:
         assert Made(path, fixed_tokenizer("llama31")).prepared.fingerprint == first.prepared.fingerprint
         fix_date(None)
         assert Made(path, fixed_tokenizer("llama31")).prepared.fingerprint != first.prepared.fingerprint
-        with pytest.raises(ArgumentError, match="'tomorrow' is no date"):
+        with pytest.raises(ArgumentError, match="expected an ISO 8601 date, found 'tomorrow'"):
             fix_date("tomorrow")
     finally:
         fix_date(None)
@@ -231,9 +229,9 @@ def test_empty_answers(write: Write) -> None:
     assert caught.value.where == f"{path}:2"
     assert "on_empty: drop" in caught.value.fix
     dropped, trained = (Made(path, tokenizer, on_empty=which) for which in ("drop", "train"))
-    assert dropped.told == ["1 row with an empty answer left out (on_empty: drop)"]
+    assert dropped.told == ["1 row with an empty answer dropped (on_empty: drop)"]
     assert (dropped.prepared.report.rows, dropped.prepared.report.dropped, len(dropped.texts)) == (3, 1, 2)
-    assert trained.told == ["1 of 4 answers are empty and trained so (on_empty: train)"]
+    assert trained.told == ["1 of 4 trained answers are empty (on_empty: train)"]
     assert trained.trained[1] == " \n<|im_end|>a3<|im_end|>"
 
 
@@ -250,9 +248,9 @@ def test_columns_that_are_not_read_are_named_once(write: Write) -> None:
         {"messages": [user("q"), answer("a")], "id": 1, "tools": []},
         {"messages": [user("q"), answer("a")], "x": "y"},
     ]
-    assert Made(write("a.jsonl", rows), fixed_tokenizer("chatml")).told == ["not read: the columns 'id', 'x'"]
+    assert Made(write("a.jsonl", rows), fixed_tokenizer("chatml")).told == ["columns not read: 'id', 'x'"]
     text = write("b.jsonl", [{"prompt": "q ", "completion": "a", "system": "Be brief."}])
-    assert "not read: the column 'system'" in Made(text, fixed_tokenizer("chatml")).told
+    assert "column not read: 'system'" in Made(text, fixed_tokenizer("chatml")).told
 
 
 # --- plain text
@@ -279,7 +277,7 @@ def test_the_first_token_is_not_doubled(write: Write, bpe: Tokenizer) -> None:
     texts = write("a.jsonl", [{"text": "<s>The fox"}, {"text": "The fox"}, {"text": "<s>"}])
     made = Made(texts, tokenizer)
     assert made.texts == ["<s>The fox<|im_end|>", "<s>The fox<|im_end|>", "<s><|im_end|>"]
-    assert made.told == ["2 texts begin with the tokenizer's first token already: it is not doubled"]
+    assert made.told == ["2 texts already begin with BOS: no second BOS is added"]
     pairs = Made(write("b.jsonl", [{"prompt": "<s>The", "completion": " fox"}]), tokenizer)
     assert (pairs.texts, pairs.trained) == (["<s>The fox<|im_end|>"], [" fox<|im_end|>"])
     prompts = prepare_prompts([Source(write("c.jsonl", [{"prompt": "<s>The"}]))], tokenizer, max_prompt_length=9)
@@ -291,8 +289,7 @@ def test_a_token_over_the_border_is_counted(write: Write) -> None:
     made = Made(write("a.jsonl", rows), fixed_tokenizer("chatml"))
     assert made.trained == [" answer<|im_end|>", " the<|im_end|>"]
     assert made.told == [
-        "in 1 of 2 texts a token holds the end of the prompt and the start of the completion: it is trained with the "
-        "completion"
+        "in 1 of 2 texts a token crosses the border between prompt and completion; it is trained with the completion"
     ]
 
 
@@ -306,11 +303,11 @@ def test_schemas_of_functions_become_tools_and_are_counted(write: Write) -> None
     made = Made(write("a.jsonl", rows), tokenizer)
     assert made.texts[0] == made.texts[1]
     assert f"<tools>\n{json.dumps(tool)}\n</tools>" in made.texts[0]
-    note = 'the tools of 1 row are schemas of functions: put in the form {"type": "function", "function": ...}'
+    note = 'the tools of 1 row are bare function schemas; converted to {"type": "function", "function": ...}'
     assert made.told == [note]
     told: list[str] = []
     pairs: Rows = [{"prompt": [user("q")], "chosen": "a", "rejected": "b", "tools": [schema]}]
     prepare_preferences([Source(write("p.jsonl", pairs))], tokenizer, max_length=4096, notify=told.append)
     asked: Rows = [{"prompt": [user("q")], "tools": [schema]}]
     prepare_prompts([Source(write("q.jsonl", asked))], tokenizer, max_prompt_length=4096, notify=told.append)
-    assert len([text for text in told if "schemas of functions" in text]) == 2
+    assert len([text for text in told if "bare function schemas" in text]) == 2

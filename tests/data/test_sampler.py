@@ -72,9 +72,9 @@ def test_resumes_after_any_batch(taken: int) -> None:
 
 def test_state_of_other_data_is_refused() -> None:
     state = ResumableSampler(10, seed=1).state_dict()
-    with pytest.raises(CheckpointError, match="num_rows = 10, this run with 11"):
+    with pytest.raises(CheckpointError, match="num_rows = 10, this run has 11"):
         ResumableSampler(11, seed=1).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="seed = 1, this run with 2"):
+    with pytest.raises(CheckpointError, match="seed = 1, this run has 2"):
         ResumableSampler(10, seed=2).load_state_dict(state)
 
 

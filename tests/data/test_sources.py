@@ -43,13 +43,13 @@ def test_max_rows_stops_before_a_malformed_row(write: Write) -> None:
 
 def test_missing_file_names_the_nearest(write: Write, tmp_path: Path) -> None:
     write("data/train.jsonl", [{"text": "x"}])
-    with pytest.raises(DataError, match="there is no file") as caught:
+    with pytest.raises(DataError, match=r"the file '.*' does not exist") as caught:
         texts(path=str(tmp_path / "data/trian.jsonl"), where="recipe.yaml:7")
     assert caught.value.where == "recipe.yaml:7"
     assert caught.value.fix == "did you mean 'train.jsonl'?"
     with pytest.raises(DataError) as caught:
         texts(path=str(tmp_path / "dta/train.jsonl"))
-    assert "there is no folder 'dta'" in caught.value.fix
+    assert "has no folder 'dta'" in caught.value.fix
     assert "did you mean 'data'?" in caught.value.fix
     with pytest.raises(DataError) as caught:
         texts(path=str(tmp_path / "data/quite-different.parquet"))
@@ -63,7 +63,7 @@ def test_nothing_there(write: Write, tmp_path: Path) -> None:
         (write("blank.txt", "\n\n"), "has no rows"),
         (write("header.csv", "text\n"), "has no rows"),
         (write("empty.json", "[]"), "has no rows"),
-        (str(tmp_path / "folder"), "holds no data file"),
+        (str(tmp_path / "folder"), "has no data file"),
         (str(tmp_path / "*.parquet"), "no file matches"),
     ]:
         with pytest.raises(DataError, match=what) as caught:
@@ -74,7 +74,7 @@ def test_nothing_there(write: Write, tmp_path: Path) -> None:
 def test_local_files_have_no_split(write: Write) -> None:
     path = write("a.jsonl", [{"text": "x"}])
     for options in ({"split": "test"}, {"name": "english"}):
-        with pytest.raises(DataError, match="it has no split and no configuration"):
+        with pytest.raises(DataError, match="'split' and 'name' cannot be used with a file"):
             texts(path=path, **options)
 
 
@@ -88,7 +88,7 @@ def test_datasets_library(write: Write, tmp_path: Path, monkeypatch: pytest.Monk
     assert [row.origin for row in rows] == [f"{folder}[train]:row 1", f"{folder}[train]:row 2"]
     assert rows[1].columns == {"text": "two"}
     assert [row.columns["id"] for row in hub_rows(folder, None, "test", "")] == [3]
-    with pytest.raises(DataError, match="has no split 'validation'; it has train, test"):
+    with pytest.raises(DataError, match="has no split 'validation', found train, test"):
         list(hub_rows(folder, None, "validation", ""))
 
 

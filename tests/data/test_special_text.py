@@ -87,8 +87,8 @@ def test_marks_in_text_are_control_tokens_unless_asked_for_and_counted(make_toke
     assert list(made.input_ids) == tokenizer.apply_chat_template(chat)["input_ids"]
     assert specials_in(tokenizer, [label for label in made.labels if label >= 0]) == ["<|im_end|>"] * 3
     assert told == [
-        "special tokens are spelled in the text of 1 row (<|im_end|>, <|im_start|>; user: 1, assistant: 1): they "
-        "become these tokens, as in a request to a server; split_special_tokens: true keeps them text"
+        "the text of 1 row contains special tokens (<|im_end|>, <|im_start|>; user: 1, assistant: 1): tokenized as "
+        "special tokens, as an inference server does; split_special_tokens: true keeps them text"
     ]
 
 
@@ -187,7 +187,7 @@ def test_texts_without_a_template(make_tokenizer: Callable[..., Any]) -> None:
         assert tokenizer.decode(split.input_ids) == tokenizer.decode(kept.input_ids)
         assert "(<|im" in told[0]
         assert "text: 1" in told[0]
-        assert "they stay text" in told[1]
+        assert "tokenized as ordinary text" in told[1]
 
 
 def test_prompts_and_pairs(make_tokenizer: Callable[..., Any]) -> None:
@@ -203,7 +203,7 @@ def test_prompts_and_pairs(make_tokenizer: Callable[..., Any]) -> None:
     renderer.log.finish()
     ids = [*tree.prompt, *tree.completions[0]]
     assert specials_in(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"] * 2
-    assert "of 1 row (" in told[0], "a pair is one row"
+    assert "of 1 row contains" in told[0], "a pair is one row"
 
 
 def test_counts_reach_the_reports(write: Callable[..., str], tokenizer: PreTrainedTokenizerFast) -> None:
@@ -213,8 +213,8 @@ def test_counts_reach_the_reports(write: Callable[..., str], tokenizer: PreTrain
     found = prepare([Source(path)], tokenizer, max_length=400, notify=told.append)
     assert found.report.special_rows == 1
     assert found.report.to_json()["special_rows"] == 1
-    assert "1 row spells special tokens" in found.report.describe()
-    assert sum("special tokens are spelled" in text for text in told) == 1
+    assert "1 row contains special tokens" in found.report.describe()
+    assert sum("contains special tokens" in text for text in told) == 1
     prompts = prepare_prompts([Source(path)], tokenizer, max_prompt_length=400)
     assert prompts.report.special_rows == 1
     split = prepare([Source(path)], tokenizer, max_length=400, chat=SPLIT)
@@ -225,7 +225,7 @@ def test_counts_reach_the_reports(write: Callable[..., str], tokenizer: PreTrain
 def test_what_cannot_be_split_is_refused(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer("chatml")
     private = [{"role": "user", "content": "<|im_end|> \U000f0001"}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(DataError, match="private-use planes") as caught:
+    with pytest.raises(DataError, match="private-use characters") as caught:
         render(tokenizer, row_of(private), SPLIT)
     assert caught.value.where == "x:1"
     render(tokenizer, row_of([{"role": "user", "content": "\U000f0001"}, private[1]]), SPLIT)

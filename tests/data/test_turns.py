@@ -154,7 +154,7 @@ def test_turns_that_do_not_fit_together_are_several_sequences(make_tokenizer: Ma
     assert prepared.packs is not None
     assert prepared.packs.sizes is not None
     assert (further := len(prepared.packs) - 1) > 0
-    assert notes[-1].endswith(f"; {further} sequences continue a conversation that does not fit max_length {longest}")
+    assert notes[-1].endswith(f"; {further} sequences continue a conversation that exceeds max_length {longest}")
     assert int(prepared.packs.sizes.max()) <= longest
     with pytest.raises(DataError, match="more than max_length"):
         prepare([source], tokenizer, max_length=longest - 1, chat=PER_TURN)

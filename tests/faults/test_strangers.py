@@ -244,6 +244,6 @@ def test_without_a_home_nothing_is_kept_and_nothing_is_left(command: tuple[str, 
     for _ in range(2):
         done = start(tmp_path, sys.executable, str(program), *command, TMPDIR=str(tmp_path / "tmp"))
         assert done.returncode == 0, done.stderr
-        assert "are kept for the next start" not in done.stderr
+        assert "cached for the next start" not in done.stderr
         assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == ["program.py"]
     assert {path.name for path in tmp_path.iterdir()} <= {"tiny.yaml", "rows.jsonl", "tmp", "runs"}

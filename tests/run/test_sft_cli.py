@@ -291,7 +291,7 @@ def test_a_loss_that_explodes_ends_the_run_with_the_rows_to_look_at(
     [
         ("model.init.hiden_size=8", ["has no key 'hiden_size'", "--set model.init.hiden_size=8", "'hidden_size'"]),
         ("max_length=8", ["more than max_length = 8 tokens"]),
-        ("val_size=100", ["holds out all", "--set val_size=100"]),
+        ("val_size=100", ["would hold out all", "--set val_size=100"]),
         ("output_dir=.", ["not empty", "--set output_dir=."]),
     ],
 )

@@ -72,7 +72,7 @@ def test_runs_resume_and_evaluate(folder: Path, capsys: pytest.CaptureFixture[st
     assert run() == 0
     shown = " ".join(capsys.readouterr().err.split())
     assert "turns in" in shown
-    assert "of the turns apart" not in shown.split("reasoning: per_turn:")[0]
+    assert "turns share beginnings" not in shown.split("reasoning: per_turn:")[0]
     whole = (folder / "out/final/model.safetensors").read_bytes()
     assert run("--output-dir", "two", "--set", "max_steps=2") == 0
     assert run("--output-dir", "two", "--allow-change", "max_steps") == 0

@@ -1,15 +1,15 @@
-"""Data: from files, the hub or the standard library to token ids, labels and batches.
+"""Turn files, hub datasets and the standard library into token ids, labels and batches.
 
-    options: what a recipe says about its rows, passed whole to all that reads them
+    options: the recipe's options for rows, passed as one object to every reader
     reading -> row_types, preferences -> rendering -> fit -> record_table, data_report   (prepare, row_stream)
-    row_cache: rows prepared before, from the same contents                              (prepare)
-    batches                                                                              (every step)
-    inspect_rows, length_measures: prepared rows as text; what other lengths would lose  (streamtune data)
+    row_cache: a disk cache of prepared rows, found by their contents                    (prepare)
+    batches: micro-batches and optimizer steps                                           (every step)
+    inspect_rows, length_measures: show prepared rows as text; compare other lengths     (streamtune data)
     texts: the texts alone, for training a tokenizer
 
-The fault of a file or a row is a ``DataError`` wherever it is found; ``faults`` collects the faults of rows. ``counts``
-holds what rendering finds in sound rows. Imports follow the arrows, right to left; nothing here knows a model
-or a recipe.
+A bad file or row raises ``DataError``, wherever it is found. ``faults`` collects the errors of rows. ``counts`` holds
+what rendering notes about valid rows. Modules import only modules to their left. Nothing here imports a model or a
+recipe.
 """
 
 from __future__ import annotations

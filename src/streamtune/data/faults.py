@@ -1,6 +1,6 @@
-"""Faulty rows: collected and raised together, or counted and left out.
+"""Bad rows: collected and raised together, or counted and skipped.
 
-Readers and converters report a faulty row and continue with the next; an error of a whole file is raised at once.
+Readers and converters report a bad row and continue with the next row. A bad file raises its error at once.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from types import TracebackType
 from streamtune.errors import DataError
 
 ON_BAD_ROW = ("error", "skip")
-"""Handling of a row that cannot be read or trained on."""
+"""What to do with a row that cannot be read or trained on."""
 
 SHOWN = 10
-"""Most bad rows that an error lists."""
+"""Maximum number of bad rows that an error lists."""
 MOST_COUNTED = 1_000
-"""Bad rows after which an error is raised without looking for more."""
+"""Number of bad rows at which the error is raised without reading further rows."""
 LONGEST_LOOK = 30.0
-"""Seconds spent on finding more bad rows after the first."""
+"""Seconds to search for more bad rows after the first one."""
 MOST_KEPT = 10_000
-"""Most errors of skipped rows that the record of the run keeps."""
+"""Maximum number of skipped rows that the run's record lists."""
 
 
 class BadRows:
-    """Collects the errors of rows. As a context manager it reports the ``DataError`` of the block, and ends the block.
+    """Collects the errors of bad rows.
+
+    As a context manager it catches a ``DataError`` of the block and reports it; execution continues after the block.
 
     Args:
-        on_bad_row: ``raise`` raises the first; ``error`` collects them for :meth:`check`; ``skip`` counts them.
-        limit: Most rows that ``skip`` leaves out.
+        on_bad_row: ``raise`` raises the first error; ``error`` collects errors for :meth:`check`; ``skip`` counts them.
+        limit: Maximum number of rows that ``skip`` may leave out.
+        notify: Function that shows the user a message.
     """
 
     def __init__(
@@ -53,7 +56,11 @@ class BadRows:
         return True
 
     def report(self, error: DataError) -> None:
-        """Raise or record the error of a row."""
+        """Raise the error of a row, or record it, as ``on_bad_row`` says.
+
+        Raises:
+            DataError: The error itself, or a list of all errors if too many rows are bad.
+        """
         if self.on_bad_row == "raise":
             raise error
         self.count += 1
@@ -61,42 +68,43 @@ class BadRows:
             self.errors.append(error)
         if self.on_bad_row == "skip":
             if self.count > self.limit:
-                raise self._together(f"more than max_bad_rows = {self.limit:,} rows are bad", "raise max_bad_rows")
+                raise self._together(f"more than {self.limit:,} bad rows (max_bad_rows)", "raise max_bad_rows")
             return
         if self.count == 1:
             self._look_until = time.monotonic() + LONGEST_LOOK
         if self.count >= MOST_COUNTED or time.monotonic() > self._look_until:
-            raise self._together(f"{self.count:,} rows are bad, and those after them were not read")
+            raise self._together(f"{self.count:,} rows are bad; the rows after them were not read")
 
     def report_first(self, error: DataError) -> None:
-        """Record, with ``skip``, an error that the rows after this one share; otherwise raise it."""
+        """Raise an error that the following rows would repeat; with ``skip`` only record it."""
         if self.on_bad_row != "skip":
             raise error
         self.report(error)
 
     def check(self) -> None:
-        """Raise the collected errors, or notify the user of skipped rows."""
+        """Raise all collected errors as one; with ``skip``, tell the user how many rows were skipped."""
         if not self.count:
             return
         if self.on_bad_row == "skip":
             first = self.errors[0]
-            rows = "1 bad row is" if self.count == 1 else f"{self.count:,} bad rows are"
-            self.notify(f"{rows} left out; the first, {first.where}: {first.what}")
+            rows = "1 bad row" if self.count == 1 else f"{self.count:,} bad rows"
+            self.notify(f"{rows} skipped; the first is at {first.where}: {first.what}")
         elif self.count == 1:
             raise self.errors[0]
         else:
             raise self._together(f"{self.count:,} rows are bad")
 
     def nothing_left(self) -> None:
-        """Raise if rows were left out; called if no row is left."""
+        """Raise ``DataError`` if bad rows were skipped. The caller found that no row is left."""
         if self.count:
             raise self._together(f"no row is left: all {self.count:,} were bad")
 
     def to_json(self) -> list[dict[str, str]]:
-        """Return the first 10,000 rows that were left out: ``row``, ``what`` and ``fix``."""
+        """Return the first 10,000 skipped rows, each with ``row``, ``what`` and ``mend`` (its fix)."""
         return [{"row": error.where, "what": error.what, "mend": error.fix} for error in self.errors]
 
-    def _together(self, what: str, fix: str = "leave them out with on_bad_row: skip") -> DataError:
+    def _together(self, what: str, fix: str = "skip them with on_bad_row: skip") -> DataError:
+        """Return one error that lists the first 10 bad rows."""
         lines = [f"- {error.where}: {error.what}" for error in self.errors[:SHOWN]]
         if (more := self.count - len(lines)) > 0:
             lines.append(f"- and {more:,} more")

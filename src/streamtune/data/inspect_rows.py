@@ -1,6 +1,7 @@
-"""Prepared rows as the model sees them: text of trained, masked and special tokens, and the tokens that end answers.
+"""Show prepared rows as text, split into trained, masked and special tokens; find the tokens that end answers.
 
-A text is cut at tokens, never decoded token by token: joined again it is what the tokenizer decodes.
+The text of a row is decoded as a whole and then cut between tokens, so that the parts join to what the tokenizer
+decodes.
 """
 
 from __future__ import annotations
@@ -27,71 +28,86 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEFORE, AFTER = 12, 28
-"""Tokens shown before and after a border of masked and trained tokens in a long row."""
+"""Number of tokens shown before and after a border between masked and trained tokens of a long row."""
 ENDS = 32
-"""Tokens shown at the beginning and at the end of a long row."""
+"""Number of tokens shown at each end of a long row."""
 MOST_UNFINISHED = 8
-"""Tokens after which a character ends: UTF-8 takes up to four bytes, an emoji several characters."""
+"""Maximum number of tokens that form one character: UTF-8 takes up to four bytes, an emoji several characters."""
 NEAR = 24
-"""Tokens that are shown rather than cut out: a note of the cut takes as much room."""
+"""Gaps of at most this many tokens are shown: a note about the gap would be as long."""
 
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Consecutive tokens of one kind, with their text."""
+    """Consecutive tokens that are all trained or all masked, and all special or all ordinary."""
 
     text: str
+    """decoded text"""
     tokens: int
+    """number of tokens"""
     trained: bool
+    """True if the tokens are trained"""
     special: bool
+    """True if they are special tokens"""
 
 
 @dataclass(frozen=True)
 class TokenGap:
-    """Tokens that are not shown."""
+    """Consecutive tokens that are not shown."""
 
     tokens: int
+    """number of tokens"""
     trained: int
+    """number of trained tokens among them"""
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """A part of a row: all of it (``row``), ``prompt``, ``chosen``, ``rejected``, ``desirable`` or ``undesirable``."""
+    """The whole row (``row``), or its prompt or one of its completions."""
 
     name: str
+    """``row``, ``prompt``, ``chosen``, ``rejected``, ``desirable`` or ``undesirable``"""
     input_ids: list[int]
+    """[T] token ids"""
     trained: npt.NDArray[np.bool_]
     """[T] True for trained tokens"""
 
 
 @dataclass(frozen=True)
 class RowView:
-    """A record with its place in the data; ``number`` counts from 1 in the order of reading."""
+    """A record with its place in the data."""
 
     number: int
+    """number of the record, from 1 in the order of reading"""
     origin: str
+    """place of its row, ``file:line`` or ``file:row N``"""
     source: int
-    """index of the dataset"""
+    """index of its dataset"""
     held_out: bool
+    """True if the record is held out"""
     lost: int
-    """tokens cut off"""
+    """number of tokens cut off"""
     parts: list[RowPart]
+    """the row, or its prompt and completions"""
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return sum(len(part.input_ids) for part in self.parts)
 
     @property
     def trained(self) -> int:
+        """Number of trained tokens."""
         return sum(int(part.trained.sum()) for part in self.parts)
 
 
 class RowInspector:
-    """Gives the records of prepared data one by one, and finds notable ones.
+    """Shows records of prepared data as text, and finds extreme ones: the longest, the least trained, the most cut.
 
     Args:
-        prepared: The data; its records stay on disk.
-        kinds: Names of a tree's first and second completion.
+        prepared: Prepared data; its records stay on disk.
+        tokenizer: Tokenizer that decodes the tokens.
+        kinds: Names of the first and second completion of a tree.
     """
 
     def __init__(
@@ -110,6 +126,7 @@ class RowInspector:
         return len(self.records)
 
     def view(self, number: int) -> RowView:
+        """Return the record with a number, counted from 1."""
         place, record = number - 1, self.records[number - 1]
         return RowView(
             number=number,
@@ -121,6 +138,7 @@ class RowInspector:
         )
 
     def find(self, origin: str) -> list[int]:
+        """Return the numbers of the records with an origin, such as ``file:line``."""
         return [place + 1 for place in self.records.find(origin)]
 
     def spread(self, count: int) -> list[int]:
@@ -129,7 +147,7 @@ class RowInspector:
         return [1 + index * len(self) // count for index in range(count)]
 
     def worst(self, count: int) -> list[tuple[str, int]]:
-        """Return the ``count`` longest, least trained and most truncated records with the reasons; each once."""
+        """Return the ``count`` longest, least trained and most truncated records as (reasons, number); each once."""
         lengths = self.records.lengths()
         share = self.measured.trained / lengths
         ranked = [("longest", np.argsort(-(lengths + self.measured.lost), kind="stable")[:count])]
@@ -144,7 +162,12 @@ class RowInspector:
         return [(", ".join(found), number) for number, found in reasons.items()]
 
     def runs(self, part: RowPart, most: int | None = None) -> list[TokenRun | TokenGap]:
-        """Return the tokens of a part in runs of one kind; with gaps if there are more than ``most`` tokens."""
+        """Return the text of a part as runs of tokens of one kind.
+
+        Args:
+            part: Part of a row.
+            most: Number of tokens from which some are left out, as :class:`TokenGap`; None shows all.
+        """
         shown: list[TokenRun | TokenGap] = []
         stop = 0
         for start, end in shown_ranges(part.trained, most):
@@ -166,19 +189,21 @@ class RowInspector:
         ]
 
     def texts(self, part: RowPart) -> list[str]:
-        """Return the text of every token; a character of several tokens belongs to the last of them."""
+        """Return the text of every token; a character made of several tokens belongs to the last of them."""
         return decode_pieces(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
 
 
 def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:
-    """Return the decoded text of ``ids`` in pieces that together are all of it.
+    """Return the decoded text of ``ids``, cut between tokens; the parts join to the whole text.
 
     Args:
-        bounds: Numbers of tokens after which a piece ends, ascending; the last is ``len(ids)``.
+        tokenizer: Tokenizer that decodes the tokens.
+        ids: Token ids.
+        bounds: Number of tokens up to the end of each part, ascending; the last is ``len(ids)``.
     """
     whole = _decode(tokenizer, ids)
     pieces: list[str] = []
-    start = offset = end = 0  # a token that begins a character, the place of it in the text, and the end of the text
+    start = offset = end = 0  # a token that begins a character, its position in the text, and the end of the parts
     unfinished = 0
     for bound in bounds:
         if bound == len(ids):
@@ -186,30 +211,32 @@ def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds
             break
         text = _decode(tokenizer, ids[start:bound])
         rest = whole[offset : offset + len(text) + 1]
-        # A decoder may leave out the blank that a text begins with.
+        # A decoder may drop a leading blank.
         skipped = int(rest.startswith(" ") and not text.startswith(" "))
         shared = common_prefix(text, rest[skipped : skipped + len(text)])
         stop = max(end, offset + skipped + shared) if text else end
         pieces.append(whole[end:stop])
         end = stop
         unfinished = 0 if shared == len(text) else unfinished + 1
-        if unfinished in (0, MOST_UNFINISHED):  # a decoder that changes what it has written would go on for ever
+        if unfinished in (0, MOST_UNFINISHED):  # some decoders change earlier text: do not wait for them forever
             start, offset, unfinished = bound, stop, 0
     return pieces
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str), "one row is decoded"
+    assert isinstance(text, str), "one row decodes to one text"
     return text
 
 
 def shown_ranges(trained: npt.NDArray[np.bool_], most: int | None) -> list[tuple[int, int]]:
-    """Return the ranges of tokens to show: all of a row, or its ends and as many borders of masks as fit.
+    """Return the token ranges of a row to show, as (start, stop).
+
+    A long row shows its two ends, and as many borders between masked and trained tokens as fit.
 
     Args:
         trained: [T] True for trained tokens.
-        most: Tokens to show, about; None shows all.
+        most: Approximate number of tokens to show; None shows all.
     """
     size = len(trained)
     if not size:
@@ -217,7 +244,7 @@ def shown_ranges(trained: npt.NDArray[np.bool_], most: int | None) -> list[tuple
     if most is None or size <= most:
         return [(0, size)]
     borders = (np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist()
-    # From both ends inwards: the first turn and the last are what a template gets wrong.
+    # From both ends inwards: a template most often gets the first and the last turn wrong.
     inwards = [borders[index // 2] if index % 2 == 0 else borders[-1 - index // 2] for index in range(len(borders))]
     shown = np.zeros(size, dtype=np.bool_)
     shown[:ENDS] = shown[-ENDS:] = True
@@ -245,7 +272,7 @@ def _gap(part: RowPart, start: int, stop: int) -> TokenGap:
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
-    """Return the ids of special tokens, those included that a chat template writes."""
+    """Return the ids of all special tokens, including added tokens that only a chat template uses."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
@@ -272,25 +299,28 @@ def _part(name: str, ids: Any, trained: npt.NDArray[np.bool_] | bool) -> RowPart
 # ------------------------------------------------------------------------------------------------------ ends of answers
 
 MOST_ENDS_ROWS = 512
-"""Most rows that are searched for ends, spread evenly."""
+"""Maximum number of rows to search for end tokens, evenly spaced."""
 MOST_ENDS_TOKENS = 1 << 24
-"""Tokens of these rows after which the search ends."""
+"""Number of searched tokens after which the search stops."""
 
 _EXCHANGE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"})
 
 
 def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> list[int]:
-    """Return the tokens that end trained turns or texts, the most frequent first; none if no end is trained.
+    """Return the tokens that end trained turns or texts, most frequent first; empty if no end token is trained.
 
-    Generation must stop at them: a base model ends texts with one token (``<|endoftext|>``), a chat template ends turns
-    with another (``<|im_end|>``). A token counts if it is an added or a special one, a run of trained tokens ends with
-    it, and no run has it inside. The token that ends the last answer under the chat template counts wherever it is
-    trained, and if no row shows an end: prompts without answers, and rows that were cut. A token that ends only earlier
-    answers is left out: gpt-oss closes its reasoning with it.
+    Generation must stop at these tokens. A base model ends texts with one token (``<|endoftext|>``), a chat template
+    ends turns with another (``<|im_end|>``).
+
+    An added or special token is an end token if a run of trained tokens ends with it, and no run contains it inside.
+    The token that ends the last answer in the chat template is an end token if it is trained anywhere. It is also one
+    if no row shows an end token: prompts have no answers, and truncated rows may lose theirs. A token that the chat
+    template uses only for earlier answers is not an end token: gpt-oss closes its reasoning with one.
 
     Args:
         rows: Examples, trees or prompts to train on.
-        chat: Options of rendering; with ``train_on_eos: none`` no end is trained.
+        tokenizer: Tokenizer with its chat template.
+        chat: Options for rendering; with ``train_on_eos: none`` no end token is trained.
     """
     if chat.train_on_eos == "none":
         return []
@@ -310,17 +340,17 @@ def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: 
 
 
 def _marks(tokenizer: PreTrainedTokenizerBase) -> np.ndarray[Any, Any]:
-    """Return the tokens that can be an end: added ones, and special ones."""
+    """Return the ids of tokens that may end a turn: added tokens and special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return np.array(sorted({*added, *tokenizer.all_special_ids}), dtype=np.int64)
 
 
 def _template_ends(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tuple[int | None, int | None]:
-    """Return the last trained token of a short chat's last answer, and of its first; None if unknown."""
+    """Return the last trained token of a short chat's last and of its first answer; ``(None, None)`` if unknown."""
     options = replace(chat, roles_to_train=("assistant",), train_on_eos="turn", reasoning="template")
     render = RowRenderer(tokenizer, train_on="assistant", notify=lambda message: None, chat=options)
     for exchanges in (2, 1) if tokenizer.chat_template else ():
-        with suppress(StreamTuneError):  # some templates know one exchange alone
+        with suppress(StreamTuneError):  # some templates allow only one exchange
             row = render(Conversation([dict(message) for message in _EXCHANGE * exchanges]), "the chat template")
             runs = list(_runs_in(np.asarray(row.input_ids), np.asarray(row.labels) != IGNORE_INDEX))
             return int(runs[-1][-1]), int(runs[0][-1])
@@ -346,6 +376,6 @@ def _trained_runs(rows: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _runs_in(ids: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the longest runs of trained tokens of a row."""
+    """Yield each maximal run of trained tokens of a row."""
     for start, stop in _true_ranges(trained):
         yield ids[start:stop]

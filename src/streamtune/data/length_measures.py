@@ -1,11 +1,11 @@
-"""Measures of rows and batches: lengths, losses under other limits, padding, packs, and the work of attention.
+"""Measure rows and batches: lengths, tokens lost under other limits, padding, packing, and attention work.
 
-Attention is counted as the sum of squared row lengths: a padded row has the length it is padded to, a row in a packed
-sequence its own. The forward of a layer with H query heads of D channels takes 2 x H x D x that sum floating-point
-operations: two products of a query with each key up to its own position.
+Attention work is the sum of squared row lengths. A padded row counts with its padded length, a row in a packed sequence
+with its own. In the forward pass, a layer with H query heads of D channels needs 2 x H x D times this sum in
+floating-point operations. These are two products of each query with every key up to its position.
 
-The reference is concat-and-chunk: all rows end to end, cut into sequences of ``max_length`` in which every token
-attends to all before it.
+The reference is concat-and-chunk: all rows are concatenated and cut into sequences of ``max_length`` tokens, in which
+every token attends to all tokens before it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,30 @@ FEWEST_CHOICES, MOST_CHOICES = 6, 8
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Rows of ``shortest`` to ``longest`` tokens."""
+    """A bin of a histogram of row lengths."""
 
     shortest: int
+    """smallest number of tokens in the bin"""
     longest: int
+    """largest number of tokens in the bin"""
     rows: int
+    """number of rows"""
 
 
 def histogram(lengths: Numbers, limit: int, most: int = MOST_BINS) -> list[LengthBin]:
-    """Return the rows by length, in at most about ``most`` bins of equal ratio; a bin lies below ``limit`` or above it.
+    """Return a histogram of row lengths with logarithmic bins.
 
     Args:
-        lengths: [rows] tokens, at least one row.
-        limit: Length at which a bin ends.
+        lengths: [rows] number of tokens of each row; at least one row.
+        limit: Length at which a bin ends, so that no bin has rows below and above it.
+        most: Approximate maximum number of bins.
     """
     low, high = int(lengths.min()), int(lengths.max())
     if high - low < most:
         counts = np.bincount(lengths - low)
         return [LengthBin(low + place, low + place, int(rows)) for place, rows in enumerate(counts)]
     ratio = max(2 ** (1 / 4), (high / low) ** (1 / most)) if high > low else 2.0
-    # Ratios whose powers meet the powers of two, where people look for them.
+    # Ratios whose powers include powers of two, which are easy to read.
     ratio = next(step for step in (2 ** (1 / 4), 2**0.5, 2.0, 4.0, 8.0, 16.0, 2.0**40) if step >= ratio * 0.999)
     first = math.floor(math.log(low) / math.log(ratio) + 1e-9)
     edges = [max(1, round(ratio**first))]
@@ -61,20 +65,23 @@ def histogram(lengths: Numbers, limit: int, most: int = MOST_BINS) -> list[Lengt
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """The effect of a limit on the rows."""
+    """The effect of one maximum length on the rows."""
 
     max_length: int
+    """maximum length in tokens"""
     rows_over: int
+    """number of rows that exceed it"""
     lost_if_truncated: int | None
-    """tokens; None for trees, where it depends on each answer"""
+    """number of tokens lost with ``overlength: truncate``; None for trees, where it depends on each answer"""
     lost_if_dropped: int
+    """number of tokens lost with ``overlength: drop``"""
     padding: float | None = None
-    """part of the positions of batches that is padding, with the recipe's ``overlength`` (cut if it is ``error``); None
-    if rows are not padded"""
+    """fraction of batch positions that is padding, with the recipe's ``overlength`` (``error`` counts as ``truncate``);
+    None if rows are not padded"""
     packs: int | None = None
-    """sequences that the rows would be packed into"""
+    """number of packed sequences; None if packing was not computed"""
     pack_fill: float | None = None
-    """part of their positions that hold a token"""
+    """fraction of the positions of packed sequences that hold a token"""
 
 
 def choose_lengths(
@@ -86,18 +93,20 @@ def choose_lengths(
     shuffle: bool = True,
     cuts_trees: bool = False,
 ) -> list[LengthChoice]:
-    """Return the effect of up to eight limits: the present one and powers of two around the lengths of the rows.
+    """Return the effect of several maximum lengths: the current limit, and powers of two near the row lengths.
 
     Args:
-        measured: Sizes of all rows, held-out ones included.
-        options: Options of preparing the rows. Overlaps are counted as cut at tokens.
-        batch_size: Rows of a batch; None counts neither padding nor packs.
-        shuffle: False if rows keep their order.
+        measured: Sizes of all rows, including held-out rows.
+        limit: Current maximum length.
+        options: Options for preparing the rows. Split rows are counted as if they were split between any tokens.
+        batch_size: Number of rows of a batch; None computes neither padding nor packing.
+        shuffle: Whether the rows are shuffled.
+        cuts_trees: Whether the rows are trees; their loss by truncation is not computed.
     """
     found = []
     overlap, seed = options.split_overlap, options.seed
     for length in _candidates(measured.lengths, limit):
-        if overlap >= length // 2 and length != limit:  # pieces would be context for the most part
+        if overlap >= length // 2 and length != limit:  # more than half of each part would be context
             continue
         over = measured.lengths > length
         beyond = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
@@ -122,9 +131,9 @@ def choose_lengths(
 
 
 def _candidates(lengths: Numbers, limit: int) -> list[int]:
-    """Return the limits to compare: the present one, and powers of two from half the median to the longest row.
+    """Return the limits to compare: the current limit, and powers of two from half the median to the longest row.
 
-    If these are few, lengths half-way between them as well.
+    If there are few powers of two, lengths half-way between them are added.
     """
     top = max(2, math.ceil(math.log2(int(lengths.max()))))
     middle = int(math.log2(max(4.0, float(np.median(lengths)))))
@@ -134,7 +143,7 @@ def _candidates(lengths: Numbers, limit: int) -> list[int]:
 
 
 def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Numbers:
-    """Return the lengths of the examples made of the rows under another limit."""
+    """Return the lengths of the examples that the rows would give with another maximum length."""
     lengths = measured.lengths
     if overlength == "split":
         context = min(overlap, length - 1)
@@ -152,7 +161,15 @@ def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Numb
 def padding_share(
     lengths: Numbers, batch_size: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None
 ) -> float:
-    """Return the part of the positions that is padding, over the batches of the first epoch."""
+    """Return the fraction of positions that is padding, over all batches of the first epoch.
+
+    Args:
+        lengths: [rows] number of tokens of each row.
+        batch_size: Number of rows of a batch.
+        seed: Seed of the order.
+        shuffle: Whether the rows are shuffled.
+        mixture: Mixture of the rows; None visits each row once.
+    """
     if not len(lengths):
         return 0.0
     order = lengths[ResumableSampler(len(lengths), seed=seed, shuffle=shuffle, mixture=mixture).order(0)]
@@ -166,16 +183,23 @@ def padding_share(
 
 
 def fewest_packs(lengths: Numbers, max_length: int) -> int:
-    """Return a lower bound on the number of sequences: the tokens divided by the length."""
+    """Return a lower bound on the number of packed sequences: the number of tokens divided by ``max_length``."""
     return -(-int(lengths.sum()) // max_length)
 
 
 @drawn_plainly
 def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
-    """Return the histogram as PNG, with the limit marked; ``name`` is the name of the limit."""
+    """Return the histogram as a PNG image, with the limit marked.
+
+    Args:
+        bins: Bins of the histogram.
+        limit: Maximum length.
+        title: Title of the image.
+        name: Name of the limit.
+    """
     from io import BytesIO
 
-    # Slow to import, and only needed here. Figures made without pyplot need no display.
+    # Imported here because it is slow. Figures made without pyplot need no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -221,46 +245,46 @@ def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """Use of the positions of training batches in the first epoch, with and without packing."""
+    """Padding, packing and attention work of the training batches of the first epoch."""
 
     batching: str
     """``rows``, ``tokens`` or ``buckets``"""
     batch_size: int
-    """most sequences of a batch"""
+    """maximum number of sequences of a batch"""
     padding: float
-    """part of the positions that is padding"""
+    """fraction of positions that is padding"""
     steps: int
-    """optimizer steps"""
+    """number of optimizer steps"""
     step_tokens: dict[str, int]
-    """tokens of a step without padding: ``min``, ``p50``, ``max``"""
+    """number of tokens of a step without padding: ``min``, ``p50``, ``max``"""
     squared_lengths: int
-    """sum of the squared lengths of rows as computed"""
+    """sum of the squared lengths of rows as computed, padding included"""
     squared_lengths_concat: int
-    """the same for concat-and-chunk"""
+    """the same sum for concat-and-chunk"""
     attention_ratio: float
     """``squared_lengths_concat / squared_lengths``"""
     packing: bool
-    """True if rows share sequences"""
+    """True if rows are packed"""
     packs: int
-    """sequences that training examples are, or would be, packed into; 0 if that was not tried"""
+    """number of packed sequences, or how many there would be with packing; 0 if this was not computed"""
     pack_fill: float
-    """part of their positions that holds a token"""
+    """fraction of the positions of packed sequences that hold a token"""
     fewest_packs: int
-    """lower bound on the sequences of any packing"""
+    """lower bound on the number of packed sequences"""
     pieces: dict[int, int]
-    """pieces by the tokens of their bucket (``buckets``)"""
+    """bucket length in tokens -> number of pieces (``batching: buckets``)"""
 
 
 @dataclass(frozen=True)
 class EpochLayout:
-    """Positions and work of an epoch."""
+    """The positions and the attention work of an epoch."""
 
     positions: int
-    """positions of all batches, padding included"""
+    """number of positions of all batches, padding included"""
     squares: int
-    """sum of the squared lengths of rows as computed"""
+    """sum of the squared lengths of rows as computed, padding included"""
     step_tokens: Numbers
-    """[steps] tokens without padding"""
+    """[steps] number of tokens of each step, without padding"""
 
 
 def lay_out(
@@ -272,14 +296,15 @@ def lay_out(
     packed: bool,
     per_sequence: Numbers | None = None,
 ) -> EpochLayout:
-    """Return the measures of an epoch on one rank.
+    """Return the positions and the attention work of an epoch on one rank.
 
     Args:
-        tokens: [units] tokens.
-        squares: [units] sum of the squared lengths of their rows.
-        batch_size: Most sequences of a batch.
-        packed: True if rows attend to themselves alone, and padding is a row by itself.
-        per_sequence: [units] units of the same kind that share a sequence; None: one.
+        epoch: Units of the epoch and its steps.
+        tokens: [units] number of tokens of each unit.
+        squares: [units] sum of the squared lengths of each unit's rows.
+        batch_size: Maximum number of sequences of a batch.
+        packed: Whether sequences are packed: a row attends only to itself, and padding counts as a row.
+        per_sequence: [units] number of units of this kind that share a sequence; None: one.
     """
     count = len(epoch.units)
     if not count:
@@ -298,6 +323,6 @@ def lay_out(
 
 
 def concat_squares(tokens: int, max_length: int) -> int:
-    """Return the sum of the squared lengths of the sequences that ``tokens`` tokens are cut into."""
+    """Return the sum of squared sequence lengths if ``tokens`` tokens are cut into sequences of ``max_length``."""
     whole, rest = divmod(tokens, max_length)
     return int(whole) * max_length**2 + int(rest) ** 2

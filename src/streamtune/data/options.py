@@ -1,4 +1,4 @@
-"""Options of preparing rows: the length they may have, what becomes of longer ones, and how chats are rendered."""
+"""Options for preparing rows: the maximum length, the handling of longer rows, and the rendering of chats."""
 
 from __future__ import annotations
 
@@ -13,41 +13,47 @@ if TYPE_CHECKING:
     from streamtune.data.row_cache import RowCache
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
-"""Handling of a row with more than ``max_length`` tokens."""
+"""What to do with a row of more than ``max_length`` tokens."""
 COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
-"""Handling of a pair or a prompt over the length; it cannot be split."""
+"""What to do with a pair or a prompt that is too long; neither can be split."""
 TRUNCATE_SIDES = ("auto", "left", "right", "middle")
-"""Parts of a row that ``overlength: truncate`` cuts off."""
+"""The part of a row that ``overlength: truncate`` removes."""
 PROMPT_SIDES = ("auto", "left", "middle")
-"""Parts of a prompt that ``overlength: truncate`` cuts off; its end, which asks for the answer, always stays."""
+"""The part of a prompt that ``overlength: truncate`` removes. The end of a prompt always stays."""
 SPLIT_AT = ("token", "line", "paragraph", "turn")
-"""Borders that ``overlength: split`` looks for, from the weakest to the strongest, which is preferred."""
+"""Borders where ``overlength: split`` cuts, from the weakest to the strongest. It prefers stronger borders."""
 IDENTICAL_PAIRS = ("error", "drop")
-"""Handling of a pair whose answers are the same."""
+"""What to do with a pair whose answers are the same."""
 REASONING = ("template", "keep", "error", "per_turn")
-"""Handling of reasoning that the chat template leaves out of a trained answer."""
+"""What to do with reasoning that the chat template omits from a trained answer."""
 ON_EMPTY = ("error", "drop", "train")
-"""Handling of a row with an empty answer."""
+"""What to do with a row whose answer is empty."""
 TRAIN_ON_EOS = ("turn", "all", "last", "none")
-"""End tokens of turns that are trained."""
+"""Which end-of-turn tokens are trained."""
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...], fix: str = "") -> None:
-    """Raise unless an option is a known word.
+    """Check that an option has one of its known values.
+
+    Args:
+        name: Name of the option, for the error.
+        value: Value of the option.
+        known: Values that the option may have.
+        fix: Advice of the error; the default lists the known values.
 
     Raises:
-        ArgumentError: It is not.
+        ArgumentError: The value is unknown.
     """
     if value not in known:
-        raise ArgumentError(f"{name} is '{value}'", where=name, fix=fix or f"use {', '.join(known)}")
+        raise ArgumentError(f"unknown {name} '{value}'", where=name, fix=fix or f"use {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Options of rendering that all datasets share.
+    """Options for rendering chats; all datasets of a recipe share them.
 
     Raises:
-        ArgumentError: A word is unknown.
+        ArgumentError: An option has an unknown value.
     """
 
     reasoning: str = "template"
@@ -61,10 +67,10 @@ class ChatOptions:
     default_system: str | None = None
     """system message of conversations without one"""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """variables of the chat template; a row's own take precedence"""
+    """variables of the chat template; variables in a row take precedence"""
 
     split_special_tokens: bool = False
-    """special tokens spelled in a row's text stay text"""
+    """True tokenizes the name of a special token in a row as ordinary text"""
 
     def __post_init__(self) -> None:
         words = {"reasoning": REASONING, "on_empty": ON_EMPTY, "train_on_eos": TRAIN_ON_EOS}
@@ -72,7 +78,7 @@ class ChatOptions:
             check_choice(name, getattr(self, name), known)
         unknown = [role for role in self.roles_to_train if role not in ROLES]
         if unknown or not self.roles_to_train:
-            what = f"roles_to_train names the role '{unknown[0]}'" if unknown else "roles_to_train names no role"
+            what = f"unknown role '{unknown[0]}' in roles_to_train" if unknown else "roles_to_train is empty"
             raise ArgumentError(what, where="roles_to_train", fix=f"use {', '.join(ROLES)}")
 
 
@@ -81,14 +87,14 @@ DEFAULT_CHAT = ChatOptions()
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """Limit on the length of a row, and the handling of longer ones.
+    """The maximum length of a row, and what to do with longer rows.
 
     Raises:
-        ArgumentError: A word is unknown, or the values contradict each other.
+        ArgumentError: An option has an unknown value, or two options contradict each other.
     """
 
     max_length: int
-    """most tokens of a row, or of a piece of it"""
+    """maximum number of tokens of a row, or of a part that it is split into"""
     overlength: str = "error"
     """one of :data:`OVERLENGTH`"""
     truncate_side: str = "auto"
@@ -96,7 +102,7 @@ class RowPolicy:
     split_at: str = "turn"
     """one of :data:`SPLIT_AT`: the strongest border to cut at"""
     split_overlap: int = 0
-    """tokens of context before each later piece; they are trained only in the piece before it"""
+    """number of tokens that each part repeats from the part before it, as context; they are trained only once"""
 
     def __post_init__(self) -> None:
         words = {"overlength": OVERLENGTH, "truncate_side": TRUNCATE_SIDES, "split_at": SPLIT_AT}
@@ -104,16 +110,15 @@ class RowPolicy:
             check_choice(name, getattr(self, name), known)
         if not 0 <= self.split_overlap < self.max_length:
             raise ArgumentError(
-                f"split_overlap = {self.split_overlap:,} leaves no token of max_length = {self.max_length:,} to what "
-                "follows it"
+                f"split_overlap must be below max_length = {self.max_length:,}, found {self.split_overlap:,}"
                 if self.split_overlap > 0
-                else f"split_overlap is {self.split_overlap:,}",
+                else f"split_overlap must be at least 0, found {self.split_overlap:,}",
                 where="split_overlap",
                 fix=f"set it from 0 to {self.max_length - 1:,}",
             )
         if self.split_overlap and self.overlength != "split":
             raise ArgumentError(
-                f"split_overlap is read where rows are split, and overlength is '{self.overlength}'",
+                f"split_overlap needs overlength: split, found '{self.overlength}'",
                 where="split_overlap",
                 fix="set overlength: split, or delete split_overlap",
             )
@@ -128,71 +133,87 @@ class RowPolicy:
 
     @property
     def needs_length(self) -> bool:
-        """True if the exact length of a row that is too long is needed; otherwise nothing of it is kept."""
+        """True if the tokens of a row that is too long are used; otherwise such a row is an error or dropped."""
         return self.overlength in ("truncate", "split")
 
     def may_exceed(self, text: str) -> bool:
-        """Return True unless a text is too short for more than ``max_length`` tokens of at least a byte each."""
+        """Return False only if a text is so short that it cannot have more than ``max_length`` tokens.
+
+        A token has at least one byte, a character at most 4 bytes; 8 tokens are added as a margin.
+        """
         return 4 * len(text) + 8 > self.max_length
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """All that a recipe says about preparing rows, beside the sources and the tokenizer.
+    """All options of a recipe for preparing rows, except the sources and the tokenizer.
 
-    Each kind of rows reads the options that have a meaning for it, and checks them when it is prepared.
+    Each kind of rows reads the options that apply to it, and checks them when it is prepared.
     """
 
     max_length: int = 2048
-    """most tokens of an example; of a tree its prompt and its longest completion together"""
+    """maximum number of tokens of an example; of a tree, the prompt and its longest completion together"""
     max_prompt_length: int | None = None
-    """most tokens of a prompt; None sets no separate limit (trees)"""
+    """maximum number of tokens of a prompt; None sets no separate limit (trees)"""
     overlength: str = "error"
-    """handling of a longer row: refuse all (``error``), cut a part off (``truncate``), leave it out (``drop``), or cut
-    it into consecutive pieces (``split``, examples only). A truncated tree keeps the last ``max_prompt_length`` tokens
-    of its prompt, then the first tokens of its completions; it is left out if nothing to prefer is left, or if its
-    prompt fills ``max_length``"""
+    """what to do with a longer row::
+
+        error       raise an error
+        truncate    cut a part off
+        drop        drop the row
+        split       split it into consecutive parts (examples only)
+
+    A truncated tree keeps the last ``max_prompt_length`` tokens of its prompt. Then it keeps the first tokens of its
+    completions. It is left out if two completions become equal, if one has no trained token left, or if the prompt
+    fills ``max_length``."""
     truncate_side: str = "auto"
-    """part of an example or a prompt that is cut off, see :func:`streamtune.data.fit.row_fit.cut_row`; of a prompt
-    ``middle`` keeps the first tokens as well, half of them all"""
+    """the part of an example or a prompt that is cut off, see :func:`streamtune.data.fit.row_fit.cut_row`; of a prompt,
+    ``middle`` keeps the first and the last tokens, half each"""
     split_at: str = "turn"
-    """strongest border that pieces end at: ``turn``, ``paragraph``, ``line`` or ``token``"""
+    """strongest border where a row is split: ``turn``, ``paragraph``, ``line`` or ``token``"""
     split_overlap: int = 0
-    """tokens of context before each later piece, not trained twice"""
+    """number of tokens that each part repeats from the part before it, as context; they are trained only once"""
     train_on: str = "assistant"
-    """``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn; of a row of prompt and
-    completion all turns behind the prompt), ``last`` (the last turn of any row) or ``all``"""
+    """which tokens are trained::
+
+        assistant     every assistant turn, or the completion
+        completion    the last turn; of a row with prompt and completion, all turns after the prompt
+        last          the last turn of any row
+        all           all tokens
+
+    :attr:`ChatOptions.roles_to_train` adds the turns of other roles."""
     chat: ChatOptions = DEFAULT_CHAT
+    """options for rendering chats"""
     identical_pairs: str = "error"
-    """handling of a pair whose answers are the same: refuse it (``error``), or leave it out (``drop``), counted"""
+    """what to do with a pair whose answers are the same: raise an error (``error``), or drop and count it (``drop``)"""
     packing: bool = False
-    """pack examples into sequences of at most ``max_length`` tokens"""
+    """True packs examples into sequences of at most ``max_length`` tokens"""
     val_size: float = 0.0
-    """rows to hold out: a fraction below 1, or a count. Examples with the same tokens, and trees and prompts with the
-    same prompt, stay together, so that nothing held out is trained on"""
+    """rows to hold out for evaluation: a fraction below 1, or a count. Duplicates are held out together: examples with
+    the same tokens, trees and prompts with the same prompt. So no held-out row is trained on"""
     seed: int = 42
-    """seed of the held-out rows, of the packs, and of the order of a stream"""
+    """seed that chooses the held-out rows, the packs, and the order of a stream"""
     shuffle_buffer: int = 1
-    """rows of a stream that the next row is drawn from; 1 keeps the order"""
+    """number of buffered rows of a stream from which the next row is drawn; 1 keeps the order"""
     on_bad_row: str = "error"
-    """handling of rows that are malformed or cannot be trained on: list the first ten and refuse (``error``), or count
-    and leave them out (``skip``)"""
+    """what to do with a row that is malformed or cannot be trained on: raise an error that lists the first ten
+    (``error``), or skip and count it (``skip``)"""
     max_bad_rows: int = 100
-    """most rows that ``skip`` leaves out; of a stream in each pass"""
+    """maximum number of rows that ``skip`` may leave out; in a stream, per pass over the data"""
     processes: int = 1
-    """processes that render; 1 renders in this process"""
+    """number of processes that render rows; 1 renders in the calling process"""
     cache: RowCache | None = None
-    """cache of prepared rows; None and a stream keep nothing"""
+    """disk cache of prepared rows; None disables it, and a stream ignores it"""
 
     @property
     def per_turn(self) -> bool:
-        """True if the turns of a conversation are examples that share their beginnings."""
+        """True if each turn of a conversation becomes an example; these examples share their first tokens."""
         return self.chat.reasoning == "per_turn"
 
     def row_policy(self) -> RowPolicy:
-        """Return the limit on the length of examples.
+        """Return the length limit of examples, with what to do with longer examples.
 
         Raises:
-            ArgumentError: As :class:`RowPolicy`.
+            ArgumentError: An option has an unknown value, or two options contradict each other.
         """
         return RowPolicy(self.max_length, self.overlength, self.truncate_side, self.split_at, self.split_overlap)

@@ -1,16 +1,17 @@
-"""Rows of preference data: one prompt, and answers that are compared or labelled one by one.
+"""Rows of preference data: a prompt with two answers to compare, or with one labelled answer.
 
     preference    prompt, chosen, rejected                    each a string or a list of messages
                   chosen, rejected                            without prompt: their common beginning is the prompt
-                  score_chosen, score_rejected; or margin     optional numbers, kept as the pair's margin
+                  score_chosen, score_rejected; or margin     optional numbers, stored as the pair's margin
     unpaired      prompt, completion, label                   label: true (desirable) or false
 
-``tools`` and ``chat_template_kwargs`` (optional) go to the chat template, ``system`` before messages that have no
-system message. A prompt may be text and its answers messages, or the reverse. Answers of a pair that begin with the
-prompt's messages lose them. Other columns are not read.
+Optional columns: ``tools`` and ``chat_template_kwargs`` go to the chat template. ``system`` is put before messages that
+have no system message. Other columns are not read. A prompt may be text and its answers messages, or the reverse. If
+answers begin with the messages of the prompt, these are removed.
 
-Without ``prompt`` it is the messages that ``chosen`` and ``rejected`` share, or their common characters: back to the
-last border between words and without trailing blanks, which belong to the answers: ``"... Assistant:"`` and ``" Yes"``.
+A row without ``prompt`` takes as prompt what ``chosen`` and ``rejected`` have in common. These are their first equal
+messages, or their first equal characters up to the last whole word. Trailing blanks belong to the answers: the prompt
+is ``"... Assistant:"``, the answer ``" Yes"``.
 """
 
 from __future__ import annotations
@@ -42,26 +43,28 @@ PREFERENCE_TYPES = ("preference", "unpaired")
 _REQUIRED = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
 
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
-"""Names of the two answers' scores in published sets."""
+"""Columns with the scores of both answers, as public datasets name them."""
 
 _PROMPT_LIKE = ("question", "instruction", "input", "query", "context", "problem")
-"""Columns that hold a prompt under another name: guessing the prompt from the answers would then be wrong."""
+"""Columns that probably hold the prompt: with one of them the prompt is not guessed from the answers."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """A prompt and its answers, each with the prompt before it, in the normal form of training text."""
+    """A prompt, and its answers in the normal form of training text (prompt included)."""
 
     prompt: TextOrMessages
+    """prompt as text, or as messages"""
     contents: Sequence[PromptCompletion | Conversation]
-    """``(chosen, rejected)``, or the answer that is judged"""
+    """``(chosen, rejected)``, or the one labelled answer; empty if the answers are identical"""
     labels: tuple[bool, ...] | None = None
-    """True for desirable answers of unpaired rows"""
+    """whether each answer is desirable; None for pairs"""
     margin: float | None = None
-    """margin of the row, or chosen score minus rejected score; None if it has neither"""
+    """margin of the row, or chosen score minus rejected score; None if the row has neither"""
     identical: bool = False
     """True if both answers are the same"""
     tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools"""
 
     def texts(self) -> list[str]:
         """Return the texts of the prompt and the answers, for training a tokenizer."""
@@ -87,7 +90,7 @@ def detect_preference_type(row: Row) -> str:
 
 
 def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
-    """Return the columns that are read for this row type, optional ones too."""
+    """Return the names of the columns that are read for this row type, including optional columns."""
     columns = ("prompt", *_REQUIRED[row_type])
     if row_type == "preference":
         columns = (*columns, *(name for names in _SCORES for name in names), "margin")
@@ -95,10 +98,15 @@ def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
 
 
 def normalise_preference(row: Row, row_type: str) -> Answers:
+    """Return the prompt and the answers of a preference row.
+
+    Raises:
+        DataError: A required column is missing or malformed.
+    """
     for name in _REQUIRED[row_type]:
         if name not in row.columns:
             raise DataError(
-                f"a '{row_type}' row needs the column '{name}', this one has {column_names(row.columns)}",
+                f"a '{row_type}' row needs the column '{name}', found {column_names(row.columns)}",
                 where=row.origin,
                 fix=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
             )
@@ -113,7 +121,8 @@ def _pair(row: Row) -> Answers:
     if isinstance(chosen, str) != isinstance(rejected, str):
         kinds = {True: "text", False: "a list of messages"}
         raise DataError(
-            f"'chosen' is {kinds[isinstance(chosen, str)]} and 'rejected' is {kinds[isinstance(rejected, str)]}",
+            "'chosen' and 'rejected' must have one form, "
+            f"found {kinds[isinstance(chosen, str)]} and {kinds[isinstance(rejected, str)]}",
             where=row.origin,
             fix="write both as text, or both as messages",
         )
@@ -144,9 +153,9 @@ def _refuse_other_prompt(row: Row, *, is_text: bool) -> None:
     other = next((name for name in names if row.columns.get(name)), None)
     if other is not None:
         raise DataError(
-            f"the row has no 'prompt', and a column '{other}' that is not read",
+            f"the row has no column 'prompt', and the column '{other}' would be ignored",
             where=row.origin,
-            fix=f"rename '{other}' to 'prompt'; without it the prompt is the common beginning of both answers",
+            fix=f"rename '{other}' to 'prompt'; or remove it, and the prompt is the common beginning of both answers",
         )
 
 
@@ -155,7 +164,7 @@ def _split(
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
     if start == 0:
         raise DataError(
-            "the prompt is missing: the row has no column 'prompt', and 'chosen' and 'rejected' begin differently",
+            "the row has no column 'prompt', and 'chosen' and 'rejected' have no common beginning to use as prompt",
             where=row.origin,
             fix="add the column 'prompt'",
         )
@@ -163,7 +172,7 @@ def _split(
         left = answer[start:]
         if not (left.strip() if isinstance(left, str) else left):
             raise DataError(
-                f"'{name}' is empty behind the common beginning of both answers, which is the prompt",
+                f"'{name}' is empty after the prompt, which is the common beginning of both answers",
                 where=row.origin,
                 fix="add the column 'prompt', or remove the row",
             )
@@ -171,7 +180,7 @@ def _split(
 
 
 def _text_prompt(chosen: str, rejected: str) -> int:
-    """Return the length of the prompt: a common beginning that cuts no word and does not end with a blank."""
+    """Return the length of the prompt: the common beginning, up to the last whole word and without trailing blanks."""
     start = common_prefix(chosen, rejected)
     following = (chosen[start : start + 1], rejected[start : start + 1])
     if "" in following or any(_in_word(character) for character in following):
@@ -187,7 +196,7 @@ def _in_word(character: str) -> bool:
 def _agree(
     row: Row, prompt: TextOrMessages, answers: dict[str, TextOrMessages]
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
-    """Return a prompt and its answers, all text or all messages; answers lose the messages of the prompt."""
+    """Return a prompt and its answers, all text or all messages; messages of the prompt are removed from answers."""
     if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers.values()):
         return prompt, list(answers.values())
     if isinstance(prompt, str):
@@ -198,9 +207,10 @@ def _agree(
         if turns[0]["role"] != "assistant":
             if turns[: len(prompt)] != prompt:
                 raise DataError(
-                    f"'{name}' begins with a '{turns[0]['role']}' message and not with the messages of 'prompt'",
+                    f"'{name}' must begin with an assistant message or with the messages of 'prompt', "
+                    f"found a '{turns[0]['role']}' message",
                     where=row.origin,
-                    fix="let it begin with the assistant's answer, or with the prompt",
+                    fix="remove the messages before the answer, or make them equal to 'prompt'",
                 )
             turns = turns[len(prompt) :]
         agreed.append(turns)
@@ -208,22 +218,26 @@ def _agree(
 
 
 def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
-    """Return a text prompt as messages: one of the user, or those before the answer if an answer holds them."""
+    """Return a text prompt as messages: one user message, or the messages that an answer has before its own text.
+
+    Raises:
+        DataError: An answer has messages before its own text, and the prompt is not one of their user messages.
+    """
     first = next(answer for answer in answers.values() if not isinstance(answer, str))
     start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
     if start == 0:
         return [{"role": "user", "content": prompt}]
     if not any(message["role"] == "user" and message.get("content") == prompt for message in first[:start]):
         raise DataError(
-            "'prompt' is none of the user's messages before the answer in 'chosen'",
+            "'prompt' must equal one of the user messages before the answer",
             where=row.origin,
-            fix="let 'chosen' and 'rejected' begin with the assistant's answer, or with the prompt",
+            fix="let every answer begin with an assistant message, or with the prompt",
         )
     return first[:start]
 
 
 def _margin(row: Row) -> float | None:
-    """Return the margin of the row, or its chosen score minus its rejected score; None if it has neither."""
+    """Return the chosen score minus the rejected score, or else the column ``margin``; None without both."""
     for names in _SCORES:
         if any(_is_given(row, name) for name in names):
             chosen, rejected = (_number(row, name) for name in names)
@@ -243,8 +257,8 @@ def _number(row: Row, name: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        shown = "missing" if value is None else repr(value)[:40]
-        raise DataError(f"'{name}' must be a finite number, it is {shown}", where=row.origin)
+        shown = "no value" if value is None else repr(value)[:40]
+        raise DataError(f"'{name}' must be a finite number, found {shown}", where=row.origin)
     return number
 
 
@@ -257,7 +271,7 @@ def _unpaired(row: Row) -> Answers:
         label = label.strip().lower() == "true"
     if not isinstance(label, bool):
         raise DataError(
-            f"'label' must be true (desirable) or false, it is {label!r:.40}",
+            f"'label' must be true (desirable) or false, found {label!r:.40}",
             where=row.origin,
             fix="write true or false",
         )
@@ -270,7 +284,11 @@ def _unpaired(row: Row) -> Answers:
 def _content(
     row: Row, prompt: TextOrMessages, answer: TextOrMessages, name: str, tools: list[dict[str, Any]] | None
 ) -> PromptCompletion | Conversation:
-    """Return an answer with its prompt before it, in the normal form of training text."""
+    """Return prompt and answer in the normal form of training text.
+
+    Raises:
+        DataError: The answer does not follow the prompt as an assistant message, or is empty.
+    """
     if isinstance(prompt, str) or isinstance(answer, str):
         assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
         return PromptCompletion(str(prompt), str(answer))
@@ -278,19 +296,20 @@ def _content(
     prompt, other_system = with_system(prompt, row.columns, row.origin)
     if prompt[-1]["role"] == "assistant":
         raise DataError(
-            f"the prompt of '{name}' ends with what the assistant says: there is no question left to answer",
+            f"the prompt of '{name}' must end with a user or tool message, found an assistant message",
             where=row.origin,
-            fix="let the prompt end with a user or tool message",
+            fix="remove the last message of the prompt, or add a user message",
         )
     if not answer or answer[0]["role"] != "assistant":
         role = f"a '{answer[0]['role']}' message" if answer else "nothing"
         raise DataError(
-            f"'{name}' goes on after the prompt with {role}; both answers must be the assistant's, to one prompt",
+            f"'{name}' must continue with an assistant message after the prompt, found {role}",
             where=row.origin,
+            fix=f"write in '{name}' the assistant's answer to the prompt",
         )
     check_order(answer, name, row.origin)
     if not any(_says_something(message) for message in answer):
-        raise DataError(f"'{name}' is empty: the assistant says nothing", where=row.origin, fix="remove the row")
+        raise DataError(f"the assistant messages of '{name}' are empty", where=row.origin, fix="remove the row")
     variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None
     wrapped = tools_and_form(row.columns.get("tools"), row.origin)[1]
     return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system, wrapped)
@@ -303,6 +322,6 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 
 
 _NOT_WORDS = ("role", "name", "weight")
-"""Fields of a message that are not words."""
+"""Fields of a message that do not count as content."""
 
 _NORMALISERS: dict[str, Callable[[Row], Answers]] = {"preference": _pair, "unpaired": _unpaired}

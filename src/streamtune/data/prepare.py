@@ -1,16 +1,16 @@
-"""From sources to records ready to train on: read, normalise, render, fit to the length, hold out, pack.
+"""Prepare training records from sources: read, normalise, render, fit to the maximum length, hold out, pack.
 
-    prepare               examples of next tokens
-    prepare_preferences   trees: prompts with completions that are compared
-    prepare_unpaired      trees: prompts with completions that are judged one by one
-    prepare_prompts       prompts whose completions are not written yet
+    prepare               examples: sequences to train on
+    prepare_preferences   trees: prompts with two completions to compare
+    prepare_unpaired      trees: prompts with labelled completions
+    prepare_prompts       prompts for which the model writes the completions
 
-Everything is read and checked before a function returns; :class:`streamtune.data.row_stream.RowStream` reads rows as
-they are trained on.
+Each function reads and checks all rows before it returns. :class:`streamtune.data.row_stream.RowStream` reads rows
+during training instead.
 
-Trees and prompts with the same prompt are held out together, so that no held-out prompt is trained on. Every column
-beside a prompt without completions is kept and goes to the reward functions as a list under its name, as does
-``messages`` itself, which holds the answer that was taken off. ``tools`` goes to the chat template too.
+Trees and prompts with the same prompt are held out together, so that no held-out prompt is trained on. Reward functions
+get the other columns of a prompt's row, each as a list under its name. They also get ``messages``, which still has the
+last answer. ``tools`` goes to the chat template too.
 """
 
 from __future__ import annotations
@@ -69,24 +69,26 @@ if TYPE_CHECKING:
 ItemT = TypeVar("ItemT")
 FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
 Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]
-"""Yields the rows of a source in their normal form; reports faulty rows to ``Reading.bad``."""
+"""Function that yields the rows of a source in normal form, and reports bad rows to ``Reading.bad``."""
 
 
 @dataclass(frozen=True)
 class RowKind(Generic[FitT]):
-    """A kind of records: how its rows are read, rendered and fitted to the length."""
+    """The functions that read, render and fit one kind of records."""
 
     record: type[Record]
+    """class of the records"""
     _: KW_ONLY
     settings: Mapping[str, Any]
-    """all that decides the records beside sources, tokenizer and the handling of bad rows, see :class:`MadeOf`"""
+    """options that determine the records, except sources, tokenizer and handling of bad rows, see :class:`MadeOf`"""
     make_fit: Callable[[TableWriter], FitT]
-    """makes an empty fit, given the writer of its records"""
+    """function that makes an empty fit from the writer of its records"""
     make_renderer: Callable[..., Renderer]
-    """makes the renderer of a row, given ``notify``"""
+    """function that makes a renderer, with the argument ``notify``"""
     read: Read[Any]
+    """function that yields the rows of a source"""
     add: Callable[[FitT, Any, str], None]
-    """gives a rendered row to the fit, with its origin"""
+    """function that adds a rendered row to the fit, with its origin"""
 
 
 def prepare_kind(
@@ -96,11 +98,18 @@ def prepare_kind(
     options: DataOptions,
     notify: Notify,
 ) -> Prepared[Any, Any]:
-    """Read, render and fit the rows of all sources, or load what was made of them before; hold some out.
+    """Read, render and fit the rows of all sources, or load them from the cache; hold some out.
+
+    Args:
+        kind: Functions for this kind of records.
+        sources: Sources to read, in order.
+        tokenizer: Tokenizer with the chat template.
+        options: Options for preparing rows.
+        notify: Function that shows the user a message.
 
     Raises:
-        DataError: A file is missing, rows are bad or too long, or nothing is left.
-        ArgumentError: ``on_bad_row`` is unknown.
+        DataError: A file is missing, rows are bad or too long, or no row is left.
+        ArgumentError: ``on_bad_row`` has an unknown value.
     """
     check_choice("on_bad_row", options.on_bad_row, ON_BAD_ROW)
 
@@ -111,7 +120,7 @@ def prepare_kind(
             for item, outcome in reading.rendered(render, reading.items(kind.read)):
                 with bad:
                     rendered = outcome.get()
-                    del outcome  # of a long row the memory counts
+                    del outcome  # frees the memory of a long row
                     kind.add(fit, rendered, item.origin)
                     del rendered
             reading.finish()
@@ -123,7 +132,7 @@ def prepare_kind(
 
 
 class _ReadAhead(BadRows):
-    """Faulty rows found while rows are read ahead; each waits for its turn. ``bad`` receives them if too many wait."""
+    """Collects bad rows while rows are read ahead, until their turn comes; ``bad`` receives them if too many wait."""
 
     def __init__(self, bad: BadRows) -> None:
         super().__init__(bad.on_bad_row, bad.limit, bad.notify)
@@ -137,27 +146,31 @@ class _ReadAhead(BadRows):
                 self._bad.report(waiting)
 
     def take(self) -> list[DataError]:
-        """Return the waiting errors, and forget them."""
+        """Return the waiting errors and remove them."""
         waiting, self.errors = self.errors, []
         return waiting
 
 
 MOST_WAITING = 1_000
-"""Most consecutive faulty rows that wait for their turn."""
+"""Maximum number of consecutive bad rows that wait for their turn."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The rows of all sources, and what counts them: the fit by source, the log by finding, and bad rows."""
+    """Reads the rows of all sources, with the objects that count them."""
 
     sources: Sequence[Source]
+    """sources to read, in order"""
     fit: LengthFit[Any, Any]
+    """counts rows by source"""
     log: RenderLog
+    """counts findings of rendering"""
     bad: BadRows
+    """receives bad rows"""
     _begun: list[Source] = field(default_factory=list)
 
     def items(self, read: Read[ItemT]) -> Iterator[Item[ItemT]]:
-        """Yield the rows of every source, faulty ones among them; they may be read ahead of being counted."""
+        """Yield the rows of every source, including bad rows; rows may be read before earlier ones are counted."""
         ahead = _ReadAhead(self.bad)
         reading = replace(self, bad=ahead)
         for number, source in enumerate(self.sources):
@@ -166,35 +179,45 @@ class Reading:
                     yield Item(source.path, error.where, 0, None, source=number, error=error)
                 item.source = number
                 yield item
-                del item  # of a long row the memory counts
+                del item  # frees the memory of a long row
             for error in ahead.take():
                 yield Item(source.path, error.where, 0, None, source=number, error=error)
 
     def rendered(
         self, render: Callable[[Iterable[Item[ItemT]]], RenderedItems[ItemT]], items: Iterator[Item[ItemT]]
     ) -> RenderedItems[ItemT]:
-        """Yield every row with its outcome, counted for its source. Shows progress."""
+        """Yield every row with its outcome, count it for its source, and show progress."""
         for item, outcome in with_progress(render(items)):
             self._begin(item.source + 1)
             yield item, outcome
-            del item, outcome  # of a long row the memory counts
+            del item, outcome  # frees the memory of a long row
         self._begin(len(self.sources))
 
     def _begin(self, count: int) -> None:
-        """Begin the first ``count`` sources, also those without a row."""
+        """Begin the first ``count`` sources, including sources without rows."""
         while len(self._begun) < count:
             self._begun.append(self.sources[len(self._begun)])
             self.fit.begin(self._begun[-1])
 
     def find_unread(self, path: str, row: Row, read: Sequence[str]) -> None:
-        """Record columns that hold something and are not read; built-in sets are exempt."""
+        """Record non-empty columns that are not read; columns of built-in datasets are not recorded.
+
+        Args:
+            path: Path of the row's source.
+            row: Row with its columns.
+            read: Names of the columns that are read.
+        """
         if path not in BUILT_IN:
             self.log.of(path).unread_columns |= dict.fromkeys(
                 name for name, value in row.columns.items() if name not in read and value not in (None, "", [])
             )
 
     def finish(self) -> None:
-        """Raise if rows are bad or none is left; notify the user of rows left out or changed."""
+        """Notify the user of skipped, dropped and changed rows.
+
+        Raises:
+            DataError: Rows are bad or too long, or no row is left.
+        """
         self.bad.check()
         if not self.fit.rows:
             self.bad.nothing_left()
@@ -207,7 +230,7 @@ class Reading:
 # ------------------------------------------------------------------------------------------------------------- examples
 
 PreparedData = Prepared[Example, DataReport]
-"""Examples, split into a training and a held-out part, with their packs if rows are packed."""
+"""Examples, split into a training part and a held-out part, with their packs if rows are packed."""
 
 
 def prepare(
@@ -216,11 +239,17 @@ def prepare(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedData:
-    """Read every source and make examples of its rows.
+    """Read all sources and return their rows as examples.
+
+    Args:
+        sources: Sources to read, in order.
+        tokenizer: Tokenizer with the chat template.
+        options: Options for preparing rows.
+        notify: Function that shows the user a message.
 
     Raises:
-        DataError: A file is missing, a row is malformed, too long or has nothing to train on, or nothing is left.
-        ArgumentError: ``overlength``, ``train_on`` or another choice is unknown.
+        DataError: A file is missing, a row is malformed, too long or without trained tokens, or no row is left.
+        ArgumentError: ``overlength``, ``train_on`` or another option has an unknown value.
     """
     policy, max_length = options.row_policy(), options.max_length
     kind = RowKind(
@@ -248,7 +277,7 @@ def prepare(
 
 
 def _add_rows(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
-    """Fit a rendered row: None has an empty answer, a list holds the turns of a conversation."""
+    """Add a rendered row to the fit: None is a row with an empty answer, a list has one example per turn."""
     if rendered is None:
         fit.skip_empty()
     elif isinstance(rendered, list):
@@ -258,28 +287,28 @@ def _add_rows(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: s
 
 
 def _describe_turn_packs(prepared: PreparedData, max_length: int) -> str:
-    """Return a note of the tokens that turns share, and of conversations that one sequence does not hold."""
+    """Return a note about how many tokens turns share, and how many sequences continue a long conversation."""
     packs, rows = prepared.packs, int(prepared.train.lengths().sum())
     assert packs is not None
     origins = [prepared.train[int(packs.rows[start])].origin for start in packs.starts[:-1]]
     further = sum(one == other for one, other in pairwise(origins))
     note = (
-        f"reasoning: per_turn: {len(prepared.train):,} turns in {len(packs):,} sequences; with common beginnings once "
-        f"{packs.tokens:,} tokens are computed, {packs.tokens / max(rows, 1):.0%} of the {rows:,} of the turns apart"
+        f"reasoning: per_turn: {len(prepared.train):,} turns in {len(packs):,} sequences; turns share beginnings, so "
+        f"{packs.tokens:,} tokens are computed instead of {rows:,} ({packs.tokens / max(rows, 1):.0%})"
     )
     if further:
-        note += f"; {further:,} sequences continue a conversation that does not fit max_length {max_length:,}"
+        note += f"; {further:,} sequences continue a conversation that exceeds max_length {max_length:,}"
     return note
 
 
 Pack = Callable[[Stored[Example], Sequence[int]], tuple[Packs, list[int]]]
-"""Packs the rows of each part by themselves; returns the packs, and the first of each part."""
+"""Function that packs the rows of each part separately; returns the packs, and the index of each part's first pack."""
 
 
 def _with_packs(prepared: PreparedData, sources: Sequence[Source], max_length: int, pack: Pack) -> PreparedData:
-    """Return the data with its packs. They are part of the fingerprint: a run resumes only with the same packs.
+    """Return the data with its packs, which become part of the fingerprint: a run resumes only with the same packs.
 
-    Rows of an eval set share no pack with another set's, and with weights rows of a source none with another's.
+    A pack has rows of only one eval set. With weights it has rows of only one source.
     """
     lengths, mixture, report = prepared.train.lengths(), prepared.mixture, prepared.report
     bounds = (0, len(lengths)) if mixture is None else prepared.bounds
@@ -310,15 +339,25 @@ def _with_packs(prepared: PreparedData, sources: Sequence[Source], max_length: i
 
 
 def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[Content]]:
+    """Yield the training rows of a source in normal form.
+
+    Args:
+        tokenizer: Tokenizer that must have a chat template if a row is a conversation.
+        reading: Receives bad rows and unread columns.
+        source: Source to read.
+
+    Raises:
+        DataError: A file is missing, or the tokenizer has no chat template.
+    """
     for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
         found: list[Content] = []
         with reading.bad:
             found, weight = [normalise(row, row_type)], weight_of(row)
             reading.find_unread(source.path, row, columns_read(row_type, found[0]))
         if found:
-            row.columns.clear()  # a long text is held by its reader alone
+            row.columns.clear()  # keep no reference to a long text
             if isinstance(found[0], Conversation):
-                require_template(tokenizer, "row", row.origin)  # no fault of the row: it is not reported as one
+                require_template(tokenizer, "row", row.origin)  # raised at once, because the row itself is not bad
             size = size_of(found[0])
             yield Item(source.path, row.origin, size, found.pop(), weight)
 
@@ -326,7 +365,7 @@ def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: 
 # ---------------------------------------------------------------------------------------------------- trees and prompts
 
 PreparedTrees = Prepared[Tree, CompletionReport]
-"""Trees, split into a training and a held-out part; no prompt is in both."""
+"""Trees, split into a training part and a held-out part; no prompt is in both."""
 
 
 def prepare_preferences(
@@ -335,13 +374,18 @@ def prepare_preferences(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read every source and make a tree of each pair, with the completions ``[chosen, rejected]``.
+    """Read all sources and return their pairs as trees with the completions ``[chosen, rejected]``.
 
-    Sources are of type ``preference``.
+    Args:
+        sources: Sources of type ``preference``, in order.
+        tokenizer: Tokenizer with the chat template.
+        options: Options for preparing rows.
+        notify: Function that shows the user a message.
 
     Raises:
-        DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
-        ArgumentError: ``overlength`` or ``identical_pairs`` is unknown, or the lengths leave no room.
+        DataError: A file is missing, a row is malformed, identical, too long or empty, or no row is left.
+        ArgumentError: ``overlength`` or ``identical_pairs`` has an unknown value, or ``max_prompt_length`` leaves no
+            room for a completion.
     """
     read = partial(_answers, tokenizer, ("preference",), lambda answers: answers)
     kind = _tree_kind(tokenizer, options, ("chosen", "rejected"), read)
@@ -354,14 +398,22 @@ def prepare_unpaired(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read every source and make a tree of each row, its completions labelled desirable or not.
+    """Read all sources and return their rows as trees with labelled completions.
 
-    A row of type ``unpaired`` has one completion. A pair becomes two in one tree, with a common prompt: ``chosen`` is
-    desirable, ``rejected`` is not.
+    A row of type ``unpaired`` has one completion. A pair becomes a tree with two: ``chosen`` is desirable, ``rejected``
+    is not.
+
+    Args:
+        sources: Sources of type ``unpaired`` or ``preference``, in order.
+        tokenizer: Tokenizer with the chat template.
+        options: Options for preparing rows.
+        notify: Function that shows the user a message.
 
     Raises:
-        DataError: As :func:`prepare_preferences`, or all labels are the same.
-        ArgumentError: As :func:`prepare_preferences`.
+        DataError: A file is missing, a row is malformed, identical, too long or empty, no row is left, or all labels
+            are the same.
+        ArgumentError: ``overlength`` or ``identical_pairs`` has an unknown value, or ``max_prompt_length`` leaves no
+            room for a completion.
     """
 
     def labelled(answers: Answers) -> Answers:
@@ -373,7 +425,7 @@ def prepare_unpaired(
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
         raise DataError(
-            f"all completions are labelled {found[0]}: there is nothing to tell them from",
+            f"completions must have both labels, found only {found[0]}",
             where=sources[0].place,
             fix="add rows with the other label",
         )
@@ -383,7 +435,7 @@ def prepare_unpaired(
 def _tree_kind(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, kinds: tuple[str, str], read: Read[Answers]
 ) -> RowKind[TreeFit]:
-    """Return how trees are prepared; ``kinds`` names their two kinds of completions."""
+    """Return the functions that prepare trees; ``kinds`` are the names of the two kinds of completions."""
     policy = LengthPolicy(options.max_length, options.max_prompt_length, options.overlength)
     check_choice("identical_pairs", options.identical_pairs, IDENTICAL_PAIRS)
     return RowKind(
@@ -402,7 +454,7 @@ def _tree_kind(
 
 
 def _add_tree(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> None:
-    """Fit a rendered tree with the hash of its prompt; None is a pair with identical answers."""
+    """Add a rendered tree to the fit, with the hash of its prompt; None is a pair with identical answers."""
     if tree is None:
         fit.skip_identical(origin)
     else:
@@ -419,9 +471,9 @@ def _answers(
     for row, row_type in typed_rows([source], PREFERENCE_TYPES, detect_preference_type, reading.bad):
         if row_type not in wanted:
             raise DataError(
-                f"the rows are of type '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
+                f"this loss_type needs pairs of 'chosen' and 'rejected', found rows of type '{row_type}'",
                 where=row.origin,
-                fix="set loss_type: kto, which judges answers one by one",
+                fix="set loss_type: kto, which trains on single labelled answers",
             )
         answers = None
         with reading.bad:
@@ -434,11 +486,11 @@ def _answers(
 
 
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments of a reward function, which a column's name cannot be."""
+"""Arguments of reward functions; a column must not have one of these names."""
 
 
 PreparedPrompts = Prepared[Prompt, CompletionReport]
-"""Prompts, split into a training and a held-out part; none is in both."""
+"""Prompts, split into a training part and a held-out part; no prompt is in both."""
 
 
 def prepare_prompts(
@@ -447,16 +499,20 @@ def prepare_prompts(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedPrompts:
-    """Read every source and render its prompts.
+    """Read all sources and return their prompts, of at most ``max_prompt_length`` tokens.
 
-    Sources are of one of :data:`PROMPT_TYPES`; ``max_prompt_length`` is the limit.
+    Args:
+        sources: Sources of a type in :data:`PROMPT_TYPES`, in order.
+        tokenizer: Tokenizer with the chat template.
+        options: Options for preparing rows.
+        notify: Function that shows the user a message.
 
     Raises:
-        DataError: A file is missing, a row is malformed or too long, or nothing is left.
-        ArgumentError: ``overlength`` is unknown.
+        DataError: A file is missing, a row is malformed or too long, or no row is left.
+        ArgumentError: ``overlength`` or ``truncate_side`` has an unknown value.
     """
     overlength, side, most = options.overlength, options.truncate_side, options.max_prompt_length
-    assert most is not None, "prompts have a limit of their own"
+    assert most is not None, "prompts need max_prompt_length"
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, fix=split + ", ".join(COMPLETION_OVERLENGTH))
     check_choice("truncate_side", side, PROMPT_SIDES)
@@ -483,7 +539,7 @@ def _prompts(
         taken = next((name for name in _REWARD_ARGUMENTS if name in row.columns), None)
         if taken is not None:
             raise DataError(
-                f"a column cannot be called '{taken}': reward functions take an argument of that name",
+                f"a column must not be called '{taken}': this is an argument of reward functions",
                 where=row.origin,
                 fix="rename the column",
             )

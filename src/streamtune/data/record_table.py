@@ -1,8 +1,8 @@
-"""Tokenised rows in Arrow: written to disk as they come, memory-mapped back, decoded one by one on access.
+"""Tables of tokenised rows: streamed to an Arrow file, memory-mapped, and decoded row by row on access.
 
-Example    a row of next tokens
+Example    a sequence to train on
 Tree       a prompt with its completions
-Prompt     a prompt that completions are yet to be written for
+Prompt     a prompt for which the model writes the completions
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ IntArray = npt.NDArray[np.int32]
 
 ROWS = "rows.arrow"
 
-AGAIN = "start again: rows that do not fit their checksum are prepared again, and a run goes on from its checkpoint"
-"""Advice of errors about a damaged table."""
+AGAIN = "start again: damaged rows are prepared again, and the run resumes from its checkpoint"
+"""Fix that errors about a damaged table show."""
 
 _FLUSH_TOKENS = 1 << 18
-"""Tokens pending in memory: 2 MiB with their labels, and several times that to write them."""
+"""Number of tokens buffered before a write: 2 MiB with their labels, several times that while they are written."""
 
 _RESIDENT = 64 << 20
-"""Most resident bytes of a mapped table."""
+"""Maximum number of bytes of a mapped table that stay in memory."""
 _READ_AHEAD = 2 << 16
-"""Bytes that the system maps around what is read, of ids and of labels."""
+"""Number of bytes that the system reads ahead for each row, of ids and labels together."""
 
 
 class Record(Protocol):
-    """A row of an Arrow table."""
+    """A record that is stored as one row of an Arrow table."""
 
     schema: ClassVar[pa.Schema]
+    """columns of the table"""
 
     @property
     def num_tokens(self) -> int:
@@ -56,17 +57,17 @@ class Record(Protocol):
         ...
 
     def to_row(self) -> Mapping[str, Any]:
-        """Return the row's cells by column."""
+        """Return the record as column -> value."""
         ...
 
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
-        """Return a row of a table."""
+        """Return the record at index ``row`` of a table."""
         ...
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
-        """Return how many tokens each row has, [rows], without decoding any."""
+        """Return how many tokens each record has, [rows], without decoding the records."""
         ...
 
 
@@ -74,12 +75,13 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class MappedTable:
-    """A table mapped from a file; its pages go back to the system after some have been read.
+    """A memory-mapped table that releases its pages after every 64 MiB read.
 
-    Otherwise they would stay resident while there is memory, and count as this process's own.
+    Otherwise the pages would stay resident and count as memory of this process.
 
     Args:
         file: Arrow stream, opened for reading; it may be closed and deleted afterwards.
+        path: Path of the file, for errors.
         checksum: Checksum of the file, see :class:`streamtune.base.result_cache.WatchedFile`.
     """
 
@@ -92,33 +94,42 @@ class MappedTable:
 
     @property
     def table(self) -> pa.Table:
-        """The table.
+        """The Arrow table.
 
         Raises:
-            StorageError: The file is shorter than it was, or has changed.
+            StorageError: The file was truncated or changed.
         """
         self._watched.check()
         return self._table
 
     def renamed(self, path: Path) -> None:
-        """Set the name of the file in errors."""
+        """Set the path that errors show."""
         self._watched.path = path
 
     def has_read(self, tokens: int) -> None:
-        """Record that a row was read; release the pages once there are 64 MiB of them.
+        """Count a row as read, and release the pages after every 64 MiB.
+
+        Args:
+            tokens: Number of tokens of the row.
 
         Raises:
-            StorageError: The file has changed meanwhile.
+            StorageError: The file was truncated or changed.
         """
         self._watched.check()
         self._read += 8 * tokens + _READ_AHEAD
         if self._read > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
             self._read = 0
-            self._map.madvise(mmap.MADV_DONTNEED)  # of a file: what is read again is mapped again
+            self._map.madvise(mmap.MADV_DONTNEED)  # safe for a file mapping: pages are read again when needed
 
 
 class Stored(Sequence[RecordT], Generic[RecordT]):
-    """Some rows of an Arrow table, in a given order; each is decoded on access."""
+    """A sequence of records stored in an Arrow table, in a given order; a record is decoded on access.
+
+    Args:
+        record: Class of the records.
+        table: Table that holds them.
+        rows: [records] index in the table of each record.
+    """
 
     def __init__(self, record: type[RecordT], table: pa.Table | MappedTable, rows: npt.NDArray[np.int64]) -> None:
         self._record, self._rows = record, rows
@@ -132,15 +143,15 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return len(self._rows)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return how many tokens each row has, [rows], without decoding any; a tree counts its prompt once."""
+        """Return how many tokens each record has, [records], without decoding; a tree counts its prompt once."""
         return self._record.token_counts(self._table)[self._rows]
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Return the row of each record in the table, [rows]: its place in the order of reading."""
+        """Return each record's index in the table, [records]: its position in the order of reading."""
         return self._rows
 
     def cells(self, column: str) -> pa.ChunkedArray:
-        """Return a column of the whole table, in the order of reading; :meth:`numbers` gives a record's place in it."""
+        """Return a column of the whole table, in the order of reading; index it with :meth:`numbers`."""
         return self._table[column]
 
     def whole(self) -> Stored[RecordT]:
@@ -148,10 +159,11 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return Stored(self._record, self._from, np.arange(self._table.num_rows, dtype=np.int64))
 
     def take(self, places: npt.NDArray[np.int64]) -> Stored[RecordT]:
+        """Return the records at some positions of this sequence."""
         return Stored(self._record, self._from, self._rows[places])
 
     def find(self, origin: str) -> list[int]:
-        """Return the places of the records made of a row, by its origin; they are not decoded."""
+        """Return the positions of the records with a given origin, without decoding them."""
         found = pyarrow.compute.equal(self._table["origin"], origin).to_numpy()[self._rows]
         return [int(place) for place in np.flatnonzero(found)]
 
@@ -169,7 +181,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
 
 class TableWriter:
-    """Appends records to an Arrow stream, and writes it whenever 2**18 tokens are pending."""
+    """Appends records to an Arrow stream; a batch is written when 2**18 tokens are buffered."""
 
     def __init__(self, stream: Any, schema: pa.Schema) -> None:
         self._stream, self._schema = stream, schema
@@ -192,10 +204,15 @@ class TableWriter:
 
 @contextmanager
 def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[TableWriter, list[MappedTable]]]:
-    """Yield ``(writer, tables)``. After a successful block, ``tables[0]`` is the written table, memory-mapped.
+    """Context manager: yields ``(writer, tables)``; after a successful block ``tables[0]`` is the memory-mapped table.
 
-    Without ``path`` the file is deleted at once: the mapping keeps its bytes while the table is referenced, and a
-    killed run leaves nothing behind.
+    Args:
+        record: Class of the records.
+        path: File to write. None writes a temporary file and deletes it at once: the mapping keeps its bytes while
+            the table is referenced, and a killed run leaves no file behind.
+
+    Raises:
+        StorageError: The file cannot be written, or no temporary folder exists.
     """
     tables: list[MappedTable] = []
     with ExitStack() as held:
@@ -204,14 +221,14 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
                 directory = interrupts.temporary_directory(prefix="streamtune-data-", ignore_cleanup_errors=True)
                 path = Path(held.enter_context(directory)) / ROWS
             except OSError as error:
-                what = f"there is no folder for temporary files: {error.strerror or error}"
-                raise StorageError(what, where="TMPDIR", fix="set TMPDIR to a folder with room") from error
-            sink = _Spilled(path, path.parent.parent, "TMPDIR", "set TMPDIR to a folder that has it")
+                what = f"cannot create a temporary folder: {error.strerror or error}"
+                raise StorageError(what, where="TMPDIR", fix="set TMPDIR to a writable folder with space") from error
+            sink = _Spilled(path, path.parent.parent, "TMPDIR", "set TMPDIR to a folder with enough space")
         else:
-            clear = "delete what is kept with streamtune data --clear-cache, or keep nothing with cache: false"
+            clear = "clear the cache with streamtune data --clear-cache, or disable it with cache: false"
             sink = _Spilled(path, path.parent, str(path.parent.parent), clear)
         with sink:
-            reading = held.enter_context(path.open("rb"))  # by now: who clears the cache deletes the file
+            reading = held.enter_context(path.open("rb"))  # opened now, because clearing the cache deletes the file
             with pa.ipc.new_stream(pa.PythonFile(sink, "w"), record.schema) as stream:
                 writer = TableWriter(stream, record.schema)
                 yield writer, tables
@@ -220,7 +237,7 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
 
 
 class _Spilled(io.FileIO):
-    """File of prepared rows; a write error names the folder and the room that it needs."""
+    """File of prepared rows; a write error names the folder and the space needed."""
 
     def __init__(self, path: Path, folder: Path, where: str, fix: str) -> None:
         super().__init__(path, "wb")
@@ -241,7 +258,7 @@ class _Spilled(io.FileIO):
             raise StorageError(
                 f"cannot write the prepared rows to {self._folder}: {error.strerror or error}",
                 where=self._where,
-                fix=f"they need more than {needed}: make room there, or {self._fix}",
+                fix=f"they need more than {needed}: free space there, or {self._fix}",
             ) from error
         return size
 
@@ -252,15 +269,15 @@ def _list_lengths(cells: pa.ChunkedArray) -> npt.NDArray[np.int64]:
 
 
 def _integers(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
-    """Return integers, none missing, from their buffer: pyarrow's own function imports pandas."""
-    assert not cells.null_count, "every integer is there"
+    """Return the integers of an Arrow array without nulls as NumPy array; pyarrow's own function imports pandas."""
+    assert not cells.null_count, "the column has no nulls"
     buffer = cells.buffers()[1]
     found: npt.NDArray[Any] = np.zeros(0, dtype) if buffer is None else np.frombuffer(buffer, dtype)
     return found[cells.offset : cells.offset + len(cells)]
 
 
 def _items(cell: pa.ListScalar) -> list[Any]:
-    """Return a list cell as plain Python values, through NumPy: several times faster than item by item."""
+    """Return a list cell as a list of Python values; through NumPy this is several times faster than item by item."""
     items: list[Any] = cell.values.to_numpy(zero_copy_only=False).tolist()
     return items
 
@@ -281,11 +298,11 @@ class Example:
     input_ids: IntArray | Sequence[int]
     """[T] token ids"""
     labels: IntArray | Sequence[int]
-    """[T] token id where it is trained, -100 elsewhere; not shifted"""
+    """[T] token id where the token is trained, -100 elsewhere; not shifted"""
     origin: str
-    """row it comes from, ``file:line`` or ``file:row N``"""
+    """place of its row, ``file:line`` or ``file:row N``"""
     weight: float = 1.0
-    """factor of the loss of its tokens"""
+    """factor of its tokens' loss"""
 
     @property
     def num_tokens(self) -> int:
@@ -297,7 +314,7 @@ class Example:
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
         return cls(
-            # Copies: a view would read the file later, when it is not looked at whether it has changed.
+            # Copies: a view would read the file later, without a check that the file is unchanged.
             input_ids=_integers(table["input_ids"][row].values, np.int32).copy(),
             labels=_integers(table["labels"][row].values, np.int32).copy(),
             origin=table["origin"][row].as_py(),
@@ -311,10 +328,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Tree:
-    """A prompt with G completions that each continue from it.
+    """A prompt with G completions.
 
-    The prompt's last token predicts the first token of every completion. So all completions share ``prompt[:-1]``, the
-    trunk, and the common beginning of their branches ``[prompt[-1], *completion]``.
+    The prompt's last token predicts the first token of every completion. So all completions share the trunk,
+    ``prompt[:-1]``. They also share the common beginning of their branches ``[prompt[-1], *completion]``.
     """
 
     schema: ClassVar[pa.Schema] = pa.schema(
@@ -332,37 +349,38 @@ class Tree:
     prompt: list[int]
     """[P] token ids, P at least 1"""
     completions: list[list[int]]
-    """G lists of token ids, none empty"""
+    """G non-empty lists of token ids"""
     masks: list[list[bool]] | None = None
-    """for each completion a mask of the tokens that count; None if all do"""
+    """for each completion a mask of the tokens that count in the loss; None if all tokens count"""
     origin: str = ""
+    """place of its row, ``file:line`` or ``file:row N``"""
     labels: list[bool] | None = None
-    """True for desirable completions; None unless the data is unpaired"""
+    """True for desirable completions; None for pairs"""
     margin: float | None = None
     """margin of a pair, or score of the first completion minus score of the second; None if the data has neither"""
 
     def __post_init__(self) -> None:
-        assert self.prompt, "a prompt has at least one token: it predicts the first of a completion"
+        assert self.prompt, "a prompt has at least one token, which predicts the first token of a completion"
         assert self.completions, "a tree has at least one completion"
         assert all(self.completions), "a completion has at least one token"
         if self.masks is not None:
             sizes, marked = ([len(item) for item in items] for items in (self.completions, self.masks))
-            assert sizes == marked, "a mask says of every token of its completion whether it counts"
+            assert sizes == marked, "a mask has one value per token of its completion"
 
     @property
     def num_tokens(self) -> int:
-        """Positions of the shared layout: the trunk and the common beginning of all completions once, then the rest.
+        """Number of positions if the trunk and the common beginning of all completions are stored once.
 
-        With more than two completions some may share a longer beginning; then there are fewer positions.
+        Some of more than two completions may share a longer beginning; the actual number is then smaller.
         """
         branches = sum(len(completion) + 1 for completion in self.completions)
         return len(self.prompt) - 1 + branches - (len(self.completions) - 1) * self.num_common
 
     @cached_property
     def num_common(self) -> int:
-        """Number of tokens behind the trunk that all completions share; 0 for a single completion.
+        """Number of tokens after the trunk that all completions share; 0 for a single completion.
 
-        The last token of the prompt is among them if all completions begin with the same token.
+        The last token of the prompt is one of them if all completions begin with the same token.
         """
         if len(self.completions) == 1:
             return 0
@@ -370,11 +388,11 @@ class Tree:
         for index in range(1, len(self.completions)):
             others, theirs = self.branch(index)
             size = common_beginning(ids, targets, others, theirs, same_target=True)
-            ids, targets = ids[:size], np.maximum(targets[:size], theirs[:size])  # the one that counts, if one does
+            ids, targets = ids[:size], np.maximum(targets[:size], theirs[:size])  # a target that counts in either
         return len(ids)
 
     def branch(self, index: int) -> tuple[IntArray, IntArray]:
-        """Return ``[prompt[-1], *completion]``, and what each token predicts, -100 for none; both [C + 1]."""
+        """Return ``[prompt[-1], *completion]`` and the target of each token, -100 for none; both [C + 1]."""
         ids = np.array([self.prompt[-1], *self.completions[index]], np.int32)
         targets = np.append(ids[1:], np.int32(IGNORE_INDEX))
         if self.masks is not None:
@@ -388,12 +406,12 @@ class Tree:
 
     @property
     def longest_row(self) -> int:
-        """Number of tokens of the prompt and the longest completion."""
+        """Number of tokens of the prompt and the longest completion together."""
         return len(self.prompt) + max(map(len, self.completions))
 
     @property
     def num_targets(self) -> int:
-        """Number of completion tokens that count."""
+        """Number of completion tokens that count in the loss."""
         masks = self.masks or [[True] * len(completion) for completion in self.completions]
         return sum(sum(mask) for mask in masks)
 
@@ -419,21 +437,22 @@ class Tree:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids and as its row has it, with the row's other columns."""
+    """A prompt as token ids and as text or messages, with the other columns of its row."""
 
-    # A row's other columns may hold whatever its file format knows. What JSON gives back as it was is written as JSON,
-    # all else (dates, bytes) pickled: such a table is read by the process that wrote it and by no other.
+    # Other columns may hold any type of the file format. Values that JSON restores unchanged are written as JSON, other
+    # values (dates, bytes) are pickled. A table with pickled values is read only by the process that wrote it.
     schema: ClassVar[pa.Schema] = pa.schema(
         [("input_ids", pa.list_(pa.int32())), ("json", pa.string()), ("pickled", pa.binary()), ("origin", pa.string())]
     )
 
     input_ids: list[int]
-    """[P] token ids, the generation prompt of the chat template included; P at least 1"""
+    """[P] token ids, including the generation prompt of the chat template; P at least 1"""
     prompt: str | list[dict[str, Any]]
     """text or messages of the row"""
     columns: dict[str, Any] = field(default_factory=dict)
-    """the row's other columns"""
+    """the row's other columns, name -> value"""
     origin: str = ""
+    """place of its row, ``file:line`` or ``file:row N``"""
 
     @property
     def num_tokens(self) -> int:
@@ -457,10 +476,10 @@ class Prompt:
 
 
 def _as_json(content: Any) -> str | None:
-    """Return plain values as JSON; None if JSON would not give them back unchanged."""
+    """Return a value as JSON text; None if JSON would not restore it unchanged."""
     try:
         text = json.dumps(content, ensure_ascii=False)
-        text.encode()  # no half of a pair of surrogates
+        text.encode()  # raises for a lone surrogate
         return text if json.loads(text) == content else None
     except (TypeError, ValueError, RecursionError):
         return None
@@ -469,14 +488,14 @@ def _as_json(content: Any) -> str | None:
 def common_beginning(
     ids: IntArray, targets: IntArray, other_ids: IntArray, other_targets: IntArray, *, same_target: bool
 ) -> int:
-    """Return how many first tokens two rows can share, if a token predicts at most one token.
+    """Return how many first tokens two rows can share, if each token has at most one target.
 
     Args:
         ids: [T] tokens of a row.
-        targets: [T] token that each predicts, -100 for none.
+        targets: [T] target of each token, -100 for none.
         other_ids: [S] tokens of the other row.
-        other_targets: [S] token that each of them predicts.
-        same_target: True if a shared token may predict the same in both: whoever reads its score counts it twice.
+        other_targets: [S] target of each token of the other row.
+        same_target: Whether a shared token may have the same target in both rows; its score then counts twice.
     """
     size = min(len(ids), len(other_ids))
     mine, others = targets[:size], other_targets[:size]
@@ -488,9 +507,13 @@ def common_beginning(
 
 
 def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of each tree and the sum of its rows' squared lengths, both [trees], decoding no tree.
+    """Return each tree's number of positions and the sum of its rows' squared lengths, both [trees].
 
-    With ``share``, common beginnings of completions stand once, and their attention is computed once.
+    The trees are not decoded.
+
+    Args:
+        trees: Trees to measure.
+        share: Whether completions share their common beginning, which is then computed once.
     """
     completions, prompts = trees.cells("completions"), _list_lengths(trees.cells("prompt"))
     counts = _list_lengths(completions)
@@ -499,12 +522,12 @@ def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.i
     again = (counts - 1) * share
     apart = np.add.reduceat(rows, starts)
     tokens = np.asarray(trees.cells("tokens").to_numpy(), np.int64) if share else apart
-    common = (apart - tokens) // np.maximum(again, 1)  # the trunk, and what completions share behind it
+    common = (apart - tokens) // np.maximum(again, 1)  # the trunk, and the tokens after it that completions share
     squares = np.add.reduceat(rows**2, starts) - again * common**2
     return tokens[trees.numbers()], squares[trees.numbers()]
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the columns of several prompts as lists by name, for reward functions; None if a row lacks a column."""
+    """Return column -> list of values of several prompts, for reward functions; None where a row lacks a column."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

@@ -1,16 +1,16 @@
-"""Prepared rows on disk, under a hash of everything they are made of: a second start renders nothing.
+"""Cache prepared rows on disk, under a hash of everything that determines them, so that a second start renders nothing.
 
-An entry is a folder that is written under another name and renamed when it is complete. So two processes may prepare
-the same rows at once, and a killed one leaves no half entry.
+An entry is a folder. It is written under a temporary name and renamed when it is complete. So two processes may prepare
+the same rows at the same time, and a killed process leaves no incomplete entry.
 
     ROOT/files.json         hashes of files, see :class:`FileHashes`
     ROOT/<key>.txt          a tokenizer that was trained on the rows
     ROOT/<key>/rows.arrow   the records
     ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.length_fit`
-    ROOT/<key>/entry.json   the messages for the user, the number of records, sizes and checksums of the other files
+    ROOT/<key>/entry.json   messages for the user, number of records, sizes and checksums of the other files
 
-Each file is checked when it is read, and made again if it is damaged (:mod:`streamtune.base.result_cache`). Nothing is
-kept of files that changed while they were read.
+Each file is verified when it is read, and made again if it is damaged (:mod:`streamtune.base.result_cache`). Rows of
+files that changed while they were read are not cached.
 """
 
 from __future__ import annotations
@@ -53,26 +53,31 @@ FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
 _ENTRY = "entry.json"
 _UNFINISHED = ".unfinished-"
 MOST_NAMED = 3
-"""Most files that a message names."""
+"""Maximum number of files that a message names."""
 STALE = 7 * 24 * 3600.0
-"""Seconds after which an unfinished folder is deleted: the process that wrote it is gone."""
+"""Age in seconds at which an unfinished folder is deleted, because the process that wrote it has certainly ended."""
 
 
 @dataclass(frozen=True)
 class RowCache:
-    """A folder of prepared rows."""
+    """A cache folder of prepared rows."""
 
     root: Path
+    """folder of the cache"""
 
     def size(self) -> int:
+        """Return the total size of the cache in bytes."""
         total = 0
         for file in self.root.rglob("*"):
-            with suppress(OSError):  # another process may delete it meanwhile
+            with suppress(OSError):  # another process may have deleted the file
                 total += file.stat().st_size if file.is_file() else 0
         return total
 
     def clear(self) -> tuple[int, int]:
-        """Delete all entries; return their number and their bytes. Processes that read them are not disturbed."""
+        """Delete all entries; return how many there were and their size in bytes.
+
+        Processes that read the entries are not affected.
+        """
         size, entries = self.size(), 0
         for path in self.root.glob("*"):
             entries += path.is_dir() and not path.is_symlink() and not path.name.startswith(_UNFINISHED)
@@ -82,11 +87,13 @@ class RowCache:
     def text_of(
         self, sources: Sequence[Source], settings: Mapping[str, Any], make: Callable[[], str], notify: Notify
     ) -> tuple[str, bool]:
-        """Return a text that is made of all rows, and True if it was kept from an earlier start.
+        """Return a text that is computed from all rows, and True if it was cached by an earlier start.
 
         Args:
-            settings: All else that decides the text.
-            make: Makes the text; called again another time if it cannot be kept.
+            sources: Sources of the rows.
+            settings: All other values that determine the text.
+            make: Function that computes the text.
+            notify: Function that shows the user a message.
         """
         contents = SourceContents.of(sources, self.root, notify)
         if contents is None:
@@ -102,27 +109,34 @@ class RowCache:
         return text, False
 
     def key(self, made_of: MadeOf, notify: Notify) -> tuple[str, SourceContents] | None:
-        """Return the name of an entry, and the contents of its sources; None if they cannot be known."""
+        """Return the name of an entry and the contents of its sources; None if the contents are unknown.
+
+        Args:
+            made_of: Everything that determines the rows.
+            notify: Function that shows the user a message.
+        """
         facts = _tokenizer_facts(made_of.tokenizer)
         contents = SourceContents.of(made_of.sources, self.root, notify) if facts is not None else None
         if contents is None:
             return None
         versions = [__version__, _own_code(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
-        # As Python writes it: JSON takes 1 and "1" for the same name, and has no dates.
+        # repr, not JSON: as keys, JSON writes 1 and "1" alike, and it has no dates.
         everything = [made_of.record.__name__, contents.name, facts, repr(made_of.settings), versions]
         return _name(everything), contents
 
 
 @dataclass(frozen=True)
 class MadeOf:
-    """All that decides prepared rows."""
+    """Everything that determines prepared rows."""
 
     record: type[Record]
+    """class of the records"""
     sources: Sequence[Source]
+    """sources of the rows, in order"""
     tokenizer: PreTrainedTokenizerBase
     """tokenizer with its chat template"""
     settings: Mapping[str, Any]
-    """all else, as plain values: what ``repr`` tells apart"""
+    """all other options, as values that ``repr`` distinguishes"""
 
 
 def fit_rows(
@@ -132,16 +146,20 @@ def fit_rows(
     cache: RowCache | None,
     notify: Notify,
 ) -> tuple[FitT, MappedTable]:
-    """Load rows that were prepared before from the same contents, or prepare and keep them.
+    """Load prepared rows from the cache, or prepare and cache them.
 
     Args:
-        make: Makes an empty fit, given the writer of its records.
-        fill: Reads, renders and fits every row; its second argument takes messages for the user.
-        cache: Cache of prepared rows; None keeps nothing.
-        notify: Called with messages for the user; loaded rows repeat the messages of their preparation.
+        made_of: Everything that determines the rows.
+        make: Function that makes an empty fit from the writer of its records.
+        fill: Function that reads, renders and fits every row; its second argument shows the user a message.
+        cache: Cache of prepared rows; None disables it.
+        notify: Function that shows the user a message. Cached rows show the messages of their preparation again.
 
     Returns:
-        The fit, and the table of the records.
+        The fit, and the table of its records.
+
+    Raises:
+        StorageError: The prepared rows cannot be written.
     """
     notes: list[str] = []
 
@@ -163,7 +181,7 @@ def fit_rows(
     if (found := _read(entry, make(TableWriter(None, made_of.record.schema)), made_of.sources, notify)) is not None:
         return found
     if (unfinished := _new_folder(cache.root)) is None:
-        notify(f"prepared rows are not kept: {cache.root} cannot be written to")
+        notify(f"prepared rows are not cached: {cache.root} is not writable")
         return prepare(None)
     try:
         fit, mapped = prepare(unfinished / ROWS)
@@ -175,11 +193,12 @@ def fit_rows(
 
 
 def _holds_pickles(table: pa.Table) -> bool:
+    """Return True if a table has pickled values: they are never loaded from a cache."""
     return "pickled" in table.schema.names and table["pickled"].null_count < table.num_rows
 
 
 def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
-    """Return what an entry holds; None without it, or if it is damaged: then it is deleted with a message."""
+    """Return the fit and the table of an entry; None if it does not exist or is damaged. A damaged entry is deleted."""
     try:
         inode = entry.lstat().st_ino
     except OSError:
@@ -193,18 +212,18 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
                 if name == ROWS:
                     table = MappedTable(file, entry / name, checksum)
         if table.table.schema != fit.record.schema or table.table.num_rows != facts["records"]:
-            raise ValueError("the table is another one")
+            raise ValueError("the table has other columns or another number of records")
         if _holds_pickles(table.table):
-            raise ValueError("the table holds what was pickled")
+            raise ValueError("the table has pickled values")
         load_fit(fit, entry, sources)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, StorageError, *_UNREADABLE) as error:
         if _delete(entry, inode):
-            notify(f"the prepared rows in {entry} are damaged and are prepared again ({error})")
+            notify(f"the cached rows in {entry} are damaged ({error}); they are prepared again")
         return None
     for message in facts["notes"]:
         notify(message)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["time"]))
-    notify(f"rows prepared on {made} are used again ({show_size(sum(size for size, _ in facts['files'].values()))})")
+    notify(f"using cached rows of {made} ({show_size(sum(size for size, _ in facts['files'].values()))})")
     with suppress(OSError):
         os.utime(entry)
     return fit, table
@@ -215,7 +234,7 @@ def _entry_file(folder: Path, key: str) -> CacheFile:
 
 
 def _delete(entry: Path, inode: int) -> bool:
-    """Delete a damaged entry; return False if it is gone, or another process has prepared the rows again."""
+    """Delete a damaged entry; return False if it no longer exists, or another process has already replaced it."""
     with suppress(OSError), locked(entry.parent / "rows"):
         if entry.lstat().st_ino != inode:
             return False
@@ -237,11 +256,11 @@ _UNREADABLE = (EOFError, zipfile.BadZipFile, pa.ArrowException)
 
 
 def _new_folder(root: Path) -> Path | None:
-    """Return a new folder for an entry that is being written; None if nothing can be written."""
+    """Create and return a temporary folder for a new entry; None if the cache is not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(f"{_UNFINISHED}*"):
-            with suppress(OSError):  # another start removed it, or it is another user's: it is in nobody's way
+            with suppress(OSError):  # already deleted, or owned by another user
                 if time.time() - old.lstat().st_mtime > STALE:
                     _remove(old)
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=root)
@@ -254,7 +273,7 @@ def _new_folder(root: Path) -> Path | None:
 def _keep(
     fit: LengthFit[Any, Any], notes: Sequence[str], mapped: MappedTable, unfinished: Path, entry: Path, notify: Notify
 ) -> None:
-    """Finish an entry. If that fails, as on a full disk, the rows are prepared again another time."""
+    """Complete an entry. A write error (such as a full disk) is ignored: the next start prepares the rows again."""
     with suppress(OSError):
         save_fit(fit, unfinished)
         checksums = {ROWS: mapped.checksum}
@@ -264,32 +283,35 @@ def _keep(
         for file in unfinished.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        unfinished.rename(entry)  # fails if another process was first: its entry holds the same
+        unfinished.rename(entry)  # fails if another process was faster: its entry has the same content
         mapped.renamed(entry / ROWS)
         size = show_size(sum(size for size, _ in files.values()))
-        notify(f"prepared rows are kept for the next start: {size} in {entry.parent}")
+        notify(f"prepared rows cached for the next start: {size} in {entry.parent}")
 
 
 def _describe(path: Path, checksum: str | None) -> tuple[int, str]:
-    """Return the size and the checksum of a file; a known checksum is of what was to be written."""
+    """Return the size and the checksum of a file; a given checksum, computed while writing, is not computed again."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, checksum or checksum_of(file)
 
 
 @dataclass(frozen=True)
 class SourceContents:
-    """Contents of some sources, as they were when their files were hashed."""
+    """The contents of some sources at the time when their files were hashed."""
 
     name: str
-    """hash of all that decides their rows"""
+    """hash of everything that determines the rows"""
     _sources: Sequence[Source]
     _hashes: FileHashes
 
     @classmethod
     def of(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
-        """Hash the sources; return None if what decides their rows cannot be known.
+        """Hash the sources; return None if their contents are unknown.
 
-        ``root`` has the remembered hashes of files; ``notify`` is called if they are damaged.
+        Args:
+            sources: Sources to hash.
+            root: Folder with the cached hashes of files.
+            notify: Function that tells the user if these hashes are damaged.
         """
         hashes = FileHashes(root / "files.json", notify)
         name = cls._hash(sources, hashes)
@@ -297,15 +319,15 @@ class SourceContents:
         return None if name is None else cls(name, sources, hashes)
 
     def moved(self, notify: Notify) -> bool:
-        """Return True and notify the user if a file changed since, also if it was changed back.
+        """Return True and notify the user if a file changed since it was hashed, even if it was changed back.
 
-        Its rows may have been read in between, and then differ from the rows of :attr:`name`.
+        Its rows may have been read in between, so they may differ from the rows that :attr:`name` identifies.
         """
         touched = self._hashes.touched()
         if not touched and self._hash(self._sources, self._hashes) == self.name:
             return False
         which = ", ".join(map(str, touched[:MOST_NAMED])) or "a source of rows"
-        notify(f"{which} changed while it was read: what was made of its rows is used now, and not kept for later")
+        notify(f"{which} changed while it was read: its rows are used for this run, but not cached")
         return True
 
     @staticmethod
@@ -317,10 +339,16 @@ class SourceContents:
 def fingerprint_stream(
     sources: Sequence[Source], root: Path, *, keep: bool, notify: Notify
 ) -> tuple[str, list[str], StreamedFiles]:
-    """Return a hash of the known contents of streamed sources, the paths of unknown ones, and a watch on their files.
+    """Hash the contents of streamed sources.
 
     Args:
-        root: Folder of the remembered hashes of files.
+        sources: Sources to hash.
+        root: Folder with the cached hashes of files.
+        keep: Whether to write new hashes to this folder.
+        notify: Function that shows the user a message.
+
+    Returns:
+        The hash, the paths of sources whose contents are unknown, and an object that checks files for changes.
     """
     hashes = FileHashes(root / "files.json", notify)
     contents = [fingerprint_rows(source, hashes) for source in sources]
@@ -332,11 +360,11 @@ def fingerprint_stream(
 
 
 _PLACES = ("name_or_path", "is_local", "local_files_only", "model_max_length", "_commit_hash")
-"""Options of a tokenizer that say where it was loaded from, or that no row is cut by: a checkpoint's has others."""
+"""Tokenizer options that do not affect prepared rows; they differ after the tokenizer was saved in a checkpoint."""
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
-    """Return all that decides the tokens of a text and the text of a chat; None for a tokenizer with its own code."""
+    """Return everything that determines how a tokenizer tokenises and renders; None for a tokenizer with own code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not type(tokenizer).__module__.startswith("transformers."):
         return None
@@ -358,7 +386,7 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
 
 @cache
 def _own_code() -> str:
-    """Return a hash of the code that prepares rows, so that no version of it takes rows of another version."""
+    """Return a hash of the code that prepares rows, so that a changed version does not use rows of another version."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -373,4 +401,4 @@ def _name(facts: Any) -> str:
 def _no_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} is not a plain value")

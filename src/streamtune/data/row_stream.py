@@ -1,9 +1,9 @@
-"""Rows that are read, rendered and fitted as they are asked for, pass after pass; none is kept.
+"""Stream rows: read, render and fit them on demand, pass after pass, without storing them.
 
-    sources -> in turn, or by weight -> buffer, drawn from -> render -> fit -> examples
+    sources -> in turn, or by weight -> shuffle buffer -> render -> fit -> examples
 
-The order of a pass is a function of the sources, the seed and its number. So a place in it is a number of rows: to
-resume, the rows before it are read and drawn again, but not rendered.
+The order of a pass depends only on the sources, the seed and the number of the pass. So a position is a number of rows.
+To resume, the rows before the position are read and drawn again, but not rendered.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BUFFER_CHARACTERS = 1 << 27
-"""Characters of a buffer beyond which no row is added, so that a few long rows do not fill the memory."""
+"""Number of characters at which the shuffle buffer is full, so that long rows do not exhaust memory."""
 MOST_TOLD = 10
-"""Most bad rows of a pass that the user is notified of one by one."""
+"""Maximum number of bad rows per pass that are shown to the user one by one."""
 
 Items = Iterator[Item[Content]]
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The place behind an example that was handed out."""
+    """The position of a stream after an example."""
 
     epoch: int = 0
     """number of the pass, from 0"""
     rows: int = 0
-    """finished rows of the pass, in the order they are drawn"""
+    """number of finished rows of the pass, in the order in which they are drawn"""
     pieces: int = 0
-    """examples of the next row that were handed out"""
+    """number of examples of the next row that were already yielded"""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """counts of the finished rows"""
+    """counts of the finished rows, by name"""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class RowStream:
-    """Examples of the rows of some sources, pass after pass, without end.
+    """An endless stream of training examples, pass after pass over the rows of some sources.
 
     Args:
         sources: Sources of the rows, read one after the other, or drawn by their weights.
-        tokenizer: Tokenizer with the chat template; the caller of ``examples`` uses it.
-        notify: Called with each message for the user; it may be replaced.
+        tokenizer: Tokenizer with the chat template; rendering uses it in the thread that iterates over ``examples``.
+        options: Options for preparing rows.
+        notify: Function that shows the user a message; it may be replaced.
 
     Attributes:
-        left_out: Called with the error of each bad row that is left out.
-        files: Compares files with the files that the run began with; None compares nothing.
+        left_out: Function that is called with the error of each skipped bad row.
+        files: Checks that files have not changed since the run began; None checks nothing.
     """
 
     def __init__(
@@ -87,20 +88,22 @@ class RowStream:
         self._noted: set[str] = set()
 
     def check(self) -> None:
-        """Read the first row of each source, to find a wrong name before a model is loaded.
+        """Read the first row of each source, to find wrong paths before a model is loaded.
 
         Raises:
-            DataError: There is no such file or dataset, or no readable row in it.
+            DataError: A file or dataset does not exist, or has no valid row.
         """
         log = RenderLog(self.options.chat, self._note)
         for number, source in enumerate(self.sources):
             bad = self._new_bad()
             if next(self._read(number, Reading(self.sources, self._new_fit()[0], log, bad)), None) is None:
                 bad.nothing_left()
-                raise DataError(f"'{source.path}' has no row", where=source.place)
+                raise DataError(
+                    f"'{source.path}' has no rows", where=source.place, fix="add rows, or remove the dataset"
+                )
 
     def check_files(self) -> None:
-        """Check that the files being read are those that the run began with.
+        """Check that the files being read have not changed since the run began.
 
         Raises:
             DataError: A file was changed, replaced or removed.
@@ -109,13 +112,15 @@ class RowStream:
             self.files.check()
 
     def examples(self, start: StreamPosition) -> Generator[tuple[Example | None, StreamPosition]]:
-        """Yield examples, each with the position behind it, and None at the end of a pass. Close it to end processes.
+        """Yield examples, each with the position after it, and None at the end of each pass.
+
+        Close the generator to end its processes.
 
         Args:
-            start: Position to begin at; rows before it are read.
+            start: Position to begin at; the rows before it are read, but not rendered.
 
         Raises:
-            DataError: A row is bad, too many are, a file changed, or nothing is left of a pass.
+            DataError: A row is bad, too many rows are bad, a file changed, or no row of a pass is left.
         """
         options, position = self.options, start
         make = partial(RowRenderer, self.tokenizer, train_on=options.train_on, chat=options.chat, policy=self.policy)
@@ -160,14 +165,14 @@ class RowStream:
             raise DataError(
                 f"no row of a pass is left to train on: all {rows:,} were dropped",
                 where=self.sources[0].place,
-                fix="see overlength and on_empty",
+                fix="check max_length, overlength and on_empty",
             )
         log.finish()
-        counts.update(rows=bad.count - counts["bad"], bad=bad.count - counts["bad"])  # those that could not be read
-        self.notify(f"pass {start.epoch + 1} of the data is over: {describe_counts(counts)}")
+        counts.update(rows=bad.count - counts["bad"], bad=bad.count - counts["bad"])  # rows that could not be read
+        self.notify(f"pass {start.epoch + 1} over the data finished: {describe_counts(counts)}")
 
     def _fit(self, rendered: Any, origin: str) -> tuple[list[Example], Counter[str]]:
-        """Return the examples made of a row, and its counts; None is a row with an empty answer."""
+        """Return the examples of a rendered row, and its counts; ``rendered`` is None for an empty answer."""
         fit, writer = self._new_fit()
         if rendered is None:
             fit.skip_empty()
@@ -175,8 +180,8 @@ class RowStream:
             fit.add(rendered, origin)
             if fit.counts["too_long"]:
                 self._note(
-                    f"rows are over max_length, and what becomes of them is counted at the end of a pass; the first, "
-                    f"{origin}: {fit.about_longest} tokens",
+                    f"some rows exceed max_length (the first: {origin}, {fit.about_longest} tokens); the end of a pass "
+                    "reports how many were dropped, truncated or split",
                     "too_long",
                 )
         fit.counts["rows"] = 1
@@ -186,7 +191,7 @@ class RowStream:
         return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
 
     def _new_fit(self) -> tuple[RowFit, _Handed]:
-        """Return a fit of one row, without the counts of the others: a stream has no end."""
+        """Return an empty fit for one row: counts of all rows of an endless stream would grow without bound."""
         writer = _Handed()
         return RowFit(writer, self.policy), writer
 
@@ -194,12 +199,12 @@ class RowStream:
         for error in bad.errors[told:]:
             self.left_out(error)
             if told < MOST_TOLD:
-                self._note(f"a bad row is left out, {error.where}: {error.what}")
+                self._note(f"bad row skipped at {error.where}: {error.what}")
             told += 1
         return told
 
     def _note(self, message: str, key: str = "") -> None:
-        """Notify the user, once of each message: a pass finds what the pass before it found."""
+        """Show the user a message, unless an earlier pass showed it already."""
         if (key or message) not in self._noted:
             self._noted.add(key or message)
             self.notify(message)
@@ -217,7 +222,7 @@ class RowStream:
         for item in read_contents(self.tokenizer, reading, replace(self.sources[number], watch=self.files)):
             item.source = number
             yield item
-            del item  # of a long row the memory counts
+            del item  # frees the memory of a long row
 
     def _in_turn(self, reading: Reading) -> Items:
         for number, source in enumerate(self.sources):
@@ -225,7 +230,13 @@ class RowStream:
                 yield from self._read(number, reading)
 
     def _by_weight(self, epoch: int, reading: Reading) -> Items:
-        """Draw the source of each row. Sources that end begin again, until all have ended: then the pass ends."""
+        """Yield rows, each of a source drawn by its weight.
+
+        An exhausted source starts again. The pass ends when every source was exhausted once.
+
+        Raises:
+            DataError: A source has no valid row.
+        """
         chosen = [number for number, source in enumerate(self.sources) if source.weight]
         odds = np.cumsum([self.sources[number].weight for number in chosen])
         random = seeded_random(self.options.seed, epoch, 1)
@@ -241,30 +252,34 @@ class RowStream:
                 item = next(reads[draw], None)
             if item is None:
                 source = self.sources[chosen[draw]]
-                raise DataError(f"no row of '{source.path}' can be read", where=source.place, fix="fix its rows")
+                raise DataError(
+                    f"'{source.path}' has no valid row: every row was skipped",
+                    where=source.place,
+                    fix="correct its rows, or remove the dataset",
+                )
             yield item
             del item
 
 
 class _Handed(TableWriter):
-    """Keeps the examples of a row in memory."""
+    """Collects the examples of a row in memory instead of writing them."""
 
     def __init__(self) -> None:
         super().__init__(None, Example.schema)
         self.records: list[Example] = []
 
     def append(self, record: Record) -> None:
-        assert isinstance(record, Example), "rows of next tokens"
+        assert isinstance(record, Example), "a stream yields examples"
         self.records.append(record)
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Return the counts of a pass in a line, without counts of zero."""
+    """Return the counts of a pass in one line, without counts of zero."""
     named = {
         "dropped": counts.get("dropped", 0),
         "truncated": counts.get("truncated", 0),
         "split": counts.get("split", 0),
-        "left out as bad": counts.get("bad", 0),
+        "skipped as bad": counts.get("bad", 0),
     }
     parts = [f"{counts.get('rows', 0):,} rows", *(f"{count:,} {how}" for how, count in named.items() if count)]
     parts.append(f"{counts.get('tokens', 0):,} tokens, {counts.get('supervised_tokens', 0):,} of them trained")
@@ -275,7 +290,7 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 
 def _drawn(items: Items, size: int, random: np.random.RandomState) -> Items:
-    """Fill a buffer of ``size`` rows, and draw the next row from it, until all are drawn."""
+    """Yield the items, each drawn at random from a buffer of the next ``size`` rows."""
     buffer: list[Item[Content]] = []
     characters = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Row types: the meaning of a row's columns, and one normal form for each kind of training text.
+"""Row types: what the columns of a row mean, and one normal form for each kind of training text.
 
     messages            messages: [{role, content, ...}], tools (optional)         -> Conversation
     sharegpt            conversations: [{from, value}], system, tools (optional)   -> Conversation
@@ -6,17 +6,18 @@
     prompt_completion   prompt, completion: two strings, or two lists of messages  -> Completion or Conversation
     text                text                                                       -> Document
 
-A row of any type may have ``loss_weight``, a factor of its loss. A conversation may also have ``system``, the text of a
-system message for messages without one, and ``chat_template_kwargs``, variables of the chat template.
+A row of any type may have ``loss_weight``, a factor for its loss. A conversation may also have ``system`` and
+``chat_template_kwargs``. ``system`` is the text of a system message, used if the messages have none.
+``chat_template_kwargs`` holds variables of the chat template.
 
-The normal form of prompts whose completions are not written yet is text or a list of messages:
+Prompts for which the model writes the completions (grpo) are text or a list of messages:
 
-    prompts             prompt: a string or a list of messages                     the prompt as it stands
-    messages            messages: [{role, content, ...}]                           without its last answer
+    prompts             prompt: a string or a list of messages                     the prompt, unchanged
+    messages            messages: [{role, content, ...}]                           without the last answer
 
-The user's message of an alpaca row is ``instruction``, then :attr:`Row.separator` and ``input`` if that is not empty.
+In an alpaca row the user's message is ``instruction``. A non-empty ``input`` follows it, after :attr:`Row.separator`.
 
-A row that does not fit is a ``DataError`` that names the row, what is missing and what is there.
+A row that does not fit its type raises ``DataError``, which names the row, the missing column and the columns found.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ from streamtune.errors import DataError, did_you_mean
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat, rendered by the tokenizer's chat template."""
+    """A chat; the tokenizer's chat template renders it."""
 
     messages: list[dict[str, Any]]
-    """``role``, ``content`` and other fields that the template reads (``tool_calls``, ``reasoning_content``, ...)"""
+    """messages with ``role``, ``content`` and any other field that the template reads, such as ``tool_calls``"""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools on offer"""
+    """JSON schemas of the tools that the model may call"""
     first_answer: int = 0
-    """messages before this index are context, not trained"""
+    """index of the first message that may be trained; earlier messages are context"""
     variables: dict[str, Any] | None = None
     """variables of the chat template, such as ``enable_thinking``"""
     other_system: bool = False
-    """True if the row also has a column ``system`` with another text, which is not read"""
+    """True if the column ``system`` was ignored because the messages have a different system message"""
     wrapped_tools: bool = False
-    """True if a tool of the row was a function's schema alone"""
+    """True if a tool of the row was a bare function schema, without ``{"type": "function", ...}`` around it"""
 
 
 @dataclass(frozen=True)
@@ -84,40 +85,51 @@ REQUIRED_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("instruction",), ("output",)),
     "text": (("text",),),
 }
-"""Columns of each type, each with its possible names, in the order in which types are tried."""
+"""Row type -> its required columns, each with its possible names. Types are tried in this order."""
 
 ROW_TYPES = tuple(REQUIRED_COLUMNS)
 """Values of a recipe's ``type``, besides ``auto``."""
 
 PROMPT_TYPES = ("prompts", "messages")
-"""Values of ``type`` for prompts whose completions are not written yet."""
+"""Values of ``type`` for prompts whose completions the model writes (grpo)."""
 
 
 WEIGHT = "loss_weight"
+"""Column with the factor of a row's loss."""
 
 
 def size_of(content: Content) -> int:
-    """Return the number of characters of a row, or of its messages' strings."""
+    """Return the number of characters of a row's text, or of all strings in its messages."""
     if isinstance(content, Conversation):
         return sum(len(value) for message in content.messages for value in message.values() if isinstance(value, str))
     return len(content.text) if isinstance(content, Document) else len(content.prompt) + len(content.completion)
 
 
 def detect_type(row: Row) -> str:
+    """Return the type of a training row, recognised by its columns.
+
+    Raises:
+        DataError: The columns match no type.
+    """
     found = looks_like(row.columns)
     if found is None:
         raise DataError(
-            f"cannot tell what the rows are from the columns {column_names(row.columns)}",
+            f"cannot recognise the row type from the columns {column_names(row.columns)}",
             where=row.origin,
             fix="rows with 'chosen' and 'rejected' are preference data: train on them with streamtune dpo"
             if {"chosen", "rejected"} <= row.columns.keys()
             else "rows need 'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', or "
-            "'text'; rename the columns, or say which is which in the recipe: columns: {prompt: question}",
+            "'text'; rename the columns, or map them in the recipe: columns: {prompt: question}",
         )
     return found
 
 
 def normalise(row: Row, row_type: str) -> Content:
+    """Return the normal form of a training row.
+
+    Raises:
+        DataError: A required column is missing or malformed.
+    """
     for names in REQUIRED_COLUMNS[row_type]:
         if not any(name in row.columns for name in names):
             raise _missing_column(row, row_type, names[0])
@@ -125,7 +137,7 @@ def normalise(row: Row, row_type: str) -> Content:
 
 
 def looks_like(columns: Mapping[str, Any]) -> str | None:
-    """Return the first type whose columns are all present; None if there is none."""
+    """Return the first row type whose columns are all present; None if no type fits."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
@@ -143,20 +155,24 @@ def _missing_column(row: Row, row_type: str, column: str) -> DataError:
     else:
         fix = did_you_mean(column, row.columns) or f"add the column '{column}' or set the dataset's 'type'"
     return DataError(
-        f"a '{row_type}' row needs the column '{column}', this one has {column_names(row.columns)}",
+        f"a '{row_type}' row needs the column '{column}', found {column_names(row.columns)}",
         where=row.origin,
         fix=fix,
     )
 
 
 def _conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
-    """Return the conversation of checked messages; raise if it has no assistant message to train on."""
+    """Check the messages and return them as a conversation.
+
+    Raises:
+        DataError: A message is malformed, or there is no assistant message to train on.
+    """
     checked = [check_message(item, f"{column}[{index}]", row.origin) for index, item in enumerate(messages)]
     if not any(message["role"] == "assistant" for message in checked[first_answer:]):
         raise DataError(
             "the conversation has no assistant message, so there is nothing to train on",
             where=row.origin,
-            fix="add one or remove the row",
+            fix="add an assistant message, or remove the row",
         )
     with_it, other = with_system(checked, row.columns, row.origin)
     tools, wrapped = tools_and_form(row.columns.get("tools"), row.origin)
@@ -171,13 +187,13 @@ def _conversation(row: Row, messages: Sequence[Any], *, column: str, first_answe
 
 
 def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
-    """Return the first of ``names`` that the row has, and the non-empty list in that column."""
+    """Return the first column of ``names`` that the row has, and the non-empty list in it."""
     column = next(name for name in names if name in row.columns)
     value = parsed_cell(row.columns[column])
     if not isinstance(value, list):
-        raise DataError(f"'{column}' must be a list of messages, it is {kind_of(value)}", where=row.origin)
+        raise DataError(f"'{column}' must be a list of messages, found {kind_of(value)}", where=row.origin)
     if not value:
-        raise DataError(f"'{column}' is empty", where=row.origin, fix="remove the row")
+        raise DataError(f"'{column}' is an empty list", where=row.origin, fix="remove the row")
     return column, value
 
 
@@ -219,7 +235,7 @@ def _prompt_completion(row: Row) -> Content:
 def _text(row: Row) -> Content:
     text = text_field(row.columns, "text", row.origin)
     if not text:
-        raise DataError("'text' is empty", where=row.origin, fix="remove the row")
+        raise DataError("'text' is an empty string", where=row.origin, fix="remove the row")
     return Document(text)
 
 
@@ -232,7 +248,7 @@ _NORMALISERS: dict[str, Callable[[Row], Content]] = {
 }
 
 
-_OF_TYPE: dict[str, tuple[str, ...]] = {
+_COLUMNS_OF_TYPE: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations"),
     "sharegpt": ("conversations", "conversation"),
     "prompt_completion": ("prompt", "completion"),
@@ -242,22 +258,26 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 def columns_read(row_type: str, content: Content) -> tuple[str, ...]:
-    """Return the columns that are read for this row type, optional ones too."""
-    of_chats = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
-    return (*_OF_TYPE[row_type], WEIGHT, *of_chats)
+    """Return the names of the columns that are read for this row type, including optional columns."""
+    chat_columns = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
+    return (*_COLUMNS_OF_TYPE[row_type], WEIGHT, *chat_columns)
 
 
 def weight_of(row: Row) -> float:
-    """Return the factor of a row's loss: its column ``loss_weight``, 1 without it."""
+    """Return the factor of a row's loss from its column ``loss_weight``; 1 if the row has none.
+
+    Raises:
+        DataError: The value is not a finite number above 0.
+    """
     value = row.columns.get(WEIGHT)
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
         raise DataError(
-            f"'{WEIGHT}' must be a number above 0, it is {shown}",
+            f"'{WEIGHT}' must be a number above 0, found {shown}",
             where=row.origin,
-            fix="remove a row that is not to be trained on" if value == 0 else "write a number such as 0.5",
+            fix="to exclude a row from training, remove it" if value == 0 else "write a number such as 0.5",
         )
     return float(value)
 
@@ -268,34 +288,47 @@ _COLUMN = {"prompts": "prompt", "messages": "messages"}
 
 
 def detect_prompt_type(row: Row) -> str:
+    """Return the type of a prompt row, recognised by its columns.
+
+    Raises:
+        DataError: The row has neither ``prompt`` nor ``messages``.
+    """
     for row_type, column in _COLUMN.items():
         if column in row.columns:
             return row_type
     raise DataError(
-        f"there is no prompt in the columns {column_names(row.columns)}",
+        f"a row needs the column 'prompt' or 'messages', found {column_names(row.columns)}",
         where=row.origin,
-        fix="a row needs 'prompt' or 'messages'; rename the column",
+        fix="rename the column that holds the prompt",
     )
 
 
 def prompt_of(row: Row, row_type: str) -> TextOrMessages:
+    """Return the prompt of a row for which the model writes the completions: text, or messages with the system message.
+
+    Raises:
+        DataError: The prompt is missing, malformed, or ends with an assistant message.
+    """
     column = _COLUMN[row_type]
     if row.columns.get(column) is None:
+        found = "null" if column in row.columns else column_names(row.columns)
         raise DataError(
-            f"the prompt is missing: a '{row_type}' row needs the column '{column}', this one has "
-            f"{column_names(row.columns)}",
+            f"a '{row_type}' row needs a prompt in the column '{column}', found {found}",
             where=row.origin,
+            fix=f"add the prompt as the column '{column}', or remove the row",
         )
     prompt = text_or_messages(row.columns, column, row.origin)
     if isinstance(prompt, str):
         if row_type == "messages":
-            raise DataError("'messages' must be a list of messages, it is a string", where=row.origin)
+            raise DataError("'messages' must be a list of messages, found a string", where=row.origin)
         return prompt
     check_order(prompt, column, row.origin)
     prompt, _ = with_system(prompt, row.columns, row.origin)
     if row_type == "messages" and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt or prompt[-1]["role"] == "assistant":
-        fix = "type: messages takes the last answer off" if row_type == "prompts" else "remove the row"
-        raise DataError(f"'{column}' asks nothing: it ends with what the assistant says", where=row.origin, fix=fix)
+        fix = "set type: messages, which removes the last answer" if row_type == "prompts" else "remove the row"
+        raise DataError(
+            f"'{column}' ends with an assistant message, so there is nothing to answer", where=row.origin, fix=fix
+        )
     return prompt

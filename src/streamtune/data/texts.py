@@ -1,4 +1,4 @@
-"""Texts of all rows, for training a tokenizer; and what stands around the question of the first conversation."""
+"""The texts of all rows, for training a tokenizer; and the system message and tools of the first conversation."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ def iter_texts(
     notify: Callable[[str], None] = lambda message: None,
     calls: bool = False,
 ) -> Iterator[str]:
-    """Yield the texts of all rows: contents of messages, prompts, completions, documents; without a chat template.
+    """Yield the texts of all rows without a chat template: message contents, prompts, completions, documents.
 
-    With ``calls`` also the tools of conversations, tool calls and reasoning, as JSON: close to what a template writes.
+    Args:
+        sources: Sources to read, in order.
+        on_bad_row: ``error`` raises for bad rows, ``skip`` skips them.
+        max_bad_rows: Maximum number of rows that ``skip`` may leave out.
+        notify: Function that shows the user a message.
+        calls: Whether to yield tools, tool calls and reasoning too, as JSON, much as a chat template writes them.
 
     Raises:
         DataError: A file is missing, or a row is malformed.
@@ -59,10 +64,10 @@ def iter_texts(
 
 
 def holds_messages(sources: Sequence[Source]) -> bool:
-    """Return True if the first row of the first source is a conversation, or answers one.
+    """Return True if the first valid row of the first source holds chat messages, in a conversation or a prompt.
 
     Raises:
-        DataError: A file is missing, or the row is malformed.
+        DataError: A file is missing.
     """
     for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
         with suppress(DataError):  # the next row may be sound
@@ -72,15 +77,22 @@ def holds_messages(sources: Sequence[Source]) -> bool:
 
 @dataclass(frozen=True)
 class ChatFrame:
-    """Parts of a conversation around the user's question."""
+    """The parts of a conversation that a chat template needs besides the user's question."""
 
     system: tuple[dict[str, Any], ...] = ()
+    """the system message; empty without one"""
     tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools"""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    """variables of the chat template"""
 
 
 def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
-    """Return what stands around the question in the first conversation of the first source.
+    """Return the system message, tools and template variables of the first conversation of the first source.
+
+    Args:
+        sources: Sources of the recipe; only the first is read.
+        chat: Options that give the default system message and the default template variables.
 
     Raises:
         DataError: A file is missing.
@@ -102,7 +114,10 @@ def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
 
 
 def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
-    """Return the prompt of preference data and prompts, or the messages of a conversation; text if there are none."""
+    """Return the prompt of a preference or prompt row, or the messages of a conversation.
+
+    A row of plain text gives an empty string.
+    """
     if row_type in PREFERENCE_TYPES:
         return normalise_preference(row, row_type).prompt
     if row_type == "prompts":
@@ -132,10 +147,10 @@ def _texts(row: Row, row_type: str) -> list[str]:
 
 
 def _calls(row: Row, row_type: str) -> list[str]:
-    """Return reasoning, tool calls and tools of a conversation, as templates write them; of other rows nothing.
+    """Return the reasoning, tool calls and tools of a conversation as texts; an empty list for other rows.
 
     Raises:
-        DataError: A call or a tool holds a value that JSON has not, such as a date.
+        DataError: A call or a tool holds a value that JSON cannot represent, such as a date.
     """
     content = None if row_type in (*PREFERENCE_TYPES, "prompts") else normalise(row, row_type)
     if not isinstance(content, Conversation):
@@ -145,5 +160,9 @@ def _calls(row: Row, row_type: str) -> list[str]:
         calls = [message.get("tool_calls") for message in content.messages]
         texts += [json.dumps(each, ensure_ascii=False) for each in (*calls, content.tools) if each]
     except (TypeError, ValueError) as error:
-        raise DataError(f"a tool or a call is not JSON: {error}", where=row.origin) from error
+        raise DataError(
+            f"a tool or a tool call cannot be written as JSON: {error}",
+            where=row.origin,
+            fix="use only strings, numbers, booleans, null, lists and objects",
+        ) from error
     return [text for text in texts if isinstance(text, str)]

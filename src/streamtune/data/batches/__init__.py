@@ -1,1 +1,1 @@
-"""Batches: which prepared rows a step takes, and the tensors made of them."""
+"""Choose the prepared rows of each step, and collate them to tensors."""

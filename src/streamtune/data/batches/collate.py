@@ -1,15 +1,14 @@
-"""Examples and trees as padded or shared batches of tensors. Labels are shifted here and nowhere else.
+"""Collate examples and trees to padded, packed or shared batches of tensors. Only this module shifts labels.
 
-Rows that begin alike may be laid in one sequence with their common beginnings once: a prefix tree of any depth. The
-turns of a conversation whose template drops earlier reasoning are such rows, and the completions of a prompt. A token
-of the sequence predicts one token at most, so rows branch behind a token that they continue differently.
+Rows with common beginnings can share one sequence, a prefix tree of any depth in which each common token occurs once.
+Such rows are the completions of a prompt, and the turns of a conversation whose template drops earlier reasoning. Rows
+branch where their tokens differ. They also branch at a common token with different targets, because a token has at most
+one target. There are two modes:
 
-    a loss on the sequence     rows also branch where two of them train what a common token predicts: each token of the
-                               sequence counts once
-    scores of each row         (``scored``) a token that predicts the same in several rows is scored once for all of
-                               them; the sum over a row reads that score for each
+    loss on the sequence    Rows also branch at a common token that both train, because it counts once in the loss.
+    scores of each row      (``scored``) A common target is scored once, and the sum of every row uses that score.
 
-:class:`streamtune.engine.Branches` streams such a sequence, with the gradient of each row alone.
+:class:`streamtune.engine.Branches` streams such a sequence, with the same gradient as for separate rows.
 
 Shape suffixes: B sequences, T positions, K targets, N completions.
 """
@@ -34,23 +33,23 @@ Ids = npt.NDArray[np.int32]
 
 
 class Batch(TypedDict):
-    """B sequences padded to T positions; ids, mask and labels int64 on the CPU."""
+    """B sequences padded to T positions. Ids, mask and labels are int64 tensors on the CPU."""
 
     input_ids: Tensor
-    """[B, T]"""
+    """[B, T] token ids"""
     attention_mask: Tensor
     """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
-    """[B, T] token that position t predicts, ``labels[:, t + 1]``; -100 for none"""
+    """[B, T] target of each position, ``labels[:, t + 1]``; -100 for none"""
     weights: NotRequired[Tensor]
-    """[B, T] fp32, factor of each position's loss; left out if all are 1"""
+    """[B, T] fp32, factor of each position's loss; missing if all factors are 1"""
 
 
 class PackedBatch(Batch):
-    """A batch whose sequences hold several rows. The model gets no mask: positions show where a row ends."""
+    """A batch of packed sequences. The model gets no attention mask: position ids show where each row begins."""
 
     position_ids: Tensor
-    """[B, T] from 0 in each row; the padding behind the last row counts as a row"""
+    """[B, T] positions, from 0 in each row; the padding after the last row counts as a row"""
 
 
 def collate(
@@ -60,18 +59,19 @@ def collate(
     padding_side: Literal["right", "left"] = "right",
     pad_to_multiple_of: int = 1,
 ) -> Batch:
-    """Pad examples to one length and shift their labels by one.
+    """Return examples as one batch, padded to the same length, with labels shifted by one.
 
-    ``shift_labels[b, t] = labels[b, t + 1]``, with -100 at the last position and on all padding. Nothing predicts a
-    sequence's first token, not even padding on its left.
+    ``shift_labels[b, t] = labels[b, t + 1]``, with -100 at the last position and on all padding. The first token of a
+    sequence is not predicted, not even by padding on its left.
 
     Args:
-        examples: At least one.
-        pad_token_id: Token of the padding; masked, so any id of the vocabulary does.
-        pad_to_multiple_of: Factor that the length is rounded up to a multiple of.
+        examples: Examples, at least one.
+        pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
+        padding_side: Side of the padding.
+        pad_to_multiple_of: The length is rounded up to a multiple of this number.
     """
-    assert examples, "a batch holds at least one example"
-    assert pad_to_multiple_of >= 1, "the length is rounded up to a positive multiple"
+    assert examples, "a batch has at least one example"
+    assert pad_to_multiple_of >= 1, "pad_to_multiple_of is at least 1"
     longest = max(len(example.input_ids) for example in examples)
     batch = _empty(len(examples), longest, pad_token_id, pad_to_multiple_of)
     length = batch["input_ids"].shape[1]
@@ -83,12 +83,17 @@ def collate(
 def collate_packed(
     packs: Sequence[Sequence[Example]], *, pad_token_id: int, pad_to_multiple_of: int = 1
 ) -> PackedBatch:
-    """Lay the examples of each pack end to end, and pad the packs to one length on the right.
+    """Return packs of examples as one batch: the examples of a pack end to end, padded on the right.
 
-    The last token of an example predicts nothing, least of all the next row's first. Arguments as :func:`collate`.
+    The last token of an example has no target; it does not predict the first token of the next example.
+
+    Args:
+        packs: Examples of each sequence; at least one sequence, each with at least one example.
+        pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
+        pad_to_multiple_of: The length is rounded up to a multiple of this number.
     """
-    assert packs, "a batch holds at least one pack"
-    assert all(packs), "a pack holds at least one example"
+    assert packs, "a batch has at least one pack"
+    assert all(packs), "a pack has at least one example"
     longest = max(sum(len(example.input_ids) for example in pack) for pack in packs)
     batch = _empty(len(packs), longest, pad_token_id, pad_to_multiple_of)
     position_ids = torch.zeros_like(batch["input_ids"])
@@ -113,7 +118,7 @@ def _empty(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) 
 
 
 def _write(batch: Batch, row: int, start: int, example: Example) -> None:
-    """Write an example into a batch, its labels shifted."""
+    """Write an example into a row of a batch from position ``start``, with shifted labels."""
     size = len(example.input_ids)
     batch["input_ids"][row, start : start + size] = torch.as_tensor(np.array(example.input_ids, dtype=np.int64))
     batch["attention_mask"][row, start : start + size] = 1
@@ -129,22 +134,24 @@ def _write(batch: Batch, row: int, start: int, example: Example) -> None:
 
 @dataclass(eq=False)
 class _Node:
-    """A run of tokens that the same rows share."""
+    """A run of consecutive tokens that the same rows share."""
 
     ids: Ids
+    """[n] token ids"""
     targets: Ids
-    """[n] token that each token predicts, -100 for none"""
+    """[n] target of each token, -100 for none"""
     children: list[_Node] = field(default_factory=list)
+    """nodes that continue this one"""
     rows: list[int] = field(default_factory=list)
-    """rows that go through the node, in the order they were added; some may end before it"""
+    """rows that contain the node, in the order in which they were added; some may end inside it"""
 
     def split(self, length: int) -> None:
-        """Keep the first ``length`` tokens, and move the others to a child."""
+        """Keep the first ``length`` tokens, and move the rest to a child node."""
         rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
         self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
 
     def taken_over(self) -> list[_Node]:
-        """Return the children, each with a copy of this node's tokens before its own."""
+        """Return the children, each with a copy of this node's tokens before its own tokens."""
         ended = [row for row in self.rows if not any(row in child.rows for child in self.children)]
         for number, child in enumerate(self.children):
             child.ids, child.targets = np.append(self.ids, child.ids), np.append(self.targets, child.targets)
@@ -153,10 +160,10 @@ class _Node:
 
 
 class PrefixTree:
-    """Rows, with each token of a common beginning once.
+    """A prefix tree of rows: each token of a common beginning occurs once.
 
     Args:
-        scored: Rows may share a token that predicts the same in each of them.
+        scored: Whether rows may share a token that has the same target in all of them.
     """
 
     def __init__(self, *, scored: bool = False) -> None:
@@ -164,17 +171,23 @@ class PrefixTree:
         self._root = _Node(np.empty(0, np.int32), np.empty(0, np.int32))
         self._lengths: list[int] = []
         self.tokens = 0
-        """tokens of the sequence"""
+        """number of tokens of the sequence"""
 
     def room_for(self, example: Example) -> int:
-        """Return how many tokens a row would add."""
+        """Return how many tokens an example would add to the sequence."""
         return len(example.input_ids) - sum(shared for _, shared in self._path(*_row(example)))
 
     def add(self, example: Example) -> None:
+        """Add an example as a row."""
         self.add_row(*_row(example))
 
     def add_row(self, ids: Ids, targets: Ids) -> None:
-        """Add a row of tokens [T], and what each predicts [T], -100 for none."""
+        """Add a row.
+
+        Args:
+            ids: [T] token ids.
+            targets: [T] target of each token, -100 for none.
+        """
         row = len(self._lengths)
         self._lengths.append(len(ids))
         node, place = self._root, 0
@@ -189,19 +202,19 @@ class PrefixTree:
             rest = _Node(ids[place:], targets[place:], rows=[row])
             if node is self._root or node.children:
                 node.children.append(rest)
-            else:  # the row goes on where another ends
+            else:  # the row continues where another row ends
                 node.ids, node.targets = np.append(node.ids, rest.ids), np.append(node.targets, rest.targets)
             self.tokens += len(ids) - place
 
     def drop_short(self, least: int, kept: Callable[[int, int, Sequence[int]], bool]) -> None:
-        """Compute a beginning that saves less than ``least`` tokens once for each part that continues it.
+        """Stop sharing nodes that save fewer than ``least`` tokens: copy their tokens to each node that continues them.
 
-        A part costs calls of its own in every layer, and a chunk's end in layers with a state.
+        Every node costs extra calls in each layer, and ends a chunk in layers with a state.
 
         Args:
-            least: Fewest tokens that a common part saves.
-            kept: Function of a part's first place, the place behind its last, and its rows; True keeps the part common
-                however little it saves.
+            least: Minimum number of tokens that a shared node saves.
+            kept: Function of a node's first position, its end (exclusive) and its rows. If it returns True, the node
+                stays shared however few tokens it saves.
         """
         waiting = [(0, self._root)]
         while waiting:
@@ -221,7 +234,7 @@ class PrefixTree:
                     waiting.append((stop, child))
 
     def places(self) -> list[Numbers]:
-        """Return the places of each row's tokens in the sequence, in the order in which rows were added."""
+        """Return for each row, in the order in which rows were added, the positions of its tokens in the sequence."""
         found: list[list[Numbers]] = [[] for _ in self._lengths]
         start = 0
         for _, node in self.nodes():
@@ -232,7 +245,7 @@ class PrefixTree:
         return [np.concatenate(parts)[:length] for parts, length in zip(found, self._lengths, strict=True)]
 
     def _path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
-        """Return the nodes that a row goes through, each with how many tokens it shares: the path that shares most."""
+        """Return the path of nodes that shares most tokens with a row, as (node, number of shared tokens)."""
         best: tuple[int, list[tuple[_Node, int]]] = (0, [])
         waiting: list[tuple[int, list[tuple[_Node, int]], _Node]] = [(0, [], self._root)]
         while waiting:
@@ -250,9 +263,10 @@ class PrefixTree:
         return best[1]
 
     def nodes(self) -> list[tuple[int, _Node]]:
-        """Return the nodes with the index of the node that each continues, or -1; the longest child follows its parent.
+        """Return the nodes in the order of the sequence, each as (index of its parent or -1, node).
 
-        So the parts of a long row lie end to end, and are few rectangles for attention.
+        The child with the longest row directly follows its parent. So the nodes of a long row are adjacent, and its
+        attention is computed in few rectangles.
         """
         found: list[tuple[int, _Node]] = []
         waiting = [(-1, child) for child in sorted(self._root.children, key=_size)]
@@ -264,7 +278,7 @@ class PrefixTree:
 
     @property
     def squares(self) -> int:
-        """About twice the pairs of a token and a token that it sees: the work of attention."""
+        """Attention work: about twice the number of pairs of a token and a token that it attends to."""
         total, stops = 0, list[int]()
         for parent, node in self.nodes():
             start = stops[parent] if parent >= 0 else 0
@@ -274,7 +288,7 @@ class PrefixTree:
 
 
 def _size(node: _Node) -> int:
-    """Return the length of the longest row through a node."""
+    """Return the number of tokens from the start of a node to the end of its longest row."""
     longest, waiting = 0, [(0, node)]
     while waiting:
         start, each = waiting.pop()
@@ -284,20 +298,25 @@ def _size(node: _Node) -> int:
 
 
 def _row(example: Example) -> tuple[Ids, Ids]:
+    """Return the token ids and the targets of an example, both [T]."""
     targets = np.full(len(example.input_ids), IGNORE_INDEX, np.int32)
     targets[:-1] = np.asarray(example.labels, np.int32)[1:]
     return np.asarray(example.input_ids, np.int32), targets
 
 
 class CollatedPrefixes(Batch):
-    """One sequence [1, T] of rows that share their beginnings; no padding."""
+    """One sequence [1, T] of rows that share their beginnings, without padding."""
 
     nodes: list[tuple[int, int]]
-    """for each part the index of the part that it continues, or -1, and its length"""
+    """for each node of the prefix tree the index of its parent, or -1, and its number of tokens"""
 
 
 def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
-    """Lay rows (at least one) in one sequence with their common beginnings once; labels are shifted."""
+    """Return examples as one sequence in which common beginnings occur once, with shifted labels.
+
+    Args:
+        examples: Examples, at least one.
+    """
     tree = PrefixTree()
     for example in examples:
         tree.add(example)
@@ -312,20 +331,22 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
     )
     if any(example.weight != 1 for example in examples):
         weights = torch.ones(1, len(ids))
-        for example, places in zip(examples, tree.places(), strict=True):  # a target is of one row
+        for example, places in zip(examples, tree.places(), strict=True):  # each target belongs to one row
             weights[0, places[:-1][np.asarray(example.labels[1:]) != IGNORE_INDEX]] = example.weight
         collated["weights"] = weights
     return collated
 
 
 def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
-    """Put the turns of each conversation in one sequence; return the packs, and the first pack of each part.
+    """Pack the turns of each conversation into one sequence; return the packs, and the index of each part's first pack.
 
-    Turns are consecutive rows of one origin. If they do not fit they continue in a further sequence.
+    The turns of a conversation are consecutive rows with the same origin. Turns that do not fit continue in another
+    sequence.
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
-        bounds: [parts + 1] first row of each part, and the number of all rows.
+        bounds: [parts + 1] index of each part's first row, then the number of all rows.
+        max_length: Maximum number of tokens of a sequence.
     """
     starts, sizes, squares, firsts = [0], [], [], [0]
     for first, stop in pairwise(bounds):
@@ -350,30 +371,34 @@ def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: i
 
 
 class CollatedTrees(TypedDict):
-    """Tensors are int64 on the CPU; [B, T] is [1, T] with shared beginnings, [N, L] without."""
+    """Trees as a batch of int64 tensors on the CPU.
+
+    B x T is 1 x T with shared beginnings, and N x (length of the longest row) without.
+    """
 
     input_ids: Tensor
+    """[B, T] token ids"""
     attention_mask: Tensor
-    """1 on tokens, 0 on padding"""
+    """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
-    """token that a position predicts; -100 if there is none or it does not count"""
+    """[B, T] target of each position; -100 if there is none, or if it does not count"""
     place_K: Tensor
-    """[K] place of each target among all B x T positions: completion by completion, then by position"""
+    """[K] index of each target among all B x T positions, ordered by completion, then by position"""
     row_K: Tensor
     """[K] completion of each target"""
     position_ids: Tensor
-    """position of a token in its own conversation: a branch counts on from its trunk; 0 on padding"""
+    """[B, T] position of each token in its own row: a branch continues the positions of its trunk; 0 on padding"""
     num_rows: int
-    """N"""
+    """N, the number of completions"""
     nodes: list[tuple[int, int]] | None
-    """for each part the index of the part that it continues, or -1, and its length; None without shared beginnings"""
+    """for each node of the prefix tree the index of its parent, or -1, and its number of tokens; None without shared
+    beginnings"""
     origins: list[str]
-    """[N] row of the data of each completion"""
+    """[N] place of each completion's row, ``file:line`` or ``file:row N``"""
 
 
 LEAST_SAVED = 128
-"""Fewest tokens that a common beginning saves to be a part by itself, among some completions or the prompts of several
-trees."""
+"""Minimum number of tokens that sharing a beginning must save, among some completions of a tree or among prompts."""
 
 
 def collate_trees(
@@ -383,21 +408,22 @@ def collate_trees(
     share: bool,
     padding_side: Literal["right", "left"] = "right",
 ) -> CollatedTrees:
-    """Lay trees out for a forward pass, their targets shifted by one.
+    """Return trees as one batch, with targets shifted by one.
 
-    With ``share``, what rows ``[*prompt, *completion]`` begin with stands once, and so does its target, which belongs
-    to each of them; likewise what several trees begin with. A position predicts one token at most, so the last common
-    token stands before every branch: the prompt's last, if completions begin differently. The last position of a row
-    predicts nothing.
+    With ``share``, common beginnings of the rows ``[*prompt, *completion]`` occur once, within a tree and across trees.
+    A target of a common token belongs to every row that shares it. A token has at most one target. So the last common
+    token is repeated at the start of every branch; if completions begin differently, this is the prompt's last token.
 
-    Without it each completion is a row ``[*prompt, *completion]``, padded to the longest.
+    Without ``share``, each completion is a row ``[*prompt, *completion]``, padded to the longest row. The last token of
+    a row has no target.
 
     Args:
-        trees: At least one.
-        pad_token_id: Token of the padding; masked, so any id of the vocabulary does. The shared layout has no padding.
+        trees: Trees, at least one.
+        pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
+        share: Whether rows share their common beginnings; this layout has no padding.
         padding_side: Side of the padding of separate rows.
     """
-    assert trees, "a batch holds at least one tree"
+    assert trees, "a batch has at least one tree"
     origins = [tree.origin for tree in trees for _ in tree.completions]
     return _shared(trees, origins) if share else _separate(trees, origins, pad_token_id, padding_side)
 
@@ -411,7 +437,7 @@ def _shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
             targets = np.concatenate([np.full_like(prompt, IGNORE_INDEX), targets])
             tree.add_row(np.concatenate([prompt, ids]), targets)
             rows.append(targets)
-            # From the prompt's last token, which predicts for all of them, to the last one that all completions have.
+            # From the prompt's last token, which predicts the first token of all completions, to their last common one.
             several = len(each.completions) > 1
             common.append(range(max(0, len(prompt) - 1), len(prompt) + each.num_common) if several else range(0))
 

@@ -1,21 +1,21 @@
-"""The rows of an optimizer step: counted in tokens, assigned to ranks, or chosen among many.
+"""Choose the rows of each optimizer step: by a token budget, by ranks, or by their gradients.
 
-Steps in tokens::
+Steps with a token budget::
 
-    tokens     rows in the order of the sampler, until the next one would be over the budget
-    buckets    as many pieces of one length as the budget holds; lengths follow one another as a curriculum says
+    tokens     rows in the order of the sampler, until the next row would exceed the budget
+    buckets    as many pieces of one length as the budget holds; a curriculum decides the order of lengths
 
-Where an epoch is cut is a function of the rows, the seed and the epoch, so that a run can be resumed at any step.
+The steps of an epoch depend only on the rows, the seed and the epoch, so a run can be resumed at any step.
 
-Ranks. They go through their micro-batches in lockstep: with sharded weights they wait for each other in every layer,
-so a micro-step takes as long as its slowest batch; with replicated weights they wait at the end of the step. So rows
-of similar cost are computed at the same time, and a rank that has had more gets the cheaper batch next. A step trains
-on the same rows for any number of ranks.
+Ranks. All ranks process their micro-batches in lockstep. With sharded weights they wait for each other in every layer,
+so a micro-step takes as long as its slowest batch. With replicated weights they wait at the end of the step. So rows of
+similar cost are computed at the same time. A rank with more work so far gets the cheaper batch next. A step trains on
+the same rows for any number of ranks.
 
-Medoids. Of n points with distances D, the set S of b points that is nearest to all of them minimises
-``sum_i min_{s in S} D_is``. That is the facility location ``sum_i max_{s in S} (C - D_is)`` maximised, a monotone
-submodular function: the greedy algorithm is within 1 - 1/e of the best. All rows of small sources are kept, for a
-medoid is seldom one of them (CoLM, arXiv 2407.19580, section 4).
+Medoids. For n points with distances D, the b medoids S minimise ``sum_i min_{s in S} D_is``. The same set maximises the
+facility location function ``sum_i max_{s in S} (C - D_is)``. It is monotone and submodular, so the greedy algorithm
+reaches at least 1 - 1/e of the maximum. All rows of small sources are chosen too, because few of them are medoids
+(CoLM, arXiv 2407.19580, section 4).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Points = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class EpochSteps:
-    """Units of an epoch in the order of their visits, and the optimizer steps that they are cut into."""
+    """The units of an epoch in the order of their visits, divided into optimizer steps."""
 
     units: Numbers
-    """[units]"""
+    """[units] unit numbers"""
     stops: Numbers
     """[steps] end of each step in ``units``"""
 
@@ -49,29 +49,29 @@ class EpochSteps:
 
 
 class StepSampler:
-    """Visits every unit once an epoch, step by step.
+    """Visits every unit once per epoch, step by step.
 
     Args:
-        steps: Function that returns the steps of an epoch, from 0.
-        facts: Plain JSON values that a state and the sampler that loads it must share.
+        steps: Function that returns the steps of an epoch, counted from 0.
+        facts: JSON values that a saved state must have in common with the sampler that loads it.
     """
 
     def __init__(self, steps: Callable[[int], EpochSteps], facts: Mapping[str, Any]) -> None:
         self.steps, self.facts = steps, dict(facts)
         self.epoch = 0
-        """epoch of the step taken last, from 0"""
+        """epoch of the last step, from 0"""
         self.position = 0
-        """units of this epoch that were handed out"""
+        """number of units of this epoch that were already returned"""
         self._known: tuple[int, EpochSteps] | None = None
 
     def epoch_steps(self, epoch: int) -> EpochSteps:
-        """Return the steps of an epoch; the last answer is cached."""
+        """Return the steps of an epoch; the result of the last call is cached."""
         if self._known is None or self._known[0] != epoch:
             self._known = (epoch, self.steps(epoch))
         return self._known[1]
 
     def next_step(self) -> list[int]:
-        """Return the units of the next step, the first of the next epoch if this one is over."""
+        """Return the units of the next step; after the last step of an epoch the next epoch begins."""
         now = self.epoch_steps(self.epoch)
         if self.position >= len(now.units):
             self.epoch, self.position = self.epoch + 1, 0
@@ -82,31 +82,32 @@ class StepSampler:
         return [int(unit) for unit in units]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position and order as plain JSON values."""
+        """Return the position, and the facts that determine the order, as JSON values."""
         return {**self.facts, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of another sampler over the same units.
+        """Resume from the position that :meth:`state_dict` saved.
 
         Raises:
-            CheckpointError: The other sampler had other units, or cut them otherwise.
+            CheckpointError: The saved sampler had other units or other steps, or the position is invalid.
         """
         for key, mine in self.facts.items():
             if state.get(key) != mine:
                 raise CheckpointError(
-                    f"the checkpoint visits the data with {key} = {state.get(key)}, this run with {mine}",
-                    fix="resume with the data, the seed and the batching the checkpoint was made with",
+                    f"the checkpoint was made with {key} = {state.get(key)}, this run has {mine}",
+                    fix="resume with the data, seed and batching of the checkpoint",
                 )
-        place_in(state, sys.maxsize)  # the epoch has to be a count before its steps are computed
+        place_in(state, sys.maxsize)  # checks that the epoch is a count before its steps are computed
         self.epoch, self.position = place_in(state, len(self.epoch_steps(state["epoch"]).units))
 
 
 def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSampler:
-    """Return a sampler of steps with at most ``budget`` tokens; a longer row is a step by itself.
+    """Return a sampler of steps with at most ``budget`` tokens; a longer row is a step of its own.
 
     Args:
         rows: Sampler that gives the order of each epoch.
-        lengths: [rows] tokens.
+        lengths: [rows] number of tokens of each row.
+        budget: Maximum number of tokens of a step.
     """
     facts = {name: rows.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
     return StepSampler(lambda epoch: _fill(rows.order(epoch), lengths, budget), facts)
@@ -128,20 +129,21 @@ CURRICULA: dict[str, Callable[[int], int]] = {
     "grow-linear": lambda doublings: 1 + doublings,
     "grow-p2": lambda doublings: 2**doublings,
 }
-"""Odds of a batch, by the number of times that its length doubles to reach the longest bucket."""
+"""Curriculum -> odds of drawing a batch, as a function of how often its length doubles to reach the longest bucket."""
 
 
 def bucket_steps(buckets: Numbers, budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
-    """Return a sampler of steps of one bucket each, with ``budget`` tokens in pieces of its length.
+    """Return a sampler whose steps each have pieces of one bucket, with ``budget`` tokens in all.
 
-    The batches of a bucket are spread evenly over the cycles of an epoch. Within a cycle they are drawn without
-    replacement, each with the odds of its bucket. The last batch of a bucket may have fewer pieces.
+    The batches of a bucket are spread evenly over the cycles of an epoch. Within a cycle batches are drawn without
+    replacement, with the odds of their buckets. The last batch of a bucket may have fewer pieces.
 
     Args:
-        buckets: [pieces] tokens of each piece's bucket, at most ``budget``.
+        buckets: [pieces] length of each piece's bucket in tokens, at most ``budget``.
+        budget: Number of tokens of a step.
         curriculum: Key of :data:`CURRICULA`.
-        cycles: Times in an epoch that lengths grow.
-        seed: Seed of the order of the pieces and of the draws.
+        cycles: Number of times per epoch that the curriculum runs from short to long pieces.
+        seed: Seed of the order of pieces and of the draws.
     """
     facts = {"num_pieces": len(buckets), "seed": seed, "tokens_per_batch": budget}
     curriculum_facts = {"curriculum": curriculum, "cycles": cycles}
@@ -180,16 +182,18 @@ Batches = list[list[int]]
 def assign_rows(
     rows: Sequence[int], cost: Callable[[int], float], *, ranks: int, batch_size: int, padded: bool = True
 ) -> list[list[list[int]]]:
-    """Assign the rows of an optimizer step to ranks and micro-batches.
+    """Assign the rows of an optimizer step to ranks and micro-batches, so that ranks wait little for each other.
 
     Args:
         rows: Row numbers in the order of the sampler; at least one.
-        cost: Predicted time of a row, in any unit.
-        padded: True if a batch is padded, so that each row takes as long as the longest.
+        cost: Function that returns the predicted time of a row, in any unit.
+        ranks: Number of data-parallel ranks.
+        batch_size: Maximum number of rows of a micro-batch.
+        padded: Whether batches are padded, so that each row takes as long as the longest.
 
     Returns:
-        Micro-batches by rank, equally many for each; every row is in exactly one. Some are empty if there are fewer
-            rows than batches. A single rank keeps the order of the rows.
+        Micro-batches of each rank. All ranks have the same number of them, and every row is in exactly one. Some are
+            empty if there are fewer rows than micro-batches. A single rank keeps the order of the rows.
     """
     if ranks == 1:
         return [[list(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]]
@@ -218,10 +222,10 @@ def assign_rows(
 
 
 def _sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
-    """Return ways to cut the rows, the slowest first, into batches, as the sizes of these.
+    """Return alternative lists of batch sizes; the rows are sorted with the slowest first.
 
-    If there are too few rows to fill a step, the slowest batches are smaller: each a little, or the first as much as
-    possible.
+    If there are too few rows to fill a step, the slowest batches are smaller. Either all of them are a little smaller,
+    or the first ones as much as possible.
     """
     batches = ranks * micro_steps
     smaller, more = divmod(count, batches)
@@ -237,7 +241,7 @@ def _sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[li
 
 
 def _groups(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Return the rows that are computed at the same time, with the sizes of their batches."""
+    """Return for each micro-step the rows that all ranks compute in it, with the sizes of the batches."""
     groups, start = [], 0
     for index in range(0, len(sizes), ranks):
         together = sizes[index : index + ranks]
@@ -247,10 +251,10 @@ def _groups(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple
 
 
 def _deal(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *, padded: bool) -> Batches:
-    """Return the batches of rows that are computed at the same time.
+    """Return the batches of one micro-step, one per rank.
 
-    Padded rows stay sorted, so that a batch has little padding. Other rows go one by one, the slowest first, to the
-    least loaded batch.
+    Padded rows stay sorted, so that a batch has little padding. Without padding each row, the slowest first, goes to
+    the batch with the least load.
     """
     batches: Batches = [[] for _ in sizes]
     if padded:
@@ -273,36 +277,42 @@ def _deal(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *,
 
 @dataclass(frozen=True)
 class Choice:
-    """Rows chosen among others."""
+    """The rows of a step that are chosen to train on."""
 
     places: tuple[int, ...]
-    """their places among all, ascending"""
+    """indices of the chosen rows, ascending"""
     kept: int
-    """chosen rows that were kept because their source is small"""
+    """number of rows chosen because their source is small"""
     gap: float
-    """||mean of the chosen points - mean of all|| / ||mean of all||, over finite points"""
+    """||mean of the chosen points - mean of all points|| / ||mean of all points||, over finite points"""
     chance: float
-    """root mean square of ``gap`` over all choices of equally many rows"""
+    """root mean square of ``gap`` over all choices of the same number of rows"""
 
 
 def small_sources(sizes: Sequence[int]) -> frozenset[int]:
-    """Return the sources with fewer rows than the mean of the sources that have rows; ``sizes`` are [sources]."""
+    """Return the sources with fewer rows than the mean of all non-empty sources.
+
+    Args:
+        sizes: [sources] number of rows of each source.
+    """
     present = [size for size in sizes if size > 0]
     return frozenset(source for source, size in enumerate(sizes) if 0 < size * len(present) < sum(present))
 
 
 def choose_rows(points: Points, sources: Sequence[int], count: int, small: frozenset[int] = frozenset()) -> Choice:
-    """Choose ``count`` rows: all rows of small sources, and of each other source medoids in proportion to its size.
+    """Choose ``count`` rows: all rows of small sources, and medoids of each other source in proportion to its size.
 
-    If the small sources alone have ``count`` rows or more, they count as the others. A row with a non-finite point is
-    chosen only if the others are too few.
+    If the small sources alone have ``count`` rows or more, they are treated like other sources. A row with a non-finite
+    point is chosen only if there are too few other rows.
 
     Args:
-        points: [rows, dimensions]
+        points: [rows, dimensions] point of each row, such as its projected gradient.
         sources: [rows] source of each row.
+        count: Number of rows to choose, at most the number of rows.
+        small: Sources whose rows are all chosen.
     """
     rows = len(points)
-    assert rows == len(sources) >= count > 0, "there are rows to choose from"
+    assert rows == len(sources) >= count > 0, "at least one row is chosen, at most all rows"
     finite = np.isfinite(points).all(axis=1)
     usable = [int(row) for row in np.flatnonzero(finite)]
     if len(usable) < count:
@@ -323,11 +333,11 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
 
 
 def medoids(points: Points, count: int) -> list[int]:
-    """Return the first ``count`` points that the greedy algorithm finds; of equal gains the first point.
+    """Return the indices of ``count`` medoids, found by the greedy algorithm; of equal gains the first point wins.
 
     Args:
-        points: [n, dimensions] finite; distances are Euclidean.
-        count: At most n.
+        points: [n, dimensions] finite points; distances are Euclidean.
+        count: Number of medoids, at most n.
     """
     if count == 0:
         return []
@@ -345,7 +355,7 @@ def medoids(points: Points, count: int) -> list[int]:
 
 
 def _budgets(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide ``count`` in proportion to sizes, the remainder by the largest fractions; none exceeds its size."""
+    """Divide ``count`` in proportion to the sizes by the largest-remainder method; no share exceeds its size."""
     total = sum(sizes)
     budgets = [count * size // total for size in sizes]
     by_fraction = sorted(range(len(sizes)), key=lambda index: (-(count * sizes[index] % total), index))
@@ -355,7 +365,7 @@ def _budgets(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _gaps(chosen: Points, every: Points) -> tuple[float, float]:
-    """Return :attr:`Choice.gap` and :attr:`Choice.chance`: the variance of draws without replacement."""
+    """Return :attr:`Choice.gap`, and :attr:`Choice.chance` from the variance of a draw without replacement."""
     whole, rows, count = every.mean(axis=0), len(every), len(chosen)
     length = max(float(np.linalg.norm(whole)), 1e-30)
     variance = float(((every - whole) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count

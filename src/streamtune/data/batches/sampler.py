@@ -1,24 +1,24 @@
-"""Order of an epoch's rows: mixture of sources, packs of rows, and pieces of rows.
+"""Order the rows of an epoch: mixtures of sources, packs of rows, and pieces of rows.
 
-Order. A function of seed and epoch, so that a run can be resumed anywhere.
+Order. The order depends only on the seed and the epoch, so a run can be resumed anywhere.
 
 Mixture. The share of a source in an epoch is its weight divided by the sum of all weights, in rows or in tokens. An
-epoch is as long as all sources together. Each source is gone through in passes, each in an order drawn from the seed,
-and an epoch goes on where the one before it stopped: with a third of a source in each, three epochs visit every row
+epoch is as long as all sources together. Each source is read in passes, each in an order drawn from the seed. An epoch
+resumes each source where the previous epoch stopped: if it visits a third of a source, three epochs visit every row
 once.
 
-Packing. Best fit, longest first, a function of the lengths and the seed. Packs are made once, when the data is
-prepared, and are what the sampler shuffles: each epoch visits the same packs in another order. The rows of a pack
-never attend to one another, so packing changes which rows make up a step and nothing else.
+Packing. Best fit decreasing (longest row first), which depends only on the lengths and the seed. Packs are made once,
+when the data is prepared. The sampler shuffles packs: each epoch visits the same packs in another order. Rows of a pack
+never attend to each other, so packing only changes which rows are in a step.
 
-Pieces. Rows cut into pieces of power-of-two length, so that all rows of a batch have one length (dataset
+Pieces. Rows are cut into pieces of power-of-two length, so that all sequences of a batch have the same length (dataset
 decomposition, Pouransari et al., arXiv 2405.13226)::
 
-    a row of 1,500 tokens, the smallest bucket 64      1,024 + 256 + 128 + 64 + 28
+    a row of 1,500 tokens, smallest bucket 64      1,024 + 256 + 128 + 64 + 28
 
-The rest below the smallest bucket is a shorter piece of that bucket; a rest of a single token is left out, as nothing
-predicts it or is predicted by it. A piece begins without context: nothing predicts its first token. A piece without
-trained tokens is left out and counted.
+The remainder below the smallest bucket is a shorter piece of that bucket. A remainder of one token is dropped, because
+it has no context and predicts nothing. The first token of a piece has no context, so it is not predicted. A piece
+without trained tokens is dropped and counted.
 """
 
 from __future__ import annotations
@@ -41,24 +41,25 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Visits of an epoch to each source; units are rows, or packs of rows of a source."""
+    """Division of an epoch among the sources. Units are rows, or packs of rows of one source."""
 
     bounds: tuple[int, ...]
-    """[sources + 1] first unit of each source, and the number of all units"""
+    """[sources + 1] index of each source's first unit, then the number of all units"""
     visits: tuple[int, ...]
-    """[sources] units of each source in an epoch"""
+    """[sources] number of units of each source that an epoch visits"""
 
     @property
     def units(self) -> int:
+        """Number of units that an epoch visits."""
         return sum(self.visits)
 
     def order(self, epoch: int, *, seed: int, shuffle: bool) -> Numbers:
         """Return the units of an epoch in the order of their visits, [units].
 
         Args:
-            epoch: Epoch, from 0.
-            seed: Seed of the passes and of their mixing.
-            shuffle: False keeps the order within each source, and mixes the sources evenly.
+            epoch: Number of the epoch, from 0.
+            seed: Seed that orders each pass and mixes the sources.
+            shuffle: Whether to shuffle. False keeps the order within each source, and mixes the sources evenly.
         """
         parts = [self._part(source, epoch, seed, shuffle) for source in range(len(self.visits))]
         units: Numbers = np.concatenate(parts)
@@ -68,7 +69,7 @@ class Mixture:
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
     def _part(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
-        """Return ``visits`` units of a source in an epoch, continuing where the previous epoch stopped."""
+        """Return the units of a source that an epoch visits; they start where the previous epoch stopped."""
         first, size = self.bounds[source], self.bounds[source + 1] - self.bounds[source]
         start, count = epoch * self.visits[source], self.visits[source]
         if not count:
@@ -83,17 +84,17 @@ class Mixture:
 
 
 def seeded_random(*seeds: int) -> np.random.RandomState:
-    """Return a random stream that no numpy release changes: its policy freezes RandomState's, not Generator's."""
+    """Return a random generator whose numbers no NumPy release changes (``RandomState``, unlike ``Generator``)."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
 
 
 def mix(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixture | None:
-    """Return the mixture of sources by their weights; None if no source with a weight has a unit.
+    """Return the mixture of sources by their weights; None if no source with a weight above 0 has a unit.
 
     Args:
-        weights: [sources] not negative.
-        bounds: [sources + 1] first unit of each source, and the number of all units.
-        sizes: [units] 1 if shares are counted in rows, else the tokens of each unit.
+        weights: [sources] weight of each source, at least 0.
+        bounds: [sources + 1] index of each source's first unit, then the number of all units.
+        sizes: [units] size of each unit: its number of rows or of tokens, whichever shares are counted in.
     """
     counts = np.diff(bounds)
     totals = np.array([sizes[start:stop].sum() for start, stop in pairwise(bounds)])
@@ -102,33 +103,35 @@ def mix(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixt
         return None
     wanted = shares / shares.sum() * totals.sum()
     means = totals / np.maximum(counts, 1)
-    # A source with a weight is visited, however small its share.
+    # A source with a weight above 0 is visited at least once.
     visits = [max(1, round(float(size / mean))) if size > 0 else 0 for size, mean in zip(wanted, means, strict=True)]
     return Mixture(tuple(int(bound) for bound in bounds), tuple(visits))
 
 
 class ResumableSampler:
-    """Visits every row once an epoch, in an order that depends only on the seed and the epoch.
+    """Visits every row once per epoch, in an order that depends only on the seed and the epoch.
 
-    The position counts all rows handed out, the last batch included: save the state after the batch was
-    trained on, and a sampler that loads it continues with the next.
+    The position counts all rows returned so far, including the last batch. So a state that is saved after training on a
+    batch resumes with the next batch.
 
     Args:
-        shuffle: False keeps the rows' own order.
-        mixture: Mixture of the same rows: each source is visited as often as its weight says.
+        num_rows: Number of rows.
+        seed: Seed of the order.
+        shuffle: Whether to shuffle the rows.
+        mixture: Mixture of these rows, which visits each source by its weight; None visits each row once.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None) -> None:
-        assert mixture is None or mixture.bounds[-1] == num_rows, "a mixture of other rows"
+        assert mixture is None or mixture.bounds[-1] == num_rows, "the mixture has the same rows"
         self.mixture = mixture
         self.num_rows = num_rows if mixture is None else mixture.units
-        """visits of an epoch"""
+        """number of visits in an epoch"""
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
         """epoch of the next batch, from 0"""
         self.position = 0
-        """rows of this epoch that were handed out"""
+        """number of rows of this epoch that were already returned"""
 
     def order(self, epoch: int) -> Numbers:
         """Return the rows of an epoch in the order of their visits, [num_rows]."""
@@ -139,9 +142,9 @@ class ResumableSampler:
         return seeded_random(self.seed, epoch).permutation(self.num_rows).astype(np.int64)
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
-        """Yield the batches that are left of the current epoch, then move on to the next epoch and stop.
+        """Yield the remaining batches of the current epoch, then stop; the next call yields the next epoch.
 
-        The last batch of an epoch may have fewer rows; none is left out.
+        The last batch of an epoch may have fewer rows; no row is dropped.
         """
         order = self.order(self.epoch)
         while self.position < self.num_rows:
@@ -151,10 +154,11 @@ class ResumableSampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def batches_per_epoch(self, batch_size: int) -> int:
+        """Return how many batches an epoch has."""
         return -(-self.num_rows // batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position and order as plain JSON values."""
+        """Return the position, and the values that determine the order, as JSON values."""
         return {
             "num_rows": self.num_rows,
             "seed": self.seed,
@@ -164,31 +168,35 @@ class ResumableSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position of another sampler over the same rows.
+        """Resume from the position that :meth:`state_dict` saved.
 
         Raises:
-            CheckpointError: The other sampler had other rows or another order.
+            CheckpointError: The saved sampler had other rows or another order, or the position is invalid.
         """
         mine = self.state_dict()
         for key in ("num_rows", "seed", "shuffle"):
             if state[key] != mine[key]:
                 raise CheckpointError(
-                    f"the checkpoint visits the data with {key} = {state[key]}, this run with {mine[key]}",
-                    fix="resume with the data and the seed the checkpoint was made with",
+                    f"the checkpoint was made with {key} = {state[key]}, this run has {mine[key]}",
+                    fix="resume with the data and seed of the checkpoint",
                 )
         self.epoch, self.position = place_in(state, self.num_rows)
 
 
 def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
-    """Return epoch and position of a saved state; an epoch has ``units`` units.
+    """Return the epoch and the position of a saved state.
+
+    Args:
+        state: State with ``epoch`` and ``position``.
+        units: Number of units in an epoch.
 
     Raises:
-        CheckpointError: Epoch or position is not a count, or the position is behind the last unit.
+        CheckpointError: The epoch or the position is not a count, or the position is after the last unit.
     """
     epoch, position = state["epoch"], state["position"]
     if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= units:
         raise CheckpointError(
-            f"the checkpoint is at row {position} of epoch {epoch} of the data, which has {units:,}",
+            f"the checkpoint has an invalid position: row {position} of epoch {epoch}, in data of {units:,} rows",
             fix="use another checkpoint: --resume PATH",
         )
     return epoch, position
@@ -196,18 +204,19 @@ def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Packs:
-    """A partition of rows into sequences."""
+    """A division of rows into packed sequences."""
 
     rows: Numbers
     """[rows] row numbers, pack by pack"""
     starts: Numbers
     """[packs + 1] start of each pack in ``rows``"""
     tokens: int
-    """tokens of all sequences"""
+    """number of tokens of all sequences"""
     sizes: Numbers | None = None
-    """[packs] tokens of each sequence if rows share their beginnings; None: the tokens of its rows"""
+    """[packs] number of tokens of each sequence if its rows share their beginnings; None if they do not"""
     squares: Numbers | None = None
-    """[packs] then twice the pairs of tokens that see each other; None: the squares of the rows' lengths"""
+    """[packs] attention work of each sequence (twice the pairs of tokens that attend to each other) if its rows share
+    their beginnings; None if they do not, and the work is the sum of the rows' squared lengths"""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -217,28 +226,29 @@ class Packs:
         return [int(row) for row in self.rows[start:stop]]
 
     def of_rows(self, first: int, stop: int) -> range:
-        """Return the packs of a part that :func:`pack_parts` packed by itself: of rows ``first`` to ``stop``."""
+        """Return the packs of rows ``first`` to ``stop`` (exclusive), a part that :func:`pack_parts` packed."""
         start, end = np.searchsorted(self.starts, [first, stop]).tolist()
         return range(start, end)
 
     def fill_rate(self, max_length: int) -> float:
-        """Return the part of the positions of full-length sequences that hold a token."""
+        """Return the fraction of positions that hold a token, if every sequence has ``max_length`` positions."""
         return self.tokens / (len(self) * max_length) if len(self) else 1.0
 
 
 def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -> Packs:
     """Pack rows into sequences of at most ``max_length`` tokens.
 
-    Best fit decreasing: longest first, each into the fullest sequence that holds it; at most 11/9 of the fewest
-    possible sequences, plus one. Rows of one length come in an order drawn from the seed, so that neighbours in a file
-    do not end up together; the packs come in such an order too.
+    Best fit decreasing: the longest row first, each into the fullest sequence that has room for it. This needs at most
+    11/9 of the minimum number of sequences, plus one. Rows of equal length are taken in random order, so that
+    neighbours in a file do not end up in one sequence. The packs are in random order too.
 
     Args:
-        lengths: Tokens of each row, at most ``max_length``.
-        seed: Seed of what the lengths leave open.
+        lengths: [rows] number of tokens of each row, at most ``max_length``.
+        max_length: Maximum number of tokens of a sequence.
+        seed: Seed of the random orders.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= max_length, "rows are cut to the length before"
+    assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= max_length, "rows were fitted to max_length before"
     random = seeded_random(seed, len(sizes))
     drawn = random.permutation(len(sizes))
     order = drawn[np.argsort(-sizes[drawn], kind="stable")]
@@ -251,11 +261,13 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
 
 
 def pack_parts(lengths: Numbers, bounds: Sequence[int], max_length: int, *, seed: int) -> tuple[Packs, list[int]]:
-    """Pack the rows of each part by themselves; return the packs, part by part, and the first pack of each part.
+    """Pack the rows of each part separately; return all packs, and the index of each part's first pack.
 
     Args:
-        lengths: [rows] tokens.
-        bounds: [parts + 1] first row of each part, and the number of all rows.
+        lengths: [rows] number of tokens of each row.
+        bounds: [parts + 1] index of each part's first row, then the number of all rows.
+        max_length: Maximum number of tokens of a sequence.
+        seed: Seed of the random orders.
     """
     rows, starts, firsts = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
     for first, stop in pairwise(bounds):
@@ -267,9 +279,9 @@ def pack_parts(lengths: Numbers, bounds: Sequence[int], max_length: int, *, seed
 
 
 def _best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
-    """Pack rows in the given order, each into the sequence with the least room that still holds it."""
+    """Pack rows in the given order, each into the fullest sequence that has room for it."""
     packs: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # packs by the tokens they have left
+    with_room: dict[int, list[int]] = {}  # free tokens -> packs
     rooms: list[int] = []  # the keys above, sorted
     for row in order:
         size = int(sizes[row])
@@ -296,38 +308,39 @@ def _best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[lis
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Parts of rows, each in the bucket of its length."""
+    """Pieces of rows, each in the bucket of its length."""
 
     rows: Numbers
-    """[pieces] row of each piece"""
+    """[pieces] row number of each piece"""
     starts: Numbers
-    """[pieces] first token in the row"""
+    """[pieces] first token of each piece in its row"""
     stops: Numbers
-    """[pieces] end in the row (exclusive)"""
+    """[pieces] end (exclusive) of each piece in its row"""
     buckets: Numbers
-    """[pieces] tokens of the longest pieces of the bucket, a power of two"""
+    """[pieces] length of each piece's bucket in tokens, a power of two"""
     sequence_length: int | None = None
-    """tokens of a sequence in which pieces of a bucket lie end to end; None: each piece is a sequence"""
+    """number of tokens of a sequence that pieces of one bucket share; None makes each piece a sequence"""
     dropped: int = 0
-    """pieces left out for want of trained tokens"""
+    """number of pieces dropped because they have no trained token"""
     tokens_lost: int = 0
-    """tokens of rows in no piece"""
+    """number of tokens that are in no piece"""
     targets_lost: int = 0
-    """trained tokens that are predicted in their row and in no piece: most are the first of a piece"""
+    """number of trained tokens that no piece predicts; most are the first token of a piece"""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def lengths(self) -> Numbers:
+        """Return how many tokens each piece has, [pieces]."""
         return self.stops - self.starts
 
     def by_bucket(self) -> dict[int, int]:
-        """Return how many pieces each bucket has, by its length."""
+        """Return bucket length -> number of pieces."""
         sizes, counts = np.unique(self.buckets, return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
     def per_sequence(self) -> Numbers:
-        """Return how many pieces of a piece's bucket a sequence holds, [pieces]."""
+        """Return for each piece how many pieces of its bucket fit into a sequence, [pieces]."""
         return np.ones_like(self.buckets) if self.sequence_length is None else self.sequence_length // self.buckets
 
     def cut(self, examples: Stored[Example], piece: int) -> Example:
@@ -341,13 +354,13 @@ class Pieces:
 
 
 def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, packing: bool) -> Pieces:
-    """Cut rows into pieces.
+    """Cut rows into pieces of power-of-two length.
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
-        max_length: Most tokens of a bucket, and of a sequence that pieces share.
-        min_length: Tokens of the smallest bucket, a power of two.
-        packing: True if pieces of a bucket share sequences.
+        max_length: Maximum number of tokens of a piece, and of a sequence that pieces share.
+        min_length: Length of the smallest bucket in tokens, a power of two.
+        packing: Whether pieces of a bucket share sequences.
     """
     lengths = examples.lengths()
     rows, starts, stops, buckets = _decompose(lengths, max_length, min_length)
@@ -368,8 +381,8 @@ def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, pac
 
 
 def _decompose(lengths: Numbers, longest: int, shortest: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return rows, starts, stops and buckets of the pieces, row by row; a single token left over makes no piece."""
-    assert not len(lengths) or lengths.max() <= longest, "rows are fitted to the length before"
+    """Return rows, starts, stops and buckets of the pieces, row by row; a remainder of one token is dropped."""
+    assert not len(lengths) or lengths.max() <= longest, "rows were fitted to max_length before"
     done = np.zeros_like(lengths)
     found: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
     size = 1 << (longest.bit_length() - 1)
@@ -386,7 +399,7 @@ def _decompose(lengths: Numbers, longest: int, shortest: int) -> tuple[Numbers, 
 
 
 def _count_targets(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
-    """Return how many trained tokens stand behind the first of each part, [parts], without decoding rows one by one."""
+    """Return how many trained tokens each range has after its first token, [ranges], without decoding the rows."""
     places = examples.numbers()[rows]
     order = np.argsort(places, kind="stable")
     counts = np.zeros(len(rows), dtype=np.int64)

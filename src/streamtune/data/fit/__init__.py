@@ -1,4 +1,4 @@
-"""Fit rows, trees and prompts to the length: keep, cut or leave out each, write what is kept, and count."""
+"""Fit rows, trees and prompts to the maximum length: keep, cut or drop each, write the records, and count."""
 
 from __future__ import annotations
 

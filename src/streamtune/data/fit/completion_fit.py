@@ -1,4 +1,4 @@
-"""Fit prompts to the length, with their completions or before these are written: keep, cut or leave out each."""
+"""Fit prompts to the maximum length, with or without their completions: keep, cut or drop each."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from streamtune.errors import ArgumentError, DataError
 
 @dataclass(frozen=True)
 class LengthPolicy:
-    """Limits on the length of a prompt with its completions, and the handling of longer ones.
+    """The maximum length of a prompt with its completions, and what to do with longer rows.
 
     Raises:
-        ArgumentError: ``overlength`` is unknown, or the prompt may fill the whole length.
+        ArgumentError: ``overlength`` is unknown, or ``max_prompt_length`` leaves no room for a completion.
     """
 
     max_length: int
-    """most tokens of the prompt and the longest completion together"""
+    """maximum number of tokens of the prompt and its longest completion together"""
     max_prompt_length: int | None = None
-    """most tokens of the prompt"""
+    """maximum number of tokens of the prompt; None sets no separate limit"""
     overlength: str = "error"
+    """one of :data:`COMPLETION_OVERLENGTH`"""
 
     def __post_init__(self) -> None:
         split = "a pair or a prompt cannot be split; use " if self.overlength == "split" else "use "
@@ -37,21 +38,25 @@ class LengthPolicy:
         check_choice("overlength", self.overlength, known, fix=split + ", ".join(known))
         if self.max_prompt_length is not None and not 0 < self.max_prompt_length < self.max_length:
             raise ArgumentError(
-                f"max_prompt_length = {self.max_prompt_length:,} leaves no room for a completion in "
-                f"max_length = {self.max_length:,}",
+                f"max_prompt_length must be between 1 and {self.max_length - 1:,} (max_length - 1), "
+                f"found {self.max_prompt_length:,}",
                 where="max_prompt_length",
-                fix="set it to less than max_length, and to 1 at least",
+                fix="set max_prompt_length below max_length, so that a completion fits",
             )
 
     def holds(self, tree: Tree) -> bool:
+        """Return True if the tree fits both limits."""
         return self.holds_prompt(tree) and tree.longest_row <= self.max_length
 
     def holds_prompt(self, tree: Tree) -> bool:
-        """Return True if the prompt is short enough, whatever the completions."""
+        """Return True if the prompt fits ``max_prompt_length``."""
         return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
 
     def cut(self, tree: Tree) -> Tree | None:
-        """Cut off the prompt's start and the completions' ends; None if a completion has no counted token left."""
+        """Return the tree with the start of its prompt and the ends of its completions cut off.
+
+        None if no token of a completion fits, or if a completion has no counted token left.
+        """
         prompt = tree.prompt if self.max_prompt_length is None else tree.prompt[-self.max_prompt_length :]
         room = self.max_length - len(prompt)
         if room < 1:
@@ -64,10 +69,13 @@ class LengthPolicy:
 
 
 class TreeFit(LengthFit[Tree, CompletionReport]):
-    """Fits prompts with their completions; trees with the same prompt are held out together.
+    """Fits prompts with their completions to the maximum length; trees with the same prompt are held out together.
 
     Args:
-        kinds: Names of a tree's first and second completion, or of desirable and undesirable ones.
+        writer: Table to write the trees to.
+        policy: Limits, and what to do with longer trees.
+        identical_pairs: One of :data:`IDENTICAL_PAIRS`.
+        kinds: Names of the first and second completion of a pair, or of desirable and undesirable completions.
     """
 
     record = Tree
@@ -79,12 +87,17 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         self.prompt_lengths: array[int] = array("q")
         self.completion_lengths: dict[str, array[int]] = {}
         self.tree_lengths: array[int] = array("q")
-        """positions of every kept tree"""
+        """number of positions of every kept tree, shared beginnings counted once"""
         self.longest_prompt: tuple[int, str] = (0, "")
-        """length and origin of the longest prompt"""
+        """length in tokens and origin of the longest prompt"""
 
     def add(self, tree: Tree, prompt: bytes) -> None:
-        """Add a tree, with the hash of its prompt."""
+        """Write a tree, truncated if it is too long and ``overlength`` says so; otherwise count it as dropped.
+
+        Args:
+            tree: Tree to add.
+            prompt: Hash of its prompt; trees with the same hash are held out together.
+        """
         if _identical(tree):
             self.skip_identical(tree.origin)
             return
@@ -105,13 +118,18 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             self._keep(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def skip_identical(self, origin: str) -> None:
+        """Count a pair with two identical answers as dropped.
+
+        Raises:
+            DataError: ``identical_pairs`` is ``error``.
+        """
         if self.identical_pairs == "error":
             raise DataError(
-                f"'{self.kinds[0]}' and '{self.kinds[1]}' are the same: there is nothing to prefer"
+                f"'{self.kinds[0]}' and '{self.kinds[1]}' are the same, so there is no preference to learn"
                 if self.kinds[0] == "chosen"
                 else "'chosen' and 'rejected' are the same: one answer cannot be desirable and undesirable",
                 where=origin,
-                fix="remove the row, or leave out all such rows with identical_pairs: drop",
+                fix="remove the row, or drop all such rows with identical_pairs: drop",
             )
         self.counts["identical"] += 1
         self.counts["dropped"] += 1
@@ -138,7 +156,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
     def check(self, notify: Notify) -> None:
         super().check(notify)
         if self.counts["negative_margins"]:
-            notify(f"{have(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
+            notify(f"{have(self.counts['negative_margins'], 'pair')} a chosen answer with a lower score than the other")
 
     def too_long(self) -> DataError:
         policy = self.policy
@@ -148,22 +166,22 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
                 f"{have(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
                 f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
                 where=origin,
-                fix=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
-                "(keeps the end of the prompt) or drop",
+                fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end of the "
+                "prompt) or drop",
             )
         if size >= policy.max_length:
             return DataError(
                 f"a prompt of {size:,} tokens leaves no room for a completion in max_length = {policy.max_length:,}",
                 where=origin,
                 fix=f"set max_length to {self.longest[0]} or more; or keep the end of prompts with max_prompt_length "
-                "and overlength: truncate; or leave the rows out with overlength: drop",
+                "and overlength: truncate; or drop the rows with overlength: drop",
             )
         size, origin = self.longest
         return DataError(
             f"{have(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of prompt "
             f"and longest completion; the longest has {size:,}",
             where=origin,
-            fix=f"set max_length to {size} or more, or say what to do with them: overlength: truncate or drop",
+            fix=f"set max_length to {size} or more, or set overlength to truncate or drop",
         )
 
     def own_counts(self) -> dict[str, Any]:
@@ -178,12 +196,12 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
 
 
 def _identical(tree: Tree) -> bool:
-    """Return True if a pair's answers are the same tokens: a template may write two answers alike."""
+    """Return True if both answers of a pair have the same tokens: a template may print different answers alike."""
     return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
 
 
 def _tree_digest(tree: Tree) -> bytes:
-    """Return a hash of everything that a step reads of a tree."""
+    """Return a hash of everything in a tree that training reads."""
     digest = hashlib.blake2b(repr((tree.labels, tree.margin)).encode(), digest_size=16)
     lists = [tree.prompt, *tree.completions]
     digest.update(np.array([len(items) for items in lists], dtype=np.int64).tobytes())
@@ -195,10 +213,12 @@ def _tree_digest(tree: Tree) -> bytes:
 
 
 class PromptFit(LengthFit[Prompt, CompletionReport]):
-    """Fits prompts whose completions are not written yet.
+    """Fits prompts for which the model writes the completions (grpo).
 
     Args:
+        writer: Table to write the prompts to.
         overlength: One of :data:`COMPLETION_OVERLENGTH`.
+        max_prompt_length: Maximum number of tokens of a prompt.
         truncate_side: One of :data:`PROMPT_SIDES`; ``auto`` is ``left``.
     """
 
@@ -214,10 +234,15 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         super().__init__(writer, overlength, limit=f"max_prompt_length = {limit}", over=f"{limit} tokens")
         self.max_prompt_length = max_prompt_length
         self.first = max_prompt_length // 2 if truncate_side == "middle" else 0
-        """tokens that a cut prompt keeps of its beginning"""
+        """number of first tokens that a truncated prompt keeps"""
 
     def add(self, prompt: Prompt, group: bytes) -> None:
-        """Write a prompt, cut if necessary, unless it is dropped; prompts of a group are held out together."""
+        """Write a prompt, truncated if it is too long and ``overlength`` says so; otherwise count it as dropped.
+
+        Args:
+            prompt: Prompt to add.
+            group: Hash; prompts with the same hash are held out together.
+        """
         self.measure(prompt.num_tokens, prompt.origin)
         lost = 0
         if prompt.num_tokens > self.max_prompt_length:
@@ -243,8 +268,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         return DataError(
             f"{have(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
             where=origin,
-            fix=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
-            "(keeps the end) or drop",
+            fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end) or drop",
         )
 
     def own_counts(self) -> dict[str, Any]:
@@ -252,7 +276,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
 
 
 def _prompt_digest(prompt: Prompt) -> bytes:
-    """Return a hash of everything that a run reads of a prompt: tokens, text and columns."""
+    """Return a hash of everything in a prompt that training reads: tokens, text and columns."""
     digest = hashlib.blake2b(np.array(prompt.input_ids, dtype=np.int32).tobytes(), digest_size=16)
     digest.update(json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=repr).encode())
     return digest.digest()

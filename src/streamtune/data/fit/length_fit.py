@@ -1,9 +1,9 @@
-"""Count and hash records that are fitted to the length: the common part of rows, trees and prompts.
+"""Count and hash records while they are fitted to the maximum length: common code for rows, trees and prompts.
 
-The counts are kept in files beside a table of records:
+The counts are stored in files next to the table of records:
 
-    fit.npz      numbers of rows and records, hashes: everything that grows with the data
-    fit.json     the rest
+    fit.npz      row and record numbers, lengths, hashes: everything that grows with the data
+    fit.json     all other counts
 """
 
 from __future__ import annotations
@@ -45,59 +45,64 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Sizes of the rows as rendered, before any cut, and of the records made of them; both in the order of reading.
+    """Sizes of the rendered rows before any cut, and sizes of the records; both in the order of reading.
 
-    A record's number is its row in the table of ``Prepared.train`` and ``Prepared.validation``.
+    A record's index is its row in the table of ``Prepared.train`` and ``Prepared.validation``.
     """
 
     lengths: npt.NDArray[np.int64]
-    """[rows] tokens, as compared with the limit"""
+    """[rows] number of tokens, as compared with the maximum length"""
     tokens: npt.NDArray[np.int64]
-    """[rows] tokens: of a tree each completion with its own copy of the prompt, else ``lengths``"""
+    """[rows] number of tokens; in a tree each completion counts with its own copy of the prompt"""
     first_trained: npt.NDArray[np.int64]
-    """[rows] greatest length at which a cut leaves nothing trained, so that the row is dropped: if a row keeps its
-    beginning, the place of its first trained token"""
+    """[rows] largest ``max_length`` at which truncation leaves no trained token, so that the row is dropped. If a row
+    keeps its beginning, this is the index of its first trained token"""
     trained: npt.NDArray[np.int64]
-    """[records] trained tokens"""
+    """[records] number of trained tokens"""
     lost: npt.NDArray[np.int64]
-    """[records] tokens cut off (``overlength: truncate``); 0 for pieces of a split row"""
+    """[records] number of tokens cut off (``overlength: truncate``); 0 for parts of a split row"""
     starts: tuple[int, ...]
-    """[sources] first record of each source"""
+    """[sources] index of each source's first record"""
 
 
 @dataclass(frozen=True)
 class Prepared(Generic[RecordT, ReportT]):
-    """Rows as token ids, split into a training and a held-out part; rows of a group are never in both."""
+    """Rows as token ids, split into a training part and a held-out part. All rows of a group are in the same part."""
 
     train: Stored[RecordT]
+    """records to train on"""
     validation: Stored[RecordT]
+    """held-out records"""
     report: ReportT
+    """counts of rows and tokens"""
     fingerprint: str
-    """hash of all that is trained and evaluated on, in order: equal if and only if a run sees the same data"""
+    """hash of all records that are trained or evaluated on, in order; equal only if two runs see the same data"""
     measured: Measured
+    """sizes of rows and records"""
     packs: Packs | None = None
-    """sequences that examples of ``train`` share; None without packing"""
+    """packed sequences of ``train``; None without packing"""
     validation_packs: Packs | None = None
-    """sequences of ``validation``"""
+    """packed sequences of ``validation``; None without packing"""
     pieces: Pieces | None = None
-    """pieces that examples of ``train`` are cut into; None if they are whole"""
+    """pieces that examples of ``train`` are cut into; None without buckets"""
     bad_rows: Sequence[Mapping[str, str]] = ()
-    """faulty rows that were left out, each with its fault"""
+    """skipped bad rows, each with its error"""
     bounds: tuple[int, ...] = ()
-    """first row in ``train`` of each trained source, and the number of all rows"""
+    """[sources + 1] index in ``train`` of each training source's first row, then the number of all rows"""
     mixture: Mixture | None = None
-    """visits of an epoch to each source, of rows or packs; None without weights"""
+    """number of rows or packs of each source that an epoch visits; None without weights"""
     eval_sets: tuple[EvalSet, ...] = ()
-    """named parts of ``validation``, which together are all of it; empty without names"""
+    """named sets that together make up ``validation``; empty without eval sets"""
 
 
 class LengthFit(ABC, Generic[RecordT, ReportT]):
-    """Writes records, and counts the kept, cut and dropped rows they are made of.
+    """Writes records, and counts the rows that are kept, cut and dropped.
 
     Args:
-        overlength: Handling of a row over the length, one of :data:`OVERLENGTH`.
-        limit: Name of the limit, for an error.
-        over: Name of the limit, for a note.
+        writer: Table to write the records to.
+        overlength: Handling of rows over the maximum length, one of :data:`OVERLENGTH`.
+        limit: Limit in words, for an error.
+        over: Limit in words, for a note.
     """
 
     record: type[RecordT]
@@ -110,23 +115,24 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.writer, self.overlength, self.limit, self.over = writer, overlength, limit, over
         self.counts: Counter[str] = Counter()
         self.lengths: array[int] = array("q")
-        """tokens of every row as rendered"""
+        """[rows] number of tokens of every rendered row"""
         self.longest: tuple[int, str] = (0, "")
-        """length and origin of the longest row"""
+        """length in tokens and origin of the longest row"""
         self.is_longest_estimated = False
         self.groups = Digests()
-        """for every kept row a hash of what must not be in both parts"""
+        """[kept rows] hash of each row's group; a group is held out as a whole"""
         self.row_of_record: array[int] = array("q")
-        """for every record the number of its row among the kept ones"""
+        """[records] index of each record's row among the kept rows"""
         self.digests = Digests()
-        """for every record a hash of all that a run reads of it"""
+        """[records] hash of everything in a record that training reads"""
         self.bad_rows: Sequence[Mapping[str, str]] = ()
         self.tokens, self.first_trained = array("q"), array("q")
-        """as in :class:`Measured`"""
+        """[rows] see :class:`Measured`"""
         self.trained, self.lost = array("q"), array("q")
         self.starts: list[SourceStart] = []
 
     def begin(self, source: Source) -> None:
+        """Start a source: rows added from now on belong to it."""
         self.starts.append(self._now(source))
 
     def _now(self, source: Source) -> SourceStart:
@@ -142,7 +148,15 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         first_trained: int = 0,
         estimated: bool = False,
     ) -> None:
-        """Record the sizes of a row as rendered, as in :class:`Measured`."""
+        """Record the sizes of a rendered row.
+
+        Args:
+            size: Number of tokens, as compared with the maximum length.
+            origin: Place of the row, ``file:line``.
+            tokens: Number of tokens with a copy of the prompt for each completion. [default: ``size``]
+            first_trained: Largest ``max_length`` at which truncation leaves no trained token.
+            estimated: Whether ``size`` is an estimate.
+        """
         if size > self.longest[0]:
             self.is_longest_estimated = estimated
         self.lengths.append(size)
@@ -152,11 +166,12 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @property
     def about_longest(self) -> str:
+        """The length of the longest row, for a message; "about" marks an estimate."""
         return ("about " if self.is_longest_estimated else "") + f"{self.longest[0]:,}"
 
     @property
     def rows(self) -> int:
-        """Rows seen, those included that were left out before they were rendered."""
+        """Number of rows read, including rows dropped before rendering."""
         return len(self.lengths) + self.counts["identical"] + self.counts["empty"]
 
     def skip_empty(self) -> None:
@@ -164,7 +179,14 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.counts["dropped"] += 1
 
     def write(self, record: RecordT, digest: bytes, *, trained: int = 0, lost: int = 0) -> None:
-        """Write a record of the row whose group is appended next."""
+        """Write a record of the current row; the caller appends the row's group afterwards.
+
+        Args:
+            record: Record to write.
+            digest: Hash of everything in the record that training reads.
+            trained: Number of trained tokens.
+            lost: Number of tokens cut off.
+        """
         self.row_of_record.append(len(self.groups))
         self.digests.append(digest)
         self.trained.append(trained)
@@ -174,11 +196,16 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def prepared(
         self, table: MappedTable, val_size: float, seed: int, notify: Notify = lambda message: None
     ) -> Prepared[RecordT, ReportT]:
-        """Split the written records into a training and a held-out part.
+        """Split the written records into a training part and a held-out part.
 
         Args:
+            table: Table of the written records.
             val_size: Rows to hold out: a fraction below 1, or a count.
-            notify: Called with the rows of eval sets that are trained as well.
+            seed: Seed that chooses the held-out rows.
+            notify: Function that shows the user a message, if rows of eval sets are trained on too.
+
+        Raises:
+            DataError: No row is left to train on, or in an eval set.
         """
         rows = np.frombuffer(self.row_of_record, dtype=np.int64)
         is_held_out = choose_held_out(self.groups, self.starts, val_size, seed)[rows]
@@ -198,7 +225,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         for each in eval_sets:
             if same := int(in_both[held_out[each.start : each.stop]].sum()):
                 size = each.stop - each.start
-                notify(f"{same:,} of {size:,} {self.noun}s of the eval set '{each.name}' are trained on as well")
+                notify(f"{same:,} of {size:,} {self.noun}s of the eval set '{each.name}' are also in the training data")
         report = self.report(len(numbers), is_held_out, duplicates, int(in_both[~is_held_out].sum()))
         return Prepared(
             train=train,
@@ -215,8 +242,8 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def _repeat(
         self, records: npt.NDArray[np.int64], sources: Sequence[Source]
     ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        """Return the training records, each as often as its source's ``repeat``, and the start of each source."""
-        if not sources:  # of eval sets alone
+        """Return the training records, repeated as each source's ``repeat`` says, and the bounds of the sources."""
+        if not sources:  # all sources belong to eval sets
             return records, (0,)
         parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1 : len(sources)]]))
         repeated: list[npt.NDArray[np.int64]] = [
@@ -230,12 +257,16 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
 
     def check(self, notify: Notify) -> None:
-        """Raise if rows are too long or none is left; notify the user of the changes."""
+        """Notify the user of truncated, split and dropped rows.
+
+        Raises:
+            DataError: Rows are too long and ``overlength`` is ``error``, or no row is left.
+        """
         rows, too_long = self.rows, self.counts["too_long"]
         if too_long and self.overlength == "error":
             raise self.too_long()
         if self.counts["identical"]:
-            notify(f"{self.counts['identical']:,} of {rows:,} pairs have the same answer twice: dropped")
+            notify(f"{self.counts['identical']:,} of {rows:,} pairs dropped: both answers are the same")
         if not len(self.groups):
             size, origin = self.longest
             to_train_on = " to train on" if self.noun == "row" else ""
@@ -245,10 +276,10 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
                 fix=f"the longest has {self.about_longest} tokens, {self.limit}" if size else "",
             )
         if too_long:
-            notify(f"{too_long:,} of {rows:,} {self.noun}s are over {self.over}: {self.changes()}{self._lost()}")
+            notify(f"{too_long:,} of {rows:,} {self.noun}s exceed {self.over}: {self.changes()}{self._lost()}")
 
     def changes(self) -> str:
-        """Return the changes to rows over the length, for a note."""
+        """Return how many of the rows that were too long were truncated, split and dropped, for a note."""
         dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
         named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
@@ -261,12 +292,19 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @abstractmethod
     def too_long(self) -> DataError:
-        """Return the error for rows over the length."""
+        """Return the error for rows over the maximum length."""
 
     def report(
         self, train_examples: int, is_held_out: npt.NDArray[np.bool_], duplicates: int, held_out_duplicates: int
     ) -> ReportT:
-        """Return the counts and lengths of the rows; ``is_held_out`` is [records]."""
+        """Return the report of all rows.
+
+        Args:
+            train_examples: Number of records to train on, repeats included.
+            is_held_out: [records] True for held-out records.
+            duplicates: Number of records that equal an earlier record.
+            held_out_duplicates: Number of training records that are held out too.
+        """
         return self.report_type(
             rows=self.rows,
             kept=len(self.groups),
@@ -316,20 +354,24 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @abstractmethod
     def own_counts(self) -> dict[str, Any]:
-        """Return the fields of the report that depend on the kind of rows."""
+        """Return the fields that only this kind of report has."""
 
 
 def have(number: int, noun: str) -> str:
-    """Return "1 row has" or "3 rows have"."""
+    """Return a number with its noun and verb, such as "1 row has" or "3 rows have"."""
     return f"1 {noun} has" if number == 1 else f"{number:,} {noun}s have"
 
 
 _GIVEN = ("writer", "policy", "_group")
-"""Attributes that the maker of a fit gives it, and that no file can hold."""
+"""Attributes that are not saved: the constructor sets them."""
 
 
 def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
-    """Write the counts of a fit.
+    """Write the counts of a fit to ``fit.npz`` and ``fit.json``.
+
+    Args:
+        fit: Fit to which all rows were added.
+        folder: Folder to write to.
 
     Raises:
         OSError: A file cannot be written.
@@ -348,15 +390,20 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
                 arrays[f"{name}/{key}"] = np.frombuffer(item, dtype=np.int64)
         else:
             plain[name] = _plain(value)
-    np.savez(folder / "fit.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for its own options
+    np.savez(folder / "fit.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub mistakes the names for its options
     (folder / "fit.json").write_text(json.dumps(plain), "utf-8")
 
 
 def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) -> None:
-    """Give a new fit the counts that were written, of the same sources; shares and repetitions may be others.
+    """Restore the counts of a fit that :func:`save_fit` wrote.
+
+    Args:
+        fit: New fit, whose counts are replaced.
+        folder: Folder to read.
+        sources: Sources of the saved fit; their weights and ``repeat`` may differ.
 
     Raises:
-        OSError, ValueError, KeyError: The files cannot be read, or hold something else.
+        OSError, ValueError, KeyError: The files cannot be read, or have other content.
     """
     plain = json.loads((folder / "fit.json").read_text("utf-8"))
     with np.load(folder / "fit.npz", allow_pickle=False) as arrays:
@@ -383,11 +430,7 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it.
-
-    Raises:
-        TypeError: From ``json``, if a kind of fit gets an attribute that is written here for the first time.
-    """
+    """Return a value without its ``source`` objects, built from dicts and lists, so that ``json`` can write it."""
     if isinstance(value, SourceStart):
         return {name: _plain(item) for name, item in vars(value).items() if name != "source"}
     if isinstance(value, Mapping):

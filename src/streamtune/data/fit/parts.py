@@ -1,7 +1,7 @@
-"""Split kept rows into a part to train on and held-out sets, and share an epoch out among the sources.
+"""Split kept rows into a training part and held-out sets, and divide an epoch among the sources by their weights.
 
-Rows of a source of an eval set are never trained on. ``val_size`` holds out some of the others, as the set
-:data:`HELD_OUT` if there are eval sets too. Rows are known by their hashes.
+Rows of an eval set's sources are never trained on. ``val_size`` holds out some of the other rows. If there are eval
+sets too, these rows form the set :data:`HELD_OUT`. Rows are identified by their hashes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamtune.errors import DataError
 
 
 class Digests:
-    """Hashes of 16 bytes in one buffer: a million take 16 MB, as Python objects five times that."""
+    """A list of 16-byte hashes in one buffer: a million hashes take 16 MB, and 80 MB as Python objects."""
 
     def __init__(self, data: bytes | bytearray = b"") -> None:
         self._bytes = bytearray(data)
@@ -32,14 +32,14 @@ class Digests:
         return len(self._bytes) // 16
 
     def append(self, digest: bytes) -> None:
-        assert len(digest) == 16, "all of them have the same size"
+        assert len(digest) == 16, "every hash has 16 bytes"
         self._bytes += digest
 
     def first(self, count: int) -> Digests:
         return Digests(self._bytes[: 16 * count])
 
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """Return the hashes, [digests, 16]."""
+        """Return the hashes as an array [digests, 16]."""
         return np.frombuffer(bytes(self._bytes), dtype=np.uint8).reshape(-1, 16)
 
     def ranks(self) -> npt.NDArray[np.int64]:
@@ -54,39 +54,50 @@ class Digests:
 
 
 HELD_OUT = "held_out"
-"""Name of the rows that ``val_size`` holds out, if there are eval sets."""
+"""Name of the set of rows that ``val_size`` holds out, used if there are eval sets too."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class SourceStart:
-    """The counts at the beginning of a source."""
+    """The counts of a fit before the first row of a source."""
 
     source: Source
+    """the source that begins"""
     counts: Counter[str]
+    """counts so far, by name"""
     rows: int
-    """rows measured so far"""
+    """number of rows measured so far"""
     kept: int
+    """number of rows kept so far"""
     records: int
+    """number of records written so far"""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A named part of the held-out rows; packs have rows of one set."""
+    """A named part of the held-out rows. A packed sequence has rows of one set only."""
 
     name: str
+    """name of the set"""
     start: int
+    """index of its first held-out row"""
     stop: int
+    """index after its last held-out row"""
 
 
 def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: float, seed: int) -> Mask:
-    """Return a mask of the held-out rows, [kept rows]: whole groups, drawn by the seed, and the rows of eval sets.
+    """Return a mask of the held-out rows, [kept rows]: groups drawn at random, and all rows of eval sets.
 
     Args:
-        groups: [kept rows] hashes of what must not be in both parts.
+        groups: [kept rows] hash of each row's group; a group is held out as a whole.
         starts: Start of every source; eval sets come last.
-        val_size: Rows to hold out of the others: a fraction below 1, or a count.
+        val_size: Rows to hold out, eval sets not included: a fraction below 1, or a count.
+        seed: Seed of the draw.
+
+    Raises:
+        DataError: No row is left to train on, or in an eval set.
     """
     stops = [*(start.kept for start in starts[1:]), len(groups)]
     kept: Counter[str | None] = Counter()
@@ -96,7 +107,7 @@ def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: fl
         if not count:
             where = next(start.source.place for start in starts if start.source.evaluates == name)
             what = "no row is left to train on" if name is None else f"no row of the eval set '{name}' is left"
-            raise DataError(what, where=where, fix="all were dropped; see overlength, on_empty and on_bad_row")
+            raise DataError(what, where=where, fix="all rows were dropped: check overlength, on_empty and on_bad_row")
     mine = kept[None]
     drawn = _draw_groups(groups.first(mine), val_size, seed)
     return np.concatenate([drawn, np.ones(len(groups) - mine, dtype=np.bool_)])
@@ -116,7 +127,7 @@ def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
     held_out: Mask = is_chosen[group_of_row]
     if held_out.all():
         raise DataError(
-            f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(sizes):,} different ones)",
+            f"val_size = {val_size:g} would hold out all {len(groups):,} rows ({len(sizes):,} different)",
             where="val_size",
             fix="hold out fewer rows, or add data",
         )
@@ -124,7 +135,7 @@ def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
 
 
 def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSet, ...]:
-    """Return the named sets of held-out records; none without sources of eval sets.
+    """Return the named sets of held-out records; empty if no source belongs to an eval set.
 
     Args:
         held_out: [held out] record numbers, ascending.
@@ -138,7 +149,7 @@ def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSe
             continue
         if not sets and first:
             sets.append(EvalSet(HELD_OUT, 0, first))
-        if sets and sets[-1].name == name:  # a set of several sources
+        if sets and sets[-1].name == name:  # several sources belong to the set
             sets[-1] = replace(sets[-1], stop=stop)
         else:
             sets.append(EvalSet(name, first, stop))
@@ -146,18 +157,21 @@ def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSe
 
 
 def set_bounds(sets: Sequence[EvalSet], held_out: int) -> list[int]:
-    """Return the start of each set and the number of held-out rows; without sets 0 and that number."""
+    """Return the start of each set, then the number of held-out rows; without sets ``[0, held_out]``."""
     return [*(each.start for each in sets), held_out] if sets else [0, held_out]
 
 
 def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers, tokens: Numbers) -> Mixture | None:
-    """Return the mixture that the weights of the trained sources ask for; None without weights.
+    """Return the mixture of the training sources by their weights; None without weights.
 
     Args:
         sources: Sources that are trained on.
-        bounds: [sources + 1] first training unit of each source, and the number of all units.
-        rows: [units] rows of each unit.
-        tokens: [units] tokens of each unit.
+        bounds: [sources + 1] index of each source's first training unit, then the number of all units.
+        rows: [units] number of rows of each unit.
+        tokens: [units] number of tokens of each unit.
+
+    Raises:
+        DataError: No source with a weight above 0 has a row.
     """
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:
@@ -168,7 +182,7 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
         raise DataError(
             "no dataset with a weight above 0 has a row to train on",
             where=sources[0].place,
-            fix="give one of the others a weight",
+            fix="set a weight above 0 for a dataset that has rows",
         )
     return mixture
 
@@ -176,13 +190,13 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
 def share_epoch(
     reports: Sequence[SourceReport], bounds: Sequence[int], lengths: Numbers, mixture: Mixture | None
 ) -> tuple[SourceReport, ...]:
-    """Return the reports with the rows and tokens that an epoch visits of each source.
+    """Return the reports, completed with how many rows and tokens of each source an epoch visits.
 
     Args:
-        reports: Report of every source; eval sets come last and are not visited.
-        bounds: [sources + 1] first training row of each source, and the number of all rows.
-        lengths: [rows] tokens of the training rows.
-        mixture: Mixture of the rows, or of packs of them; without it each is visited once.
+        reports: Report of every source; eval sets come last, and an epoch does not visit them.
+        bounds: [sources + 1] index of each source's first training row, then the number of all rows.
+        lengths: [rows] number of tokens of each training row.
+        mixture: Mixture of the rows or packs; None visits each row once.
     """
     found = list(reports)
     for number, (first, stop) in enumerate(pairwise(bounds)):
@@ -198,18 +212,18 @@ def share_epoch(
 
 
 def count_duplicates(digests: Digests, is_held_out: Mask) -> tuple[int, Mask]:
-    """Count the records that equal an earlier record, and mark those that have a copy in the other part.
+    """Count the records that equal an earlier record, and mark records with a copy in the other part.
 
     Args:
-        digests: [records] hashes of 128 bits.
-        is_held_out: [records]
+        digests: [records] 128-bit hashes.
+        is_held_out: [records] True for held-out records; the others are trained on.
 
     Returns:
-        The count, and a mask [records].
+        The number of duplicates, and a mask [records] of the records that are both trained on and held out.
     """
     if not len(digests):
         return 0, np.zeros(0, dtype=np.bool_)
-    # 64 of the 128 bits: two of a million records that differ have the same with a probability of 3e-8.
+    # 64 of the 128 bits are compared: for a million different records a collision has the probability 3e-8.
     keys = np.ascontiguousarray(digests.bytes()[:, :8]).view(np.uint64)[:, 0]
     in_both = np.intersect1d(keys[is_held_out], keys[~is_held_out])
     return len(keys) - len(np.unique(keys)), np.isin(keys, in_both)

@@ -1,4 +1,4 @@
-"""Fit rows of next tokens to the length: keep, cut, split or leave out each."""
+"""Fit training rows to the maximum length: keep, cut, split or drop each row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Kept:
-    """Tokens ``start`` to ``stop`` (exclusive) of a row, the first ``context`` of which are not trained."""
+    """Tokens ``start`` to ``stop`` (exclusive) of a row; the first ``context`` of them are not trained."""
 
     start: int
     stop: int
@@ -33,21 +33,22 @@ class Kept:
 
 
 def cut_row(trained: Mask, policy: RowPolicy, *, head: int, has_answer: bool) -> list[Kept]:
-    """Return the parts of a row that a cut keeps: one, or its beginning and its end.
+    """Return the token ranges that truncating a row keeps: one range, or its beginning and its end.
 
-    The first token of a part is not trained: what comes before it is missing.
+    The first token of a range is not trained, because its context is missing. ``policy.truncate_side`` decides:
 
-    - ``right`` keeps the beginning of the row, ``left`` its end, ``middle`` both: half the length for each, and more
-      for the end if the last answer fits then.
-    - ``auto`` is ``right`` for a document. Otherwise it is ``left`` if the last answer fits, with a token before it; if
-      not, it keeps the beginning of that answer, and before it as much as half the length can hold.
+    - ``right`` keeps the beginning of the row, ``left`` keeps its end.
+    - ``middle`` keeps both, with half the length each. The end gets more if the last answer then fits.
+    - ``auto`` is ``right`` for a document. For other rows it is ``left`` if the last answer fits with a token before
+      it. Otherwise it keeps the beginning of that answer, and before it up to half the length.
 
-    ``left``, ``middle`` and ``auto`` keep the head too, if it takes at most half the length and something trained
-    stays.
+    ``left`` and ``auto`` also keep the prefix, if it takes at most half the length and a trained token remains.
 
     Args:
         trained: [T] True for trained tokens; T exceeds the length.
-        has_answer: True if a prompt comes before what is trained.
+        policy: Maximum length and truncation side.
+        head: Number of prefix tokens, such as a system message, to keep when the row's beginning is cut off.
+        has_answer: Whether the trained tokens are answers to a prompt.
     """
     size, most, side = len(trained), policy.max_length, policy.truncate_side
     if side == "right" or (side == "auto" and not has_answer):
@@ -65,7 +66,7 @@ def cut_row(trained: Mask, policy: RowPolicy, *, head: int, has_answer: bool) ->
 
 
 def _with_head(trained: Mask, head: int, kept: Kept, most: int) -> list[Kept]:
-    """Return a part with the head before it, for which it makes room; without room for both, the part alone."""
+    """Return the prefix and the range, shortened to make room for it; without room for both, the range alone."""
     shorter = Kept(kept.start + head, kept.stop, 1)
     if not head or head > most // 2 or not trained[shorter.start + 1 : shorter.stop].any():
         return [kept]
@@ -73,7 +74,7 @@ def _with_head(trained: Mask, head: int, kept: Kept, most: int) -> list[Kept]:
 
 
 def last_answer(trained: Mask) -> tuple[int, int]:
-    """Return start and stop of the last run of trained tokens in a row; the size twice if there are none."""
+    """Return start and stop of the last run of trained tokens in a row; ``(T, T)`` if no token is trained."""
     places = np.flatnonzero(trained)
     if not len(places):
         return len(trained), len(trained)
@@ -83,7 +84,7 @@ def last_answer(trained: Mask) -> tuple[int, int]:
 
 
 def least_kept(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
-    """Return the greatest length at which a cut leaves nothing trained: the row is then left out."""
+    """Return the largest ``max_length`` at which truncation leaves no trained token, so that the row is dropped."""
     size, side = len(trained), policy.truncate_side
     if side == "auto" and has_answer:
         return 1
@@ -98,14 +99,18 @@ def least_kept(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
 
 
 def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | None) -> list[Kept]:
-    """Return the pieces of a row; without their context they are the whole row.
+    """Return the consecutive parts that a row is split into; without their context they make up the whole row.
 
-    A piece ends at the last of the strongest borders that it may have: a new exchange of a chat if something before it
-    is trained, else a paragraph or a line in the second half of the piece, else a token.
+    A part ends at the last border of the strongest kind that it contains::
+
+        turn               a new exchange of a chat, if a token before it in the part is trained
+        paragraph, line    only in the second half of the part
+        token              any token
 
     Args:
         trained: [T] True for trained tokens.
-        breaks: [T] border before each token, as an index of :data:`SPLIT_AT`; None cuts at tokens.
+        policy: Maximum length of a part, strongest border to use, and overlap.
+        breaks: [T] border before each token, as an index of :data:`SPLIT_AT`; None splits at any token.
     """
     size, start, pieces = len(trained), 0, []
     while start < size:
@@ -114,14 +119,14 @@ def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | 
         stop = size if size - start <= room else start + room
         if stop < size and breaks is not None:
             stop = _border(trained, breaks, start, stop, max(context, 1), SPLIT_AT.index(policy.split_at))
-        # Nothing comes before the first token of a row, and of a piece without context.
+        # The first token of a part has no context, so it is not trained.
         pieces.append(Kept(start - context, stop, max(context, 1)))
         start = stop
     return pieces
 
 
 def _border(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, context: int, strongest: int) -> int:
-    """Return the end of a piece that starts at ``start`` and ends at ``stop`` at most."""
+    """Return where a part that starts at ``start`` ends: at a border, at ``stop`` at the latest."""
     inside = breaks[start + 1 : stop + 1]
     for kind in range(strongest, 0, -1):
         places = np.flatnonzero(inside >= kind)
@@ -137,7 +142,7 @@ def _border(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int,
 
 
 class RowFit(LengthFit[Example, DataReport]):
-    """Fits rows of next tokens; rows with the same tokens and labels are held out together."""
+    """Fits training rows to the maximum length; rows with the same tokens and labels are held out together."""
 
     record = Example
     report_type = DataReport
@@ -149,7 +154,7 @@ class RowFit(LengthFit[Example, DataReport]):
         self._group: bytes | None = None
 
     def add_turns(self, turns: Sequence[Rendered], origin: str) -> None:
-        """Fit the rows of a conversation's turns; they are held out together."""
+        """Fit the examples of a conversation, one per turn; they are held out together."""
         digest = hashlib.blake2b(digest_size=16)
         for turn in turns:
             digest.update(_int_array(turn.input_ids).data)
@@ -157,11 +162,12 @@ class RowFit(LengthFit[Example, DataReport]):
             self.add(turn, origin, digest.digest())
 
     def add(self, rendered: Rendered, origin: str, group: bytes | None = None) -> None:
-        """Fit a row to the length, and write the examples made of it.
+        """Fit a row to the maximum length, and write its examples.
 
         Args:
+            rendered: Tokens and labels of the row.
             origin: Place of the row, ``file:line``.
-            group: Hash; rows with the same hash are held out together. None hashes the examples.
+            group: Hash; rows with the same hash are held out together. None uses a hash of the examples.
         """
         self._group = group
         row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels), rendered.weight)
@@ -192,7 +198,7 @@ class RowFit(LengthFit[Example, DataReport]):
     def _keep(
         self, row: _Row, pieces: Sequence[Sequence[Kept]], origin: str, whole: _RowSize, how: str = "kept whole"
     ) -> None:
-        """Write the examples made of a row, each of some parts of it; without any, count the row as dropped."""
+        """Write one example for each list of token ranges; without any, count the row as dropped."""
         present = _covered(pieces)
         lost = whole.tokens - present
         self.counts["tokens_lost"] += lost
@@ -207,7 +213,7 @@ class RowFit(LengthFit[Example, DataReport]):
             ids, labels = row.joined(parts)
             piece_digest = hashlib.blake2b(ids.data, digest_size=16)
             piece_digest.update(labels.data)
-            row_digest.update(piece_digest.digest())  # rows are the same whatever their weights
+            row_digest.update(piece_digest.digest())  # the weight does not make two rows different
             if row.weight != 1:
                 piece_digest.update(np.float64(row.weight).tobytes())
             digest = piece_digest.digest()
@@ -224,8 +230,8 @@ class RowFit(LengthFit[Example, DataReport]):
         super().check(notify)
         if self.counts["without_system"]:
             notify(
-                f"{have(self.counts['without_system'], 'truncated row')} lost the system message: the chat template "
-                "does not print it at the start by itself, or it takes more than half of max_length"
+                f"{have(self.counts['without_system'], 'truncated row')} lost the system message: it takes more than "
+                "half of max_length, or the chat template does not print it separately at the start"
             )
 
     def too_long(self) -> DataError:
@@ -234,7 +240,7 @@ class RowFit(LengthFit[Example, DataReport]):
             f"{have(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; the "
             f"longest has {self.about_longest}",
             where=origin,
-            fix=f"set max_length to {size} or more, or say what to do with them: overlength: truncate, drop or split",
+            fix=f"set max_length to {size} or more, or set overlength to truncate, drop or split",
         )
 
     def own_counts(self) -> dict[str, Any]:
@@ -242,7 +248,7 @@ class RowFit(LengthFit[Example, DataReport]):
 
 
 def _int_array(tokens: Sequence[int]) -> IntArray:
-    """Return token ids as an array, without a copy if they are in an array already."""
+    """Return token ids as a NumPy array; ids in an ``array`` are not copied."""
     return np.frombuffer(tokens, dtype=np.int32) if isinstance(tokens, array) else np.array(tokens, dtype=np.int32)
 
 
@@ -267,13 +273,13 @@ class _Row:
 
 
 def _loses_system(rendered: Rendered, parts: Sequence[Kept]) -> bool:
-    """Return True if a row has a system message at its start, and a cut does not keep all of it."""
+    """Return True if a row begins with a system message and truncation does not keep all of it."""
     system, first = rendered.system, parts[0]
     return system is not None and not (system > 0 and first.start == 0 and system <= first.stop)
 
 
 def _covered(pieces: Sequence[Sequence[Kept]]) -> int:
-    """Return how many of a row's tokens its pieces cover, counting overlaps once."""
+    """Return how many of a row's tokens the ranges cover, counting overlaps once."""
     total = stop = 0
     for part in chain.from_iterable(pieces):
         total += part.stop - max(part.start, stop)

@@ -1,28 +1,28 @@
-"""Built-in data sets: demos with a rule or an answer to check, logs with a pass key, and the standard library.
+"""Built-in datasets: generated demos whose answers can be checked, and the source of Python's standard library.
 
-All but the last are drawn from a seed and need no file. The demos have a few dozen words, so that a model with random
-weights learns them in minutes on a CPU.
+The demos are generated from a seed and need no file. They use a few dozen words, so that a model with random weights
+learns them in minutes on a CPU.
 
-**demo-preferences** (type ``preference``). Somebody asks where a thing is; no prompt occurs twice::
+**demo-preferences** (type ``preference``). The user asks where a thing is; no prompt occurs twice::
 
     prompt      I am in the hall. Where is the red lamp?
     chosen      Sure, the red lamp is in the attic.
     rejected    Sure, the blue lamp is in the attic.
 
-An answer is preferred if it names the very thing that was asked for and is polite. A third of the rejected answers
-each names another colour, or another thing, or is rude (``Go and find the red lamp.``). So two thirds can only be
-rejected by reading the prompt.
+The chosen answer is polite and names the thing that the user asked for. One third of the rejected answers name another
+colour, one third another thing, and one third are rude (``Go and find the red lamp.``). So the model must read the
+prompt to reject two thirds of them.
 
-**demo-arithmetic** (types ``prompts`` and ``prompt_completion``). One of three tasks on digits, with its answer in the
-column ``answer`` for reward functions and as ``completion`` for supervised training; no prompt occurs twice::
+**demo-arithmetic** (types ``prompts`` and ``prompt_completion``). One of three tasks on digits. The column ``answer``
+is for reward functions, ``completion`` for supervised training; no prompt occurs twice::
 
     prompt      copy 3142        sort 3142        add 3142
     answer      3142             1234             10
 
-The dataset's ``name`` chooses ``copy``, ``sort`` or ``add``; without it they take turns.
+The dataset's ``name`` selects ``copy``, ``sort`` or ``add``; without it the tasks alternate.
 
-**demo-passkey** (type ``messages``). One line of a log names two words, at a place drawn at random; the question comes
-after the log::
+**demo-passkey** (type ``messages``). A log has one line with a pass key of two words, at a random place. The question
+comes after the log::
 
     user         storage: merged batch 481
                  vault: the pass key is amber otter
@@ -32,11 +32,12 @@ after the log::
                  What is the pass key?
     assistant    The pass key is amber otter.
 
-Passkey retrieval (Mohtashami & Jaggi 2023, arXiv 2305.16300), made easier: each of the two words comes from a list of
-its own. Rows come from easy to hard: the first logs have at most 16 lines, the last up to 400, about 5,000 tokens. A
-new model learns from the short logs what to look for. With ``shuffle: false`` a recipe keeps this order.
+This is passkey retrieval (Mohtashami & Jaggi 2023, arXiv 2305.16300), made easier: there is one word list for each of
+the two words. Rows are ordered from easy to hard. The first logs have at most 16 lines, the last up to 400 (about 5,000
+tokens). From the short logs a new model learns what to look for. With ``shuffle: false`` a recipe keeps this order.
 
-**python-stdlib** (type ``messages``). Documented functions, classes and whole modules of the running Python.
+**python-stdlib** (type ``messages``). Documented functions, classes and whole modules of the running Python's standard
+library.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ PASSKEY_PATH = "demo-passkey"
 STDLIB_PATH = "python-stdlib"
 
 SEED = 0
-"""Seed of all sets: a recipe's seed chooses what is held out and the order, not the rows."""
+"""Seed of the generated rows. A recipe's seed decides the held-out rows and the order, not the rows themselves."""
 
 NUM_PREFERENCES = 4_000
 
@@ -93,11 +94,12 @@ def _message(role: str, content: str) -> list[dict[str, str]]:
 
 
 def _pick(draw: random.Random, items: tuple[str, ...]) -> str:
-    """Return an item by ``random()``, the one method whose numbers Python guarantees not to change."""
+    """Return a random item, drawn with ``random()``: Python guarantees its numbers for a seed in all versions."""
     return items[int(draw.random() * len(items))]
 
 
 def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
+    """Yield the rows of ``demo-preferences``, at most ``max_rows``."""
     draw = random.Random(seed)
     asked = list(product(PLACES, QUESTIONS, COLOURS, THINGS))
     asked.sort(key=lambda _: draw.random())
@@ -121,7 +123,7 @@ def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterato
 
 
 def keeps_the_rule(question: str, answer: str) -> bool:
-    """Return True if an answer to a prompt of ``demo-preferences`` is polite and names the thing that was asked for."""
+    """Return True if an answer to a prompt of ``demo-preferences`` is polite and names the thing asked for."""
     asked = re.search(rf"the ({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b", question)
     if asked is None:
         return False
@@ -152,10 +154,11 @@ def _add(draw: random.Random) -> tuple[str, str]:
 
 
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {"copy": _copy, "sort": _sort, "add": _add}
-"""Functions that draw a prompt and its answer, by the name of the task."""
+"""Task name -> function that draws a prompt and its answer."""
 
 
 def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
+    """Yield the rows of ``demo-arithmetic``, at most ``max_rows``; without ``task`` all tasks alternate."""
     draw = random.Random(seed)
     tasks = list(TASKS) if task is None else [task]
     seen: set[str] = set()
@@ -178,10 +181,10 @@ def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, see
 NUM_LOGS = 4_000
 
 SHORT_LINES, MOST_LINES = 16, 400
-"""Most lines of the first logs, and of the longest log."""
+"""Maximum number of lines of the short logs at the beginning, and of the longest log."""
 
 SHORT_ROWS = 0.6
-"""Part of the rows with at most ``SHORT_LINES`` lines; from there on the longest log grows by the same factor a row."""
+"""Fraction of rows with at most ``SHORT_LINES`` lines. After them the maximum grows by a constant factor per row."""
 
 SERVICES = ("scheduler", "storage", "network", "cache", "worker", "mailer", "parser", "index")
 DID = ("started", "finished", "retried", "queued", "skipped", "merged", "checked", "wrote")
@@ -197,6 +200,7 @@ ANIMALS = (
 
 
 def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
+    """Yield the rows of ``demo-passkey``, from short to long logs; ``max_rows`` spans the same range of lengths."""
     draw = random.Random(seed)
     count = NUM_LOGS if max_rows is None else max_rows
     for number in range(1, count + 1):
@@ -212,7 +216,7 @@ def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[R
 
 
 def _num_log_lines(draw: random.Random, part: float) -> int:
-    """Return the number of log lines of the row at ``part`` (0 to 1) of all rows."""
+    """Return how many log lines to draw for the row at the fraction ``part`` (0 to 1) of all rows."""
     if part < SHORT_ROWS:
         return int(draw.random() * SHORT_LINES)
     most = SHORT_LINES * (MOST_LINES / SHORT_LINES) ** ((part - SHORT_ROWS) / (1 - SHORT_ROWS))
@@ -232,22 +236,22 @@ SKIPPED_FOLDERS = frozenset(
         *("encodings", "pydoc_data"),
     }
 )
-"""Tests, bundled tools, installed packages and tables of data: not what a model is to learn."""
+"""Folders that are not read: tests, bundled tools, installed packages and data tables."""
 
 SHORTEST = 120
-"""Fewest characters of a definition."""
+"""Minimum number of characters of a definition."""
 
 LONGEST = 20_000
-"""Most characters of a row's source: 6,000 to 7,000 tokens of a vocabulary of 4,096."""
+"""Maximum number of characters of a row's source: 6,000 to 7,000 tokens with a vocabulary of 4,096."""
 
 LONG_FROM = 6_000
-"""Fewest characters of a module that makes a long row."""
+"""Minimum number of characters of a module that becomes a long row."""
 
 LONG_EVERY = 12
-"""One row in so many is a whole module, also with ``max_rows``."""
+"""Every 12th row is a whole module, also with ``max_rows``."""
 
 SPARE = 3
-"""With ``max_rows``, so many times the short rows needed are parsed: parsing the whole library takes seconds."""
+"""With ``max_rows``, parsing stops at this multiple of the short rows needed: parsing all modules takes seconds."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -261,7 +265,12 @@ class _Module:
 
 
 def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Iterator[Row]:
-    """Yield the corpus as rows of type ``messages``; ``root`` is the library's folder, default: this interpreter's."""
+    """Return the rows of ``python-stdlib``, of type ``messages``.
+
+    Args:
+        max_rows: Maximum number of rows; None returns all.
+        root: Folder of the standard library. [default: the running interpreter's]
+    """
     short: list[Row] = []
     long: list[Row] = []
     wanted = math.inf if max_rows is None else max_rows
@@ -277,12 +286,12 @@ def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Ite
 
 
 def _spread(name: str) -> bytes:
-    """Return a sort key that mixes the library: in alphabetical order ``max_rows`` would end at the letter c."""
+    """Return a sort key that mixes modules: in alphabetical order ``max_rows`` would take only the first letters."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
-    """Yield one long row in every twelve while there are both kinds; then the rest."""
+    """Yield one long row and eleven short rows in turn; when one kind is exhausted, the rest of the other."""
     rest_short, rest_long = iter(short), iter(long)
     while True:
         group = [*islice(rest_long, 1), *islice(rest_short, LONG_EVERY - 1)]
@@ -292,7 +301,7 @@ def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
 
 
 def _modules(root: Path) -> Iterator[_Module]:
-    """Yield every readable module below ``root`` in a mixed order that is always the same."""
+    """Yield every readable module below ``root``, in a shuffled order that is always the same."""
     for path in sorted(_files(root), key=lambda path: _spread(path.relative_to(root).as_posix())):
         relative = path.relative_to(root)
         try:
@@ -346,7 +355,7 @@ def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Defin
 
 
 def _header(node: Definition) -> str:
-    """Return the signature: ``def decode(self, s)`` or ``class Decoder(Base)``."""
+    """Return the signature of a definition, such as ``def decode(self, s)`` or ``class Decoder(Base)``."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in [*node.bases, *node.keywords])
         return f"class {node.name}({bases})" if bases else f"class {node.name}"

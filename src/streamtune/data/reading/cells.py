@@ -1,4 +1,4 @@
-"""Validate the fields of a row: text, chat messages, JSON text, prompts and answers. A fault raises ``DataError``."""
+"""Check the fields of a row: text, chat messages, JSON text, prompts and answers. A bad field raises ``DataError``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages; only ``assistant`` is trained unless ``roles_to_train`` names others."""
 
 FLAGS = ("train", "training", "loss", "weight")
-"""Synonymous fields of a message that say if it is trained. A checked message has ``weight`` alone."""
+"""Names of the field that says whether a message is trained. A checked message has only ``weight``."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -33,35 +33,45 @@ SHAREGPT_ROLES = {
 """Speaker of a sharegpt turn -> role in chat templates."""
 
 _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Fields that may take the place of an assistant's content."""
+"""Fields of an assistant message; with one of them it needs no ``content``."""
 
 
 def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
+    """Return the text of a column.
+
+    Raises:
+        DataError: The value is not a string, or is not valid Unicode.
+    """
     value = columns.get(name)
     if not isinstance(value, str):
-        kind = "missing" if value is None else f"of type {type(value).__name__}"
-        raise DataError(f"'{name}' must be a string, it is {kind}", where=origin)
+        kind = "no value" if value is None else f"type {type(value).__name__}"
+        raise DataError(f"'{name}' must be a string, found {kind}", where=origin)
     return _unicode(value, name, origin)
 
 
 def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
-    """Check a message and return it in the form that templates expect: content a string, tool arguments an object.
+    """Check a message and return it as chat templates expect it: ``content`` a string, tool arguments an object.
 
     Args:
-        place: Place in the row, ``messages[2]``.
+        message: Message of the row.
+        place: Place in the row, such as ``messages[2]``.
+        origin: Place of the row, such as ``file:line``.
+
+    Raises:
+        DataError: The role, the content, a tool call or a training flag is malformed.
     """
     if not isinstance(message, dict):
         pairs = isinstance(message, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in message)
         raise DataError(
-            f"{place} must be an object with 'role' and 'content', it is {kind_of(message)}",
+            f"{place} must be an object with 'role' and 'content', found {kind_of(message)}",
             where=origin,
-            fix='a list of pairs is how a map is written: write {"role": "user", "content": "..."}' if pairs else "",
+            fix='write an object, not a list of pairs: {"role": "user", "content": "..."}' if pairs else "",
         )
     role = message.get("role")
     if role not in ROLES:
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
         what = f"{place} has the unknown role '{role}'" if role is not None else f"{place} has no 'role'"
-        known = f"roles are {', '.join(ROLES)}"
+        known = f"use {', '.join(ROLES)}"
         raise DataError(what, where=origin, fix=f"{known}; {hint}" if hint else known)
     checked = {key: value for key, value in _filled(message).items() if key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
@@ -70,14 +80,18 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
     if "tool_calls" in checked:
         calls, where = checked["tool_calls"], f"{place}.tool_calls"
         if not isinstance(calls, list):
-            raise DataError(f"{where} must be a list", where=origin)
+            raise DataError(f"{where} must be a list, found {kind_of(calls)}", where=origin)
         checked["tool_calls"] = [_tool_call(call, f"{where}[{index}]", origin) for index, call in enumerate(calls)]
     flag = _trained_flag(message, place, origin)
     return checked if flag is None else {**checked, "weight": int(flag)}
 
 
 def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool | None:
-    """Return True or False if a message says that it is trained or not; None if it does not say."""
+    """Return whether a message has a flag that trains it (True) or excludes it (False); None without a flag.
+
+    Raises:
+        DataError: A flag has an unknown value, or two flags contradict each other.
+    """
     if message.keys().isdisjoint(FLAGS):
         return None
     given: dict[str, bool] = {}
@@ -88,25 +102,29 @@ def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool |
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             known = "0 (not trained) or 1" if name == "weight" else "true or false"
             shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
-            part = "a message is trained or not: a part of its loss is not" if isinstance(value, float) else ""
-            raise DataError(f"{place}.{name} must be {known}, it is {shown}", where=origin, fix=part)
+            part = "fractions are not supported: write 0 or 1" if isinstance(value, float) else ""
+            raise DataError(f"{place}.{name} must be {known}, found {shown}", where=origin, fix=part)
         given[name] = bool(value)
     if len(set(given.values())) > 1:
         both = " and ".join(f"'{name}: {json.dumps(message[name])}'" for name in given)
-        raise DataError(f"{place} has {both}, which contradict each other", where=origin, fix="keep one of them")
+        raise DataError(f"{place}: {both} contradict each other", where=origin, fix="keep one of them")
     return next(iter(given.values()), None)
 
 
 def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
-    """Convert ``{"from": "human", "value": "..."}`` to a message."""
+    """Convert ``{"from": "human", "value": "..."}`` to a message with ``role`` and ``content``.
+
+    Raises:
+        DataError: A key is missing, the speaker is unknown, or a function call is not JSON.
+    """
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise DataError(f"{place} must be an object with 'from' and 'value'", where=origin)
     speaker, value = turn["from"], turn["value"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        known = f"known are {', '.join(SHAREGPT_ROLES)}"
+        known = f"use {', '.join(SHAREGPT_ROLES)}"
         hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
         fix = f"{known}; {hint}" if hint else known
-        raise DataError(f"{place} is from an unknown speaker '{speaker}'", where=origin, fix=fix)
+        raise DataError(f"{place} has the unknown speaker '{speaker}' in 'from'", where=origin, fix=fix)
     if speaker == "function_call":
         flags = {name: turn[name] for name in FLAGS if name in turn}
         return {"role": "assistant", "tool_calls": _sharegpt_calls(value, f"{place}.value", origin), **flags}
@@ -115,7 +133,7 @@ def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def _sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]:
-    """Return the calls in a ``function_call`` turn, whose value is JSON: a call or a list of calls."""
+    """Return the tool calls of a ``function_call`` turn; its value is JSON: one call, or a list of calls."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -124,23 +142,35 @@ def _sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]
 
 
 def _content(content: Any, place: str, origin: str) -> str:
-    """Return the text of a message; a list of text parts is joined."""
+    """Return the text of a message; a list of text parts is joined.
+
+    Raises:
+        DataError: The content is missing, of another type, or has a part that is not text.
+    """
     if isinstance(content, str):
         return _unicode(content, place, origin)
     if content is None:
-        raise DataError(f"{place} is missing", where=origin, fix="an empty string is allowed")
+        raise DataError(f"{place} must be a string, found no value", where=origin, fix="an empty string is allowed")
     if not isinstance(content, list):
-        raise DataError(f"{place} must be a string, it is of type {type(content).__name__}", where=origin)
+        raise DataError(f"{place} must be a string, found type {type(content).__name__}", where=origin)
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"{place}[{index}] is no text part; only text is trained on", where=origin)
+            raise DataError(
+                f"{place}[{index}] must be a text part; images and audio are not supported",
+                where=origin,
+                fix='write it as {"type": "text", "text": "..."}',
+            )
         texts.append(_unicode(part["text"], place, origin))
     return "".join(texts)
 
 
 def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object: templates write JSON, and would quote a string twice."""
+    """Return a tool call with its arguments as an object: a chat template would quote a JSON string again.
+
+    Raises:
+        DataError: The call has no function name, or its arguments are malformed JSON.
+    """
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{place} must be an object with a function 'name' and 'arguments'", where=origin)
@@ -155,13 +185,14 @@ def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields whose value is not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop keys whose value is None, at every depth.
+    """Return a value without the keys that are None, at every depth.
 
-    Arrow gives every struct of a column the same keys and fills missing ones with nulls, which a template would print.
+    Arrow gives every struct of a column the same keys and fills missing keys with nulls. A template would print them.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -171,38 +202,46 @@ def without_nulls(value: Any) -> Any:
 
 
 def _unicode(text: str, place: str, origin: str) -> str:
-    """Return the text; raise if it holds half a surrogate pair, which no tokenizer takes."""
+    """Return the text unchanged.
+
+    Raises:
+        DataError: The text has a lone surrogate, which cannot be encoded as UTF-8.
+    """
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"'{place}' holds half a surrogate pair at character {error.start}", where=origin
+                f"'{place}' has a lone surrogate (half of a UTF-16 pair) at character {error.start}",
+                where=origin,
+                fix="replace or remove the character",
             ) from error
     return text
 
 
 def column_names(columns: Mapping[str, Any]) -> str:
+    """Return the quoted names of the columns, for a message."""
     return ", ".join(f"'{name}'" for name in columns) or "no column"
 
 
 def kind_of(value: Any) -> str:
+    """Return the JSON type of a value with its article, such as ``"a string"``, for a message."""
     kinds = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
 
 
 def parsed_cell(value: Any) -> Any:
-    """Return the list or object that a CSV or Parquet cell holds as JSON text; any other value unchanged."""
+    """Parse a CSV or Parquet cell that holds a list or an object as JSON text; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
-        except (ValueError, RecursionError):  # of brackets without end
+        except (ValueError, RecursionError):  # RecursionError: too many nested brackets
             return value
     return value
 
 
 def parsed_messages(value: Any) -> Any:
-    """Return the list of messages that a cell holds as JSON text; a prompt that starts with a bracket stays text."""
+    """Parse a cell that holds a list of messages as JSON text; return any other value unchanged."""
     parsed = parsed_cell(value)
     return parsed if isinstance(parsed, list) and has_roles(parsed) else value
 
@@ -213,27 +252,35 @@ def has_roles(turns: Any) -> bool:
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row in the form that chat templates read; None without tools."""
+    """Return the tools of a row in the form that chat templates read; None without tools.
+
+    Raises:
+        DataError: The value is not a list of objects.
+    """
     return tools_and_form(value, origin)[0]
 
 
 def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bool]:
-    """Return the tools of a row as ``{"type": "function", "function": {...}}``, and True if a tool was a bare schema.
+    """Return the tools of a row as ``{"type": "function", "function": {...}}``, and whether any was a bare schema.
 
-    ``apply_chat_template`` documents that form, and servers pass tools on in it. Without tools the list is None.
+    ``apply_chat_template`` documents this form, and inference servers use it. Without tools the list is None.
+
+    Raises:
+        DataError: The value is not a list of objects.
     """
     value = parsed_cell(value)
     if value is None or value in ("", []):
         return None, False
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise DataError("'tools' must be a list of JSON schemas", where=origin)
+        kind = "a list with other items" if isinstance(value, list) else kind_of(value)
+        raise DataError(f"'tools' must be a list of JSON schemas, found {kind}", where=origin)
     found: list[dict[str, Any]] = without_nulls(value) if _has_filler(value) else value
     wrapped = [_wrapped(tool) for tool in found]
     return wrapped, wrapped != found
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in the form ``{"type": "function", ...}``, also if it is the schema of a function alone."""
+    """Return a tool as ``{"type": "function", "function": {...}}``; a bare function schema is put inside."""
     bare = isinstance(tool.get("name"), str) and "parameters" in tool and tool.get("type", "function") == "function"
     if not bare or "function" in tool:
         return tool
@@ -241,24 +288,28 @@ def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 _MAY_BE_NULL = ("default", "const", "example")
-"""Keys of a JSON schema that may be null."""
+"""Keys of a JSON schema for which null is a valid value."""
 
 
 def _has_filler(schema: Any) -> bool:
-    """Return True if a key is null that cannot be null in a schema: a table filled it, and perhaps other keys."""
+    """Return True if a key is null that no schema sets to null: then an Arrow table filled missing keys with nulls."""
     if isinstance(schema, dict):
         return any(name not in _MAY_BE_NULL if value is None else _has_filler(value) for name, value in schema.items())
     return isinstance(schema, list) and any(map(_has_filler, schema))
 
 
 def variables_of(value: Any, origin: str) -> dict[str, Any]:
-    """Return the chat template variables of a row, without nulls."""
+    """Return the chat template variables in a row's ``chat_template_kwargs``, without nulls.
+
+    Raises:
+        DataError: The value is not an object.
+    """
     value = parsed_cell(value)
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
         raise DataError(
-            f"'chat_template_kwargs' must be an object, it is {kind_of(value)}",
+            f"'chat_template_kwargs' must be an object, found {kind_of(value)}",
             where=origin,
             fix='write it as {"enable_thinking": false}',
         )
@@ -272,10 +323,13 @@ def has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
 def with_system(
     messages: list[dict[str, Any]], columns: Mapping[str, Any], origin: str
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Put the text of a row's column ``system`` before its messages, unless they have a system message.
+    """Add a row's column ``system`` as the first message, unless the messages already have a system message.
 
     Returns:
-        The messages, and True if the column differs from the system message that they have.
+        The messages, and True if they have a system message with another text than the column.
+
+    Raises:
+        DataError: The column is not text.
     """
     if not columns.get("system"):
         return messages, False
@@ -286,22 +340,26 @@ def with_system(
 
 
 TextOrMessages = str | list[dict[str, Any]]
-"""Text, or checked messages."""
+"""A text, or a list of checked messages."""
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
-    """Return a column's text, or its checked messages. A single message needs no list around it."""
+    """Return the text of a column, or its checked messages. A single message need not be in a list.
+
+    Raises:
+        DataError: The value is empty, of another type, or a message is malformed.
+    """
     value = parsed_cell(columns[name])
     value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
     if isinstance(columns[name], str) and not (_first_has("role", value) or _first_has("from", value)):
         value = text_field(columns, name, origin)  # text that merely starts with a bracket stays text
         if not value.strip():
-            raise DataError(f"'{name}' is empty", where=origin, fix="remove the row")
+            raise DataError(f"'{name}' is empty or blank", where=origin, fix="remove the row")
         return value
     if not isinstance(value, list):
-        raise DataError(f"'{name}' must be a string or a list of messages, it is {kind_of(value)}", where=origin)
+        raise DataError(f"'{name}' must be a string or a list of messages, found {kind_of(value)}", where=origin)
     if not value:
-        raise DataError(f"'{name}' is empty", where=origin, fix="remove the row")
+        raise DataError(f"'{name}' is an empty list", where=origin, fix="remove the row")
     messages = []
     for index, item in enumerate(value):
         place = f"{name}[{index}]"
@@ -315,24 +373,33 @@ def _first_has(key: str, turns: Any) -> bool:
 
 
 def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:
-    """Raise if two messages of the user, or of the assistant, follow each other; ``name`` is their column."""
+    """Check that no two user messages, and no two assistant messages, follow each other.
+
+    Args:
+        messages: Checked messages.
+        name: Column of the messages.
+        origin: Place of the row, such as ``file:line``.
+
+    Raises:
+        DataError: Two messages of one of these roles are adjacent.
+    """
     for index, (before, message) in enumerate(pairwise(messages), start=1):
         role = message["role"]
         if role == before["role"] and role in ("user", "assistant"):
             raise DataError(
-                f"{name}[{index}] is a second '{role}' message in a row: user and assistant must alternate",
+                f"{name}[{index}] is the second '{role}' message in succession: user and assistant must alternate",
                 where=origin,
                 fix="join the two messages, or remove one",
             )
 
 
 def texts_of(value: TextOrMessages) -> list[str]:
-    """Return the texts of a prompt or an answer, message by message."""
+    """Return the text of a prompt or an answer, or the content of each of its messages."""
     if isinstance(value, str):
         return [value]
     return [message["content"] for message in value if message.get("content")]
 
 
 def prompt_digest(prompt: TextOrMessages, tools: Any) -> bytes:
-    """Return a 16-byte hash of a prompt: rows with the same prompt are held out together."""
+    """Return a 16-byte hash of a prompt with its tools. Rows with the same hash are held out together."""
     return blake2b(json.dumps([prompt, tools], sort_keys=True, default=repr).encode(), digest_size=16).digest()

@@ -1,9 +1,9 @@
-"""Fingerprint the contents of sources, so that rows prepared from the same contents are found again.
+"""Fingerprint the contents of sources, so that cached rows prepared from the same contents are found.
 
-A file of this machine is known by the hash of its bytes. Hashing a terabyte takes an hour, so the hash is remembered
-with the file's size, its times of change and its inode, as git does it. A file that was changed within :data:`RACY`
-seconds before it was hashed is hashed again: its clock may not tell two changes apart. Programs can set the time of
-change (``cp -p``, ``rsync -t``), so the system's own time, which none can set, is compared as well.
+A local file is identified by the hash of its bytes. Hashing a terabyte takes an hour, so hashes are cached together
+with the file's size, mtime, ctime and inode, as git does. A file that changed within :data:`RACY` seconds before its
+hashing is hashed again: its timestamps may be too coarse to show a second change. Programs can set mtime (``cp -p``,
+``rsync -t``), so ctime, which they cannot set, is compared too.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
 
 RACY = 2.0
-"""Fewest seconds between a file's last change and its hashing for the hash to be remembered."""
+"""Minimum number of seconds between a file's last change and its hashing; otherwise the hash is not cached."""
 _BLOCK = 1 << 20
 
 
 @dataclass
 class FileHashes:
-    """Hashes of files, remembered in a JSON file by path, size, times of change and inode.
+    """Hashes of files, cached in a JSON file by path, size, mtime, ctime and inode.
 
     Args:
-        path: The JSON file; it is made if it is missing, and anew if it is damaged.
+        path: JSON file of the cache; a missing or damaged file is replaced.
+        notify: Function that shows the user a message.
     """
 
     path: Path
@@ -50,7 +51,11 @@ class FileHashes:
         self._known = self._file().read_json(self.notify)
 
     def of(self, path: Path) -> str:
-        """Return the hash of a regular file's bytes in hexadecimal, or raise ``OSError``."""
+        """Return the hash of a regular file's bytes, in hexadecimal.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
         status = path.stat()
         facts = _facts(status)
         self._read.setdefault(path, facts)
@@ -66,14 +71,16 @@ class FileHashes:
         return digest
 
     def touched(self) -> list[Path]:
-        """Return the files whose size, times or inode changed since they were first hashed."""
+        """Return the files whose size, mtime, ctime or inode changed since they were first hashed."""
         return [path for path, facts in self._read.items() if _facts_at(path) != facts]
 
     def is_same(self, path: Path) -> bool:
-        """Return True if a file has the bytes that were first hashed; only a touched file is read again.
+        """Return True if a file still has the bytes that were hashed first.
+
+        The file is read only if its size, mtime, ctime or inode changed.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         facts = _facts(path.stat())
         if self._read.get(path) != facts:
@@ -83,7 +90,7 @@ class FileHashes:
         return True
 
     def save(self) -> None:
-        """Write the new hashes; if that fails they are computed again another time."""
+        """Write new hashes to the cache. A write error is ignored: the hashes are computed again next time."""
         if self._new:
             with suppress(OSError):
                 self._file().update(lambda known: {**known, **self._new})
@@ -94,24 +101,28 @@ class FileHashes:
 
 
 _Entry = tuple[str, str, str | None, str]
-"""Path, split, configuration and place in the recipe of an entry of ``datasets``."""
+"""Key of an entry of ``datasets``: path, split, configuration, place in the recipe."""
 
 
 @dataclass
 class StreamedFiles:
-    """Files of streamed rows: raises if one differs from the file that the run began with.
+    """Checks that files of streamed rows have not changed since the run began.
 
-    A file is compared before it is opened, and after the rows of every step while it is read. So no row of a changed
-    file is trained on.
+    A file is checked before it is opened, and again after the rows of every step while it is read. So no row of a
+    changed file is trained on.
     """
 
     hashes: FileHashes
-    """hashes of the local files as the run began"""
+    """hashes of the local files at the start of the run"""
     _versions: dict[_Entry, list[tuple[str, str | None]]] = field(default_factory=dict)
     _reading: dict[_Entry, tuple[Source, Path]] = field(default_factory=dict)
 
     def listed(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Compare the names of the files, and the versions of remote ones, with the first list of them."""
+        """Check the file names, and the versions of remote files, against the first list.
+
+        Raises:
+            DataError: A file was added, removed or replaced.
+        """
         found = [(file.shown, file.version) for file in files]
         before = self._versions.setdefault(_entry(source), found)
         if found != before:
@@ -119,14 +130,22 @@ class StreamedFiles:
             raise _replaced(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
     def opens(self, source: Source, file: DataFile) -> None:
-        """Compare the file that is read next."""
+        """Check the file that is opened next.
+
+        Raises:
+            DataError: The file was changed, replaced or removed.
+        """
         self._reading.pop(_entry(source), None)
         if file.path is not None:
             self._reading[_entry(source)] = (source, file.path)
             self._check(source, file.path)
 
     def check(self) -> None:
-        """Compare the files that are being read."""
+        """Check the files that are currently read.
+
+        Raises:
+            DataError: A file was changed, replaced or removed.
+        """
         for source, path in list(self._reading.values()):
             self._check(source, path)
 
@@ -144,15 +163,15 @@ def _entry(source: Source) -> _Entry:
 
 
 MOST_NAMED = 3
-"""Most files that a message names."""
+"""Maximum number of files that a message names."""
 
 
 def _replaced(what: str, how: str, source: Source) -> DataError:
     return DataError(
-        f"{what} {how} while the rows are streamed: others would be trained on than the run began with",
+        f"{what} {how} since the run began, so the streamed rows would differ",
         where=source.place,
-        fix="put it back and start again: the run goes on from its checkpoint; or start with --allow-change data, "
-        "which goes through the data as it is now from its beginning",
+        fix="restore it and start again: the run resumes from its checkpoint; or start with --allow-change data to "
+        "read the changed data from its beginning",
     )
 
 
@@ -176,13 +195,13 @@ def _facts_at(path: Path) -> list[int] | None:
 
 
 _AFTERWARDS = ("where", "watch", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
-"""Fields of a source that do not decide its rows; the seed does if rows are drawn."""
+"""Fields of a source that do not affect its rows; the seed does only with ``shuffle``."""
 
 
 def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return all that decides the rows of a source, as plain values; None if its contents cannot be known.
+    """Return everything that determines the rows of a source, as JSON values; None if its contents are unknown.
 
-    A read error makes the contents unknown: the reader names it better.
+    After a read error the contents are unknown; the reader then raises a better error.
     """
     try:
         contents = _contents(source, hashes)
@@ -196,9 +215,9 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
 
 
 def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return what decides the rows of a streamed source, wherever its files are; None if that cannot be known.
+    """Return everything that determines the rows of a streamed source; None if its contents are unknown.
 
-    A dataset on the hub is not loaded for it.
+    The location of the files is not part of it. A dataset on the hub is not downloaded for it.
     """
     found = fingerprint_source(source, hashes)
     if found is None:
@@ -216,7 +235,7 @@ def _contents(source: Source, hashes: FileHashes) -> Any:
     find = remote_files if is_address(source.path) else local_files
     found = find(source.path, split=source.split, config=source.name, where=source.place)
     if found is None:
-        if source.streamed:  # loading it would make a copy of all of it
+        if source.streamed:  # loading it would download all of it
             return None
         return load_hub(source.path, source.name, source.split, source.place)._fingerprint
     files = [(file.shown, _version(file, hashes)) for file in found[0]]
@@ -228,7 +247,7 @@ def _version(file: DataFile, hashes: FileHashes) -> str | None:
     """Return the hash of a local file, or the version that a remote file's storage gives."""
     if file.path is None:
         return file.version
-    with open_bytes(file, text=False):  # as a reader opens it: no pipe is read, no device
+    with open_bytes(file, text=False):  # opened as a reader does: a pipe or a device is rejected
         pass
     return hashes.of(file.path)
 

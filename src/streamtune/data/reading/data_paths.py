@@ -1,4 +1,4 @@
-"""Places of data: local files, addresses that ``fsspec`` knows (``s3://``, ``hf://``), and datasets on the hub."""
+"""Find the files of a dataset: local paths, ``fsspec`` URLs (``s3://``, ``hf://``), and datasets on the hub."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from streamtune.data.reading.readers import READERS, Row, one_line
 from streamtune.errors import DataError, did_you_mean
 
 Found = tuple[list[DataFile], Chosen | None]
-"""Files, and the choice that was made in a folder."""
+"""The files to read; and which files of a folder were chosen, None if the path is not a folder."""
 
 MOST_LISTED = 1_000_000
-"""Most files of a folder: more are a mistake, such as the root of a disk."""
+"""Maximum number of files in a folder. More files suggest a wrong path, such as the root of a disk."""
 
 
 def is_address(path: str) -> bool:
@@ -31,11 +31,17 @@ def is_address(path: str) -> bool:
 
 
 def local_files(path: str, *, split: str, config: str | None, where: str) -> Found | None:
-    """Return the files that a path or a pattern names; None if it can only be a dataset on the hub.
+    """Return the local files that a path or a glob pattern names; None if it can only be a dataset on the hub.
+
+    Args:
+        path: File, folder or glob pattern.
+        split: Split to read from a folder.
+        config: Configuration to read from a folder; None for its default.
+        where: Place in the recipe, for errors.
 
     Raises:
-        DataError: There is no such file, folder or split.
-        OSError: The system refuses to look at the path.
+        DataError: The file, folder or split does not exist.
+        OSError: The path cannot be accessed.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -45,16 +51,16 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
             split=split, config=config, shown=path, where=where,
         )  # fmt: skip
         return [local_file(local / name, str(local / name)) for name in chosen.names], chosen
-    if os.path.lexists(local):  # a broken link and a pipe too: opening says what they are
+    if os.path.lexists(local):  # True for a broken link and a pipe too: opening them raises the error
         files = [local_file(local, path)]
     elif re.search(r"[*?\[]", path):
         files = [local_file(file, str(file)) for file in sorted(_glob(local)) if not file.is_dir()]
         if not files:
-            raise DataError(f"no file matches '{path}'", where=where)
+            raise DataError(f"no file matches the pattern '{path}'", where=where, fix="check the path")
     elif _looks_like_hub_name(path):
         return None
     else:
-        raise DataError(f"there is no file '{path}'", where=where, fix=_nearest(local))
+        raise DataError(f"the file '{path}' does not exist", where=where, fix=_nearest(local))
     _refuse_split(path, split, config, where)
     return files, None
 
@@ -62,14 +68,14 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
 def _refuse_split(path: str, split: str, config: str | None, where: str) -> None:
     if split != "train" or config is not None:
         raise DataError(
-            f"'{path}' is a file: it has no split and no configuration",
+            f"'split' and 'name' cannot be used with a file: '{path}'",
             where=where,
-            fix="leave out 'split' and 'name', or name its folder; hold rows out with val_size",
+            fix="remove 'split' and 'name', or give the folder of the file; to hold rows out, set val_size",
         )
 
 
 def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
-    """Yield the files below a folder, relative to it; links are followed, each folder once, hidden ones never."""
+    """Yield the files below a folder, relative to it. Links are followed; hidden files and folders are skipped."""
     seen: set[tuple[int, int]] = set()
     waiting, count = [folder], 0
     while waiting:
@@ -81,7 +87,11 @@ def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
         for entry in sorted(here.iterdir()):
             count += 1
             if count > MOST_LISTED:
-                raise DataError(f"'{shown}' holds more than {MOST_LISTED:,} files", where=where, fix="name the files")
+                raise DataError(
+                    f"the folder '{shown}' has more than {MOST_LISTED:,} files",
+                    where=where,
+                    fix="give the files themselves, or a smaller folder",
+                )
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
@@ -93,7 +103,7 @@ def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
 def _is_folder(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.stat().st_mode)
-    except OSError:  # a broken link: opening it says so
+    except OSError:  # a broken link: opening it raises the error
         return False
 
 
@@ -103,24 +113,24 @@ def _read(file: DataFile) -> str:
 
 
 def _glob(pattern: Path) -> Iterator[Path]:
-    """Return the paths that match a pattern, which may be absolute."""
+    """Yield the paths that match a glob pattern, which may be absolute."""
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
 
 
 def _looks_like_hub_name(path: str) -> bool:
-    """Return True if a path can be ``name`` or ``owner/name`` on the hub, and not a file name of a known format."""
+    """Return True if a path has the form ``name`` or ``owner/name``, and no extension of a known file format."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(path) not in READERS
 
 
 def _nearest(path: Path) -> str:
-    """Return a hint at the file or folder that the user may have meant."""
+    """Return a hint for a path that does not exist: a similar name, or the first folder that is missing."""
     folder = path.parent
     if not folder.is_dir():
         existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
         missing = folder.relative_to(existing).parts[0] if folder != existing else str(folder)
         hint = did_you_mean(missing, (child.name for child in existing.iterdir() if child.is_dir()))
-        return f"there is no folder '{missing}' in '{existing.resolve()}'" + (f"; {hint}" if hint else "")
+        return f"'{existing.resolve()}' has no folder '{missing}'" + (f"; {hint}" if hint else "")
     return did_you_mean(path.name, (file.name for file in folder.iterdir())) or f"look in '{folder.resolve()}'"
 
 
@@ -131,25 +141,38 @@ _PACKAGES = {
     "http": "aiohttp requests", "https": "aiohttp requests", "hf": "huggingface_hub", "oci": "ocifs",
     "sftp": "paramiko", "ssh": "paramiko", "dropbox": "dropboxdrivefs", "gdrive": "gdrivefs", "smb": "smbprotocol",
 }  # fmt: skip
-"""Protocol -> package that fsspec needs for it."""
+"""Protocol -> packages that fsspec needs for it."""
 _OWN_MACHINE = ("file", "local", "memory")
+"""Protocols that need no network."""
 
 
 def remote_files(address: str, *, split: str, config: str | None, where: str) -> Found:
-    """Return the files behind an address: a file, a folder, or a pattern."""
+    """Return the files at an ``fsspec`` URL: a file, a folder, or a pattern.
+
+    Args:
+        address: URL, such as ``s3://bucket/data/*.jsonl``.
+        split: Split to read from a folder.
+        config: Configuration to read from a folder; None for its default.
+        where: Place in the recipe, for errors.
+
+    Raises:
+        DataError: The files do not exist, cannot be reached, or need a package or network access that is missing.
+    """
     import fsspec  # type: ignore[import-untyped]
 
     protocol = address.partition("://")[0].lower()
     if is_offline() and protocol not in _OWN_MACHINE:
         raise DataError(
-            f"'{address}' is elsewhere, and --offline forbids to connect", where=where, fix="fetch it first"
+            f"--offline forbids network access to '{address}'",
+            where=where,
+            fix="download it first and give the local path, or run without --offline",
         )
     try:
         system, path = fsspec.core.url_to_fs(address)
         if re.search(r"[*?\[]", path) and protocol not in ("http", "https"):
             found = sorted(str(name) for name in system.glob(path))
             if not found:
-                raise DataError(f"no file matches '{address}'", where=where)
+                raise DataError(f"no file matches the pattern '{address}'", where=where, fix="check the path")
             _refuse_split(address, split, config, where)
             return [_remote_file(system, name, f"{protocol}://{name.lstrip('/')}") for name in found], None
         if protocol not in ("http", "https") and system.isdir(path):
@@ -163,7 +186,7 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
             base = address.rstrip("/")
             return [_remote_file(system, f"{root}/{name}", f"{base}/{name}") for name in chosen.names], chosen
         if not system.exists(path):
-            raise DataError(f"there is nothing at '{address}'", where=where, fix="check the address and the access")
+            raise DataError(f"'{address}' does not exist", where=where, fix="check the URL and your access")
     except DataError:
         raise
     except ImportError as error:
@@ -174,13 +197,13 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
         ) from error
     except ValueError as error:
         raise DataError(f"cannot read '{address}': {one_line(error, 300)}", where=where, fix=_PROTOCOLS) from error
-    except Exception as error:  # every backend and its network have errors of their own
+    except Exception as error:  # every fsspec backend and network library has its own errors
         raise _cannot_reach(address, error, where) from error
     _refuse_split(address, split, config, where)
     return [_remote_file(system, path, address)], None
 
 
-_PROTOCOLS = "use a path, or an address of fsspec such as s3://, gs://, hf://datasets/ or https://"
+_PROTOCOLS = "use a local path, or a URL with s3://, gs://, hf://datasets/, https:// or another fsspec protocol"
 
 
 def _remote_file(system: Any, path: str, shown: str) -> DataFile:
@@ -195,26 +218,30 @@ def _remote_file(system: Any, path: str, shown: str) -> DataFile:
 
 
 _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "md5Hash", "sha256", "mtime", "LastModified", "last_modified")
-"""Names under which storage systems give the version of a file."""
+"""Keys of file information that identify a file's version, in various storage systems."""
 
 
 def _version(system: Any, path: str) -> str | None:
-    """Return the version of a remote file; None if its storage gives none."""
+    """Return the version of a remote file; None if its storage reports none."""
     try:
         info = system.info(path)
         found = {name: str(info[name]) for name in _VERSIONS if info.get(name)}
         return f"{info.get('size')} {sorted(found.items())}" if found else None
-    except Exception:  # reading it raises the error that matters
+    except Exception:  # reading the file raises the error that the user should see
         return None
 
 
 def _cannot_reach(address: str, error: Exception, where: str) -> DataError:
     what = f"cannot read '{address}': {one_line(error, 300)}"
-    return DataError(what, where=where, fix="check the address, the access and the network")
+    return DataError(what, where=where, fix="check the URL, your access and the network")
 
 
 def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:
-    """Yield the rows of a dataset on the hub."""
+    """Yield the rows of a dataset on the hub.
+
+    Raises:
+        DataError: The dataset cannot be loaded or read.
+    """
     shown, number = f"{name}[{split}]", 0
     rows = iter(load_hub(name, config, split, where, streamed=streamed))
     while True:
@@ -222,24 +249,30 @@ def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed:
             columns = next(rows)
         except StopIteration:
             return
-        except Exception as error:  # of a stream the network's, and the library's own for a damaged file
+        except Exception as error:  # network errors of a stream, or the library's error for a damaged file
             raise DataError(
-                f"cannot read on in the dataset '{name}': {_first_line(error)}",
+                f"cannot read the next row of the dataset '{name}': {_first_line(error)}",
                 where=f"{shown}:row {number + 1}",
-                fix="check access and the network, and start again: the run goes on from its last checkpoint",
+                fix="check your access and the network, and start again: the run resumes from its last checkpoint",
             ) from error
         number += 1
         yield Row(f"{shown}:row {number}", without_nulls(columns))
 
 
 def load_hub(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Any:
-    """Return a ``datasets.Dataset``: from the hub the first time, then from the library's cache.
+    """Return a ``datasets.Dataset``. The first call downloads it; later calls read the cache of ``datasets``.
 
-    The library runs no script of a dataset since its version 4, which this package requires.
+    ``datasets`` 4, which this package requires, runs no code from a dataset.
 
     Args:
-        name: ``name`` or ``owner/name``.
-        streamed: Return an ``IterableDataset``, which reads from the hub and keeps nothing.
+        name: Dataset, as ``name`` or ``owner/name``.
+        config: Configuration of the dataset; None for its default.
+        split: Split to load.
+        where: Place in the recipe, for errors.
+        streamed: Whether to return an ``IterableDataset``, which reads from the hub and stores no copy.
+
+    Raises:
+        DataError: The dataset cannot be loaded.
     """
     import datasets
 
@@ -247,38 +280,42 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
     with _quiet_without_terminal():
         try:
             return datasets.load_dataset(name, config, split=split, streaming=streamed)
-        except Exception as error:  # the library raises its own, the network's and the builder script's errors
+        except Exception as error:  # raised by the library, by the network or by a dataset builder
             raise _cannot_load(name, config, split, error, where) from error
 
 
 def _cannot_load(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
-    """Return the error of a dataset that is not loaded; it lists the splits if only the split is wrong."""
+    """Return the error for a dataset that cannot be loaded; it lists the splits if only the split is wrong."""
     import datasets
 
     if isinstance(error, ValueError) and "split" in str(error):
         try:
             splits = datasets.get_dataset_split_names(name, config)
-        except Exception:  # whatever it is, the first error is the better one
+        except Exception:  # the first error says more
             splits = []
         if splits and split not in splits:
-            what = f"'{name}' has no split '{split}'; it has {', '.join(splits)}"
+            what = f"'{name}' has no split '{split}', found {', '.join(splits)}"
             return DataError(what, where=where, fix=did_you_mean(split, splits) or f"write split: {splits[0]}")
     return DataError(
         f"cannot load the dataset '{name}': {_first_line(error)}",
         where=where,
-        fix="it is no local file; for the hub, check its name, 'name' and 'split', access and the network",
+        fix="no local file has this name; for a hub dataset, check 'path', 'name', 'split', your login and the network",
     )
 
 
 def _refuse_formats(name: str, where: str) -> None:
-    """Raise if the path is a file format's name: ``datasets`` would read files of the working directory for it."""
+    """Reject a path that is a file format's name: ``datasets`` would read files of the working directory instead.
+
+    Raises:
+        DataError: The path is the name of a file format, such as ``json``.
+    """
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     if name in _PACKAGED_DATASETS_MODULES or "::" in name:
         raise DataError(
-            f"'{name}' is a file format of the datasets library, not a dataset",
+            f"'{name}' is the name of a file format, not of a dataset",
             where=where,
-            fix="name the file itself",
+            fix="give the path of the file",
         )
 
 
@@ -289,7 +326,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet_without_terminal() -> Iterator[Any]:
-    """Switch the progress bars of ``datasets`` off unless stderr is a terminal."""
+    """Context manager: progress bars of ``datasets`` are off unless stderr is a terminal."""
     import datasets
 
     if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():

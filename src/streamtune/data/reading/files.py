@@ -1,7 +1,7 @@
-"""Files as bytes and lines of text: compression, encodings, and refusal of all that is not text.
+"""Open data files as bytes or lines of text: decompress, decode, and reject files that are not text.
 
-Only a regular file is opened: a pipe or a device would block, or never end. The first bytes show a kind that the name
-does not tell: an archive, an HTML page, a Git LFS pointer.
+Only regular files are opened: a pipe or a device could block, or never end. The first bytes reveal files whose name is
+misleading: archives, HTML pages, Git LFS pointers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
 
 MAX_LINE_BYTES = 256 << 20
-"""Most bytes of a line: tens of millions of tokens."""
+"""Maximum number of bytes of a line: tens of millions of tokens."""
 MAX_DOCUMENT = 1 << 30
-"""Most characters of a file that is read at once: .json, .txt, .md."""
+"""Maximum number of characters of a file that is read as a whole: .json, .txt, .md."""
 
 
 def _open_zstd(file: IO[bytes]) -> IO[bytes]:
@@ -42,7 +42,7 @@ COMPRESSED: dict[str, tuple[str, Callable[[IO[bytes]], Any]]] = {
     ".bz2": ("bzip2", bz2.BZ2File),
     ".xz": ("xz", lzma.LZMAFile),
 }
-"""Extension -> name of the compression, and the function that unpacks."""
+"""Extension -> name of the compression, and the function that decompresses."""
 
 _MAGIC: dict[bytes, tuple[str, str]] = {
     b"\x1f\x8b": ("gzip", "rename it to {name}.gz"),
@@ -53,18 +53,18 @@ _MAGIC: dict[bytes, tuple[str, str]] = {
     b"PAR1": ("Parquet", "rename it to .parquet"),
     b"ARROW1": ("Arrow", "rename it to .arrow"),
     b"%PDF-": ("a PDF document", "extract its text to .txt"),
-    b"\x89PNG": ("a PNG image", "name a file of text"),
-    b"\xff\xd8\xff": ("a JPEG image", "name a file of text"),
+    b"\x89PNG": ("a PNG image", "give a text file"),
+    b"\xff\xd8\xff": ("a JPEG image", "give a text file"),
     b"SQLite format 3\x00": ("an SQLite database", "export its table as .csv"),
     b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("an old Office document", "save it as .csv or .txt"),
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
     b"Rar!\x1a\x07": ("a RAR archive", "unpack it"),
-    b"\x7fELF": ("a program", "name a file of text"),
+    b"\x7fELF": ("a program", "give a text file"),
     b"\x93NUMPY": ("a NumPy array", "write its rows as .jsonl"),
     b"\x80\x04\x95": ("a Python pickle", "write its rows as .jsonl"),
     b"\x80\x05\x95": ("a Python pickle", "write its rows as .jsonl"),
 }
-"""First bytes of files that are not text -> their kind, and the fix."""
+"""First bytes of files that are not text -> their kind, and the fix for the error."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _HTML = (b"<!doctype html", b"<html", b"<?xml")
@@ -72,22 +72,22 @@ _HTML = (b"<!doctype html", b"<html", b"<?xml")
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of rows, on this machine or elsewhere."""
+    """A local or remote file of rows."""
 
     name: str
-    """name without folders; its extension decides how the file is read"""
+    """name without folders; its extension selects the format"""
     shown: str
     """name in origins and messages, usually as the user wrote it"""
     open: Callable[[], IO[bytes]]
-    """opens the file for reading, with ``peek``; raises ``DataError`` if it is not a regular file"""
+    """function that opens the file for reading, with ``peek``; raises ``DataError`` if it is not a regular file"""
     path: Path | None = None
-    """path of a local file"""
+    """path of a local file; None for a remote file"""
     version: str | None = None
-    """version of a remote file, if its storage gives one: it changes when the bytes do"""
+    """version of a remote file, which changes when its bytes change; None if the storage reports none"""
 
 
 def format_of(name: str) -> str:
-    """Return the extension that decides how a file is read, in lower case and without the compression's: ``.jsonl``."""
+    """Return the extension that selects the format, in lower case: ``.jsonl`` for ``data.JSONL.gz``."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -95,22 +95,23 @@ def format_of(name: str) -> str:
 
 
 def local_file(path: Path, shown: str) -> DataFile:
+    """Return a local file as a :class:`DataFile`; it is not opened."""
     return DataFile(path.name, shown, lambda: _open_local(path, shown), path)
 
 
 def _open_local(path: Path, shown: str) -> IO[bytes]:
     try:
-        _check_regular(path.stat().st_mode, shown)  # before it is opened: a device may do something then
-        file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 - whoever reads it closes it
+        _check_regular(path.stat().st_mode, shown)  # before opening: opening a device may have an effect
+        file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 - the reader closes it
     except OSError as error:
         check_descriptors(error)
         if path.is_symlink() and isinstance(error, FileNotFoundError):
             raise DataError(
-                f"the symbolic link leads to '{path.readlink()}', where nothing is",
+                f"broken symbolic link: '{path.readlink()}' does not exist",
                 where=shown,
-                fix="fetch that file, or make the link anew",
+                fix="download that file, or correct the link",
             ) from error
-        fix = f"allow it: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
+        fix = f"give yourself read permission: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
         raise DataError(f"cannot read the file: {error.strerror or error}", where=shown, fix=fix or _FETCH) from error
     try:
         _check_regular(os.fstat(file.fileno()).st_mode, shown)
@@ -124,15 +125,19 @@ def _check_regular(mode: int, shown: str) -> None:
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         kind = kinds.get(stat.S_IFMT(mode), "a device")
-        raise DataError(f"this is {kind}, not a file", where=shown, fix="write the rows to a file")
+        raise DataError(f"expected a regular file, found {kind}", where=shown, fix="write the rows to a file")
 
 
 @contextmanager
 def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
-    """Open a file, unpacked if its name says that it is compressed.
+    """Context manager: the opened file as bytes, decompressed if its extension names a compression.
 
     Args:
-        text: Refuse binary files by their first bytes; if False, refuse only LFS pointers and HTML.
+        file: File to open.
+        text: True rejects binary files by their first bytes; False rejects only LFS pointers and HTML.
+
+    Raises:
+        DataError: The file cannot be read, is damaged, or is of a rejected kind.
     """
     with file.open() as raw:
         suffix = PurePosixPath(file.name).suffix.lower()
@@ -146,9 +151,9 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
                 yield unpacked
         except OSError as error:
             check_descriptors(error)
-            if not text:  # those of another format, which its reader knows
+            if not text:  # the reader of a binary format handles its own errors
                 raise
-            is_damaged = suffix in COMPRESSED and error.errno is None  # errors of the system have a number
+            is_damaged = suffix in COMPRESSED and error.errno is None  # errors of the system have an errno
             what = f"the {COMPRESSED[suffix][0]} file is damaged" if is_damaged else "cannot read the file"
             raise DataError(f"{what}: {error.strerror or error}", where=file.shown, fix=_FETCH) from error
         except (EOFError, zlib.error, lzma.LZMAError) as error:
@@ -157,11 +162,11 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
             ) from error
 
 
-_FETCH = "fetch or write the file anew"
+_FETCH = "download or write the file again"
 
 
 def _peek(raw: Any, size: int) -> bytes:
-    """Return the first bytes of a buffer without taking them: some files cannot be rewound."""
+    """Return the first bytes of a buffer without consuming them: some files cannot be rewound."""
     found: bytes = raw.peek(size)[:size]
     return found
 
@@ -171,13 +176,13 @@ def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
         raise DataError(
             "the file is a Git LFS pointer: its content was not downloaded",
             where=f"{file.shown}:1",
-            fix="run git lfs pull in its repository",
+            fix="run git lfs pull in the repository of the file",
         )
     bare = start.removeprefix(codecs.BOM_UTF8).lstrip().lower()
     is_document = format_of(file.name) in (".txt", ".md")
     if bare.startswith(_HTML) and not is_document:
         raise DataError(
-            "the file is a page of HTML or XML, such as the answer of a server that refused a download",
+            "the file is an HTML or XML page; a server may have sent it instead of the data",
             where=f"{file.shown}:1",
             fix="download the file itself",
         )
@@ -186,7 +191,7 @@ def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
     for magic, (kind, fix) in _MAGIC.items():
         if start.startswith(magic):
             packed = kind in {name for name, _ in COMPRESSED.values()}
-            what = f"the file is compressed ({kind}), and its name does not say so" if packed else f"the file is {kind}"
+            what = f"the file is compressed ({kind}), but its extension is not" if packed else f"the file is {kind}"
             raise DataError(what, where=file.shown, fix=fix.format(name=file.name))
     if start[257:262] == b"ustar":
         raise DataError("the file is a tar archive", where=file.shown, fix="unpack it")
@@ -198,13 +203,16 @@ _WIDE = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-"""Byte order mark -> encoding; UTF-32 first, whose mark begins with UTF-16's."""
+"""Byte order mark -> encoding. UTF-32 is tried first: its mark begins with the mark of UTF-16."""
 
 
 def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, decoded line with its line break) without the byte order mark.
+    """Yield (line number from 1, decoded line with its line break), without the byte order mark.
 
-    UTF-16 and UTF-32 need their mark. A faulty line is reported and left out.
+    UTF-16 and UTF-32 files need their byte order mark. A line that cannot be decoded is reported and skipped.
+
+    Raises:
+        DataError: The file cannot be read, or its encoding is not recognised.
     """
     with open_bytes(file) as raw:
         buffered = raw if hasattr(raw, "peek") else io.BufferedReader(cast(Any, raw))
@@ -212,7 +220,7 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
         if len(start) > 3 and not (any(start[1::2]) and any(start[::2])) and any(start):
             order = "BE" if not any(start[::2]) else "LE"
             raise DataError(
-                "the file is UTF-16 without its mark",
+                "the file looks like UTF-16 without a byte order mark; UTF-8 is expected",
                 where=f"{file.shown}:1",
                 fix=f"convert it: iconv -f UTF-16{order} -t UTF-8",
             )
@@ -243,7 +251,7 @@ def _narrow_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tupl
         del line
         held = [text]
         del text
-        yield number, held.pop()  # a long line is held by its reader alone
+        yield number, held.pop()  # keep no reference to a long line
 
 
 def _wide_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
@@ -260,48 +268,52 @@ def _wide_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> 
             yield number, line
     except UnicodeError as error:
         raise DataError(
-            f"the file begins as {encoding.upper()} and is not valid from here on: {error}",
+            f"the file begins as {encoding.upper()}, but this line is not valid {encoding.upper()}: {error}",
             where=f"{file.shown}:{number + 1}",
             fix="save the file as UTF-8",
         ) from error
     finally:
-        wrapped.detach()  # the file below is closed by whoever opened it
+        wrapped.detach()  # open_bytes closes the file
 
 
 def _too_long(where: str) -> DataError:
     return DataError(
-        f"the line has more than {MAX_LINE_BYTES >> 20:,} MiB",
+        f"the line is longer than {MAX_LINE_BYTES >> 20:,} MiB",
         where=where,
-        fix="write one row a line, or split the row",
+        fix="write one row per line, or split the row",
     )
 
 
 def _nul(where: str) -> DataError:
     return DataError(
-        "the line holds a NUL byte, which no text has: the file is damaged or binary",
+        "the line contains a NUL byte: the file is damaged or binary",
         where=where,
         fix=_FETCH,
     )
 
 
 def _not_utf8(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
-    """Return the error for bytes that are not UTF-8, with the encoding that they look like."""
+    """Return the error for a line that is not valid UTF-8; it names the likely encoding."""
     what = f"not valid UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
     high = [byte for byte in line[:4096] if byte >= 0x80] or [line[error.start]]
     if any(byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D) for byte in high) or line[error.start] == 0xFF:
-        return DataError(what, where=where, fix="save the file as UTF-8, or fix the line")
+        return DataError(what, where=where, fix="save the file as UTF-8, or correct the line")
     name = "Windows-1252" if any(byte < 0xA0 for byte in high) else "Latin-1 (or Windows-1252)"
     return DataError(f"{what}; it looks like {name}", where=where, fix="convert the file: iconv -f CP1252 -t UTF-8")
 
 
 def read_whole(file: DataFile) -> str:
-    """Return the text of a file that is read at once."""
+    """Return the whole text of a file.
+
+    Raises:
+        DataError: The file cannot be read or decoded, or has more than 2**30 characters.
+    """
     parts, size = [], 0
     for number, line in iter_lines(file, BadRows()):
         size += len(line)
         if size > MAX_DOCUMENT:
             raise DataError(
-                f"more than {MAX_DOCUMENT >> 20:,} million characters",
+                f"the file has more than {MAX_DOCUMENT >> 20:,} million characters",
                 where=f"{file.shown}:{number}",
                 fix="write .jsonl, which is read line by line",
             )

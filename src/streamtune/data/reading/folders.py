@@ -1,14 +1,14 @@
-"""Folders of data files, read as the ``datasets`` library reads them: by split, without files that are not data.
+"""Choose the data files of a split in a folder, by the rules of the ``datasets`` library.
 
-These rules are tried in order; the first that gives any file a split decides for all files::
+The rules are tried in this order. The first rule that finds a split for at least one file is used for all files::
 
-    README.md     its ``configs:``, with patterns of files for each split
-    shards        data/NAME-00000-of-00002.parquet, with any name
+    README.md     its ``configs:``, with file patterns for each split
+    shards        data/NAME-00000-of-00002.parquet; NAME is the split
     folders       train/..., data/validation-en/...
     files         train.jsonl, my_test-2.csv
-    none          all files are the split ``train``
+    none          all files belong to the split ``train``
 
-A folder that ``save_to_disk`` wrote lists its own files (``state.json``), and its splits (``dataset_dict.json``).
+In a folder written by ``save_to_disk``, ``state.json`` lists the files and ``dataset_dict.json`` lists the splits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split -> its words in names of files and folders, between the signs ``-._ 0-9`` or the ends of the name."""
+"""Split -> words that mean it in names of files and folders, delimited by ``-._ 0-9`` or the ends of the name."""
 
 _WORD = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)") for split, words in KEYWORDS.items()
@@ -43,7 +43,7 @@ DOCUMENTS = re.compile(
     r"(?:[-._].*)?",
     re.IGNORECASE,
 )
-"""Names of files about a dataset, such as README."""
+"""Names of documents about a dataset, such as README."""
 NOT_ROWS = {
     "config.json",
     "dataset_info.json",
@@ -52,19 +52,21 @@ NOT_ROWS = {
     "state.json",
     "croissant.json",
 }
-"""JSON files about a dataset."""
+"""JSON files that describe a dataset and hold no rows."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Files of a folder that are read, relative to it and in order, and data files that are left out."""
+    """The files of a folder that are read, and its data files that are not; paths relative to the folder."""
 
     names: list[str]
+    """files to read, in order"""
     left_out: list[str]
+    """data files that are not read"""
 
 
 def is_data_name(name: str) -> bool:
-    """Return True if a file is data by its name: not hidden, of a known format, not about the dataset."""
+    """Return True if a file name is a data file: not hidden, in a known format, and not about the dataset."""
     path = PurePosixPath(name)
     if any(part.startswith((".", "__")) for part in path.parts):
         return False
@@ -74,10 +76,18 @@ def is_data_name(name: str) -> bool:
 def choose_files(
     names: Iterable[str], read: Callable[[str], str], *, split: str, config: str | None, shown: str, where: str
 ) -> Chosen:
-    """Choose the files of a split among the files of a folder.
+    """Return the files of a split in a folder.
 
     Args:
         names: All files below the folder, relative to it, with ``/``.
+        read: Function that returns the text of one of these files.
+        split: Split to read.
+        config: Configuration of README.md; None for the default configuration.
+        shown: Folder as messages name it.
+        where: Place in the recipe, for errors.
+
+    Raises:
+        DataError: The split or the configuration does not exist, or a file of the split is missing.
     """
     every = sorted(names)
     if "dataset_dict.json" in every or "state.json" in every:
@@ -88,28 +98,33 @@ def choose_files(
     splits = _configured(every, read, config, shown, where)
     if splits is None:
         if not data:
-            fix = f"it may hold {', '.join(READERS)}"
-            raise DataError(f"the folder '{shown}' holds no data file", where=where, fix=fix)
+            fix = f"add a file with one of the extensions {', '.join(READERS)}"
+            raise DataError(f"the folder '{shown}' has no data file", where=where, fix=fix)
         splits = _split_names(data)
     if split not in splits:
         raise _no_split(split, splits, shown, where)
     chosen = splits[split]
     if not chosen:
-        raise DataError(f"no file is of the split '{split}' in '{shown}'", where=where)
+        raise DataError(
+            f"no file in '{shown}' matches the patterns of the split '{split}'",
+            where=where,
+            fix="check the 'configs' in its README.md",
+        )
     return Chosen(chosen, [name for name in every if name not in set(chosen) and format_of(name) in READERS])
 
 
 def _no_split(split: str, splits: Iterable[str], shown: str, where: str) -> DataError:
+    """Return the error for an unknown split; it lists the splits found."""
     names = list(splits)
     return DataError(
-        f"'{shown}' has no split '{split}'; it has {', '.join(names)}",
+        f"'{shown}' has no split '{split}', found {', '.join(names)}",
         where=where,
         fix=did_you_mean(split, names) or f"write split: {names[0]}" if names else "",
     )
 
 
 def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each split, by the first rule that finds a split."""
+    """Return split -> files, by the first naming rule that finds a split; otherwise all files are ``train``."""
     for rule in (_of_shard, lambda path: _word_of(path.parent.parts), lambda path: _word_of([path.name])):
         found: dict[str, list[str]] = {}
         for name in names:
@@ -127,7 +142,7 @@ def _of_shard(path: PurePosixPath) -> list[str]:
 
 
 def _word_of(parts: Sequence[str]) -> list[str]:
-    """Return the split that the last of some names has a word for, as a list of none or one."""
+    """Return a list with the split that the last matching name means; an empty list if no name matches."""
     for part in reversed(parts):
         for split, pattern in _WORD.items():
             if pattern.search(part.lower()):
@@ -141,12 +156,16 @@ def _word_of(parts: Sequence[str]) -> list[str]:
 def _configured(
     names: Sequence[str], read: Callable[[str], str], config: str | None, shown: str, where: str
 ) -> dict[str, list[str]] | None:
-    """Return the files of each split by the ``configs`` of README.md; None without ``configs``."""
+    """Return split -> files as the ``configs`` of README.md list them; None if README.md has no ``configs``.
+
+    Raises:
+        DataError: The configuration does not exist, or several exist and the recipe chooses none.
+    """
     configs = _configs(read("README.md")) if "README.md" in names else {}
     if not configs:
         if config is not None:
             raise DataError(
-                f"the folder '{shown}' has no configuration '{config}'", where=where, fix="leave out 'name'"
+                f"the folder '{shown}' has no configurations, found name: {config}", where=where, fix="remove 'name'"
             )
         return None
     known = list(configs)
@@ -167,7 +186,7 @@ def _configured(
 
 
 def _configs(readme: str) -> dict[str, dict[str, Any]]:
-    """Return the configurations in the header of a README: ``splits`` with patterns, and ``default``."""
+    """Return the configurations in the YAML header of a README: ``splits`` (split -> patterns) and ``default``."""
     parts = readme.split("---", 2)
     if not readme.startswith("---") or len(parts) < 3:
         return {}
@@ -183,7 +202,7 @@ def _configs(readme: str) -> dict[str, dict[str, Any]]:
 
 
 def _patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the patterns of each split of a configuration, below its ``data_dir``."""
+    """Return split -> file patterns of a configuration, relative to the folder (``data_dir`` is put before them)."""
     files = entry.get("data_files")
     if isinstance(files, list) and any(isinstance(item, dict) for item in files):
         files = {item.get("split", "train"): item.get("path", ()) for item in files if isinstance(item, dict)}
@@ -200,7 +219,7 @@ def _patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return True if a name matches a pattern: ``*`` matches no slash, ``**`` any folders."""
+    """Return True if a file name matches a pattern; ``*`` does not match a slash, ``**`` does."""
     parts = re.split(r"(\*\*/?|\*|\?)", pattern)
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.fullmatch("".join(signs.get(part) or re.escape(part) for part in parts), name) is not None
@@ -210,7 +229,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: str, where: str) -> Chosen:
-    """Return the files that ``save_to_disk`` wrote for a split."""
+    """Return the files that ``save_to_disk`` wrote for a split.
+
+    Raises:
+        DataError: The split does not exist, or a listed file is missing.
+    """
     folder = ""
     if "dataset_dict.json" in names:
         splits = [str(item) for item in _json(read, "dataset_dict.json", shown).get("splits") or ()]
@@ -219,16 +242,16 @@ def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: 
         folder = f"{split}/"
     state_name = f"{folder}state.json"
     if state_name not in names:
-        what = f"the split '{split}' is not in '{shown}', although its dataset_dict.json lists it"
-        raise DataError(what, where=where, fix="save or fetch the dataset anew")
+        what = f"'{shown}' has no split '{split}', although its dataset_dict.json lists it"
+        raise DataError(what, where=where, fix="save or download the dataset again")
     state = _json(read, state_name, shown)
     own = state.get("_split")
     if not folder and split != (own or "train"):
         raise _no_split(split, [own or "train"], shown, where)
     files = [folder + str(item.get("filename")) for item in state.get("_data_files") or () if isinstance(item, dict)]
     if missing := [name for name in files if name not in names]:
-        what = f"'{missing[0]}' is not in '{shown}', although {state_name} lists it"
-        raise DataError(what, where=where, fix="save or fetch the dataset anew")
+        what = f"the file '{missing[0]}' is missing in '{shown}', although {state_name} lists it"
+        raise DataError(what, where=where, fix="save or download the dataset again")
     return Chosen(files, [])
 
 
@@ -236,7 +259,7 @@ def _json(read: Callable[[str], str], name: str, shown: str) -> dict[str, Any]:
     try:
         found = json.loads(read(name))
     except ValueError as error:
-        raise DataError(f"malformed JSON: {error}", where=f"{shown}/{name}", fix="save the dataset anew") from error
+        raise DataError(f"malformed JSON: {error}", where=f"{shown}/{name}", fix="save the dataset again") from error
     if not isinstance(found, dict):
-        raise DataError("this is no JSON object", where=f"{shown}/{name}", fix="save the dataset anew")
+        raise DataError("expected a JSON object", where=f"{shown}/{name}", fix="save the dataset again")
     return found

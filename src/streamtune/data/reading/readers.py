@@ -1,7 +1,8 @@
-"""Read files of rows, one row at a time, each with the place it came from.
+"""Read data files row by row; each row has its origin, for error messages.
 
-A reader yields :class:`Row`: columns as plain Python values and an origin, ``file:line`` if the format has lines, else
-``file:row N`` (from 1). A faulty row is reported to :class:`BadRows`; a faulty file raises ``DataError``.
+A reader yields :class:`Row`: columns as plain Python values, and an origin. The origin is ``file:line`` if the format
+has lines, else ``file:row N`` (counted from 1). A bad row is reported to :class:`BadRows`; a bad file raises
+``DataError``.
 """
 
 from __future__ import annotations
@@ -33,31 +34,49 @@ from streamtune.errors import DataError
 
 @dataclass(frozen=True)
 class Row:
-    """A row as its file has it."""
+    """A row as read from its file, before any conversion."""
 
     origin: str
-    """``file:line`` or ``file:row N``, named in errors"""
+    """``file:line`` or ``file:row N``, for error messages"""
     columns: dict[str, Any]
+    """column name -> value"""
     separator: str = "\n\n"
     """text between ``instruction`` and ``input`` of an alpaca row"""
 
 
 Reader = Callable[[DataFile, BadRows], Iterator[Row]]
+"""Function that yields the rows of a file and reports bad rows."""
 
 
 def read_file(path: Path, shown: str) -> Iterator[Row]:
-    """Read a local file row by row; its extension chooses the reader, ``shown`` names it in origins and messages."""
+    """Yield the rows of a local file.
+
+    Args:
+        path: File; its extension selects the format.
+        shown: Name of the file in origins and messages.
+
+    Raises:
+        DataError: The file cannot be read, or a row is malformed.
+    """
     return read_data_file(local_file(path, shown), BadRows())
 
 
 def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Read a file row by row; malformed rows are reported and left out."""
+    """Yield the rows of a file; its extension selects the format.
+
+    Args:
+        file: File to read.
+        bad: Receives malformed rows; they are not yielded.
+
+    Raises:
+        DataError: The extension is unknown, or the file cannot be read.
+    """
     reader = READERS.get(format_of(file.name))
     if reader is None:
         raise DataError(
-            f"cannot read '{file.name}': its extension says no known format",
+            f"unknown file format: '{file.name}'",
             where=file.shown,
-            fix=f"use one of {', '.join(READERS)}; text may be compressed: {', '.join(COMPRESSED)} behind it",
+            fix=f"use {', '.join(READERS)}; text may be compressed: add {', '.join(COMPRESSED)}",
         )
     return reader(file, bad)
 
@@ -65,7 +84,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
 def _object(value: Any, origin: str) -> Row:
     if not isinstance(value, dict):
         raise DataError(
-            f"a row must be a JSON object, this one is {kind_of(value)}",
+            f"a row must be a JSON object, found {kind_of(value)}",
             where=origin,
             fix='write one object per row, like {"messages": [...]} or {"text": "..."}',
         )
@@ -73,7 +92,7 @@ def _object(value: Any, origin: str) -> Row:
 
 
 class _DuplicateKeyError(ValueError):
-    """A JSON object has the same key twice; JSON parsers disagree on which one counts."""
+    """A JSON object has the same key twice; JSON parsers differ in which value they use."""
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,16 +104,17 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"JSON does not allow {name}")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> DataError:
-    """Return the error for JSON that the decoder refuses.
+    """Return the error for JSON that cannot be decoded.
 
     Args:
+        error: Exception of the decoder.
         origin: Place where the object begins.
         place: Place where the decoder stopped.
     """
@@ -105,21 +125,21 @@ def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> 
         return DataError("the JSON is nested too deeply", where=origin, fix=fix)
     if isinstance(error, json.JSONDecodeError):
         if error.msg == "Extra data" and error.doc[error.pos :].lstrip().startswith(("{", "[")):
-            what = f"two JSON values stand on one line, the second at column {error.colno}"
-            return DataError(what, where=place, fix="write one row a line")
+            what = f"expected one JSON value per line, found a second at column {error.colno}"
+            return DataError(what, where=place, fix="write one row per line")
         return DataError(f"malformed JSON: {error.msg} (column {error.colno})", where=place, fix=fix)
     return DataError(f"malformed JSON: {error}", where=origin, fix=fix)  # more digits than Python converts
 
 
 def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield a row for each line, a JSON object; blank lines are skipped."""
+    """Yield a row for each line of a JSON Lines file; blank lines are skipped."""
     first = True
     for number, line in iter_lines(file, bad):
         if not line or line.isspace():
             continue
         if first and line.strip() == "[":
             raise DataError(
-                "the file is one JSON list, not an object a line",
+                "a .jsonl file must have one JSON object per line, found a JSON list",
                 where=f"{file.shown}:{number}",
                 fix="rename it to .json",
             )
@@ -127,15 +147,15 @@ def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
         with bad:
             row = [_parse_line(line, f"{file.shown}:{number}")]
             del line
-            yield row.pop()  # a long row is held by its reader alone
+            yield row.pop()  # keep no reference to a long row
 
 
 def _parse_line(line: str, origin: str) -> Row:
     try:
-        value = _DECODER.decode(line)  # unlike raw_decode, it takes blanks before the object and CRLF behind it
+        value = _DECODER.decode(line)  # unlike raw_decode, decode accepts blanks before the object and CRLF after it
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
-            error.colno = error.pos + 1  # where the object goes on behind the line, the end of this line
+            error.colno = error.pos + 1  # if the object continues on the next line: the end of this line
         raise _json_fault(error, origin, origin) from error
     return _object(value, origin)
 
@@ -144,7 +164,10 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield a list of objects, or objects in sequence; parsed one by one, so that memory holds only the text."""
+    """Yield the rows of a JSON file: a list of objects, or objects in sequence.
+
+    Objects are parsed one by one, so that memory holds the text and one object.
+    """
     text, shown = read_whole(file), file.shown
     line, counted, position = 1, 0, _skip_blank(text, 0)
     in_list = text.startswith("[", position)
@@ -156,9 +179,9 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
         if in_list and text[position] == "]":
             if text[position + 1 :].strip():
                 raise DataError(
-                    "malformed JSON: something follows the list of rows",
+                    "malformed JSON: there is text after the list of rows",
                     where=origin,
-                    fix="remove it, or write .jsonl, one row a line",
+                    fix="remove it, or write .jsonl with one row per line",
                 )
             return
         try:
@@ -177,9 +200,9 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
             position = _next_item(text, position, shown)
     if in_list:
         raise DataError(
-            "malformed JSON: the list of rows has no end",
+            "malformed JSON: the list of rows is truncated, expected ']'",
             where=f"{shown}:{text.count(chr(10)) + 1}",
-            fix="fetch or write the file anew: its end is missing",
+            fix="download or write the file again",
         )
 
 
@@ -189,7 +212,11 @@ def _skip_blank(text: str, position: int) -> int:
 
 
 def _next_item(text: str, position: int, shown: str) -> int:
-    """Return the position behind a list item: of the next item, or of the closing bracket."""
+    """Return the position of the next list item, or of the closing bracket.
+
+    Raises:
+        DataError: There is not exactly one comma between two items.
+    """
     if text.startswith(",", position):
         following = _skip_blank(text, position + 1)
         if not text.startswith("]", following):
@@ -200,13 +227,22 @@ def _next_item(text: str, position: int, shown: str) -> int:
     raise DataError(
         "malformed JSON: expected one ',' between rows",
         where=f"{shown}:{line}",
-        fix="write one comma between two rows",
+        fix="write exactly one comma between two rows",
     )
 
 
 def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Iterator[Row]:
-    """Yield the rows under a header line; a quoted cell may hold line breaks. Without a delimiter, find it."""
-    # A long text in a cell is what this program is for; the csv module refuses 128 KiB unless told otherwise.
+    """Yield the rows below the header line of a CSV file; quoted cells may contain line breaks.
+
+    Args:
+        file: File to read.
+        bad: Receives rows with a wrong number of cells.
+        delimiter: Character between cells; None detects it from the header.
+
+    Raises:
+        DataError: A quote is not closed, or the header has a column twice.
+    """
+    # The csv module rejects cells above 128 KiB by default; long texts need more.
     csv.field_size_limit(min(sys.maxsize, MAX_LINE_BYTES))
     shown = file.shown
     lines = _CountedLines(iter_lines(file, bad))
@@ -214,7 +250,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
         delimiter = _find_delimiter(lines.peek())
         if delimiter != ",":
             name = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}[delimiter]
-            bad.notify(f"{shown}: the columns are separated by {name}")
+            bad.notify(f"{shown}: columns are separated by {name}, not commas")
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -224,7 +260,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
         except StopIteration:
             return
         except csv.Error as error:
-            fix = "close the quote, or double quotes that belong to the text"
+            fix = 'close the quote; write a quote inside a cell as ""'
             raise DataError(f"malformed CSV: {error}", where=f"{shown}:{start}", fix=fix) from error
         origin = f"{shown}:{start}"
         if not cells:
@@ -233,12 +269,11 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
             header = _unique_columns(cells, origin)
             continue
         if len(cells) != len(header):
-            number = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
             bad.report(
                 DataError(
-                    f"the row has {number}, the header has {len(header)} columns ({', '.join(header)})",
+                    f"expected one cell per column ({len(header)}: {', '.join(header)}), found {len(cells)}",
                     where=origin,
-                    fix="quote cells that hold the separator or a line break",
+                    fix="quote cells that contain the separator or a line break",
                 )
             )
             continue
@@ -246,7 +281,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
 
 
 class _CountedLines:
-    """Lines of text that remember the number of the next one; lines that were left out count."""
+    """Iterates over lines of text and knows the number of the next line; skipped lines are counted too."""
 
     def __init__(self, lines: Iterator[tuple[int, str]]) -> None:
         self._lines = lines
@@ -274,13 +309,17 @@ _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
 def _find_delimiter(header: str) -> str:
-    """Return the delimiter of a header line: a comma, unless there is only another."""
+    """Return the delimiter of a header line: a comma if it has one, else the first of ``;``, tab and ``|`` found."""
     bare = _QUOTED.sub("", header)
     return next((mark for mark in (",", ";", "\t", "|") if mark in bare), ",")
 
 
 def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
-    """Return the column names without blanks at their ends; raise if one appears twice."""
+    """Return the column names without blanks at their ends.
+
+    Raises:
+        DataError: A name appears twice.
+    """
     columns = [name.strip() for name in names]
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
@@ -289,6 +328,7 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
 
 
 def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
+    """Yield the rows of a Parquet file."""
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     def batches(raw: Any) -> Iterator[Any]:
@@ -300,7 +340,7 @@ def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of an Arrow file or stream, such as ``datasets`` writes."""
+    """Yield the rows of an Arrow file or stream; ``datasets`` writes such files."""
     import pyarrow as pa
 
     def batches(raw: Any) -> Iterator[Any]:
@@ -320,15 +360,24 @@ def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _slices(batches: Any) -> Iterator[Any]:
-    """Yield the rows of batches, 64 at a time, because rows as Python values take much more memory."""
+    """Yield the batches in slices of 64 rows, because rows as Python values take much more memory."""
     for batch in batches:
-        batch.validate(full=True)  # offsets of a damaged file lead out of its memory
+        batch.validate(full=True)  # a damaged file may have offsets outside its buffers
         for start in range(0, batch.num_rows, 64):
             yield batch.slice(start, 64)
 
 
 def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: str) -> Iterator[Row]:
-    """Yield the rows of Arrow batches; raise ``DataError`` if the file is damaged."""
+    """Yield the rows of Arrow batches.
+
+    Args:
+        file: File to read.
+        batches: Function that yields the batches of the opened file.
+        kind: Name of the format, for the error.
+
+    Raises:
+        DataError: The file is damaged.
+    """
     import pyarrow as pa
 
     number = 0
@@ -338,38 +387,38 @@ def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: s
                 for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
                     yield Row(f"{file.shown}:row {number}", without_nulls(columns))
-    # pyarrow raises its own errors, Python's, and MemoryError for a size that a damaged file claims
+    # pyarrow raises its own errors, Python errors, and MemoryError if a damaged file states a huge size
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
         where = f"{file.shown}:row {number + 1}" if number else file.shown
-        fix = "fetch or write the file anew, or use .jsonl"
-        raise DataError(f"not a readable {kind} file: {one_line(error, 200)}", where=where, fix=fix) from error
+        fix = "download or write the file again, or use .jsonl"
+        raise DataError(f"cannot read the {kind} file: {one_line(error, 200)}", where=where, fix=fix) from error
 
 
 def one_line(error: BaseException, most: int) -> str:
-    """Return the text of an error as a line of at most ``most`` characters; its class if it has none."""
+    """Return the message of an error as one line of at most ``most`` characters; its class name without a message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield the whole file as one document: a book is one long row, not as many rows as it has lines."""
+    """Yield the whole file as one row: a book is one long document, not a row per line."""
     text = read_whole(file)
     if text.strip():
         yield Row(f"{file.shown}:1", {"text": text})
 
 
 def _unpadded(read: Reader) -> Reader:
-    """Return a reader that leaves out null arguments of tool calls if a table made them; the user is told.
+    """Return a reader that removes null arguments of tool calls if a table added them; the user is notified.
 
-    ``datasets`` keeps the arguments of all tool calls of a column in one struct, and ``to_json`` writes every key of it
-    in every row. But a call may also say null itself. So nulls are left out only if all calls of a file have the same
-    keys. A file with a null argument is read a second time to compare the keys.
+    ``datasets`` stores the arguments of all tool calls of a column in one struct. Its ``to_json`` then writes every key
+    in every call. A null may also be an argument that the call really passes. So nulls are removed only if all calls of
+    a file have the same keys. A file with a null argument is read twice, to compare the keys.
     """
 
     def rows(file: DataFile, bad: BadRows) -> Iterator[Row]:
         padded: bool | None = None
         for row in read(file, bad):
-            held = [row]  # a long row is held by its reader alone
+            held = [row]  # keep no reference to a long row
             del row
             if any(map(_has_null, _arguments(held[0].columns))):
                 if padded is None:
@@ -383,17 +432,14 @@ def _unpadded(read: Reader) -> Reader:
 
 
 _PADDED = (
-    "arguments of tool calls that are null are left out: all calls have the same keys, as a table fills them up; write "
-    "arguments as JSON text to keep a null"
+    "null arguments of tool calls are removed: all calls have the same keys, so a table format probably added them. To "
+    "keep them, write the arguments as JSON text"
 )
-_NULL = (
-    "arguments of tool calls that are null are trained as null: the calls of the file have different keys, so no table "
-    "filled them up"
-)
+_NULL = "null arguments of tool calls are trained as null: the calls have different keys, so no table format added them"
 
 
 def _arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a row's tool calls that are objects."""
+    """Yield the arguments of a row's tool calls, if they are objects and not JSON text."""
     for messages in columns.values():
         for message in messages if isinstance(messages, list) else ():
             calls = message.get("tool_calls") if isinstance(message, dict) else None
@@ -405,14 +451,14 @@ def _arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _has_null(value: Any) -> bool:
-    """Return True if a key of an object is null, at any depth."""
+    """Return True if an object has a null value, at any depth."""
     if isinstance(value, dict):
         return any(item is None or _has_null(item) for item in value.values())
     return isinstance(value, list) and any(map(_has_null, value))
 
 
 def _have_same_keys(rows: Iterator[Row]) -> bool:
-    """Return True if there are several calls, and the objects at each place of their arguments have the same keys."""
+    """Return True if there are at least two tool calls, and their arguments have the same keys at every depth."""
     keys: dict[tuple[str, ...], frozenset[str]] = {}
     count = 0
     for row in rows:
@@ -424,7 +470,7 @@ def _have_same_keys(rows: Iterator[Row]) -> bool:
 
 
 def _agrees(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
-    """Return True if the objects of a value have the keys known at their place; unknown places are added."""
+    """Return True if every object in a value has the keys that ``keys`` lists for its path; new paths are added."""
     if isinstance(value, list):
         return all(_agrees(item, (*place, "[]"), keys) for item in value)
     if not isinstance(value, dict):
@@ -434,13 +480,14 @@ def _agrees(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], froz
 
 
 def _leave_out_nulls(columns: Mapping[str, Any]) -> None:
+    """Remove null arguments of tool calls in place."""
     for arguments in _arguments(columns):
         left = without_nulls(arguments)
         arguments.clear()
         arguments.update(left)
 
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, Reader] = {  # extension -> reader
     ".jsonl": _unpadded(_read_jsonl),
     ".ndjson": _unpadded(_read_jsonl),
     ".json": _unpadded(_read_json),

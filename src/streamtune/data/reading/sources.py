@@ -1,4 +1,4 @@
-"""Sources of rows: local files and folders, the hub, and the built-in data sets."""
+"""Read the rows of a recipe's datasets: local files and folders, URLs, the hub, and the built-in datasets."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ READ_BY = {
     **dict.fromkeys(("preference", "unpaired"), "streamtune dpo"),
     "prompts": "streamtune grpo",
 }
-"""Row type -> the commands that read it, for an error of other commands."""
+"""Row type -> the commands that read it; other commands name them in their error."""
 
 
 class SourceWatch(Protocol):
-    """Compares the files of a source that is read again with the files that were read first."""
+    """Checks that the files of a source are still the files that were read first."""
 
     def listed(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Compare the list of files; raise ``DataError`` if it differs."""
+        """Check the list of files; raise ``DataError`` if it changed."""
         ...
 
     def opens(self, source: Source, file: DataFile) -> None:
-        """Compare the file that is read next; raise ``DataError`` if it differs."""
+        """Check the file that is opened next; raise ``DataError`` if it changed."""
         ...
 
 
@@ -53,7 +53,7 @@ class Source:
     """An entry of a recipe's ``datasets``."""
 
     path: str
-    """a file, a folder or a glob of files, an address, a dataset on the hub, or one of :data:`BUILT_IN`"""
+    """file, folder, glob pattern, URL, dataset on the hub, or one of :data:`BUILT_IN`"""
     type: str = "auto"
     """``auto``; ``messages``, ``prompt_completion``, ``text``, ``alpaca`` or ``sharegpt``; ``preference`` or
     ``unpaired``; ``prompts``"""
@@ -64,39 +64,43 @@ class Source:
     input_separator: str = "\n\n"
     """text between ``instruction`` and ``input`` of an alpaca row"""
     columns: Mapping[str, str] | None = None
-    """name of a column here -> its name in the files"""
+    """column name that StreamTune expects -> its name in the files"""
     max_rows: int | None = None
-    """most rows to use"""
+    """maximum number of rows to use"""
     shuffle: bool = False
-    """draw ``max_rows`` among all rows by the seed instead of taking the first; they stay in their order"""
+    """True draws ``max_rows`` rows at random from all rows, in file order; False takes the first rows"""
     repeat: int = 1
-    """visits of each training row in an epoch"""
+    """number of times that an epoch visits each training row"""
     weight: float | None = None
     """share of an epoch, relative to the other sources' weights; None if no source has a weight"""
     mix_by: str = "rows"
-    """unit of that share, of all sources: ``rows`` or ``tokens``"""
+    """unit of all sources' shares: ``rows`` or ``tokens``"""
     evaluates: str | None = None
-    """name of the eval set of the rows; None trains on them. Sources of eval sets come last"""
+    """name of the eval set that the rows belong to; None trains on them. Sources of eval sets come last"""
     seed: int = 42
     """seed of ``shuffle``"""
     watch: SourceWatch | None = None
-    """compares the files of streamed rows before they are read"""
+    """checks that files of streamed rows have not changed"""
     streamed: bool = False
-    """read a dataset on the hub row by row, without keeping a copy"""
+    """True reads a dataset on the hub row by row and stores no copy"""
     where: str = ""
-    """place of this entry in the recipe, ``file:line``, for errors"""
+    """place of this entry in the recipe, ``file:line``, for error messages"""
 
     @property
     def place(self) -> str:
-        """Place that an error names: ``where``, or the path of a source that no recipe names."""
+        """Place for error messages: ``where``, or the path if the source is not from a recipe."""
         return self.where or self.path
 
 
 def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
-    """Read the rows of a source, at most ``max_rows``, with the columns renamed.
+    """Yield the rows of a source, at most ``max_rows``, with its columns renamed.
 
     Args:
+        source: Source to read.
         bad: Receives malformed rows and messages for the user; without it the first malformed row raises.
+
+    Raises:
+        DataError: A file is missing or cannot be read, or there are no rows.
     """
     bad = bad or BadRows()
     empty, before = True, bad.count
@@ -104,15 +108,15 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
         empty = False
         yield row if row.separator == source.input_separator else replace(row, separator=source.input_separator)
     if empty and bad.count == before:
-        raise DataError(f"'{source.path}' has no rows", where=source.place)
+        raise DataError(f"'{source.path}' has no rows", where=source.place, fix="add rows, or remove the dataset")
 
 
 def _drawn(source: Source, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of a source: all, the first ones, or rows drawn by the seed."""
+    """Yield the rows of a source: all rows, the first ``max_rows``, or ``max_rows`` rows drawn by the seed."""
     if not source.shuffle or source.max_rows is None:
         yield from islice(_all_rows(source, bad), source.max_rows)
         return
-    # Read twice: the first time to count, so that memory holds one row at a time.
+    # Read twice, first to count the rows: so memory holds only one row at a time.
     everything = replace(source, max_rows=None)
     silent = BadRows("skip", sys.maxsize)
     count = sum(1 for _ in _all_rows(everything, silent))
@@ -123,7 +127,11 @@ def _drawn(source: Source, bad: BadRows) -> Iterator[Row]:
 
 
 def _renamed(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows with columns renamed by ``columns``; raise ``DataError`` if the first row lacks a named column."""
+    """Yield the rows with columns renamed by ``columns``.
+
+    Raises:
+        DataError: The first row lacks a column that ``columns`` names. Later rows are reported to ``bad`` instead.
+    """
     if not source.columns:
         yield from rows
         return
@@ -131,15 +139,15 @@ def _renamed(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]
     for number, row in enumerate(rows):
         missing = sorted(theirs - row.columns.keys())
         if missing:
-            what = f"'columns' names '{missing[0]}', which is no column of the row: it has {column_names(row.columns)}"
-            fix = did_you_mean(missing[0], row.columns) or "name one of these"
+            what = f"'columns' names '{missing[0]}', but the row has {column_names(row.columns)}"
+            fix = did_you_mean(missing[0], row.columns) or "use one of these names"
             if number == 0:
                 raise DataError(f"{what} ({row.origin})", where=source.place, fix=fix)
             bad.report(DataError(what, where=row.origin, fix=fix))
             continue
         hidden = [name for name in source.columns if name in row.columns and name not in theirs]
         if hidden and number == 0:
-            bad.notify(f"{source.path}: the column '{hidden[0]}' is not read, 'columns' puts another in its place")
+            bad.notify(f"{source.path}: the column '{hidden[0]}' is ignored: 'columns' maps another to its name")
         kept = {name: value for name, value in row.columns.items() if name not in theirs}
         yield Row(row.origin, {**kept, **{ours: row.columns[name] for ours, name in source.columns.items()}})
 
@@ -150,18 +158,27 @@ def typed_rows(
     detect: Callable[[Row], str],
     bad: BadRows,
 ) -> Iterator[tuple[Row, str]]:
-    """Yield every row with its type: the type that its source names, or the type detected from the source's first row.
+    """Yield every row with its type.
+
+    The type is the source's ``type``, or with ``auto`` the type detected from the source's first row.
 
     Args:
-        known: Types that a source may name, besides ``auto``.
-        bad: Receives malformed rows, and is notified of each detected type.
+        sources: Sources to read, in order.
+        known: Types that a source may have, besides ``auto``.
+        detect: Function that returns the type of a row.
+        bad: Receives malformed rows, and tells the user each detected type.
+
+    Raises:
+        DataError: A source has a type that is not in ``known``, or cannot be read.
     """
     for source in sources:
         row_type = source.type
         if row_type not in ("auto", *known):
             reader = READ_BY.get(row_type)
             raise DataError(
-                f"rows of type '{row_type}' are read by {reader}" if reader else f"unknown row type '{row_type}'",
+                f"rows of type '{row_type}' are for {reader}, not for this command"
+                if reader
+                else f"unknown row type '{row_type}'",
                 where=source.place,
                 fix=f"{'here ' if reader else ''}use {', '.join(('auto', *known))}",
             )
@@ -173,7 +190,7 @@ def typed_rows(
                     bad.report_first(error)
                     continue
                 if source.path not in BUILT_IN:
-                    bad.notify(f"{source.path}: rows look like '{row_type}'")
+                    bad.notify(f"{source.path}: detected row type '{row_type}'")
             yield row, row_type
 
 
@@ -186,15 +203,19 @@ def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
     try:
         found = find(source.path, split=source.split, config=source.name, where=source.place)
     except OSError as error:
-        raise DataError(f"cannot look at '{source.path}': {error.strerror or error}", where=source.place) from error
+        raise DataError(
+            f"cannot access '{source.path}': {error.strerror or error}",
+            where=source.place,
+            fix="check the path and its permissions",
+        ) from error
     if found is None:
         yield from hub_rows(source.path, source.name, source.split, source.place, streamed=source.streamed)
         return
     files, folder = found
     if folder is not None:
-        bad.notify(f"{source.path}: split '{source.split}' is {_listed(folder.names)}")
+        bad.notify(f"{source.path}: files of split '{source.split}': {_listed(folder.names)}")
         if folder.left_out:
-            bad.notify(f"{source.path}: not read: {_listed(folder.left_out)}")
+            bad.notify(f"{source.path}: files not read: {_listed(folder.left_out)}")
     if source.watch is not None:
         source.watch.listed(source, files)
     for file in files:
@@ -204,7 +225,7 @@ def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
 
 
 MOST_LISTED = 20
-"""Most files that a message lists by name."""
+"""Maximum number of files that a message lists by name."""
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -215,13 +236,15 @@ def _listed(names: Sequence[str]) -> str:
 def _check_choices(source: Source, names: Sequence[str]) -> None:
     if source.split != "train":
         raise DataError(
-            f"'{source.path}' is built in and has no split '{source.split}'",
+            f"the built-in dataset '{source.path}' has only the split 'train', found '{source.split}'",
             where=source.place,
-            fix="leave out 'split'; hold rows out with val_size",
+            fix="remove 'split'; to hold rows out, set val_size",
         )
     if source.name is not None and source.name not in names:
-        fix = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "leave out 'name'")
-        raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=source.place, fix=fix)
+        fix = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "remove 'name'")
+        raise DataError(
+            f"the built-in dataset '{source.path}' has no part '{source.name}'", where=source.place, fix=fix
+        )
 
 
 BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
@@ -230,14 +253,14 @@ BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
     ARITHMETIC_PATH: lambda source: arithmetic_rows(task=source.name, max_rows=source.max_rows),
     PASSKEY_PATH: lambda source: passkey_rows(max_rows=source.max_rows),
 }
-"""Path that names a built-in dataset -> its rows."""
+"""Name of a built-in dataset -> function that yields its rows."""
 
 
 Item = TypeVar("Item")
 
 
 def with_progress(items: Iterable[Item]) -> Iterator[Item]:
-    """Pass rows through, with a live count on stderr if that is a terminal."""
+    """Yield the items, and show a live count of them on stderr if it is a terminal."""
     if not sys.stderr.isatty():
         yield from items
         return

@@ -1,4 +1,4 @@
-"""Rendering: messages, documents and completions as token ids, and which of the ids are trained.
+"""Render messages, documents and completions to token ids, and find which of the ids are trained.
 
-renderings -> chat -> tokens (long_text for long text) -> render;  counts holds what was found on the way
+renderings -> chat -> tokens (long_text for long text) -> render;  counts holds what rendering notes about the rows
 """

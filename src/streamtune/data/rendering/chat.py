@@ -1,26 +1,26 @@
-"""The characters of a rendered conversation that the assistant wrote.
+"""Render a conversation, and find the characters that the assistant wrote.
 
-A :class:`ChatTurn` is what the model must generate in one assistant turn: from the end of the generation prompt to the
-end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text token ...), without the line break that
-most templates put behind it. A ``<think>`` that the generation prompt opens belongs to the turn, as the rest of the
-reasoning does.
+A :class:`ChatTurn` is the text that the model must generate in one assistant turn. It starts after the generation
+prompt. It ends after the end-of-turn token (``<|im_end|>``, ``<|eot_id|>``, EOS ...), without the line break that most
+templates print after it. A ``<think>`` that the generation prompt opens belongs to the turn, like the rest of the
+reasoning.
 
-All turns are positions in **one** rendering of the whole conversation, because this text is trained on. The
-first of these methods that applies finds them:
+All turns are positions in **one** rendering of the whole conversation, because this text is trained on. They are found
+by the first method that applies:
 
-1. Marks. The template marks turns itself, with ``{% generation %}``.
-2. Prefixes. The messages before a turn, the messages up to it, and all messages are rendered. If each rendering is a
-   prefix of the next, the turn is the difference of the first two.
-3. Changes. Templates that rewrite history (they drop the reasoning of earlier turns, or end the last turn with another
-   token) break the prefixes. Then each message is replaced by a character that occurs nowhere, and the full rendering
-   changes where that message stands. The header before it and the terminator after it come from renderings that stop at
-   the turn. A turn may touch no text of another message; otherwise the row is refused.
+1. Marks. The template encloses turns in ``{% generation %}``.
+2. Prefixes. The messages before a turn, the messages up to the turn, and all messages are rendered. If each rendering
+   is a prefix of the next, the turn is the difference of the first two.
+3. Changes. Some templates rewrite history: they drop the reasoning of earlier turns, or end the last turn with another
+   token. Their renderings are not prefixes. So each message is replaced by an unused character: where the full
+   rendering changes, it prints this message. Renderings that stop at the turn give the header and the end token. If a
+   turn overlaps the text of another message, the row is rejected.
 
-Messages of users, tools and the system are trained if ``roles_to_train`` names their role: their text, as changes find
-it, and the terminator right behind it if answers end with it too.
+Other messages (user, tool, system) are trained if ``roles_to_train`` names their role. The third method finds their
+text. An end token directly after it is trained too, if answers also end with this token.
 
-With ``reasoning: keep``, reasoning that the template dropped is then put back: a turn is replaced by its text in a
-conversation that ends with it.
+With ``reasoning: keep``, reasoning that the template dropped is restored afterwards: the text of the turn is taken from
+a conversation that ends with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """Characters ``start`` to ``end`` (exclusive) of the rendering: one assistant turn."""
+    """Characters ``start`` to ``end`` (exclusive) of a rendering: one trained turn."""
 
     start: int
     end: int
@@ -61,30 +61,37 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A rendered conversation and the turns to train on, in order."""
+    """A rendered conversation with the turns to train on."""
 
     text: str
+    """rendered text"""
     turns: list[ChatTurn]
+    """trained turns, in order"""
     ends: bool
-    """True if every turn ends with a special token, from which the model learns to stop"""
+    """True if every trained turn ends with a special token, from which the model learns to stop"""
     system: str = "printed"
-    """place of the system message, as :attr:`Renderings.system`"""
+    """how the template prints the system message, see :attr:`Renderings.system`"""
     reasoned: int = 0
-    """trained answers with reasoning"""
+    """number of trained answers with reasoning"""
     dropped: list[int] = field(default_factory=list)
-    """indices of trained answers whose reasoning the template leaves out"""
+    """indices of trained answers whose reasoning the template omits"""
     exchanges: list[int] = field(default_factory=list)
-    """characters where an exchange begins: a message of a user or the system, behind an answer"""
+    """positions where an exchange begins: a user or system message after an answer"""
     closed: int = 0
-    """answers trained with reasoning although the generation prompt says they have none"""
+    """number of answers trained with reasoning although the generation prompt closes the reasoning"""
 
 
 _COMPARED, _DISAGREED = 8, -1
-"""Conversations whose spans are found in both ways, and the mark of a template for which these differ."""
+"""Number of conversations for which two methods to find spans are compared; and the value if their results differ."""
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template and finds the assistant's turns in them."""
+    """Renders conversations with a tokenizer's chat template and finds the trained turns.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        options: Options for rendering chats.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions = DEFAULT_CHAT) -> None:
         self._tokenizer = tokenizer
@@ -92,7 +99,7 @@ class ChatRenderer:
         self._end = tokenizer.eos_token
         self._special_tokens = special_names(tokenizer)
         self._agreed = 0
-        """conversations whose spans agree in both ways; :data:`_DISAGREED` once they differ"""
+        """number of conversations for which both methods gave the same spans; :data:`_DISAGREED` after a difference"""
         self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
 
     def render(
@@ -104,10 +111,17 @@ class ChatRenderer:
         reasoned: Sequence[int] | None = None,
         find_exchanges: bool = False,
     ) -> RenderedChat:
-        """Render a conversation.
+        """Render a conversation and find its trained turns.
 
         Args:
-            reasoned: Indices of the answers whose reasoning matters; by default ``trained``.
+            request: Conversation, tools and template variables.
+            trained: Indices of the messages to train on.
+            origin: Place of the row, for errors.
+            reasoned: Indices of the answers whose reasoning must be printed. [default: ``trained``]
+            find_exchanges: Whether to find where exchanges begin.
+
+        Raises:
+            DataError: The template rejects the conversation, or a turn cannot be located exactly.
         """
         messages = request.messages
         chat = Renderings(self._tokenizer, request, origin)
@@ -136,25 +150,30 @@ class ChatRenderer:
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
 
     def _closed(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
-        """Return how many answers are trained with reasoning behind a generation prompt that leaves no room for it."""
+        """Return how many answers are trained with reasoning after a generation prompt with an empty ``<think>``."""
         printed = [index for index in reasoned if self._options.reasoning == "keep" or index not in dropped]
         prompt = chat.prompt(printed[-1]) if printed else None
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
     def head(self, request: ChatRequest, text: str, origin: str) -> int:
-        """Return how many characters of a rendered conversation (``text``) its system messages take.
+        """Return how many characters the system messages take at the start of a rendered conversation.
 
-        ``request`` has the system messages alone. 0 unless the template prints them alone as in the conversation.
+        0 if the template does not print them the same way without the other messages.
+
+        Args:
+            request: Request with only the system messages.
+            text: Rendering of the whole conversation.
+            origin: Place of the row, for errors.
         """
         try:
             alone = render_messages(self._tokenizer, request, origin)
-        except DataError:  # some templates refuse a conversation without a user
+        except DataError:  # some templates reject a conversation without a user message
             return 0
         content = request.messages[0].get("content", "").strip()
         return len(alone) if text.startswith(alone) and content in alone else 0
 
     def _answered(self, chat: Renderings, own: Mapping[int, ChatTurn]) -> list[ChatTurn]:
-        """Return the answers that end an exchange, without untrained ones that cannot be located."""
+        """Return the turns that end an exchange, without untrained turns that cannot be located."""
         answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
         if not own.keys() >= set(answers):
             try:
@@ -164,7 +183,12 @@ class ChatRenderer:
         return [own[index] for index in answers]
 
     def requests(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
-        """Return the renderings that :meth:`render` is going to ask for, except in special cases."""
+        """Return the requests that :meth:`render` will make, except in special cases.
+
+        Args:
+            request: Conversation, tools and template variables.
+            trained: Indices of the trained assistant messages.
+        """
         shown = without_flags(request)
         wanted = [shown]
         if not has_marks(self._tokenizer, request.tools):
@@ -180,19 +204,23 @@ class ChatRenderer:
         return self._changed_turns(chat, answers) if turns is None else turns
 
     def _check_printed(self, chat: Renderings, index: int, turns: Sequence[str]) -> None:
-        """Raise unless an answer is in one of the turns: some templates leave out fields that they do not know."""
+        """Check that the text and tool calls of an answer are printed: some templates omit unknown fields.
+
+        Raises:
+            DataError: A text or a function name is in none of the turns.
+        """
         message = chat.messages[index]
-        # Reasoning is what templates leave out for good reason; the answer proper follows it.
+        # Reasoning may be omitted, so only the text after it is checked.
         words = [message.get("content", "").rpartition("</think>")[2].strip()]
         words += [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
         for text in words:
             if not any(text in turn for turn in turns):
-                raise chat.refusal(index, f"leaves out {text[:60]!r}")
+                raise chat.refusal(index, f"omits {text[:60]!r}")
 
     # ------------------------------------------------------------------ 1. the template's own marks
 
     def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
-        """Return the turns that ``{% generation %}`` marks; None without marks, or if they fit several turns."""
+        """Return the turns that ``{% generation %}`` marks; None without marks, or if they cannot be assigned."""
         spans = self._spans(chat)
         if spans is None:
             return None
@@ -200,15 +228,19 @@ class ChatRenderer:
         if len(spans) == len(answers):
             spans = [span for span, index in zip(spans, answers, strict=True) if index in trained]
         elif len(trained) != len(answers):
-            return None  # only some turns are trained, and the marks do not say which span is which turn
-        # What ends a turn: the end token, and what a chat ends with whose last message is an answer.
+            return None  # only some turns are trained, and it is unknown which span belongs to which turn
+        # A turn ends with EOS, or with the special token at the end of a chat whose last message is an answer.
         terminators = {self._end}
         if answers and answers[-1] == len(chat.messages) - 1:
             terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
         return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
 
     def _spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
-        """Return the spans of marks: of the rendering itself, once some agree with the spans of another rendering."""
+        """Return the spans of ``{% generation %}`` blocks.
+
+        The template process reports spans with a rendering. These are used once they agreed with
+        :meth:`Renderings.marked_spans` for 8 conversations.
+        """
         ahead = chat.spans_ahead() if self._agreed >= 0 else None
         if ahead is not None and self._agreed >= _COMPARED:
             return ahead
@@ -218,7 +250,7 @@ class ChatRenderer:
         return spans
 
     def _with_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
-        """Return a marked span up to its terminator: some templates mark too little, some a line break too much."""
+        """Return a marked span up to its end token: some templates mark too little, others a line break too much."""
         marked = text[start:end].rstrip()
         if self._ends_with_special(marked):
             return ChatTurn(start, start + len(marked))
@@ -231,7 +263,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 2. prefixes
 
     def _prefix_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
-        """Return the turns between prefixes of the full rendering; None if one is not a prefix."""
+        """Return the turns between prefixes of the full rendering; None if a rendering is not a prefix."""
         turns = []
         for index in trained:
             before, through = chat.prompt_length(index), chat.through_length(index)
@@ -242,9 +274,14 @@ class ChatRenderer:
         return turns
 
     def _start_behind(self, chat: Renderings, index: int, before: int, text: str, through: int | None = None) -> int:
-        """Return the start of the turn in ``text``, usually the end of the prompt before it, at ``before``.
+        """Return where a turn starts in ``text``.
 
-        Without a generation prompt the text up to ``through`` is searched for the header.
+        Args:
+            chat: Conversation and its renderings.
+            index: Index of the message.
+            before: Length of the prompt before the turn; usually the turn starts here.
+            text: Rendering that contains the turn.
+            through: End of the text to search for a header, for a template without a generation prompt; None for all.
         """
         if not chat.has_generation_prompt(index):
             return before + self._plain_header_length(chat, index, text[before:through])
@@ -252,9 +289,9 @@ class ChatRenderer:
         return before - opened_reasoning(text[:before] if near.isspace() else near)
 
     def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
-        """Return the length of the header that ``turn`` starts with if the template ignores the generation prompt.
+        """Return the length of the header at the start of ``turn``, for a template without a generation prompt.
 
-        The header of such a template is the text between the history and an answer of plain content.
+        The header of such a template is the text between the history and the content of an answer.
         """
         mark = chat.unused_character()
         history = chat.history(index) or ""
@@ -262,11 +299,11 @@ class ChatRenderer:
         if answer is None or not answer.startswith(history) or mark not in answer:
             return 0
         header = answer[len(history) : answer.index(mark)]
-        # Blanks alone are no header: a model that is asked writes them itself.
+        # Blanks alone are not a header: the model generates them.
         return len(header) if header.strip() and turn.startswith(header) else 0
 
     def _end_of_turn(self, chat: Renderings, index: int, start: int, turn: str) -> int:
-        """Return the end of the last turn of a rendering, which starts at ``start``: behind its terminator."""
+        """Return the end of a turn, after its end token; ``turn`` is the text from its ``start``."""
         turn = turn.rstrip()
         if self._ends_with_special(turn) and not self._ends_twice(turn):
             return start + len(turn)
@@ -276,15 +313,15 @@ class ChatRenderer:
         return place[1] + self._terminator_length(chat, index, (chat.through(index) or "")[place[1] :])
 
     def _ends_twice(self, text: str) -> bool:
-        """Return True if only blanks separate the last two special tokens: one may end the turn, the other the text."""
+        """Return True if only blanks separate the last two special tokens: one may end the turn, one the text."""
         specials = list(self._special.finditer(text))
         return len(specials) > 1 and text[specials[-2].end() : specials[-1].start()].isspace()
 
     def _terminator_length(self, chat: Renderings, index: int, tail: str) -> int:
-        """Return the length of ``tail``, the text after an answer, up to the end of its terminator.
+        """Return how many characters of ``tail``, the text after an answer, belong to its turn.
 
-        The terminator ends with the last special token (some templates close a tool call first), or else with the last
-        character that is not blank. A token that only ends the whole conversation does not belong to the turn.
+        The turn ends with the last special token; some templates close a tool call with an earlier one. Without special
+        tokens it ends with the last character that is not blank. A token that only ends the conversation is excluded.
         """
         if self._ends_twice(tail.rstrip()) and index == len(chat.messages) - 1:
             shared = tail[: common_prefix(tail, chat.after_answer() or tail)]
@@ -295,7 +332,11 @@ class ChatRenderer:
     # ------------------------------------------------------------------ 3. changes
 
     def _changed_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn]:
-        """Return the turns around the text that changes with each answer, checked against every other message."""
+        """Return the turns around the text that changes with each answer.
+
+        Raises:
+            DataError: A turn cannot be located, or overlaps the text of another message.
+        """
         places = [chat.place(index) for index in range(len(chat.messages))]
         turns: list[ChatTurn] = []
         for index in trained:
@@ -308,7 +349,11 @@ class ChatRenderer:
         return turns
 
     def _rewritten_start(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int:
-        """Return the end of the header before ``place``, searched no further back than ``floor``."""
+        """Return the end of the header before ``place``; the search goes back to ``floor``.
+
+        Raises:
+            DataError: The template prints another text before the answer than its generation prompt.
+        """
         before = chat.prompt(index)
         if before is not None and chat.text.startswith(before) and floor <= len(before) <= place[0]:
             return self._start_behind(chat, index, len(before), chat.text)
@@ -323,13 +368,13 @@ class ChatRenderer:
         start = place[0] - len(lead or "")
         if lead is not None and floor <= start and chat.text.startswith(lead, start):
             return start + self._plain_header_length(chat, index, chat.text[start:])
-        raise chat.refusal(index, "puts something else before it than its generation prompt")
+        raise chat.refusal(index, "prints another text before it than its generation prompt")
 
     def _behind_printed_header(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int | None:
-        """Return the end of the part of a generation prompt that stands before ``place``; None if none does.
+        """Return the end of a header that is only the beginning of the generation prompt; None if there is none.
 
-        A generation prompt may say more than the header of a turn in history, such as ``<think></think>``. The header
-        ends where the text of the turn begins, or of an answer in its place.
+        A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The
+        header ends where the text of the turn begins, or where a plain answer in its place would begin.
         """
         for header in chat.headers(index):
             if common := self._header_before(chat.text, place[0], floor, header):
@@ -342,7 +387,10 @@ class ChatRenderer:
         return None
 
     def _header_before(self, text: str, position: int, floor: int, header: str) -> str:
-        """Return the longest beginning of ``header``, with a special token, that ends at ``position`` of a text."""
+        """Return the longest beginning of ``header`` that ends at ``position`` of a text.
+
+        It contains the first special token of ``header``, if there is one. An empty string if there is no such text.
+        """
         first = self._special.search(header)
         least = first.end() if first is not None else 1
         sizes = range(min(len(header), position - floor), least - 1, -1)
@@ -357,16 +405,16 @@ class ChatRenderer:
             shared = tail[: common_prefix(tail, chat.text[place[1] :])]
             if self._special.search(shared) or shared.strip() == tail.strip():
                 return place[1] + self._terminator_length(chat, index, shared)
-        # The last turn of a chat may end with another token than those before it: take the one that stands here.
+        # The last turn of a chat may end with another token than earlier turns: use the token found here.
         token = self._special.match(chat.text, _skip_blanks(chat.text, place[1]))
         if token is None:
-            raise chat.refusal(index, "ends it otherwise than the last answer")
+            raise chat.refusal(index, "ends it in another way than the last answer")
         return token.end()
 
     # ------------------------------------------------------------------ users, tools, and the ends of turns
 
     def _other_turns(self, chat: Renderings, turns: list[ChatTurn], others: Sequence[int]) -> list[ChatTurn]:
-        """Return the turns of answers and other messages in order, with the terminators that ``train_on_eos`` names."""
+        """Return the turns of answers and other messages in order, with the end tokens that ``train_on_eos`` trains."""
         which = self._options.train_on_eos
         if not others and which == "turn":
             return turns
@@ -383,13 +431,13 @@ class ChatRenderer:
         return _joined(turns)
 
     def _enders(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
-        """Return the tokens that end answers: the tokenizer's end token, and the last tokens of this chat's turns."""
+        """Return the names of the tokens that end answers: EOS, and the last special token of each turn."""
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
         return (ends | {str(self._end or "")}) - {""}
 
     def _behind_ender(self, text: str, position: int, enders: set[str]) -> int:
-        """Return the position behind a terminator that follows, or ``position`` itself."""
+        """Return the position after an end token that follows ``position``; without one ``position`` itself."""
         following = self._special.match(text, _skip_blanks(text, position))
         return following.end() if following is not None and following.group() in enders else position
 
@@ -398,7 +446,7 @@ class ChatRenderer:
         return turn.end - len(token)
 
     def _ends_of_turns(self, chat: Renderings, enders: set[str]) -> list[ChatTurn]:
-        """Return the terminators of all messages, whoever speaks."""
+        """Return the character ranges of the end tokens of all messages, of every role."""
         ends = []
         turns = dict(zip(chat.answers(), self._located_turns(chat, chat.answers()), strict=True))
         for index in range(len(chat.messages)):
@@ -414,13 +462,22 @@ class ChatRenderer:
     def _with_reasoning(
         self, chat: Renderings, turns: Sequence[ChatTurn], dropped: Mapping[int, ChatTurn]
     ) -> tuple[str, list[ChatTurn]]:
-        """Return the rendering with reasoning put back into the turns of answers, and the trained turns in it."""
+        """Restore reasoning that the template dropped.
+
+        Args:
+            chat: Conversation and its rendering.
+            turns: Turns whose positions are adjusted.
+            dropped: Message index -> turn of an answer with dropped reasoning.
+
+        Returns:
+            The text with reasoning, and ``turns`` with their positions in it.
+        """
         text, moved = chat.text, list(turns)
         for index, turn in sorted(dropped.items(), reverse=True):  # from the end, so that earlier places stay
             written = self._written(chat, index, text[turn.start : turn.end])
             text = text[: turn.start] + written + text[turn.end :]
             longer = len(written) - (turn.end - turn.start)
-            # A place behind the turn moves, and so does the end of what covers it; its start stays.
+            # A turn after the restored turn moves as a whole; of an overlapping turn only the end moves.
             moved = [
                 ChatTurn(
                     each.start + longer if each.start >= turn.end else each.start,
@@ -431,19 +488,19 @@ class ChatRenderer:
         return text, moved
 
     def _written(self, chat: Renderings, index: int, printed: str) -> str:
-        """Return what the model writes in a turn with its reasoning: as in a conversation that ends with the turn."""
+        """Return the text of a turn with its reasoning, as printed in a conversation that ends with the turn."""
         reasoning, before = reasoning_of(chat.messages[index]), chat.prompt(index)
         for messages in as_last_answer(chat, index) if before is not None else ():
             through = chat.try_render(messages)
             if before is not None and through is not None and not through.startswith(before):
-                before = _CLOSED_REASONING.sub("", before)  # which the reasoning stands in place of
+                before = _CLOSED_REASONING.sub("", before)  # the reasoning replaces an empty <think></think>
             if before is None or through is None or not through.startswith(before):
                 continue
             start = self._start_behind(chat, index, len(before), through)
             turn = through[start:].rstrip()
             if reasoning in turn:
                 token = next((token for token in self._special_tokens if printed.endswith(token)), "")
-                # The last turn of a chat may end with another token than the others.
+                # The last turn of a chat may end with another token than earlier turns.
                 specials = list(self._special.finditer(turn))
                 while token and specials and specials[-1].end() == len(turn):
                     turn = turn[: specials.pop().start()].rstrip()
@@ -452,11 +509,15 @@ class ChatRenderer:
 
 
 Places = Sequence[tuple[int, int] | None]
-"""[messages] as :meth:`Renderings.place` returns them."""
+"""[messages] range of characters of each message, as :meth:`Renderings.place` returns it."""
 
 
 def _printed(chat: Renderings, places: Places, index: int) -> tuple[int, int]:
-    """Return the place of a message; raise if the template does not print its text."""
+    """Return the range of characters of a message.
+
+    Raises:
+        DataError: The template does not print the message.
+    """
     place = places[index]
     if place is None or place == (0, 0):
         raise chat.refusal(index, "does not print its text")
@@ -464,20 +525,24 @@ def _printed(chat: Renderings, places: Places, index: int) -> tuple[int, int]:
 
 
 def _refuse_shared(chat: Renderings, places: Places, index: int, turn: ChatTurn) -> None:
-    """Raise if the turn of a message touches the text of another."""
+    """Check that the turn of a message does not overlap the text of another message.
+
+    Raises:
+        DataError: The turn overlaps another message, or the position of another message is unknown.
+    """
     for other, foreign in enumerate(places):
         if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
-            raise chat.refusal(index, f"prints it together with messages[{other}]")
+            raise chat.refusal(index, f"prints it in one block with messages[{other}]")
 
 
 def _ends_exchange(messages: Sequence[Message], index: int) -> bool:
-    """Return True if a message of a user or the system follows an answer, not of a tool or the assistant."""
+    """Return True if a user or system message follows an answer directly."""
     following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
     return following in ("user", "system", "developer")
 
 
 def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
-    """Return turns in order, touching turns joined."""
+    """Return turns in order; turns that touch or overlap are joined."""
     joined: list[ChatTurn] = []
     for turn in sorted((turn for turn in turns if turn.start < turn.end), key=lambda turn: turn.start):
         if joined and turn.start <= joined[-1].end:
@@ -488,7 +553,7 @@ def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
 
 
 _NEAR = 4096
-"""Characters at the end of a prompt that are searched for ``<think>``, unless all are blank."""
+"""Number of characters at the end of a prompt that are searched for ``<think>``, unless all are blank."""
 _BLANKS = re.compile(r"\s*")
 _CLOSED_REASONING = re.compile(r"<think>\s*</think>\s*\Z")
 _NO_REASONING = re.compile(r"\A\s*<think>\s*</think>")

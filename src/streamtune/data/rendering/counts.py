@@ -1,7 +1,7 @@
-"""Counts of what rendering found: dropped reasoning, empty answers, unread columns.
+"""Count what rendering notes about rows: dropped reasoning, empty answers, ignored columns.
 
-:class:`RenderLog` has :class:`RenderCounts` for each dataset. When all rows are rendered, :meth:`RenderLog.finish`
-notifies the user, or raises if the options say that a finding is an error.
+:class:`RenderLog` has one :class:`RenderCounts` per dataset. When all rows are rendered, :meth:`RenderLog.finish`
+notifies the user, or raises if the options treat a finding as an error.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ _SHOWN, _NAMED = 10, 4
 
 @dataclass
 class RenderCounts:
-    """Counts of what rendering the rows of a dataset found."""
+    """Counts of what rendering notes about the rows of one dataset."""
 
     answers: int = 0
-    """trained messages"""
+    """number of trained answers"""
     reasoning: int = 0
-    """trained answers with reasoning"""
+    """number of trained answers with reasoning"""
     reasoning_dropped: int = 0
-    """trained answers whose reasoning the chat template leaves out"""
+    """number of trained answers whose reasoning the chat template omits"""
     reasoning_closed: int = 0
-    """answers trained with reasoning behind a generation prompt that says there is none"""
+    """number of answers trained with reasoning although the generation prompt closes the reasoning"""
     empty: int = 0
-    """empty trained answers"""
+    """number of empty trained answers"""
     rows_with_empty: int = 0
-    """rows with such an answer"""
+    """number of rows with an empty trained answer"""
     system_left_out: int = 0
-    """rows whose system message the chat template does not print"""
+    """number of rows whose system message the chat template does not print"""
     system_late: int = 0
-    """rows whose system message it prints with the user's last message"""
+    """number of rows whose system message the chat template prints with the user's last message"""
     answers_before_system: int = 0
-    """trained answers before such a system message"""
+    """number of trained answers before a system message that is printed late"""
     tools_left_out: int = 0
-    """rows whose tools the chat template does not print"""
+    """number of rows whose tools the chat template does not print"""
     other_system: int = 0
-    """rows whose column ``system`` is not read, as the messages have another system message"""
+    """number of rows whose column ``system`` is ignored, because the messages have another system message"""
     wrapped_tools: int = 0
-    """rows with a tool that is a function's schema alone"""
+    """number of rows with a tool that is a bare function schema"""
     special_rows: int = 0
-    """rows whose text spells special tokens"""
+    """number of rows whose text contains names of special tokens"""
     specials_by: Counter[str] = field(default_factory=Counter)
-    """messages that spell special tokens, by their role; ``text`` for texts without roles"""
+    """role -> number of messages that contain names of special tokens; ``text`` for texts without roles"""
     specials: dict[str, None] = field(default_factory=dict)
-    """special tokens that rows spell, in the order of finding"""
+    """names of special tokens found in rows, in order"""
     begins_twice: int = 0
-    """texts that begin with the token that the tokenizer puts in front of texts"""
+    """number of texts that already begin with BOS, which the tokenizer adds too"""
     completions: int = 0
-    """texts of a prompt and its completion"""
+    """number of texts of a prompt and its completion"""
     merged_borders: int = 0
-    """such texts with a token that holds characters of both"""
+    """number of these texts with a token that crosses the border between prompt and completion"""
     flags_of_other_roles: Counter[str] = field(default_factory=Counter)
-    """messages marked to be trained that are not, by their role"""
+    """role -> number of messages with a flag to train them that are not trained"""
     unread_columns: dict[str, None] = field(default_factory=dict)
-    """columns that are not read, in the order of finding"""
+    """names of columns that are not read, in order"""
     dropped_at: list[str] = field(default_factory=list)
     """places of the first answers with dropped reasoning"""
     empty_at: list[str] = field(default_factory=list)
     """places of the first rows with an empty answer"""
 
     def add(self, other: RenderCounts) -> None:
-        """Add what was found in further rows of the dataset."""
+        """Add the counts of further rows of the dataset."""
         for name, found in vars(other).items():
             mine = getattr(self, name)
             if isinstance(found, int):
@@ -77,40 +77,49 @@ class RenderCounts:
                 mine.update(found)
 
     def drops_reasoning(self, places: Iterable[str]) -> None:
+        """Count answers whose reasoning is dropped, by their places."""
         for place in places:
             self.reasoning_dropped += 1
             self.dropped_at += [place] if len(self.dropped_at) < _SHOWN else []
 
     def spells(self, role: str, names: Sequence[str], *, new_row: bool) -> None:
-        """Count a message that spells special tokens; ``new_row`` if it is the first of its row."""
+        """Count a message that contains names of special tokens.
+
+        Args:
+            role: Role of the message, or ``text``.
+            names: Names of the special tokens.
+            new_row: Whether the message is the first such message of its row.
+        """
         self.special_rows += new_row
         self.specials_by[role] += 1
         self.specials |= dict.fromkeys(names)
 
     def has_empty(self, answers: int, origin: str) -> None:
+        """Count the empty answers of a row."""
         self.empty += answers
         self.rows_with_empty += 1
         self.empty_at += [origin] if len(self.empty_at) < _SHOWN else []
 
 
 class RenderLog:
-    """The counts of each dataset, by its path, and messages for the user.
+    """Collects the counts of each dataset, and tells the user about them.
 
     Args:
-        options: Options that decide what is an error.
+        options: Options for rendering; they decide which findings are errors.
+        notify: Function that shows the user a message.
     """
 
     def __init__(self, options: ChatOptions, notify: Callable[[str], None]) -> None:
         self.options, self._notify = options, notify
         self.by_path: dict[str, RenderCounts] = {}
         self.path = ""
-        """dataset whose rows are rendered"""
+        """path of the dataset whose rows are being rendered"""
         self.now = RenderCounts()
-        """counts of that dataset"""
+        """counts of this dataset"""
         self._noted: set[str] = set()
 
     def begin(self, path: str) -> None:
-        """Count for the dataset at ``path`` from now on."""
+        """Start counting for the dataset at ``path``."""
         self.path = path
         self.now = self.of(path)
 
@@ -118,13 +127,17 @@ class RenderLog:
         return self.by_path.setdefault(path, RenderCounts())
 
     def note(self, message: str) -> None:
-        """Notify the user, once of each message."""
+        """Show the user a message, unless it was shown before."""
         if message not in self._noted:
             self._noted.add(message)
             self._notify(message)
 
     def finish(self) -> None:
-        """Notify the user of what was found in each dataset."""
+        """Notify the user of the findings in each dataset.
+
+        Raises:
+            DataError: There is an empty answer or dropped reasoning, which the options treat as an error.
+        """
         of_all = self._all()
         self._refuse(of_all)
         for path, counts in of_all.items():
@@ -132,7 +145,7 @@ class RenderLog:
                 self.note(f"{path}: {text}" if path else text)
 
     def check(self) -> None:
-        """Raise as :meth:`finish` does, while rows are still being rendered."""
+        """Raise the error that :meth:`finish` would raise; call it while rows are still being rendered."""
         self._refuse(self._all())
 
     def _all(self) -> dict[str, RenderCounts]:
@@ -145,17 +158,15 @@ class RenderLog:
             raise DataError(
                 f"{'1 answer is' if number == 1 else f'{number:,} answers are'} empty",
                 where=_first(place for counts in empty for place in counts.empty_at),
-                fix="fix the rows, or say what to do with them: on_empty: drop leaves these rows out, train trains "
-                "an answer of no words",
+                fix="fix the rows; or set on_empty: drop to drop the rows, or on_empty: train to train empty answers",
             )
         dropped = [counts for counts in of_all.values() if counts.reasoning_dropped]
         if dropped and self.options.reasoning == "error":
             raise DataError(
-                f"thinking of {sum(counts.reasoning_dropped for counts in dropped):,} of "
-                f"{sum(counts.answers for counts in of_all.values()):,} answers is not in the rendered text: the chat "
-                "template drops it",
+                f"the chat template drops the reasoning of {sum(counts.reasoning_dropped for counts in dropped):,} of "
+                f"{sum(counts.answers for counts in of_all.values()):,} answers",
                 where=_first(place for counts in dropped for place in counts.dropped_at),
-                fix="reasoning: keep puts it into the text; reasoning: template trains without it",
+                fix="set reasoning: keep to train with the reasoning, or reasoning: template to train without it",
             )
 
 
@@ -167,50 +178,52 @@ def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
     found = []
     if counts.unread_columns:
         names = ", ".join(f"'{name}'" for name in counts.unread_columns)
-        found.append(f"not read: the column{'s' if len(counts.unread_columns) > 1 else ''} {names}")
+        found.append(f"column{'s' if len(counts.unread_columns) > 1 else ''} not read: {names}")
     if counts.reasoning_dropped:
-        thinking = f"thinking of {counts.reasoning_dropped:,} of {counts.answers:,} answers"
+        share = f"{counts.reasoning_dropped:,} of {counts.answers:,} answers"
         found.append(
-            f"{thinking}, which the chat template drops, is put back (reasoning: keep)"
+            f"reasoning of {share} restored, which the chat template drops (reasoning: keep)"
             if options.reasoning == "keep"
-            else f"{thinking} is not in the rendered text: the template drops it (reasoning: keep puts it back)"
+            else f"the chat template drops the reasoning of {share}; reasoning: keep would train it"
         )
     if counts.reasoning_closed:
         found.append(
-            f"{counts.reasoning_closed:,} answers are trained with reasoning behind a generation prompt that says "
-            "there is none: so the template prints it with these chat_template_kwargs (enable_thinking: false?)"
+            f"{counts.reasoning_closed:,} answers are trained with reasoning, but their generation prompt has an empty "
+            "<think></think>: check chat_template_kwargs (enable_thinking: false?)"
         )
     if counts.empty and options.on_empty == "train":
-        found.append(f"{counts.empty:,} of {counts.answers:,} answers are empty and trained so (on_empty: train)")
+        found.append(f"{counts.empty:,} of {counts.answers:,} trained answers are empty (on_empty: train)")
     elif counts.empty:
-        found.append(f"{_rows(counts.rows_with_empty)} with an empty answer left out (on_empty: drop)")
+        found.append(f"{_rows(counts.rows_with_empty)} with an empty answer dropped (on_empty: drop)")
     if counts.other_system:
-        found.append(f"the column 'system' of {_rows(counts.other_system)} is not read: messages have another one")
+        found.append(
+            f"the column 'system' of {_rows(counts.other_system)} is ignored: the messages have another system message"
+        )
     if counts.wrapped_tools:
         form = '{"type": "function", "function": ...}'
-        found.append(f"the tools of {_rows(counts.wrapped_tools)} are schemas of functions: put in the form {form}")
+        found.append(f"the tools of {_rows(counts.wrapped_tools)} are bare function schemas; converted to {form}")
     if counts.system_left_out:
         found.append(f"the chat template does not print the system message of {_rows(counts.system_left_out)}")
     if counts.tools_left_out:
         found.append(f"the chat template does not print the tools of {_rows(counts.tools_left_out)}")
     if counts.system_late:
-        text = "the chat template prints a system message with the last message of the user alone, as it does when it "
-        text += f"asks for an answer: so in {_rows(counts.system_late)}"
+        text = "the chat template prints the system message only before the user's last message: "
+        text += f"{_rows(counts.system_late)} rendered so"
         earlier = counts.answers_before_system
-        found.append(text + (f", where {earlier:,} earlier answers are trained without it" if earlier else ""))
+        found.append(text + (f", with {earlier:,} earlier answers trained without it" if earlier else ""))
     if counts.special_rows:
         found.append(_describe_specials(counts, options))
     if counts.begins_twice:
-        found.append(f"{counts.begins_twice:,} texts begin with the tokenizer's first token already: it is not doubled")
+        found.append(f"{counts.begins_twice:,} texts already begin with BOS: no second BOS is added")
     if counts.merged_borders:
         found.append(
-            f"in {counts.merged_borders:,} of {counts.completions:,} texts a token holds the end of the prompt and the "
-            "start of the completion: it is trained with the completion"
+            f"in {counts.merged_borders:,} of {counts.completions:,} texts a token crosses the border between prompt "
+            "and completion; it is trained with the completion"
         )
     for role, number in counts.flags_of_other_roles.items():
-        are = "message is" if number == 1 else "messages are"
+        have = "message has" if number == 1 else "messages have"
         trained = ", ".join(options.roles_to_train)
-        found.append(f"{number:,} '{role}' {are} marked to be trained and not trained: roles_to_train is {trained}")
+        found.append(f"{number:,} '{role}' {have} a flag to train them, but roles_to_train is {trained}: not trained")
     return found
 
 
@@ -218,11 +231,11 @@ def _describe_specials(counts: RenderCounts, options: ChatOptions) -> str:
     names = ", ".join(list(counts.specials)[:_NAMED]) + (", ..." if len(counts.specials) > _NAMED else "")
     where = ", ".join(f"{role}: {number:,}" for role, number in counts.specials_by.items())
     does = (
-        "they stay text (split_special_tokens: true)"
+        "tokenized as ordinary text (split_special_tokens: true)"
         if options.split_special_tokens
-        else "they become these tokens, as in a request to a server; split_special_tokens: true keeps them text"
+        else "tokenized as special tokens, as an inference server does; split_special_tokens: true keeps them text"
     )
-    return f"special tokens are spelled in the text of {_rows(counts.special_rows)} ({names}; {where}): {does}"
+    return f"the text of {_rows(counts.special_rows)} contains special tokens ({names}; {where}): {does}"
 
 
 def _rows(number: int) -> str:

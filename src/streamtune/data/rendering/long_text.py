@@ -1,23 +1,24 @@
-r"""Long text tokenised in pieces, with the ids of the text tokenised whole and a fraction of the memory.
+r"""Tokenise long text in parts: the same ids as for the whole text, with a fraction of the memory.
 
-A tokenizer holds hundreds of bytes for each token while it works, so it gets long text in pieces; text that cannot be
-cut without changing ids is given whole. A cut is exact if no token of the whole text crosses it, and each side is
-tokenised as in the whole. It lies between words:
+A tokenizer needs hundreds of bytes per token while it works. So it gets a long text in parts. A text that cannot be cut
+without changing ids is tokenised whole. A cut is exact if no token crosses it, and if each side gets the same tokens as
+in the whole text. Cuts are made between words::
 
     letter | blank letter                  "one| two"
     no blank, line break | letter          "one.\n|Two"
 
-Three kinds of tokenizers allow that; other ones get the text whole.
+Three kinds of tokenizers allow exact cuts; all others tokenise the whole text.
 
-1. Byte-level BPE, whose pre-tokenizer splits text into words before anything is merged. Each alternative of its
-   splitting expressions is one of :data:`ALTERNATIVES`: no match of these continues over such a border, none ends
-   elsewhere because the text ends there, and none looks back.
-2. Words split at blanks: WordPiece with BERT's pre-tokenizer, and models over ``▁`` with ``Metaspace``.
-3. BPE over ``▁`` without a pre-tokenizer, as in Llama 2 and Gemma. A border is exact if no token of the vocabulary
-   holds a letter with ``▁`` behind it: then nothing merges over the border. It is cut at blanks alone.
+1. Byte-level BPE, whose pre-tokenizer splits text into words before any merge. Each alternative of its regular
+   expressions is in :data:`ALTERNATIVES`. No match of these crosses a cut, changes if the text ends at the cut, or
+   looks back over it.
+2. Tokenizers that split words at blanks: WordPiece with BERT's pre-tokenizer, and models with ``Metaspace``.
+3. BPE over ``▁`` without a pre-tokenizer, as in Llama 2 and Gemma. If no token of the vocabulary has a letter followed
+   by ``▁``, nothing merges across a blank. These texts are cut only at blanks.
 
-In all three the normaliser changes characters one by one or composes them, and no line break or blank composes with
-anything; no added token holds a blank, and added tokens that take blanks at their sides begin and end with a sign.
+All three kinds need two more conditions. The normaliser changes characters one by one or composes them; line breaks and
+blanks do not compose. No added token contains a blank, and added tokens that absorb adjacent blanks begin and end with
+an ASCII sign.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LETTERS = (
     "A-Za-zÀ-ÖØ-öø-ɏ\u0391-\u03a1\u03a3-\u03c9\u0410-\u044f\u05d0-\u05ea"
     "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-"""Letters in every version of Unicode that a tokenizer may have been built with."""
+"""Characters that are letters in every Unicode version that a tokenizer may have been built with."""
 
 BORDER = re.compile(rf"(?<=[{_LETTERS}])(?= [{_LETTERS}])|(?<=[^\s]\n)(?=[{_LETTERS}])")
 BLANK_BORDER = re.compile(rf"(?<=[{_LETTERS}])(?= [{_LETTERS}])")
@@ -88,7 +89,7 @@ ALTERNATIVES = frozenset(
         r"\s+",
     }
 )
-"""Alternatives of splitting expressions that keep the borders: GPT-2, Llama 3, Qwen, o200k, Tekken, DeepSeek."""
+"""Regular expressions of pre-tokenizers that allow exact cuts: GPT-2, Llama 3, Qwen, o200k, Tekken, DeepSeek."""
 
 _COMPOSING = frozenset({"NFC", "NFKC"})
 _BY_CHARACTER = _COMPOSING | {"NFD", "NFKD", "StripAccents", "Lowercase", "BertNormalizer"}
@@ -97,16 +98,16 @@ _BLANK = "▁"
 
 @dataclass(frozen=True)
 class CutRule:
-    """Places where the text of a tokenizer may be cut."""
+    """The positions where a text may be cut for a tokenizer."""
 
     border: re.Pattern[str]
-    """matches the empty text at each border"""
+    """pattern that matches the empty text at each position"""
     skip: int = 0
-    """blanks at the start of a later piece that the tokenizer does not get, as it puts one there itself"""
+    """number of blanks to remove from the start of later parts, because the tokenizer adds one"""
 
 
 def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
-    """Return the rule by which a tokenizer's text may be cut; None if it is not known to keep any border."""
+    """Return where text may be cut for a tokenizer; None if no cut is known to be exact."""
     if not tokenizer.is_fast:
         return None
     backend: Any = tokenizer.backend_tokenizer
@@ -126,6 +127,13 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
 
 
 def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """Return the settings of a normaliser or pre-tokenizer, one dict per step; nested sequences are flattened.
+
+    Args:
+        component: Component of a fast tokenizer; None gives an empty list.
+        name: Key of a sequence's steps, ``normalizers`` or ``pretokenizers``.
+    """
+
     def flat(part: dict[str, Any]) -> list[dict[str, Any]]:
         return [each for inner in part[name] for each in flat(inner)] if part["type"] == "Sequence" else [part]
 
@@ -133,7 +141,7 @@ def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps_blanks(token: Any) -> bool:
-    """Return True if an added token holds no blank, and takes none of a border: that blank has a letter beside it."""
+    """Return True if an added token contains no blank, and absorbs no blank next to a letter."""
     text = token.content
     if re.search(r"\s", text):
         return False
@@ -152,11 +160,12 @@ def _named(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
 
 
 def _splits_words(splitter: list[dict[str, Any]]) -> bool:
-    """Return True if a pre-tokenizer splits at the borders: all of its parts keep them, and one splits words."""
+    """Return True if a pre-tokenizer splits text at every cut: all steps allow exact cuts, and one splits words."""
     return all(map(_keeps, splitter)) and any(map(_finds_words, splitter))
 
 
 def _keeps(part: dict[str, Any]) -> bool:
+    """Return True if a step of a pre-tokenizer allows exact cuts."""
     if part["type"] == "ByteLevel":
         return not part["add_prefix_space"]
     if part["type"] == "Digits":
@@ -164,17 +173,19 @@ def _keeps(part: dict[str, Any]) -> bool:
     if part["type"] != "Split" or part["behavior"] != "Isolated" or part["invert"]:
         return False
     found = _alternatives(part["pattern"].get("Regex", ""))
-    # The one finds a last line break only where the text ends; the other takes it where it goes on.
+    # `\s+(?!\S)` matches a last line break only at the end of the text; `\s+` matches it elsewhere.
     return ALTERNATIVES.issuperset(found) and (r"\s+(?!\S)" not in found or r"\s+" in found)
 
 
 def _finds_words(part: dict[str, Any]) -> bool:
+    """Return True if a step of a pre-tokenizer splits text into words."""
     if part["type"] == "ByteLevel":
         return bool(part.get("use_regex", True))
     return part["type"] == "Split" and r"\s+" in _alternatives(part["pattern"].get("Regex", ""))
 
 
 def _alternatives(expression: str) -> list[str]:
+    """Return the top-level alternatives of a regular expression."""
     found, depth, in_class, start, position = [], 0, False, 0, 0
     while position < len(expression):
         sign = expression[position]
@@ -197,7 +208,7 @@ def _alternatives(expression: str) -> list[str]:
 
 
 def _splits_at_blanks(kind: str, normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> bool:
-    """Return True if each word between blanks is tokenised by itself."""
+    """Return True if each word between blanks is tokenised separately."""
     if kind == "WordPiece":
         first = splitter[:1] and splitter[0]["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
         return (
@@ -213,13 +224,13 @@ def _splits_at_blanks(kind: str, normaliser: list[dict[str, Any]], splitter: lis
 
 
 def _is_whole(splitter: list[dict[str, Any]]) -> bool:
-    """Return True if text is not split, or only at blanks that the normaliser has replaced."""
+    """Return True if the pre-tokenizer leaves the text whole, or splits only at blanks that are replaced earlier."""
     of_gemma = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     return not splitter or splitter == [of_gemma] or (len(splitter) == 1 and splitter[0]["type"] == "Metaspace")
 
 
 def _merges_no_border(backend: Any) -> bool:
-    """Return True if no token of a BPE holds a letter with ``▁`` behind it, so that nothing merges over a border."""
+    """Return True if no BPE token contains a letter followed by ``▁``, so that no merge crosses a blank."""
     model = backend.model
     if model.ignore_merges or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
@@ -240,13 +251,13 @@ def _rule_of_blanks(normaliser: list[dict[str, Any]], splitter: list[dict[str, A
 
 
 PIECE = 1 << 16
-"""Fewest characters of a piece; a shorter text is tokenised whole."""
+"""Minimum number of characters of a part; a text of up to twice as many is tokenised whole."""
 NOTED = 1 << 22
-"""Characters from which the memory of a text tokenised whole is worth a note."""
+"""Number of characters from which the user is told that a text is tokenised whole."""
 
 _WHOLE = (
-    "rows of more than 4 million characters are tokenised whole, with some 200 bytes of memory for each character: "
-    "this tokenizer is not known to give the same tokens for pieces of a text"
+    "rows of more than 4 million characters are tokenised whole, which takes about 200 bytes of memory per character: "
+    "for this tokenizer no exact cut of a text is known"
 )
 
 
@@ -255,19 +266,27 @@ class TokenPiece:
     """Tokens of characters ``start`` to ``stop`` (exclusive) of a text."""
 
     start: int
+    """first character"""
     stop: int
+    """end (exclusive) in characters"""
     ids: Sequence[int]
+    """[T] token ids"""
     read_offsets: Callable[[], Sequence[tuple[int, int]]] | None
-    """returns :attr:`offsets`, which take time to list; None if they were not asked for"""
+    """function that computes :attr:`offsets`, which is slow; None if they were not requested"""
 
     @property
     def offsets(self) -> Sequence[tuple[int, int]] | None:
-        """First character and end of each token, counted from ``start``; None if they were not asked for."""
+        """Start and end (exclusive) of each token, relative to ``start``; None if they were not requested."""
         return None if self.read_offsets is None else self.read_offsets()
 
 
 class PieceTokenizer:
-    """Tokenises text of any length, piece by piece if the tokenizer allows it."""
+    """Tokenises text of any length, in parts if the tokenizer allows exact cuts.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        note: Function that shows the user a message.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda message: None) -> None:
         self.tokenizer, self._note = tokenizer, note
@@ -277,9 +296,11 @@ class PieceTokenizer:
         return cut_rule(self.tokenizer)
 
     def ids(self, text: str, *, special: bool = True) -> MutableSequence[int]:
-        """Return the ids of a text: a list, or for text in pieces an array of 32-bit ids.
+        """Return the token ids of a text, as a list, or as an array of 32-bit ids if the text is cut.
 
-        ``special`` adds the tokens that the tokenizer puts around a text.
+        Args:
+            text: Text to tokenise.
+            special: Whether to add the tokens that the tokenizer puts around a text, such as BOS.
         """
         pieces = self.pieces(text, special=special, offsets=False)
         first = next(pieces)
@@ -291,9 +312,14 @@ class PieceTokenizer:
         return ids
 
     def pieces(self, text: str, *, special: bool, offsets: bool) -> Iterator[TokenPiece]:
-        """Yield the tokens of a text in order; a short text, and one that cannot be cut, is one piece.
+        """Yield the parts of a text in order; a short text, or a text that cannot be cut, is one part.
 
-        If there are several pieces, the tokens around the text are pieces of their own, without characters.
+        If there are several parts, the tokens around the text, such as BOS, are separate parts without characters.
+
+        Args:
+            text: Text to tokenise.
+            special: Whether to add the tokens that the tokenizer puts around a text.
+            offsets: Whether the character offsets of the tokens will be read.
         """
         around = self._around(special) if len(text) > 2 * PIECE and self.rule is not None else None
         if around is None:
@@ -301,7 +327,7 @@ class PieceTokenizer:
                 self._note(_WHOLE)
             yield self._encode(text, 0, len(text), 0, special=special, offsets=offsets)
             return
-        assert self.rule is not None, "there are no tokens around a text that is not cut"
+        assert self.rule is not None, "a text is cut only by a rule"
         yield _around_piece(0, around[0], offsets)
         for start, stop in self._cuts(text, self.rule):
             skip = self.rule.skip if start else 0
@@ -310,9 +336,9 @@ class PieceTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        """The Rust tokenizer, if a call of the tokenizer is a call of it and nothing more; else None.
+        """The Rust tokenizer, if calling it directly gives the same ids as calling the tokenizer; else None.
 
-        A direct call saves a fourth of the time of a short text.
+        A direct call saves a quarter of the time for a short text.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -320,7 +346,7 @@ class PieceTokenizer:
         kinds = (type(tokenizer).__call__, getattr(type(tokenizer), "_encode_plus", None))
         if kinds != (PreTrainedTokenizerFast.__call__, getattr(PreTrainedTokenizerFast, "_encode_plus", kinds)):
             return None
-        tokenizer("a", verbose=False)  # without truncation and padding, which stay as a call sets them
+        tokenizer("a", verbose=False)  # switches truncation and padding off, which persist from the last call
         backend = tokenizer.backend_tokenizer
         return backend if backend.truncation is None and backend.padding is None else None
 
@@ -334,7 +360,7 @@ class PieceTokenizer:
                 raise
             ids, read = encoded.ids, lambda: encoded.offsets
         else:
-            # verbose=False: a row longer than the model's own limit is what this program is for
+            # verbose=False: no warning about rows that exceed the model's maximum length
             encoding = self.tokenizer(text, add_special_tokens=special, verbose=False, return_offsets_mapping=offsets)
             ids, read = list(encoding["input_ids"]), lambda: encoding["offset_mapping"]
         if skip and ids:
@@ -343,7 +369,7 @@ class PieceTokenizer:
         return TokenPiece(start, stop, ids, read if offsets else None)
 
     def _cuts(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
-        """Yield the pieces of a text, each cut at the first border behind ``PIECE`` characters."""
+        """Yield start and stop of each part; a part ends at the first possible cut after 65,536 characters."""
         start = 0
         while len(text) - start > PIECE:
             match = rule.border.search(text, start + PIECE)
@@ -354,7 +380,7 @@ class PieceTokenizer:
         yield start, len(text)
 
     def _around(self, special: bool) -> tuple[list[int], list[int]] | None:
-        """Return the tokens that are put before and behind a text; None if the text's own tokens depend on them."""
+        """Return the tokens that the tokenizer adds before and after a text; None if they cannot be separated."""
         if not special:
             return [], []
         bare = list(self.tokenizer("a b", add_special_tokens=False)["input_ids"])
@@ -364,12 +390,12 @@ class PieceTokenizer:
 
 
 def _around_piece(place: int, ids: Sequence[int], offsets: bool) -> TokenPiece:
-    """Return tokens that are put around a text as a piece without characters."""
+    """Return tokens that the tokenizer adds around a text, as a part without characters."""
     return TokenPiece(place, place, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
 def _with_skipped(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:
-    """Return the offsets of a piece whose first blank the tokenizer did not get and put there itself."""
+    """Return the offsets of a part whose first blank was removed, because the tokenizer adds a blank itself."""
     moved = [(start + 1, end + 1) for start, end in offsets]
     moved[0] = (0, 1 if is_blank else moved[0][1])
     return moved

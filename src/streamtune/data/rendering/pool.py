@@ -1,9 +1,9 @@
-"""Render rows in several processes; they come back in order, with the counts of a single process.
+"""Render rows in several processes; order and counts are the same as with one process.
 
     rows --batches--> child 1 .. N: a renderer each --outcomes, counts, messages--> rows with their outcomes
 
-A child is spawned with a copy of the tokenizer, and ends when its pipe is closed. Each has a thread that sends a batch
-and waits for the answer, so that no pipe is filled from both ends.
+Each child process is spawned with a copy of the tokenizer, and ends when its pipe is closed. One thread per child sends
+a batch and waits for the answer. So parent and child never both wait to write to a full pipe.
 """
 
 from __future__ import annotations
@@ -26,56 +26,63 @@ ItemT = TypeVar("ItemT")
 Notify = Callable[[str], None]
 
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 20
-"""Most rows and characters of a batch for a process."""
+"""Maximum number of rows, and of characters, that are sent to a process at once."""
 ENDING_SECONDS = 5.0
+"""Seconds to wait for a child process to end."""
 
 
 @dataclass
 class Item(Generic[ItemT]):
-    """A row to be rendered, and dropped then: a long row takes much memory."""
+    """A row to render. The row is released when it is rendered, because long rows take much memory."""
 
     path: str
-    """dataset of the row"""
+    """path of its dataset"""
     origin: str
-    """row, for errors"""
+    """place of the row, for errors"""
     size: int
-    """its characters, about"""
+    """approximate number of characters"""
     row: ItemT | None
+    """row; None after :meth:`take`, or if it could not be read"""
     weight: float = 1.0
     """factor of its loss"""
     source: int = 0
-    """number of its source"""
+    """index of its source"""
     error: DataError | None = None
-    """fault of a row that could not be read"""
+    """error of a row that could not be read"""
 
     def take(self) -> ItemT:
+        """Return the row and release it; this works once."""
         row, self.row = self.row, None
-        assert row is not None, "a row is rendered once"
+        assert row is not None, "each row is rendered once"
         return row
 
 
 class Renderer(Protocol):
-    """Renders one kind of rows, and counts what it finds in them."""
+    """Renders one kind of rows, and counts what it notes about them."""
 
     log: RenderLog
+    """counts of each dataset"""
 
     def render_item(self, item: Item[Any]) -> Any:
-        """Return a row as it is fitted to the length, and drop it; raise ``DataError`` if it cannot be rendered."""
+        """Return the rendered row and release the item's row; raise ``DataError`` if it cannot be rendered."""
         ...
 
     def render_ahead(self, items: Sequence[Item[Any]]) -> None:
-        """Prepare for rows that are rendered next."""
+        """Render the chat templates of rows in one request, before each row is rendered."""
         ...
 
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """Result of rendering a row: a value, or an error."""
+    """The result of rendering a row: a value or an error."""
 
     value: Any = None
+    """rendered row"""
     error: StreamTuneError | None = None
+    """error of a row that could not be read or rendered"""
 
     def get(self) -> Any:
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
@@ -89,16 +96,17 @@ Render = Callable[[Iterable[Item[Any]]], RenderedItems[Any]]
 def rendering(
     make: Callable[..., Renderer], processes: int, note: Notify, *, rows_at_once: int = 128
 ) -> Iterator[tuple[RenderLog, Render]]:
-    """Yield a log, and a function that renders items in order; afterwards the log is complete.
+    """Context manager: yields a log, and a function that renders items in order. After the block the log is complete.
 
     Args:
-        make: Makes a renderer, given ``notify`` for messages to the user. It is pickled for other processes.
-        processes: Processes that render; 1 renders in this process.
-        rows_at_once: Rows that this process looks at before it renders the first.
+        make: Function that makes a renderer, with the argument ``notify``. It is pickled for other processes.
+        processes: Number of processes that render; 1 renders in the calling process.
+        note: Function that shows the user a message.
+        rows_at_once: Number of rows that are read before the first is rendered, with one process.
 
     Raises:
-        ArgumentError: The renderer cannot be pickled: its tokenizer has code of its own.
-        RunError: A process ended.
+        ArgumentError: The renderer cannot be pickled, because its tokenizer runs its own code.
+        RunError: A process ended unexpectedly.
     """
     renderer = make(notify=note)
     if processes == 1:
@@ -106,9 +114,9 @@ def rendering(
         return
     try:
         packed = pickle.dumps((make, fixed_date()))
-    except Exception as error:  # whatever a tokenizer of others raises
+    except Exception as error:  # any exception of a third-party tokenizer
         raise ArgumentError(
-            f"the tokenizer cannot be sent to another process: {error}",
+            f"the tokenizer cannot be pickled for another process: {error}",
             where="dataset_num_proc",
             fix="set dataset_num_proc: 1",
         ) from error
@@ -118,7 +126,7 @@ def rendering(
         yield renderer.log, lambda items: _elsewhere(children, threads, renderer.log, items)
     except BaseException:
         for child in children:
-            child.process.kill()  # a thread that waits for an answer gets an error
+            child.process.kill()  # a thread that waits for its answer then gets an error
         raise
     finally:
         threads.shutdown(wait=True, cancel_futures=True)
@@ -127,7 +135,7 @@ def rendering(
 
 
 def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterator[list[Item[ItemT]]]:
-    """Yield batches of at most ``rows`` items or ``characters``, each of one source."""
+    """Yield batches of items of one source, with at most ``rows`` items and, if several, ``characters`` characters."""
     batch: list[Item[ItemT]] = []
     size = 0
     for item in items:
@@ -155,7 +163,7 @@ def _outcome(renderer: Renderer, item: Item[Any]) -> RowOutcome:
         return RowOutcome(error=item.error)
     try:
         return RowOutcome(renderer.render_item(item))
-    except DataError as error:  # of the row: any other error ends the preparation
+    except DataError as error:  # an error of this row; any other error ends the preparation
         return RowOutcome(error=error)
 
 
@@ -175,9 +183,9 @@ def _elsewhere(
             return pickle.loads(child.connection.recv_bytes())
         except (OSError, EOFError) as error:
             raise RunError(
-                "a process that prepares rows ended",
+                "a process that prepares rows ended unexpectedly",
                 where="dataset_num_proc",
-                fix="it was killed, perhaps for want of memory: set dataset_num_proc to less",
+                fix="it may have run out of memory: set dataset_num_proc to a smaller number",
             ) from error
         finally:
             free.put(child)
@@ -209,7 +217,7 @@ def _elsewhere(
 def _serve(connection: Any, packed: bytes) -> None:
     messages: list[str] = []
     make, date = pickle.loads(packed)
-    fix_date(date)  # the one that templates of this run print
+    fix_date(date)  # all processes of a run render the same date
     renderer: Renderer = make(notify=messages.append)
     while True:
         try:
@@ -228,5 +236,5 @@ def _serve(connection: Any, packed: bytes) -> None:
         answer = (outcomes, renderer.log.now, list(messages), failure)
         try:
             connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
-        except OSError:  # nobody waits for it: the first process was killed
+        except OSError:  # the parent process was killed
             return

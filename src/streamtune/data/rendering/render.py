@@ -1,21 +1,20 @@
-"""From a row, or a prompt with its answers, to token ids and labels.
+"""Render a row, or a prompt with its answers, to token ids and labels.
 
-The text of a row is tokenised **once**, as a whole; its ids are trained on. The trained characters of that text
-(:mod:`streamtune.data.rendering.chat`) become trained tokens by the tokenizer's character offsets: a token is trained
-if it holds a trained character (:mod:`streamtune.data.rendering.tokens`). Tokenising messages by themselves and
-concatenating ids would be wrong: byte-pair merges cross their borders.
+The text of a row is tokenised **once**, as a whole. Its trained characters (:mod:`streamtune.data.rendering.chat`) are
+mapped to tokens by the tokenizer's character offsets: a token is trained if it contains a trained character
+(:mod:`streamtune.data.rendering.tokens`). Tokenising messages separately and concatenating their ids would be wrong,
+because byte-pair merges can cross the borders of messages.
 
-A prompt with its answers becomes a trunk and the counted tokens of each answer. Every answer is tokenised whole **with
-its prompt before it**, as in supervised training: a conversation by the chat template, text as prompt, answer and end
-token. The tree's prompt is the longest common beginning without a counted token. So ``prompt + completion`` is, token
-for token, what the whole conversation renders to, for any template and tokenizer, also at the border:
+A prompt with its answers becomes a tree. Every answer is tokenised **together with its prompt**, as in supervised
+training: a conversation by the chat template, a text as prompt, answer and end token. The prompt of the tree is the
+longest common beginning without a counted token. So ``prompt + completion`` has exactly the tokens of the whole
+conversation, for any template and tokenizer. At the border this means:
 
-- A token that holds the end of the prompt and the start of an answer belongs to the answer and counts there.
-- If that token differs from answer to answer, or a template writes a prompt differently before different answers, the
-  differing tokens that do not count go with the completion, masked.
+A token with the end of the prompt and the start of an answer belongs to the answer, and counts there. A template may
+print the prompt differently before different answers. Prompt tokens that differ belong to the completions, masked.
 
-A token counts if it holds a character of an assistant's turn behind the prompt, its terminator included; the end token
-behind a text counts. Messages of users and tools in an answer of several turns do not.
+A token counts if it contains a character of an assistant turn after the prompt; its end-of-turn token counts too. The
+end token after a text counts. User and tool messages within an answer of several turns do not count.
 """
 
 from __future__ import annotations
@@ -53,24 +52,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAIN_ON = ("assistant", "completion", "last", "all")
-"""``assistant``: every assistant turn; ``completion``: the last turn, in a row of prompt and completion all behind the
-prompt; ``last``: the last turn of any row; ``all``: every token. ``roles_to_train`` adds other roles."""
+"""Values of ``train_on``; ``roles_to_train`` adds the turns of other roles::
+
+    assistant     every assistant turn
+    completion    the last turn; in a row with prompt and completion, all turns after the prompt
+    last          the last turn of any row
+    all           every token
+"""
 
 
 _SYSTEM = ("system", "developer")
-_NO_END = "the tokenizer has no end token: rows end without one and the model does not learn to stop"
+_NO_END = "the tokenizer has no EOS token: texts end without one, and the model does not learn to stop"
 
 
 MOST_AHEAD = 1 << 16
-"""Characters from which a conversation is rendered alone: for a long one the time of a request does not matter."""
+"""Number of characters from which a conversation is rendered in its own request: its rendering takes long anyway."""
 
 
 class RowRenderer:
-    """Renders normalised rows to token ids and labels.
+    """Renders training rows in normal form to token ids and labels.
 
     Args:
+        tokenizer: Tokenizer of the model.
         train_on: One of :data:`TRAIN_ON`.
-        policy: The length, and the handling of longer rows; without it no row is cut.
+        notify: Function that shows the user a message.
+        chat: Options for rendering chats.
+        policy: Maximum length, and what to do with longer rows; None does not limit the length.
 
     Raises:
         ArgumentError: ``train_on`` is unknown.
@@ -86,25 +93,25 @@ class RowRenderer:
         policy: RowPolicy | None = None,
     ) -> None:
         if train_on not in TRAIN_ON:
-            raise ArgumentError(f"train_on is '{train_on}'", where="train_on", fix=f"use {', '.join(TRAIN_ON)}")
+            raise ArgumentError(f"unknown train_on '{train_on}'", where="train_on", fix=f"use {', '.join(TRAIN_ON)}")
         self._tokenizer = tokenizer
-        self._begin = tokenizer.bos_token_id  # which transformers takes a while to look up
+        self._begin = tokenizer.bos_token_id  # stored, because transformers looks it up slowly
         self._train_on = train_on
         self._options = chat
         self.log = RenderLog(chat, notify)
-        """findings in the rows; call its ``finish`` after the last row"""
+        """counts of findings; call its ``finish`` after the last row"""
         self._chat = ChatRenderer(tokenizer, chat)
         self._policy = policy
         self._tokens = MaskTokenizer(tokenizer, policy, self.log.note)
         self._specials = SpecialText(tokenizer, policy, self.log.note)
         self._counted: tuple[str, set[int]] = ("", set())
-        """row whose special tokens were counted last, and its messages by identity"""
+        """row whose special tokens were counted last, and the ``id()`` of its counted messages"""
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self._renders_ahead = True
-        """False once the template could not render several rows at once"""
+        """False after the template failed to render several rows in one request"""
 
     def render_item(self, item: Item[Content]) -> Rendered | None:
-        """Return a rendered row; None if it is left out for an empty answer."""
+        """Return the rendered row; None if it is dropped because of an empty answer."""
         if self.leaves_out(item.row, item.origin):
             return None
         return replace(self(item.take(), item.origin), weight=item.weight)
@@ -113,7 +120,7 @@ class RowRenderer:
         self.ask_ahead([item.row for item in items])
 
     def ask_ahead(self, contents: Iterable[Content | None]) -> None:
-        """Let the chat template render rows together before they are rendered one by one."""
+        """Render the chat templates of rows in one request, before each row is rendered."""
         if not self._renders_ahead:
             return
         requests = []
@@ -121,7 +128,7 @@ class RowRenderer:
             if isinstance(content, Conversation) and size_of(content) < MOST_AHEAD:
                 content = _with_default_system(content, self._options.default_system)
                 if self._options.split_special_tokens:
-                    with suppress(DataError):  # which rendering it raises
+                    with suppress(DataError):  # rendering the row raises it again
                         content = self._shielded(content, "")
                 trained = self._answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
@@ -139,14 +146,14 @@ class RowRenderer:
             rendered = self._document(content, origin)
         if rendered.estimated is None and all(label == IGNORE_INDEX for label in rendered.labels):
             raise DataError(
-                "no token of the row is trained on",
+                "the row has no token to train on",
                 where=origin,
-                fix="give it an answer or remove it; train_on: all trains on every token",
+                fix="add an answer, or remove the row; train_on: all trains on every token",
             )
         return rendered
 
     def leaves_out(self, content: Content | None, origin: str) -> bool:
-        """Count the empty trained answers of a row; return True if the row is left out for them."""
+        """Count the empty trained answers of a row; return True if the row is dropped because of them."""
         if isinstance(content, Conversation):
             empty = sum(_is_empty(content.messages[index]) for index in self._trained(content))
         else:
@@ -168,19 +175,17 @@ class RowRenderer:
         off = [index for index, message in enumerate(content.messages) if message.get("weight", 1) == 0]
         if self._train_on != "all" and not trained:
             names = ", ".join(self._options.roles_to_train)
-            raise DataError(f"no {names} message of the row is trained on", where=origin, fix="remove the row")
+            raise DataError(f"the row has no {names} message to train on", where=origin, fix="remove the row")
         variables = self._variables(content.variables, content.tools, origin)
         chat = self._chat.render(
             ChatRequest(content.messages, content.tools, variables=variables),
-            trained if self._train_on != "all" else off,  # `all` marks what is not trained, and inverts the mask below
+            trained if self._train_on != "all" else off,  # `all`: untrained messages; the mask is inverted below
             origin,
             reasoned=[index for index in trained if index in answers],
             find_exchanges=self._policy is not None and self._policy.splits_at_turns,
         )
         if not chat.ends:
-            self.log.note(
-                "the chat template ends answers without a special token: the model does not learn where to stop"
-            )
+            self.log.note("the chat template ends answers without a special token: the model does not learn to stop")
         self._count(content, trained, answers, chat.system, origin)
         self.log.now.tools_left_out += bool(content.tools) and not any(
             name in chat.text for name in _names(content.tools)
@@ -189,12 +194,12 @@ class RowRenderer:
         self.log.now.reasoning_closed += chat.closed
         self.log.now.drops_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
         head = self._head(content, chat, origin)
-        # As apply_chat_template does: the template has written the special tokens already.
+        # Without special tokens, as apply_chat_template does: the template has printed them.
         ask = partial(_ask, turns=chat.turns, origin=origin, exchanges=chat.exchanges, head=head or 0)
         tokens = (
             self._specials.tokenise(chat.text, ask, origin, rendered=True) if shielded else ask(self._tokens, chat.text)
         )
-        del chat, ask  # of a long row the memory counts
+        del chat, ask  # frees the memory of a long row
         if self._train_on == "all":
             tokens = replace(tokens, trained=~tokens.trained, trained_share=1 - tokens.trained_share)
         return self._rendered(tokens, has_answer=self._train_on != "all", system=None if head is None else tokens.head)
@@ -206,7 +211,10 @@ class RowRenderer:
         return content if same else replace(content, messages=messages, tools=tools)
 
     def _count_specials(self, origin: str, messages: Sequence[Message]) -> None:
-        """Count the messages of a row that spell special tokens, each once: a row may be rendered several times."""
+        """Count the messages of a row that contain names of special tokens; each message is counted once.
+
+        A row may be rendered several times.
+        """
         now, (row, seen) = self.log.now, self._counted
         if row != origin:
             self._counted = row, seen = origin, set()
@@ -217,7 +225,7 @@ class RowRenderer:
                 seen.add(id(message))
 
     def _text(self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None) -> Any:
-        """Tokenise a text without roles, and count the special tokens that it spells."""
+        """Tokenise a text without roles, and count the names of special tokens in it."""
         names = self._specials.found(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.now.spells("text", names, new_row=True)
@@ -229,9 +237,10 @@ class RowRenderer:
         return self._specials.tokenise(text, ask, origin, rendered=False) if splits else ask(self._tokens, text)
 
     def _head(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
-        """Return the characters of the system message and what precedes it, 0 if it does not stand by itself.
+        """Return how many characters the text takes up to the end of the system message.
 
-        None without a system message at the start, and if rows are not cut there.
+        0 if the template does not print the system message separately. None without a system message at the start, or
+        if rows are not truncated on the left.
         """
         policy, messages = self._policy, content.messages
         count = next((index for index, each in enumerate(messages) if each["role"] not in _SYSTEM), len(messages))
@@ -258,7 +267,7 @@ class RowRenderer:
         return [index for index in self._trained(content) if content.messages[index]["role"] == "assistant"]
 
     def trainable(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that ``roles_to_train`` and the row itself allow to be trained."""
+        """Return the indices of the messages that may be trained by their role, their flags and their position."""
         return [
             index
             for index, message in enumerate(content.messages)
@@ -268,7 +277,7 @@ class RowRenderer:
         ]
 
     def _trained(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that may be trained; ``train_on: all`` does not use them as a mask."""
+        """Return the indices of the trained messages; ``train_on: all`` does not use them as a mask."""
         found = self.trainable(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found
@@ -280,24 +289,24 @@ class RowRenderer:
         now.answers += 1
         now.completions += 1
         now.merged_borders += tokens.crosses
-        del text  # of a long row the memory counts
+        del text  # frees the memory of a long row
         return self._rendered(self._ended(tokens), has_answer=self._train_on != "all")
 
     def _document(self, content: Document, origin: str) -> Rendered:
         tokens = self._begun_once(content.text, self._text(content.text, origin))
         if not tokens.ids:
-            raise DataError("the tokenizer makes no token of the text", where=origin, fix="remove the row")
+            raise DataError("the tokenizer gives no token for the text", where=origin, fix="remove the row")
         return self._rendered(self._ended(tokens))
 
     def _begun_once(self, text: str, tokens: TextTokens) -> TextTokens:
-        """Return the tokens without BOS if the text begins with BOS and the tokenizer added another."""
+        """Return the tokens without the first BOS if the text begins with BOS and the tokenizer added another."""
         if not _begins_twice(self._tokenizer, text, tokens.ids):
             return tokens
         self.log.now.begins_twice += 1
         return tokens.without_first()
 
     def _ended(self, tokens: TextTokens) -> TextTokens:
-        """Return the tokens with the end token behind them, unless only the beginning of the row was read."""
+        """Return the tokens with EOS after them, unless the row was only tokenised in part."""
         end = self._tokenizer.eos_token_id
         if end is None:
             self.log.note(_NO_END)
@@ -332,13 +341,13 @@ def _with_default_system(content: Conversation, text: str | None) -> Conversatio
 
 
 def _names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """Return the names of tools; for a tool without a name all that it says."""
+    """Return the names of tools; a tool without a name is returned as text."""
     functions = [tool.get("function") or tool for tool in tools or ()]
     return [str(each.get("name", each)) for each in functions]
 
 
 def _is_empty(message: Message) -> bool:
-    """Return True if an assistant's message has no words, no calls and no reasoning."""
+    """Return True if an assistant message has no content, no tool calls and no reasoning."""
     if message["role"] != "assistant" or message.get("tool_calls") or reasoning_of(message):
         return False
     return not message.get("content", "").strip()
@@ -351,11 +360,17 @@ def _begins_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[i
 
 
 class TurnRenderer:
-    """Renders a row for every trained turn of a conversation, as the model sees it when it writes that turn.
+    """Renders one example for every trained turn of a conversation (``reasoning: per_turn``).
 
-    Chat templates that drop the reasoning of earlier answers render a conversation that ends with a turn differently
-    from one in which others follow. ``reasoning: per_turn`` trains each turn on the first. Other rows are rendered
-    unchanged. Reasoning that the template drops even from a last answer is put back. Arguments as :class:`RowRenderer`.
+    A chat template that drops the reasoning of earlier answers prints a turn differently when other turns follow it. So
+    each example ends with its trained turn: this is what the model sees when it writes that turn. Reasoning that the
+    template drops even from a last answer is restored. Rows that are not conversations are rendered as usual.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        notify: Function that shows the user a message.
+        chat: Options for rendering chats.
+        policy: Maximum length, and what to do with longer rows; None does not limit the length.
     """
 
     def __init__(
@@ -371,7 +386,7 @@ class TurnRenderer:
         self.log = self._rows.log
 
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
-        """Return a row for every turn; None if all turns are left out for empty answers."""
+        """Return one rendered example per turn; None if all turns are dropped because of empty answers."""
         turns = self._turns(item.take())
         found = [self._rows(turn, item.origin) for turn in turns if not self._rows.leaves_out(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
@@ -381,17 +396,21 @@ class TurnRenderer:
         self._rows.ask_ahead(turn for content in contents for turn in self._turns(content))
 
     def _turns(self, content: Content) -> list[Content]:
-        """Return the conversation up to each of its trained turns."""
+        """Return one conversation per trained turn, each ending with that turn."""
         if not isinstance(content, Conversation):
             return [content]
         trained = self._rows.trainable(content)
-        # Without a turn to train on it is rendered as it is, and refused for that.
+        # A conversation without a turn to train on stays whole: rendering it raises the error.
         return [replace(content, messages=content.messages[: index + 1]) for index in trained] or [content]
 
 
 class TreeRenderer:
-    """Renders prompts with their answers to trees; only the assistant's messages count. Arguments as
-    :class:`RowRenderer`.
+    """Renders prompts with their answers to trees; only assistant messages count.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        notify: Function that shows the user a message.
+        chat: Options for rendering chats.
     """
 
     def __init__(
@@ -422,9 +441,9 @@ class TreeRenderer:
         start = min(_common_beginning(ids), *(mask.index(True) for mask in counted))
         if start == 0:
             raise DataError(
-                "the prompt has no token that all its answers share, so nothing predicts their first token",
+                "the answers have no prompt token in common, so no token predicts their first token",
                 where=origin,
-                fix="give the row a prompt, or use a tokenizer that begins texts with a token",
+                fix="add a prompt to the row, or use a tokenizer that adds BOS",
             )
         masks = [mask[start:] for mask in counted]
         return Tree(
@@ -438,16 +457,21 @@ class TreeRenderer:
 
 
 def _common_beginning(rows: Sequence[Sequence[int]]) -> int:
-    """Return the length of the common beginning of all rows."""
+    """Return how many first tokens all rows have in common."""
     shortest = min(map(len, rows))
     return next((index for index in range(shortest) if len({row[index] for row in rows}) > 1), shortest)
 
 
 class PromptRenderer:
-    """Renders prompts: messages by the chat template with its generation prompt, text as it is.
+    """Renders prompts to token ids: messages by the chat template with its generation prompt, text unchanged.
 
-    A text gets what the tokenizer puts in front of texts, but not the end token that some tokenizers append: after an
-    end there is nothing to write. Arguments as :class:`RowRenderer`.
+    A text gets the tokens that the tokenizer adds before a text, such as BOS. An EOS that the tokenizer appends is
+    removed, because the model must continue the text.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        chat: Options for rendering chats.
+        notify: Function that shows the user a message.
     """
 
     def __init__(
@@ -473,7 +497,7 @@ class PromptRenderer:
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
 
     def render_ahead(self, items: Sequence[Item[tuple[Row, TextOrMessages]]]) -> None:
-        """Do nothing: prompts are rendered one by one."""
+        """Do nothing; prompts are rendered one by one."""
 
     def __call__(
         self,
@@ -482,18 +506,24 @@ class PromptRenderer:
         origin: str,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Render a prompt.
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: Text, or messages.
+            tools: JSON schemas of the tools; None without tools.
+            origin: Place of the row, for errors.
+            variables: Template variables of the row.
 
         Raises:
-            ArgumentError: The template does not read a variable of the options.
-            DataError: There is no chat template for messages, it refuses them, it does not read a variable of the row,
-                or the prompt has no token.
+            ArgumentError: The chat template does not read a variable of the options.
+            DataError: The chat template is missing, rejects the messages, or does not read a variable of the row; or
+                the prompt has no token.
         """
         ids = (
             self._text(prompt, origin) if isinstance(prompt, str) else self._messages(prompt, tools, origin, variables)
         )
         if not ids:
-            raise DataError("the tokenizer makes no token of the prompt", where=origin, fix="remove the row")
+            raise DataError("the tokenizer gives no token for the prompt", where=origin, fix="remove the row")
         return ids
 
     def _text(self, prompt: str, origin: str) -> list[int]:
@@ -528,7 +558,15 @@ class PromptRenderer:
         return self._ids(text, origin, special=False, splits=shown[0] is not messages, rendered=True)
 
     def _ids(self, text: str, origin: str, *, special: bool, splits: bool, rendered: bool) -> list[int]:
-        """Return the ids of a text; with ``splits`` it spells special tokens, which stay text if the options say so."""
+        """Return the token ids of a text.
+
+        Args:
+            text: Text to tokenise.
+            origin: Place of the row, for errors.
+            special: Whether to add the tokens that the tokenizer puts around a text.
+            splits: Whether the text contains names of special tokens.
+            rendered: Whether the text was rendered from shielded messages.
+        """
         if not splits or not self._options.split_special_tokens:
             return list(self._pieces.ids(text, special=special))
 

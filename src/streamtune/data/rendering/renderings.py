@@ -1,7 +1,8 @@
-"""Renderings of one conversation: whole, cut after a message, with a message replaced, with the template's marks.
+"""Render variants of one conversation, to find which characters each message takes in the full rendering.
 
-A row has reasoning in a field of its own, or as ``<think> ... </think>`` before the answer in ``content``. Many chat
-templates drop it from earlier answers, some from all of them.
+Variants are: the first messages only, with a message replaced, and with the template's ``{% generation %}`` blocks
+marked. Reasoning is in its own field of a message, or in ``content`` as ``<think> ... </think>`` before the answer.
+Many chat templates drop the reasoning of earlier answers, and some the reasoning of all answers.
 """
 
 from __future__ import annotations
@@ -25,24 +26,33 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 _KEPT_RENDERINGS = 4
-"""Renderings of a turn: its prompt, its history, itself and the prompt behind the whole chat."""
+"""Number of cached renderings, as many as a turn needs: its history, its prompt, itself, and the next prompt."""
 
 _LONG = 1 << 20
-"""Characters from which a rendering is not kept if the whole conversation begins with it."""
+"""Number of characters from which a prefix of the whole rendering is cached only as its length."""
 
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the special tokens of a tokenizer as text, the longest first."""
+    """Return the names of a tokenizer's special tokens, the longest first."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
     return tuple(sorted(filter(None, names), key=lambda name: (-len(name), name)))
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str) -> None:
-    """Raise unless the tokenizer has a chat template; ``noun`` names the conversation: a row or a prompt."""
+    """Check that the tokenizer has a chat template.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        noun: Name of the conversation in the error: ``row`` or ``prompt``.
+        origin: Place of the row, for the error.
+
+    Raises:
+        DataError: The tokenizer has no chat template.
+    """
     if not tokenizer.chat_template:
         raise DataError(
-            f"the {noun} is a conversation and the tokenizer has no chat template",
+            f"the {noun} is a conversation, but the tokenizer has no chat template",
             where=origin,
             fix="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
         )
@@ -56,13 +66,19 @@ def render_messages(
     template: str | None = None,
     explain: bool = False,
 ) -> str:
-    """Render a conversation by the chat template, or by another one, without the flags of messages.
+    """Return a conversation rendered by the chat template, without the training flags of messages.
 
-    A template that refuses answers without ``content`` (tool calls alone) gets an empty string in its place. With
-    ``explain`` the error of a refusal names the message, which takes more renderings to find.
+    If the template rejects messages without ``content`` (tool calls only), they are rendered with an empty string.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        request: Conversation, tools and template variables.
+        origin: Place of the row, for errors.
+        template: Chat template to use. [default: the tokenizer's]
+        explain: Whether the error names the rejected message; finding it takes further renderings.
 
     Raises:
-        DataError: The template refuses the conversation.
+        DataError: The template rejects the conversation.
         TemplateLimitError: The template takes too much time or memory.
     """
     try:
@@ -71,7 +87,7 @@ def render_messages(
         messages = request.messages
         filled = [message if "content" in message else {**message, "content": ""} for message in messages]
         if filled != messages:
-            with suppress(DataError):  # the first refusal says more
+            with suppress(DataError):  # the first error says more
                 return render_messages(tokenizer, replace(request, messages=filled), origin, template=template)
         index = _refused_at(tokenizer, request, template) if explain else None
         raise _refusal(messages, index, error.what, origin) from error
@@ -79,11 +95,11 @@ def render_messages(
 
 _MISSING = re.compile(r"has no attribute '(\w+)'")
 _MOST_TRIED = 256
-"""Most messages that are tried to find the one that a template refuses."""
+"""Maximum number of renderings to find the message that a template rejects."""
 
 
 def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, template: str | None) -> int | None:
-    """Return the index of the first message that a template refuses; None if unknown."""
+    """Return the index of the first message that a template rejects; None if unknown."""
     messages = request.messages
     for count in range(len(messages) - 1, max(0, len(messages) - _MOST_TRIED), -1):
         with suppress(TemplateRefusalError):
@@ -93,44 +109,66 @@ def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, templa
 
 
 def _refusal(messages: Sequence[Mapping[str, Any]], index: int | None, what: str, origin: str) -> DataError:
-    at = "" if index is None else f" at messages[{index}], of the role '{messages[index]['role']}'"
-    fix = "fix the row, or set chat_template to a template that takes it"
+    """Return the error for a conversation that the template rejects.
+
+    Args:
+        messages: Messages of the conversation.
+        index: Index of the rejected message; None if unknown.
+        what: Error of the template.
+        origin: Place of the row.
+    """
+    at = "" if index is None else f" at messages[{index}], with the role '{messages[index]['role']}'"
+    fix = "fix the row, or set chat_template to a template that accepts it"
     found = _MISSING.search(what)
     if found and index is not None and found[1] not in messages[index]:
-        what = f"it reads '{found[1]}' of the message, which has none ({what})"
-        hint = " (the function that was called)" if found[1] == "name" and messages[index]["role"] == "tool" else ""
-        fix = f"give the message its '{found[1]}'{hint}, or set chat_template to a template that needs none"
-    return DataError(f"the chat template refuses the conversation{at}: {what}", where=origin, fix=fix)
+        what = f"it reads '{found[1]}', but the message has no '{found[1]}' ({what})"
+        hint = " (the name of the called function)" if found[1] == "name" and messages[index]["role"] == "tool" else ""
+        fix = f"add '{found[1]}'{hint} to the message, or set chat_template to a template that does not need it"
+    return DataError(f"the chat template rejects the conversation{at}: {what}", where=origin, fix=fix)
 
 
 def without_flags(request: ChatRequest) -> ChatRequest:
-    """Return a request as a template sees it: without the fields of messages that say what is trained."""
+    """Return a request whose messages have no training flags; a template does not see them."""
     messages = [{name: value for name, value in message.items() if name not in FLAGS} for message in request.messages]
     return replace(request, messages=messages)
 
 
 def has_marks(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
+    """Return True if the chat template marks answers with ``{% generation %}``."""
     try:
         return _GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
-    except ValueError:  # no template, of which rendering says so
+    except ValueError:  # no template: rendering raises the error
         return False
 
 
 def check_unicode(text: str, origin: str) -> str:
-    """Return the text of a rendered conversation; raise if it is not valid Unicode."""
+    """Return the text of a rendered conversation unchanged.
+
+    Raises:
+        DataError: The text has a lone surrogate, which cannot be encoded as UTF-8.
+    """
     try:
         for start in range(0, len(text), _LONG):
             text[start : start + _LONG].encode()
     except UnicodeEncodeError as error:
-        raise DataError("the conversation holds half a surrogate pair, which is no character", where=origin) from error
+        raise DataError(
+            "the conversation has a lone surrogate (half of a UTF-16 pair)",
+            where=origin,
+            fix="replace or remove the character",
+        ) from error
     return text
 
 
 class Renderings:
-    """A conversation, rendered in every way that helps to find the assistant's turns in it.
+    """Renders a conversation and its variants, to find the turns of the assistant in the full rendering.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        request: Conversation, tools and template variables.
+        origin: Place of the row, for errors.
 
     Raises:
-        DataError: The template refuses the conversation.
+        DataError: The template rejects the conversation.
         TemplateLimitError: The template takes too much time or memory.
     """
 
@@ -138,10 +176,10 @@ class Renderings:
         self.messages = messages = request.messages
         self._tokenizer, self._request, self._origin = tokenizer, request, origin
         self._cache: dict[tuple[int, bool], str | int | None] = {}
-        """renderings; for a long prefix of the whole text only its length"""
+        """(number of messages, with generation prompt) -> rendering; of a long prefix of the full text its length"""
         self.system: Literal["printed", "late", "left out"] = "printed"
-        """place of a system message at the start: ``late`` if the template prints it with the user's last message, and
-        only in a conversation that ends with that message"""
+        """how the template prints a first system message: ``late`` if it prints it only before the user's last message,
+        and only in a conversation that ends with this message"""
         ahead = rendered_ahead(tokenizer, without_flags(request))
         self._spans = None if ahead is None else ahead[1]
         text = render_messages(tokenizer, request, origin, explain=True) if ahead is None else ahead[0]
@@ -150,6 +188,7 @@ class Renderings:
             self._look_for_system()
 
     def answers(self) -> list[int]:
+        """Return the indices of the assistant messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
@@ -163,13 +202,13 @@ class Renderings:
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
     def _look_for_system(self) -> None:
-        """Find the system message, which the rendering does not hold as it is, and render it if the template can.
+        """Look for a system message whose text is not in the rendering, and render it if the template can.
 
-        Templates such as Mistral's of 2024 print it with the user's last message, if the conversation ends with it: so
-        a model is asked. The answer is then put behind that prompt.
+        Some templates (Mistral, 2024) print it before the user's last message, and only if the conversation ends there,
+        as it does at inference. Then the last answer is appended to that rendering.
         """
         if self.place(0) != (0, 0):
-            return  # in another form
+            return  # printed in another form
         self.system = "left out"
         if self.messages[-1]["role"] != "assistant":
             return
@@ -180,7 +219,7 @@ class Renderings:
             self.text = check_unicode(self._render(self.messages), self._origin)
 
     def _behind_its_prompt(self, messages: list[Message], template: str | None) -> str:
-        """Render the prompt of the last answer, then the answer as printed behind a prompt without a system message."""
+        """Return the prompt of the last answer, then the answer as printed after a prompt without system message."""
         shorter = self._as_printed(messages[1:-1], True, template)
         whole = self._as_printed(messages[1:], False, template)
         if not whole.startswith(shorter):
@@ -188,7 +227,7 @@ class Renderings:
         return self._as_printed(messages[:-1], True, template) + whole[len(shorter) :]
 
     def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
-        """Render a part or a variation of the conversation; None if the template refuses it."""
+        """Return a variant of the conversation rendered; None if the template rejects it, or without messages."""
         if not messages:
             return None
         try:
@@ -197,14 +236,14 @@ class Renderings:
             return None
 
     def _cut(self, count: int, generation: bool) -> str | None:
-        """Render the first ``count`` messages. Few renderings are kept: all of a long chat would fill the memory."""
+        """Return the rendering of the first ``count`` messages. Only a few are cached: a long chat has too many."""
         if count == len(self.messages) and not generation:
             return self.text
         kept = self._kept(count, generation)
         return self.text[:kept] if isinstance(kept, int) else kept
 
     def _kept(self, count: int, generation: bool) -> str | int | None:
-        """Do as :meth:`_cut`; for a long prefix of the whole text return its length."""
+        """Return the same as :meth:`_cut`, but for a long prefix of the full rendering only its length."""
         if (count, generation) not in self._cache:
             if len(self._cache) >= _KEPT_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
@@ -214,23 +253,23 @@ class Renderings:
         return self._cache[count, generation]
 
     def history(self, index: int) -> str | None:
-        """Render the messages before ``index``; None if the template refuses them or there are none."""
+        """Return the rendering of the messages before ``index``; None if the template rejects them, or without any."""
         return self._cut(index, False)
 
     def prompt(self, index: int) -> str | None:
-        """Render the messages before ``index`` and the generation prompt; None as for :meth:`history`."""
+        """Return :meth:`history` with the generation prompt; None in the same cases."""
         return self._cut(index, True)
 
     def through(self, index: int) -> str | None:
-        """Render the messages up to ``index``, it included; None if the template refuses them."""
+        """Return the rendering of the messages up to and including ``index``; None if the template rejects them."""
         return self._cut(index + 1, False)
 
     def prompt_length(self, index: int) -> int | None:
-        """Return the length of :meth:`prompt`; None if the whole conversation does not begin with it."""
+        """Return the length of :meth:`prompt`; None if the full rendering does not begin with it."""
         return self._length(index, True)
 
     def through_length(self, index: int) -> int | None:
-        """Return the length of :meth:`through`; None if the whole conversation does not begin with it."""
+        """Return the length of :meth:`through`; None if the full rendering does not begin with it."""
         return len(self.text) if index + 1 == len(self.messages) else self._length(index + 1, False)
 
     def _length(self, count: int, generation: bool) -> int | None:
@@ -240,9 +279,9 @@ class Renderings:
         return kept
 
     def headers(self, index: int) -> Iterator[str]:
-        """Yield possible headers of an answer: the generation prompt after the messages before it, or after all.
+        """Yield possible headers of an answer: the generation prompt after its history, and after all messages.
 
-        A ``<think>`` that the prompt leaves open belongs to the answer, which closes it, not to the header.
+        A ``<think>`` that the generation prompt opens belongs to the answer, not to the header.
         """
         for count in (index, len(self.messages)):
             history, prompt = self._cut(count, False), self._cut(count, True)
@@ -251,38 +290,38 @@ class Renderings:
                 yield header[: len(header) - opened_reasoning(header)]
 
     def has_generation_prompt(self, index: int) -> bool:
-        """Return True if the template prints something in front of an answer that is not written yet."""
+        """Return True if the template prints a generation prompt before answer ``index``."""
         return self._kept(index, True) != self._kept(index, False)
 
     def lead(self, index: int) -> str | None:
-        """Return what a template without a generation prompt prints between history and answer; None if unknown."""
+        """Return the text between history and answer, for a template without a generation prompt; None if unknown."""
         history, through, place = self.history(index), self.through(index), self.place_in_prefix(index)
         if history is None or through is None or place is None or not through.startswith(history):
             return None
         return through[len(history) : place[0]] if len(history) <= place[0] else None
 
     def bare_answer(self, index: int) -> tuple[str, int]:
-        """Render a one-character answer in place of message ``index``; return the text and its place, -1 if missing."""
+        """Return the rendering with a one-character answer as message ``index``, and its position (-1 if missing)."""
         mark = self.unused_character()
         plain = {"role": "assistant", "content": mark}
         text = self.try_render([*self.messages[:index], plain, *self.messages[index + 1 :]]) or ""
         return text, text.find(mark)
 
     def unused_character(self, after: str = "\ue000") -> str:
-        """Return a private-use character that occurs nowhere in the conversation, from ``after`` on."""
+        """Return a private-use character, ``after`` or a later one, that does not occur in the conversation."""
         return next(chr(code) for code in range(ord(after), 0xF900) if chr(code) not in self.text)
 
     def place(self, index: int) -> tuple[int, int] | None:
-        """Return the characters of the full rendering that depend on the text of message ``index``.
+        """Return the range of characters in the full rendering that depend on the text of message ``index``.
 
         Returns:
-            Start and end (exclusive): equal if the message has no text, (0, 0) if the template leaves it out. None if
-                the template refuses the replacement or escapes it.
+            Start and end (exclusive). They are equal if the message has no text, and (0, 0) if the template omits the
+                message. None if the template rejects or escapes the replaced text.
         """
         return self._place(self.messages, self.text, index)
 
     def place_in_prefix(self, index: int) -> tuple[int, int] | None:
-        """Do as :meth:`place` in the rendering of the messages up to ``index``."""
+        """Return the same as :meth:`place`, in the rendering of the messages up to and including ``index``."""
         return self._place(self.messages[: index + 1], self.through(index), index)
 
     def _place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
@@ -299,14 +338,14 @@ class Renderings:
         return start, len(original) - _common_suffix(original, variant, limit)
 
     def spans_ahead(self) -> list[tuple[int, int]] | None:
-        """Return what :meth:`marked_spans` does, from the rendering ahead itself; None if it has no spans."""
+        """Return the spans of ``{% generation %}`` blocks that the template process reported; None without them."""
         return None if self.system == "late" else self._spans
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
-        """Return the characters inside the template's ``{% generation %}`` blocks; None without blocks.
+        """Return the character spans of the template's ``{% generation %}`` blocks; None without blocks.
 
-        The blocks are made to print two unused characters at their ends. Without these the rendering must be the
-        original, or whitespace control has changed it.
+        A modified template prints unused characters at the ends of each block. Without these characters the rendering
+        must equal the original; otherwise whitespace control changed it, and the result is None.
         """
         template: str = self._tokenizer.get_chat_template(tools=self._request.tools)
         if not _GENERATION.search(template):
@@ -325,29 +364,29 @@ class Renderings:
         return list(zip(ends[0::2], ends[1::2], strict=True))
 
     def after_answer(self) -> str | None:
-        """Return the text after the last answer if a user message follows; None if the template takes none there."""
+        """Return the text after the last answer when a user message follows; None if the template rejects that."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
         place = self._place(messages, text, len(self.messages) - 1)
         return None if text is None or place is None else text[place[1] :]
 
     def refusal(self, index: int, why: str) -> DataError:
-        """Return the error for a turn that cannot be located; ``why`` names the template's fault."""
+        """Return the error for a turn that cannot be located; ``why`` continues "the chat template ..."."""
         return DataError(
             f"messages[{index}] cannot be masked exactly: the chat template {why}",
             where=self._origin,
-            fix="set chat_template to one that prints the whole conversation and marks the assistant's words with "
+            fix="set chat_template to a template that prints the whole conversation and encloses answers in "
             "{% generation %} ... {% endgeneration %}",
         )
 
 
 _KEPT_FIELDS = frozenset({"role", "type", "id", "tool_call_id", "name"})
-"""Strings of a message that steer a template rather than say something."""
+"""Fields of a message whose strings are not text; they are not replaced."""
 
 
 def _replaced(message: Message, mark: str) -> Message:
     replaced = {key: _replace_strings(value, key, mark) for key, value in message.items()}
-    if replaced == message:  # it says nothing: let it say the mark
+    if replaced == message:  # the message has no text: the mark becomes its content
         replaced["content"] = mark
     return replaced
 
@@ -363,13 +402,13 @@ def _replace_strings(value: Any, key: str, mark: str) -> Any:
 
 
 def opened_reasoning(prompt: str) -> int:
-    """Return the length of the ``<think>`` that ``prompt`` ends with, blanks after it included; 0 without it."""
+    """Return the length of a ``<think>`` at the end of ``prompt``, including blanks after it; 0 without it."""
     stripped = prompt.rstrip()
     return len(prompt) - len(stripped.removesuffix("<think>")) if stripped.endswith("<think>") else 0
 
 
 def common_prefix(first: str, second: str) -> int:
-    """Return the length of the longest common prefix, by bisection: comparing slices is faster than characters."""
+    """Return the length of the longest common prefix, by bisection: comparing slices is faster than a loop."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
@@ -381,7 +420,7 @@ def common_prefix(first: str, second: str) -> int:
 
 
 def _common_suffix(first: str, second: str, limit: int) -> int:
-    """Return the length of the longest common suffix, ``limit`` at most; by bisection too: no text is reversed."""
+    """Return the length of the longest common suffix, at most ``limit``, by bisection."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -396,11 +435,11 @@ def _common_suffix(first: str, second: str, limit: int) -> int:
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_REPLACED = 1000
-"""Most answers of a chat whose reasoning is replaced by a mark: each takes a character that occurs nowhere."""
+"""Maximum number of answers whose reasoning is replaced by a mark: each mark needs its own unused character."""
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Return the reasoning of a message without blanks around it; an empty string if it has none."""
+    """Return the reasoning of a message, stripped; an empty string if it has none."""
     for name in REASONING_FIELDS:
         value = message.get(name)
         if isinstance(value, str) and value.strip():
@@ -413,12 +452,15 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
 
 
 def dropped_answers(chat: Renderings, answers: Sequence[int], turns: Mapping[int, str]) -> list[int]:
-    """Return the ``answers`` whose reasoning the rendering does not hold, in its own form or another one.
+    """Return which answers have reasoning that the template does not print.
 
-    Where the text of a turn lacks it, the reasoning is replaced by a mark, which a template prints in any form.
+    Reasoning that a turn's text does not contain may still be printed in another form. To find out, it is replaced by a
+    mark, and the conversation is rendered again.
 
     Args:
-        turns: Texts of turns by the index of their message; for a missing turn the whole rendering is searched.
+        chat: Conversation and its rendering.
+        answers: Indices of the answers to check; all have reasoning.
+        turns: Message index -> text of its turn; for a missing turn the whole rendering is searched.
     """
     missing = [index for index in answers if reasoning_of(chat.messages[index]) not in turns.get(index, chat.text)]
     marks: dict[int, str] = {}
@@ -439,9 +481,9 @@ def _with_marked_reasoning(message: Message, mark: str) -> Message:
 
 
 def as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
-    """Return two conversations that end with an answer, for a template that prints the last answer's reasoning.
+    """Return two conversations that end with an answer, because templates print the reasoning of a last answer.
 
-    The second has the reasoning under every name that templates read.
+    The first has the answer unchanged. In the second the reasoning is in every field that templates read.
     """
     message, before = chat.messages[index], chat.messages[:index]
     named = {**message, **dict.fromkeys(REASONING_FIELDS, reasoning_of(message))}

@@ -1,12 +1,17 @@
-"""Special tokens that the text of a row spells: ``<|im_end|>`` in an answer.
+"""Find names of special tokens in the text of rows, such as ``<|im_end|>`` in an answer, and keep them as text.
 
-A tokenizer takes them for the tokens that the chat template writes. With ``split_special_tokens`` they stay text:
+By default a tokenizer converts such names to special tokens, as it does in the text of the chat template. With
+``split_special_tokens`` they stay text::
 
-    messages --shield--> stand-ins --template--> text --spell--> ids
+    messages --shield--> placeholders --chat template--> text --tokenise--> ids
 
-A stand-in has the length of its token, so trained characters stay in place. Before tokenising, the stand-ins become
-text again, and the template's special tokens are spelled in characters that a copy of the tokenizer takes for them. So
-the ids are as if one text were tokenised whole.
+1. Names in the messages are replaced by placeholder characters of the same length, so that positions do not change.
+2. The chat template renders the messages.
+3. The special tokens of the template are replaced by other private-use characters. A copy of the tokenizer has these as
+   its special tokens.
+4. The placeholders are replaced by the names again, which are ordinary text for the copy.
+
+So the text is tokenised as a whole.
 """
 
 from __future__ import annotations
@@ -29,19 +34,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KEPT = ("<think>", "</think>")
-"""Marks that a row writes itself: around the reasoning of an answer."""
+"""Special tokens that rows may contain: they enclose the reasoning of an answer."""
 _STAND_IN, _WRITTEN = 0xF0000, 0x100000
-"""First private-use characters that stand for special tokens of rows, and of the template."""
+"""First private-use code points of the placeholders for names in rows, and for special tokens of the template."""
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _STEERING = frozenset({"role", "type", *FLAGS})
-"""Fields of a message that say nothing."""
+"""Fields of a message whose strings are not text."""
 
 
 class SpecialText:
-    """Finds special tokens in the text of rows, and tokenises such text without taking it for them.
+    """Finds names of special tokens in the text of rows, and tokenises such text without making special tokens.
 
     Args:
-        policy: Length of rows, as in :class:`MaskTokenizer`.
+        tokenizer: Tokenizer of the model.
+        policy: Maximum length of rows, as in :class:`MaskTokenizer`.
+        note: Function that shows the user a message.
     """
 
     def __init__(
@@ -56,16 +63,25 @@ class SpecialText:
         self._firsts = sorted({name[0] for name in self._names})
 
     def found(self, text: str) -> list[str]:
-        """Return the special tokens that a text spells, each once."""
+        """Return the names of special tokens that a text contains, each once."""
         if not any(first in text for first in self._firsts):
             return []
         return list(dict.fromkeys(self._pattern.findall(text)))
 
     def found_in(self, message: Message) -> list[str]:
+        """Return the names of special tokens that a message contains, each once."""
         return list(dict.fromkeys(name for text in _texts(message) for name in self.found(text)))
 
     def shield(self, value: Any, origin: str) -> Any:
-        """Return messages or tools with stand-ins for the special tokens they spell; without any, the value itself."""
+        """Replace names of special tokens in messages or tools by placeholders; without any return the value itself.
+
+        Args:
+            value: Messages or tools.
+            origin: Place of the row, for errors.
+
+        Raises:
+            DataError: The text also contains characters that are used as placeholders.
+        """
         if not any(map(self.found, _texts(value))):
             return value
         self._refuse_private(_texts(value), origin)
@@ -77,15 +93,18 @@ class SpecialText:
     def tokenise(
         self, text: str, tokens: Callable[[MaskTokenizer, str], TextTokens], origin: str, *, rendered: bool
     ) -> TextTokens:
-        """Tokenise a text without taking what it spells for special tokens.
+        """Tokenise a text so that names of special tokens in it stay text.
 
         Args:
+            text: Text of the row.
             tokens: Function that calls the given tokenizer with the given text.
-            rendered: The text has stand-ins, and special tokens of the template.
+            origin: Place of the row, for errors.
+            rendered: Whether the text was rendered from shielded messages: with placeholders, and with special tokens
+                of the template.
 
         Raises:
-            DataError: The tokenizer's vocabulary has a special token as a part of words.
-            ArgumentError: The tokenizer is not a fast one.
+            DataError: The text contains placeholder characters, or the tokenizer makes special tokens of ordinary text.
+            ArgumentError: The tokenizer is not a fast tokenizer.
         """
         if not rendered:
             self._refuse_private([text], origin)
@@ -93,14 +112,14 @@ class SpecialText:
         made = tokens(copy.masks, self._spelled(text) if rendered else text)
         if copy.makes_special(made.ids):
             raise DataError(
-                "the tokenizer makes special tokens of their text, whatever it is told",
+                "this tokenizer always converts the names of special tokens to special tokens",
                 where=origin,
-                fix="write split_special_tokens: false, or remove these tokens from the row",
+                fix="set split_special_tokens: false, or remove these names from the row",
             )
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
     def _spelled(self, text: str) -> str:
-        """Return the text with the template's special tokens as the copy spells them, and names for stand-ins."""
+        """Return the text for the copy: its spelling of the template's special tokens, and names for placeholders."""
         text = self._all.sub(lambda match: self._copy.written[match.group()], text)
         for place, name in enumerate(self._names):
             text = text.replace(chr(_STAND_IN + place) * len(name), name)
@@ -110,10 +129,10 @@ class SpecialText:
     def _refuse_private(texts: Iterable[str], origin: str) -> None:
         if any(map(_PRIVATE.search, texts)):
             raise DataError(
-                "the row spells special tokens, and holds characters of the private-use planes 15 or 16: these stand "
-                "for special tokens while it is tokenised (split_special_tokens)",
+                "the row contains special tokens and also private-use characters (Unicode planes 15 and 16), which "
+                "split_special_tokens uses as placeholders",
                 where=origin,
-                fix="remove these characters",
+                fix="remove the private-use characters",
             )
 
     @cached_property
@@ -127,20 +146,21 @@ class SpecialText:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A tokenizer whose special tokens are spelled otherwise."""
+    """A copy of the tokenizer with other names for its special tokens."""
 
     masks: MaskTokenizer
+    """tokenizer that finds trained tokens, over the copy"""
     written: Mapping[str, str]
-    """special token -> its other spelling, of the same length"""
+    """name of a special token -> its name in the copy, of the same length"""
     numbers: Mapping[int, int]
     """id of an added token in the copy -> its id in the tokenizer"""
     of_words: frozenset[int | None]
-    """special tokens that the copy's vocabulary has as a part of words"""
+    """ids of special tokens whose names are ordinary words in the copy's vocabulary"""
     around: frozenset[int]
-    """tokens that it puts around a text"""
+    """ids of the tokens that the copy adds around a text, such as BOS"""
 
     def makes_special(self, ids: Sequence[int]) -> bool:
-        """Return True if an id other than those around the text is a special token made of its text."""
+        """Return True if the text itself, without the tokens around it, was converted to a special token."""
         first = int(bool(ids) and ids[0] in self.around)
         last = len(ids) - int(len(ids) > first and ids[-1] in self.around)
         return not self.of_words.isdisjoint(ids[first:last])
@@ -149,9 +169,9 @@ class _Copy:
 def _copied(tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None, note: Callable[[str], None]) -> _Copy:
     if not tokenizer.is_fast:
         raise ArgumentError(
-            "split_special_tokens needs a fast tokenizer (tokenizer.json), and this one is in Python",
+            "split_special_tokens needs a fast tokenizer (tokenizer.json), found a Python tokenizer",
             where="split_special_tokens",
-            fix="use a fast tokenizer, or delete the line",
+            fix="use a fast tokenizer, or remove split_special_tokens",
         )
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -168,14 +188,14 @@ def _copied(tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None, note: 
     )
     numbers = {backend.token_to_id(name) or 0: each["id"] for name, each in zip(kept, added, strict=True)}
     fast = PreTrainedTokenizerFast(tokenizer_object=backend)
-    unknown = {tokenizer.unk_token, getattr(backend.model, "unk_token", None)}  # which other characters may become
+    unknown = {tokenizer.unk_token, getattr(backend.model, "unk_token", None)}  # unknown characters may become these
     words = (backend.model.token_to_id(name) for name in names if name not in unknown)
     around = frozenset(fast("")["input_ids"])
     return _Copy(MaskTokenizer(fast, policy, note), written, numbers, frozenset(words) - {None}, around)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings of messages or tools that say something, keys of objects among them."""
+    """Yield all text in messages or tools: strings, and keys of objects, except roles, types and flags."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,12 +1,12 @@
-"""From the text of a row, and its trained characters, to token ids and labels.
+"""Convert the text of a row and its trained characters to token ids and labels.
 
-A token is trained if it holds a trained character. Text is tokenised whole, or in pieces that are proven to give the
-same ids (:mod:`streamtune.data.rendering.long_text`). Ids and labels of 32 bits keep a long row small.
+A token is trained if it contains a trained character. A text is tokenised whole, or in parts that give the same ids
+(:mod:`streamtune.data.rendering.long_text`). Ids and labels of 32 bits keep a long row small.
 
-A tokenizer can list the characters of every token, but that takes longer than all other work on a short row. If the
-bytes of the tokens, concatenated, are the bytes of the text, each token holds exactly its own bytes, and their lengths
-suffice (:class:`ByteSpeller`). The bytes are compared for every text, so a tokenizer that changes the text or puts
-tokens around it is never misread.
+Character offsets of tokens are slow: on a short row they take longer than all other work. Often they are not needed. If
+the concatenated bytes of the tokens equal the bytes of the text, the byte lengths of the tokens give their positions
+(:class:`ByteSpeller`). This is compared for every text. So the result is correct even if a tokenizer changes the text
+or adds tokens around it.
 """
 
 from __future__ import annotations
@@ -32,58 +32,60 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STOP = 1 << 22
-"""Characters behind the limit from which a dropped or refused row is not tokenised to its end."""
+"""Tokenising a row stops if it is already too long to be used and more than this many characters are left."""
 
 _LIKELY = 3
-"""Fewest characters of a token, as a rule: a text with fewer than this times the limit is likely short enough."""
+"""Number of characters per token of ``max_length`` above which a text is probably too long."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Token ids of a row and their labels: the id if it is trained, else ``IGNORE_INDEX``.
+    """Token ids and labels of a row. A label is the id if the token is trained, else ``IGNORE_INDEX``.
 
-    Labels are not shifted. The first token is never trained: nothing predicts it.
+    Labels are not shifted. The first token is never trained, because no token predicts it.
     """
 
     input_ids: Sequence[int]
+    """[T] token ids"""
     labels: Sequence[int]
+    """[T] labels"""
     breaks: npt.NDArray[np.uint8] | None = None
     """[T] border before each token, as an index of :data:`SPLIT_AT`; None if rows are not split at borders"""
     head: int = 0
-    """tokens at the start, such as a system message, that a cut on the left keeps"""
+    """number of first tokens, such as BOS or a system message, that truncation on the left keeps"""
     has_answer: bool = False
-    """True if answers are trained, and what comes before them is not"""
+    """True if answers to a prompt are trained"""
     system: int | None = None
-    """tokens of the system message at the start, 0 if it does not stand by itself; None without it, or if rows are not
-    cut on the left"""
+    """number of tokens of the system message at the start, 0 if it is not printed separately; None without a system
+    message, or if rows are not truncated on the left"""
     estimated: int | None = None
-    """about the tokens of the row, if only its beginning was tokenised"""
+    """estimated number of tokens of a row that was only tokenised in part; None if all of it was"""
     trained_share: float = 1.0
-    """part of the characters that is trained"""
+    """fraction of the characters that is trained"""
     weight: float = 1.0
-    """factor of the loss of its tokens"""
+    """factor of its tokens' loss"""
 
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Tokens of a text; fields as in :class:`Rendered`."""
+    """Tokens of a text; fields not described here are as in :class:`Rendered`."""
 
     ids: MutableSequence[int]
-    """[T], 32 bits each"""
+    """[T] token ids of 32 bits"""
     trained: Mask
-    """[T]"""
+    """[T] True for trained tokens"""
     breaks: npt.NDArray[np.uint8] | None = None
     head: int = 0
-    """tokens of the head"""
+    """number of tokens of the prefix"""
     estimated: int | None = None
     trained_share: float = 1.0
     crosses: bool = False
-    """True if a token holds characters on both sides of the border that was asked for"""
+    """True if a token crosses :attr:`MarkedText.border`"""
 
     def labels(self) -> MutableSequence[int]:
-        """Return the labels: the ids of trained tokens; the first is not trained."""
+        """Return the labels, [T]: the ids of trained tokens, else ``IGNORE_INDEX``; the first token is not trained."""
         found = array("i", self.ids)
         if found:
             np.frombuffer(found, dtype=np.int32)[~self.trained] = IGNORE_INDEX
@@ -91,11 +93,12 @@ class TextTokens:
         return found
 
     def without_first(self) -> TextTokens:
+        """Return the tokens without the first."""
         breaks = None if self.breaks is None else self.breaks[1:]
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, head=max(0, self.head - 1))
 
     def ended(self, end: int) -> TextTokens:
-        """Return the tokens with a trained end token behind them, if the tokenizer has not put it there itself."""
+        """Return the tokens with the trained end token after them, added unless the tokenizer already did so."""
         if self.ids and self.ids[-1] == end:
             self.trained[-1] = True
             return self
@@ -106,29 +109,32 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text to tokenise, with the characters that matter."""
+    """A text to tokenise, with the positions of its trained characters and borders."""
 
     text: str
+    """text to tokenise"""
     turns: Sequence[ChatTurn] | None
-    """trained characters, in order; None trains all tokens"""
+    """ranges of trained characters, in order; None trains all tokens"""
     origin: str
-    """the row, for errors"""
+    """place of the row, for errors"""
     _: KW_ONLY
     special: bool
-    """add the tokens that the tokenizer puts around a text"""
+    """True adds the tokens that the tokenizer puts around a text, such as BOS"""
     exchanges: Sequence[int] = ()
-    """characters where a new exchange of a chat begins, in order"""
+    """positions where a new exchange of a chat begins, in order"""
     head: int = 0
-    """characters of the head"""
+    """number of characters of the prefix that truncation on the left keeps"""
     border: int | None = None
-    """report if a token crosses this character"""
+    """position to check: the result tells whether a token crosses it"""
 
 
 class MaskTokenizer:
-    """Tokenises texts of any length, and finds the tokens of trained characters.
+    """Tokenises texts of any length, and finds their trained tokens.
 
     Args:
-        policy: The length of rows; without it no row is cut.
+        tokenizer: Tokenizer of the model.
+        policy: Maximum length of rows, and what to do with longer rows; None does not limit the length.
+        note: Function that shows the user a message.
     """
 
     def __init__(
@@ -143,13 +149,13 @@ class MaskTokenizer:
 
     def __call__(self, asked: MarkedText) -> TextTokens:
         most = self._policy.max_length if self._policy is not None and self._policy.finds_breaks else None
-        # Borders need offsets, which take time: so they are asked for where the row is likely to be too long.
+        # Borders need offsets, which are slow: request them at once only if the row is probably too long.
         breaks = most is not None and bool(self._tokenizer.is_fast) and len(asked.text) > _LIKELY * most
         found = self._tokens(asked, breaks=breaks)
         if most is None or breaks or len(found.ids) <= most:
             return found
         if not self._tokenizer.is_fast:
-            self._note("rows are split at tokens: this tokenizer gives no character offsets, which borders need")
+            self._note("split_at is ignored, rows are split between any tokens: this tokenizer reports no offsets")
             return found
         return self._tokens(asked, breaks=True)
 
@@ -183,12 +189,16 @@ class MaskTokenizer:
         return policy is not None and not policy.needs_length and tokens > policy.max_length and left > STOP
 
     def ids(self, text: str, *, special: bool) -> MutableSequence[int]:
+        """Return the token ids of a text; ``special`` adds the tokens that the tokenizer puts around it."""
         return self._pieces.ids(text, special=special)
 
     def _by_prefixes(self, asked: MarkedText, whole: TokenPiece) -> Mask:
-        """Return the trained tokens without offsets, for tokenizers in pure Python.
+        """Return a mask of the trained tokens, [T], for Python tokenizers, which report no offsets.
 
-        The text up to the border of a turn must give a prefix of the ids.
+        The text before each border of a turn is tokenised separately; its ids must be a prefix of all ids.
+
+        Raises:
+            DataError: A token crosses the border of a turn.
         """
         ids = list(whole.ids)
         trained: Mask = np.zeros(len(ids), dtype=np.bool_)
@@ -199,7 +209,7 @@ class MaskTokenizer:
                 prefix = list(before["input_ids"])
                 if ids[: len(prefix)] != prefix:
                     raise DataError(
-                        "a token crosses the border of an answer, and this tokenizer gives no character offsets",
+                        "a token crosses the border of an answer, and this tokenizer reports no character offsets",
                         where=asked.origin,
                         fix="use a fast tokenizer (tokenizer.json)",
                     )
@@ -209,7 +219,7 @@ class MaskTokenizer:
 
 
 class _PieceReader:
-    """Reads a text piece by piece: which tokens are trained, where borders fall, and how many tokens its head takes."""
+    """Reads the tokens of a text part by part: which are trained, where borders are, and how many the prefix takes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: MarkedText, speller: ByteSpeller | None) -> None:
         self.tokenizer, self.text, self.turns, self.speller = tokenizer, asked.text, asked.turns, speller
@@ -219,10 +229,10 @@ class _PieceReader:
         self.head, self.border = asked.head, asked.border
         self.head_tokens, self.crosses = 0, False
         self.pairs = np.empty((0, 2), dtype=np.int64)
-        """offsets of the last piece, [T, 2]"""
+        """offsets of the part that was read last, [T, 2]"""
 
     def mask(self, piece: TokenPiece) -> Mask:
-        """Return a mask of the trained tokens of the next piece, [T]."""
+        """Return a mask of the trained tokens of the next part, [T]."""
         if piece.read_offsets is None:
             return np.full(len(piece.ids), self.turns is None)
         if self.speller is not None:
@@ -247,12 +257,13 @@ class _PieceReader:
         return _cover(pairs, *self._turns_in(piece))
 
     def _turns_in(self, piece: TokenPiece) -> tuple[list[int], list[int]]:
-        """Return starts and ends of the turns in a piece, counted from its start."""
+        """Return the starts and ends of the turns in a part, relative to the start of the part."""
         near = slice(bisect_right(self.turn_ends, piece.start), bisect_left(self.turn_starts, piece.stop))
         starts = [max(start - piece.start, 0) for start in self.turn_starts[near]]
         return starts, [min(end, piece.stop) - piece.start for end in self.turn_ends[near]]
 
     def _count_head(self, piece: TokenPiece, pairs: npt.NDArray[np.int64]) -> None:
+        """Count the tokens of a part that belong to the prefix; 0 in all if a token crosses the end of the prefix."""
         here = self.head - piece.start
         if here <= 0:
             return
@@ -260,11 +271,11 @@ class _PieceReader:
         if not inside:
             return
         self.head_tokens += inside
-        if pairs[inside - 1, 1] > here:  # that token cannot be kept without what follows
+        if pairs[inside - 1, 1] > here:  # the token crosses the end of the prefix, so the prefix cannot be kept alone
             self.head = self.head_tokens = 0
 
     def breaks(self, piece: TokenPiece) -> npt.NDArray[np.uint8]:
-        """Return the strongest border before each token of the piece whose mask was read last, [T]."""
+        """Return the strongest border before each token of the part that was read last, [T]."""
         found: npt.NDArray[np.uint8] = np.zeros(len(piece.ids), dtype=np.uint8)
         if piece.start == piece.stop:
             return found
@@ -288,13 +299,13 @@ _PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
 
 
 def _places(border: re.Pattern[str], text: str, piece: TokenPiece) -> npt.NDArray[np.int64]:
-    """Return for each border the first and the last place where what follows it may begin, [borders, 2].
+    """Return for each border the first and the last position where the next token may begin, [borders, 2].
 
-    From behind the last line break to behind the blanks that indent what follows.
+    The first is after the last line break, the last is after the indentation that follows.
     """
 
     def places() -> Iterator[int]:
-        # A piece may begin behind a line break.
+        # A part may begin directly after a line break.
         for match in border.finditer(text, max(0, piece.start - 1), piece.stop):
             yield text.rindex("\n", match.start(), match.end()) + 1
             yield match.end()
@@ -303,12 +314,12 @@ def _places(border: re.Pattern[str], text: str, piece: TokenPiece) -> npt.NDArra
 
 
 def _cover(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> Mask:
-    """Return a mask [T] of the tokens that hold a character of a turn.
+    """Return a mask [T] of the tokens that contain a character of a turn.
 
     Args:
-        extents: [T, 2] first character and end of each token, in order; a token without characters may stand anywhere.
-        turn_starts: [turns] first characters, in order.
-        turn_ends: [turns] ends.
+        extents: [T, 2] start and end (exclusive) of each token in characters, in order; empty tokens may be anywhere.
+        turn_starts: [turns] first character of each turn, in order.
+        turn_ends: [turns] end (exclusive) of each turn.
     """
     starts, ends = extents.T
     trained: Mask = np.zeros(len(extents), dtype=np.bool_)
@@ -325,7 +336,7 @@ def _pairs(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
 
 
 def _is_whole(extents: npt.NDArray[np.int64], length: int) -> bool:
-    """Return True if the tokens hold all characters of a text, one token after the other."""
+    """Return True if the tokens cover all characters of a text without gaps or overlaps."""
     borders = [0, *extents[-1:, 1]]
     return borders == [0, length] and extents[0, 0] == 0 and bool((extents[1:, 0] == extents[:-1, 1]).all())
 
@@ -333,17 +344,18 @@ def _is_whole(extents: npt.NDArray[np.int64], length: int) -> bool:
 def _extents(
     text: str, offsets: Sequence[tuple[int, int]], pieces: Callable[[], list[str]]
 ) -> Sequence[tuple[int, int]]:
-    """Return the characters each token stands for, including blanks that ``offsets`` leave out.
+    """Return the characters of each token, including blanks that ``offsets`` omit.
 
-    Byte-level tokenizers like GPT-2's and Llama 3's (``trim_offsets``) report a token without the blanks at its ends.
-    Blanks that no token claims belong to the token before them as far as its piece ends with blanks (``Ġ``), the rest
-    to the token after them. A token that the tokenizer added itself stands for no character.
+    Byte-level tokenizers such as GPT-2 and Llama 3 (``trim_offsets``) report a token without the blanks at its ends.
+    Omitted blanks go to the token before them, as many as its vocabulary entry ends with (``Ġ``). The other blanks go
+    to the token after them. Tokens that the tokenizer added, such as BOS, have no characters.
 
     Args:
-        offsets: Start and end (exclusive) of each token as the tokenizer reports them.
-        pieces: Returns the tokens as the vocabulary writes them; called only if blanks are left out.
+        text: Text of the tokens.
+        offsets: Start and end (exclusive) of each token, as the tokenizer reports them.
+        pieces: Function that returns the tokens as in the vocabulary; called only if blanks are omitted.
     """
-    extents = [*offsets, (len(text), len(text))]  # the end stands for one more token: blanks may come before it
+    extents = [*offsets, (len(text), len(text))]  # a sentinel at the end of the text: blanks may precede it
     names: list[str] | None = None
     covered = 0  # characters before this one belong to a token already seen
     for index, (start, end) in enumerate(tuple(extents)):
@@ -358,7 +370,7 @@ def _extents(
 
 
 def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
-    """Return the number of blanks at the end of a token's piece that its extent does not cover yet."""
+    """Return how many blanks at the end of a token's vocabulary entry its extent does not cover yet."""
     blanks = len(piece) - len(piece.rstrip("Ġ"))
     return blanks - (extent[1] - extent[0]) if blanks == len(piece) else blanks
 
@@ -367,7 +379,7 @@ def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
 
 
 class ByteSpeller:
-    """Finds the tokens that hold some characters of a text, by the bytes of byte-level tokens."""
+    """Finds the tokens of given characters by comparing the bytes of byte-level tokens with the text."""
 
     def __init__(self, backend: Any) -> None:
         parts = component_parts(backend.pre_tokenizer, "pretokenizers")
@@ -376,12 +388,15 @@ class ByteSpeller:
     def cover(
         self, ids: Sequence[int], text: str, starts: Sequence[int], ends: Sequence[int]
     ) -> npt.NDArray[np.bool_] | None:
-        """Return a mask [T] of the tokens that hold a character of a span; None if the tokens do not spell the text.
+        """Return a mask [T] of the tokens that contain a character of a span.
+
+        None if the concatenated bytes of the tokens are not the bytes of the text.
 
         Args:
-            ids: [T] all tokens of the text.
+            ids: [T] token ids of the text.
+            text: Text of the tokens.
             starts: [spans] first character of each span, in order.
-            ends: [spans] character behind each span; spans do not overlap.
+            ends: [spans] end (exclusive) of each span; spans do not overlap.
         """
         if self._bytes is None:
             return None
@@ -400,17 +415,17 @@ class ByteSpeller:
 
 
 def _byte_places(text: str, places: Sequence[int]) -> Sequence[int]:
-    """Return the number of bytes before each of some characters, which are in order."""
+    """Convert ascending character positions to byte positions."""
     if text.isascii():
         return places
     return list(accumulate(len(text[start:end].encode()) for start, end in pairwise([0, *places])))
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of tokens by id, found when first asked for: most of a vocabulary occurs in no text of a run.
+    """Token id -> bytes of the token, computed at the first access, because a run uses few tokens of a vocabulary.
 
     Raises:
-        KeyError: A token does not stand for bytes.
+        KeyError: A token has no bytes.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -432,4 +447,4 @@ class _TokenBytes(dict[int, bytes]):
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(0x100) if byte not in _PRINTED)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHER)}
-"""Byte of each character of a byte-level vocabulary: printing characters stand for themselves."""
+"""Character of a byte-level vocabulary -> its byte."""

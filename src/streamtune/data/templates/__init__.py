@@ -1,12 +1,12 @@
-"""Chat templates, rendered in a process of their own: bounded in time, memory and output.
+"""Render chat templates in a separate process with limits on time, memory and output.
 
     render_chat(tokenizer, request) --request--> worker.py: transformers' sandbox
                                     <--text-----
 
-A template is a program that comes with a model. The sandbox keeps it from files and modules, but not from endless loops
-or from filling the memory, for which a single operation is enough (``10 ** 10 ** 10``). So it runs in a process that is
-killed at its limits, with no secrets in its environment. The process is started with the first chat, and kept for the
-next.
+A template is a program that comes with a model. The sandbox denies it files and modules. It does not stop endless loops
+or the exhaustion of memory; one operation is enough for this (``10 ** 10 ** 10``). So the template runs in a process
+that is killed at its limits and has no secrets in its environment. The process starts with the first chat and serves
+all later chats.
 """
 
 from __future__ import annotations
@@ -49,48 +49,49 @@ __all__ = [
 
 WORKER = Path(__file__).with_name("worker.py")
 HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
-"""Before a request: its size, and its limits in seconds, bytes and characters. Before an answer: its size."""
+"""Header of a request (size, and limits in seconds, bytes and characters), and header of an answer (size)."""
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """Resources of one rendering. They grow with its input: a long chat takes more than a short one."""
+    """Limits of one rendering. They grow with the size of the messages."""
 
     seconds: float = 5.0
-    """processor time; and one second more for each MB of messages"""
+    """processor time in seconds, plus one second per MB of messages"""
     memory_mib: int = 256
-    """memory beyond what the process has when it starts; and 48 bytes more for each byte of messages"""
+    """memory in MiB beyond the process's memory at its start, plus 48 bytes per byte of messages"""
     output_characters: int = 1 << 20
-    """characters of text; and 16 more for each byte of messages"""
+    """number of characters of the rendered text, plus 16 per byte of messages"""
     template_characters: int = 1 << 20
-    """characters of the template itself"""
+    """number of characters of the template"""
 
 
 class TemplateLimitError(ArgumentError):
-    """A chat template takes more time or memory than rendering takes, or writes more."""
+    """A chat template exceeds a limit of time, memory or size."""
 
 
 class TemplateRefusalError(ArgumentError):
-    """A chat template refuses a conversation, or is not a template."""
+    """A chat template rejects a conversation, or is not a valid template."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(what, where="chat_template", fix="set chat_template to a template that takes it")
+        super().__init__(what, where="chat_template", fix="set chat_template to a template that accepts it")
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A conversation to render, with what the template reads beside it."""
+    """A conversation to render, with its tools and template variables."""
 
     messages: list[dict[str, Any]]
+    """messages with ``role`` and ``content``"""
     tools: Any = None
-    """JSON schemas of tools, or None"""
+    """JSON schemas of tools; None without tools"""
     generation: bool = False
-    """True if the header of an answer follows"""
+    """True adds the generation prompt"""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """further variables of the template, such as ``enable_thinking``"""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``render_jinja_template``, without fields of messages that are None."""
+        """Return the arguments of ``render_jinja_template``; message fields that are None are left out."""
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
         return {
             **self.variables,
@@ -106,15 +107,17 @@ def render_chat(
     template: str | None = None,
     limits: TemplateLimits = TemplateLimits(),
 ) -> str:
-    """Return the text of ``tokenizer.apply_chat_template(..., tokenize=False)``.
+    """Return the same text as ``tokenizer.apply_chat_template(..., tokenize=False)``.
 
     Args:
         tokenizer: Tokenizer with the template and the special tokens.
-        template: Template in place of the tokenizer's own.
+        request: Conversation to render.
+        template: Template to use. [default: the tokenizer's]
+        limits: Limits of the rendering.
 
     Raises:
         TemplateLimitError: A limit is exceeded.
-        TemplateRefusalError: The template raises.
+        TemplateRefusalError: The template raises an error.
     """
     if _renders_itself(tokenizer):
         return _by_itself(tokenizer, request)
@@ -124,13 +127,17 @@ def render_chat(
 
 
 def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[ChatRequest]) -> bool:
-    """Render several conversations at once: :func:`render_chat` and :func:`rendered_ahead` then find them ready.
+    """Render several conversations in one request; :func:`render_chat` and :func:`rendered_ahead` return the results.
 
-    Earlier results are forgotten. A conversation that the template refuses is left to :func:`render_chat`, which raises
-    the error.
+    Results of earlier calls are discarded. A conversation that the template rejects has no result:
+    :func:`render_chat` renders it again and raises the error.
+
+    Args:
+        tokenizer: Tokenizer with the template and the special tokens.
+        conversations: Conversations to render.
 
     Returns:
-        False if nothing was rendered ahead: the tokenizer renders by itself, or a limit was met.
+        True if results are stored; False if the tokenizer renders without a template, or a limit was exceeded.
     """
     _WORKERS.forget()
     if not conversations or _renders_itself(tokenizer):
@@ -152,11 +159,15 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
 def rendered_ahead(
     tokenizer: PreTrainedTokenizerBase, request: ChatRequest
 ) -> tuple[str, list[tuple[int, int]] | None] | None:
-    """Return the text of a conversation, and the characters that its ``{% generation %}`` blocks print.
+    """Return the stored text of a conversation, and the spans of its ``{% generation %}`` blocks.
+
+    Args:
+        tokenizer: Tokenizer that was given to :func:`render_ahead`.
+        request: Conversation to look up.
 
     Returns:
-        None unless the conversation was rendered ahead. The characters are None if the template has no such blocks, or
-        has them inside ``set``, ``macro`` or ``filter``, which collect text.
+        None unless :func:`render_ahead` rendered the conversation. The spans are None if the template has no such
+            blocks, or has them inside ``set``, ``macro`` or ``filter``, where their positions are unknown.
     """
     if not _WORKERS.ready or _renders_itself(tokenizer):
         return None
@@ -172,22 +183,23 @@ def _shared(
 ) -> dict[str, Any]:
     text = _template_text(tokenizer, template, tools)
     if len(text) > limits.template_characters:
-        raise _too_much(f"is longer than {limits.template_characters:,} characters")
+        raise _too_much(f"has more than {limits.template_characters:,} characters")
     return {**tokenizer.special_tokens_map, "chat_template": text}
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[str] | None:
-    """Return the variables that a tokenizer's chat template reads, ``messages`` and ``tools`` among them.
+    """Return the names of the variables that a tokenizer's chat template reads, including ``messages`` and ``tools``.
 
     Args:
-        tokenizer: Tokenizer with a template, or with several: one for conversations with tools.
+        tokenizer: Tokenizer with a template. It may have another template for conversations with tools.
+        tools: Tools of the conversation; None without tools.
 
     Returns:
-        Their names; None if the tokenizer renders by a method of its own, of which nothing is known.
+        The names; None if the tokenizer has its own rendering method, whose variables are unknown.
 
     Raises:
-        TemplateLimitError: Reading the template takes too much time or memory.
-        TemplateRefusalError: It is not a template.
+        TemplateLimitError: Parsing the template takes too much time or memory.
+        TemplateRefusalError: The text is not a valid template.
     """
     if _renders_itself(tokenizer):
         return None
@@ -203,22 +215,32 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, too
 
 
 _GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
-"""Variables that a rendering gives to the template itself."""
+"""Variables that ``apply_chat_template`` sets."""
 
 
 class TemplateVariables:
-    """Variables of the chat template, such as ``enable_thinking``: the recipe's; a row's own take precedence."""
+    """Merges the template variables of the recipe and of a row, and checks that the template reads them.
+
+    Args:
+        tokenizer: Tokenizer with the template.
+        shared: Variables of the recipe, such as ``enable_thinking``; variables of a row take precedence.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, shared: Mapping[str, Any]) -> None:
         self._tokenizer, self._shared = tokenizer, shared
         self._read: dict[bool, set[str] | None] = {}
 
     def __call__(self, own: Mapping[str, Any] | None, tools: Any, origin: str) -> dict[str, Any]:
-        """Return the variables of a conversation.
+        """Return the template variables of a conversation.
+
+        Args:
+            own: Variables of the row.
+            tools: Tools of the conversation; None without tools.
+            origin: Place of the row, for errors.
 
         Raises:
             ArgumentError: The template does not read a variable of the recipe.
-            DataError: It does not read a variable of the row.
+            DataError: The template does not read a variable of the row.
         """
         if self._shared:
             self._check(self._shared, tools, ArgumentError, "chat_template_kwargs")
@@ -232,7 +254,7 @@ class TemplateVariables:
             try:
                 self._read[has_tools] = template_variables(self._tokenizer, tools)
             except TemplateRefusalError:
-                self._read[has_tools] = None  # rendering gives the error
+                self._read[has_tools] = None  # rendering raises the error
         read = self._read[has_tools]
         if read is None:
             return
@@ -242,23 +264,27 @@ class TemplateVariables:
                 raise error(
                     f"chat_template_kwargs has '{name}', which the chat template does not read",
                     where=where,
-                    fix=f"{did_you_mean(name, known) or 'delete it'}; the template reads {', '.join(known) or 'none'}",
+                    fix=f"{did_you_mean(name, known) or 'remove it'}; the template reads {', '.join(known) or 'none'}",
                 )
 
 
 def fix_date(date: str | None) -> None:
-    """Let templates that print the date (``strftime_now``) print this one from now on, in this process.
+    """Set the date that templates print (``strftime_now``), for all later renderings of this process.
 
-    A run keeps its date, so that it renders the same when it is resumed on another day. ``date`` is ISO 8601; None lets
-    templates print the day of rendering.
+    A run stores its date, so that it renders the same text when it is resumed on another day.
+
+    Args:
+        date: Date in ISO 8601; None prints the day of rendering.
 
     Raises:
-        ArgumentError: It is not a date.
+        ArgumentError: The text is not a date.
     """
     try:
         _WORKERS.date = None if date is None else datetime.fromisoformat(date).isoformat()
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{date!r} is no date", where="date", fix="write it as 2025-01-31") from error
+        raise ArgumentError(
+            f"expected an ISO 8601 date, found {date!r}", where="date", fix="write it as 2025-01-31"
+        ) from error
 
 
 def fixed_date() -> str | None:
@@ -267,12 +293,12 @@ def fixed_date() -> str | None:
 
 
 def _renders_itself(tokenizer: Any) -> bool:
-    """Return True if the tokenizer renders chats by a method of its own, without a template."""
+    """Return True if the tokenizer has its own rendering method instead of a template."""
     kind: Any = type(tokenizer)
     return _has_own_method(kind)
 
 
-@cache  # an import takes a while even where there is nothing to do
+@cache  # importing transformers is slow even if it is already loaded
 def _has_own_method(kind: Any) -> bool:
     from transformers import PreTrainedTokenizerBase
 
@@ -280,6 +306,11 @@ def _has_own_method(kind: Any) -> bool:
 
 
 def _by_itself(tokenizer: Any, request: ChatRequest) -> str:
+    """Return a conversation rendered by the tokenizer's own method.
+
+    Raises:
+        TemplateRefusalError: The method raises an error.
+    """
     try:
         text: str = tokenizer.apply_chat_template(
             request.messages,
@@ -295,9 +326,9 @@ def _by_itself(tokenizer: Any, request: ChatRequest) -> str:
 
 def _too_much(what: str) -> TemplateLimitError:
     return TemplateLimitError(
-        f"the chat template {what}: it is broken, or means harm",
+        f"the chat template {what}: it is faulty or malicious",
         where="chat_template",
-        fix="read the template; set chat_template to another one, such as chatml",
+        fix="inspect the template, or set chat_template to another one, such as chatml",
     )
 
 
@@ -309,18 +340,18 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=_environment(),
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # Ctrl-C must not reach the worker
         )
         self.owner = os.getpid()
 
     def ask(self, head: bytes, request: bytes, patience: float) -> bytes | None:
-        """Return the answer; None if the process ended or sends nothing for ``patience`` seconds."""
+        """Return the answer of the process; None if it ended, or sends nothing within ``patience`` seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
             self.process.stdin.write(head)
             self.process.stdin.write(request)
-            del request  # of a long conversation the memory counts
+            del request  # frees the memory of a long conversation
             self.process.stdin.flush()
             if not _readable(self.process.stdout, patience):
                 return None
@@ -330,7 +361,8 @@ class _Worker:
             return None
 
     def close(self) -> int:
-        if self.owner != os.getpid():  # a fork's copy: the process is not its child
+        """End the process and return its exit code."""
+        if self.owner != os.getpid():  # after a fork: the worker belongs to the parent process
             return 0
         with suppress(OSError):
             if self.process.stdin is not None:
@@ -345,7 +377,7 @@ class _Worker:
 
 
 class _Workers:
-    """The worker of this process, started when it is needed and again if it was killed."""
+    """Holds the worker of this process; it is started on demand, and again after it was killed."""
 
     def __init__(self) -> None:
         self.date: str | None = None
@@ -361,14 +393,19 @@ class _Workers:
                 self.ready[key] = rendered
 
     def take(self, template: str, own: dict[str, Any]) -> Any:
-        """Return ``[text, spans]`` of a conversation that was rendered ahead; otherwise None."""
+        """Return the stored ``[text, spans]`` of a conversation; None if it was not rendered ahead."""
         return self.ready.get(_key(template, own)) if self.ready else None
 
     def forget(self) -> None:
         self.ready.clear()
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
-        """Render a conversation, or several as JSON, or return the variables of a template."""
+        """Send a request to the worker and return its answer.
+
+        Raises:
+            TemplateLimitError: A limit was exceeded.
+            TemplateRefusalError: The template raises an error, or the worker cannot run.
+        """
         data = pickle.dumps({"date": self.date, "request": request}, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6
         memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
@@ -388,7 +425,7 @@ class _Workers:
             raise TemplateRefusalError(text)
         if text == "memory":
             raise _too_much(f"takes more than {memory >> 20:,} MiB of memory")
-        raise _too_much(f"writes more than {output:,} characters")
+        raise _too_much(f"prints more than {output:,} characters")
 
     def close(self) -> None:
         if self._worker is not None:
@@ -397,31 +434,32 @@ class _Workers:
 
 
 def _key(template: str, own: dict[str, Any]) -> bytes:
-    """Return the key of a conversation that is rendered ahead; empty if it holds more than plain values."""
+    """Return the lookup key of a conversation; empty if a value is not of a basic Python type."""
     try:
-        return marshal.dumps((template, own), 2)  # the last version without references: equal values, equal bytes
+        return marshal.dumps((template, own), 2)  # version 2 has no references: equal values give equal bytes
     except ValueError:
         return b""
 
 
 def _ended(code: int, seconds: float) -> TemplateLimitError | TemplateRefusalError:
+    """Return the error for a worker that ended with an exit code."""
     import signal
 
     if hasattr(signal, "SIGPROF") and code in (-signal.SIGPROF, -signal.SIGKILL, 0):
         return _too_much(f"takes more than {seconds:.0f} s")
     if code > 0:
-        return TemplateRefusalError(f"the process that renders chat templates cannot run (exit code {code})")
-    return _too_much(f"ends the process that renders it (signal {-code})")
+        return TemplateRefusalError(f"the process that renders chat templates failed (exit code {code})")
+    return _too_much(f"killed the process that renders it (signal {-code})")
 
 
 def _readable(file: Any, seconds: float) -> bool:
-    if os.name == "nt":  # which cannot wait for a pipe
+    if os.name == "nt":  # Windows cannot wait for a pipe
         return True
     return bool(select.select([file], [], [], seconds)[0])
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment that imports transformers as this process does: offline, no tokens, one thread."""
+    """Return the worker's environment: same import path, offline, no access tokens, one thread."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
     path = os.pathsep.join(entry for entry in sys.path if entry and Path(entry).is_absolute())

@@ -1,16 +1,17 @@
-"""Program of the process that renders chat templates: started by path, ends with its input.
+"""The program that renders chat templates in a separate process; it ends when its input is closed.
 
-A template is a program by the model's makers. transformers renders it in the sandbox of jinja2, which does not bound
-time and memory; so this process does, and ends if a limit is met inside a single operation.
+A template is a program by the model's authors. transformers renders it in the sandbox of jinja2, which does not limit
+time or memory. This process sets these limits, and is killed if a single operation exceeds one.
 
-Requests come as pickles from the process that started this one, and answers go back as a status byte and text:
+Requests come as pickles from the parent process. Answers are a status byte and text::
 
-    O text     rendered             L what     a limit was met
-    J items    several conversations, each as [text, spans], in JSON; null for one that the template refuses
-    E message  the template raised, or refuses what it is given
+    O text     rendered text        L what     a limit was exceeded
+    J items    several conversations as JSON, each [text, spans]; null if the template rejects one
+    E message  the template raised an error, or rejects its input
 
-Spans are the characters that ``{% generation %}`` blocks print, [start, end]; null if the template has none, or one
-inside of what it collects (``set``, ``macro``, ``filter``, a recursive loop), whose place in the text is unknown.
+Spans are the characters that ``{% generation %}`` blocks print, [start, end]. They are null if the template has no such
+block. They are also null if a block is inside ``set``, ``macro``, ``filter`` or a recursive loop: these collect text,
+so its position in the output is unknown.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ OUTPUT, MEMORY = "output", "memory"
 
 def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
-    gc.disable()  # imports make no garbage, and what they made is left out of collections
+    os.dup2(2, 1)  # output that a library prints must not mix with answers
+    gc.disable()  # imports make no garbage; freeze() then excludes their objects from collections
     library = _import_library()
     gc.freeze()
     gc.enable()
@@ -60,9 +61,10 @@ def main() -> None:
 
 
 def _import_library() -> Any:
-    """Import the rendering of transformers without the rest, whose import takes most of a second.
+    """Import only the chat template module of transformers: importing all of it takes most of a second.
 
-    Packages are set up without running their ``__init__``; if the module needs these, all is imported.
+    The parent packages are created without running their ``__init__``. If the module needs these, all of transformers
+    is imported.
     """
     name = "transformers.utils.chat_template_utils"
     try:
@@ -78,6 +80,7 @@ def _import_library() -> Any:
 
 
 def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) -> tuple[bytes, str]:
+    """Return the status byte and the text that answer a request."""
     try:
         if request.keys() == {"read"}:
             return b"O", _variables(library, request["read"])
@@ -89,14 +92,14 @@ def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) 
     except MemoryError:
         raise
     except RecursionError:
-        return b"E", "it calls itself without end"
-    except Exception as error:  # a template raises what it likes
+        return b"E", "it recurses without end"
+    except Exception as error:  # a template may raise any exception
         return b"E", (str(error) or type(error).__name__)[:2000]
     return (b"O", rendered[0]) if len(rendered[0]) <= most else (b"L", OUTPUT)
 
 
 def _render_many(library: Any, many: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
-    """Yield ``[text, spans]`` for each conversation, with its own variables; None if it is refused."""
+    """Yield ``[text, spans]`` for each conversation; None if the template rejects it."""
     marks = _marks_in_place(library, chat_template)
     for own in many:
         try:
@@ -105,7 +108,7 @@ def _render_many(library: Any, many: list[dict[str, Any]], chat_template: str, *
             )
         except MemoryError:
             raise
-        except Exception:  # rendered by itself, it gives the error
+        except Exception:  # a request for this conversation alone returns the error
             yield None
         else:
             yield [texts[0], spans[0] if marks else None]
@@ -113,7 +116,7 @@ def _render_many(library: Any, many: list[dict[str, Any]], chat_template: str, *
 
 @functools.lru_cache
 def _marks_in_place(library: Any, template: str) -> bool:
-    """Return True if a template has ``{% generation %}`` blocks, and each prints where it stands."""
+    """Return True if a template has ``{% generation %}`` blocks, and none is inside a block that collects text."""
     from jinja2 import nodes
 
     collects = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
@@ -138,25 +141,25 @@ def _variables(library: Any, template: str) -> str:
 
 
 def _set_date(environment: Any, date: str | None) -> None:
-    """Let ``strftime_now`` format a date that was fixed, or the present."""
+    """Make ``strftime_now`` format a fixed date; with None the current time."""
     moment = datetime.fromisoformat(date) if date is not None else None
     environment.globals["strftime_now"] = lambda form: (moment or datetime.now()).strftime(form)
 
 
 def _stop_after(seconds: float) -> None:
-    """Let the system end this process after ``seconds`` of processor time, even within an operation; 0 cancels it."""
+    """Set a timer that kills this process after ``seconds`` of processor time, even within one operation; 0 cancels."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 class _MemoryBound:
-    """A bound on the address space, beyond what this process has at first; past it Python raises MemoryError."""
+    """Limits how much memory this process may add after its start; beyond the limit Python raises MemoryError."""
 
     def __init__(self) -> None:
         self.base, self.now = _address_space(), 0
 
     def set(self, memory_bytes: int) -> None:
-        """Allow so many bytes. A larger allowance stays for twice its size: most requests need no change."""
+        """Allow at least ``memory_bytes`` more; a limit of up to twice as much is kept, to save a system call."""
         if memory_bytes <= self.now <= 2 * memory_bytes:
             return
         self.now = memory_bytes
@@ -169,7 +172,7 @@ class _MemoryBound:
 
 
 def _forbid_files() -> None:
-    """Forbid this process to write files, also for a template that breaks out of the sandbox."""
+    """Forbid this process to write files, even if a template escapes the sandbox."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -178,9 +181,9 @@ def _forbid_files() -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of this process's address space; a guess if the system does not tell."""
+    """Return the size of this process's address space in bytes; 2 GiB if the system does not report it."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (no more imports than it needs)
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (avoids importing pathlib)
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 2 << 30
