@@ -74,7 +74,7 @@ def test_rows_beyond_the_positions_of_the_model_are_told_with_the_scaling_to_wri
     beyond = ("--device", "rtx-4090", "--host-memory", "8GiB")
     assert plan(*beyond) == 0
     line = " ".join(capfd.readouterr().out.split())
-    assert "the longest row has 4,096 tokens; the model was made for 1,500" in line
+    assert "the longest row has 4,096 tokens; the model supports 1,500" in line
     assert "a run refuses such rows" in line
     assert "rope_scaling: {rope_type: yarn, factor: 3}" in line
     assert plan(*beyond, "--json") == 0

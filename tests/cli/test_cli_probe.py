@@ -112,7 +112,8 @@ def test_a_model_that_cannot_be_trained_is_no_lack_of_memory(
 ) -> None:
     changes = ["--set", "model_name_or_path=./nowhere", "--set", "model=null"]
     assert probe(*changes, "--device-memory", "1GiB", "--from", "64", "--to", "64") == 1
-    assert "the smallest trial, 64 tokens, failed: ArgumentError: there is no folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the smallest trial, 64 tokens, failed: ArgumentError: the folder nowhere does not exist" in said
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def quantised(method: str, **more: Any) -> Callable[[Path], object]:
 
 
 LONG = "x" * 300
-NOT_WHOLE = "is no size of a model: it takes a whole number of at least 1"
+NOT_WHOLE = "is not a whole number of at least 1"
 
 MODELS: dict[str, Fault] = {
     "vocab_size": (config(vocab_size=300), (), 2, ("is 261 x 16 in the files", "'vocab_size: 300'", "config.json:")),
@@ -136,17 +136,17 @@ MODELS: dict[str, Fault] = {
     "heads 0": (config(num_attention_heads=0), (), 2, (NOT_WHOLE, "'num_attention_heads: 0'")),
     "kv heads": (config(num_attention_heads=3, num_key_value_heads=2), (), 2, ("does not divide the 3",)),
     "head_dim 0": (config(head_dim=0), (), 2, (NOT_WHOLE,)),
-    "dropout": (config(attention_dropout=1.5), (), 2, ("is no probability",)),
+    "dropout": (config(attention_dropout=1.5), (), 2, ("is not a dropout probability",)),
     "eps nan": (config(rms_norm_eps=float("nan")), (), 2, ("'rms_norm_eps: nan' is not a number",)),
     "theta 0": (config(rope_parameters={"rope_type": "default", "rope_theta": 0.0}), (), 2,
                 ("without streaming", "rope_theta")),
-    "an activation": (config(hidden_act="zzz"), (), 2, ("there is no 'zzz'", "this folder")),
+    "an activation": (config(hidden_act="zzz"), (), 2, ("there is no entry 'zzz'", "this folder")),
     "bitsandbytes": (quantised("bitsandbytes", load_in_4bit=True), (), 2,
-                     ("quantised already (bitsandbytes)", "finetuning_type: qlora")),
-    "gptq": (quantised("gptq", bits=4), (), 2, ("quantised already (gptq)", "the checkpoint they were made from")),
-    "awq": (quantised("awq", bits=4), (), 2, ("quantised already (awq)",)),
-    "fp8": (quantised("fp8"), (), 2, ("quantised already (fp8)",)),
-    "no method": (config(quantization_config={}), (), 2, ("names no quant_method",)),
+                     ("already quantised (bitsandbytes)", "finetuning_type: qlora")),
+    "gptq": (quantised("gptq", bits=4), (), 2, ("already quantised (gptq)", "use the unquantised checkpoint")),
+    "awq": (quantised("awq", bits=4), (), 2, ("already quantised (awq)",)),
+    "fp8": (quantised("fp8"), (), 2, ("already quantised (fp8)",)),
+    "no method": (config(quantization_config={}), (), 2, ("without a quant_method",)),
     "nan in the head": (weights(lambda found: found["model.embed_tokens.weight"][3].fill_(float("nan"))), (), 2,
                         ("not finite", "model.embed_tokens.weight holds 16 NaN", "model.safetensors")),
     "inf in a layer": (weights(lambda found: found["model.layers.1.mlp.up_proj.weight"][0, 0].fill_(float("inf"))), (),
@@ -156,7 +156,7 @@ MODELS: dict[str, Fault] = {
         (), 2, ("weights of 3 layers", "says 2", "config.json:")),
     "a bias more": (weights(lambda found: found.update({
         "model.layers.0.mlp.up_proj.bias": torch.zeros(found["model.layers.0.mlp.up_proj.weight"].shape[0])})), (), 2,
-        ("has model.layers.0.mlp.up_proj.bias", "has no place for", "would be left out")),
+        ("has model.layers.0.mlp.up_proj.bias", "with this configuration would leave out")),
     "adapters not merged": (weights(lambda found: found.update({
         f"model.layers.0.mlp.up_proj.lora_{part}.default.weight": torch.zeros(2, 2) for part in "AB"})), (), 2,
         ("lora_A.default.weight and 1 more", "merge_and_unload()")),
@@ -164,12 +164,13 @@ MODELS: dict[str, Fault] = {
         "model.layers.0.mlp.up_proj.weight": found["model.layers.0.mlp.up_proj.weight"].int()})), (), 2,
         ("up_proj.weight holds I32", "model.safetensors")),
     "a shard missing": (lambda folder: sharded(folder).unlink(), (), 2,
-                        ("model.safetensors.index.json names model-0000", "no such file beside it")),
-    "no weights": (lambda folder: (folder / "m/model.safetensors").unlink(), (), 2, ("there are no weights in it",)),
+                        ("model.safetensors.index.json names model-0000", "which its folder does not have")),
+    "no weights": (lambda folder: (folder / "m/model.safetensors").unlink(), (), 2, ("the folder has no weights",)),
     "a run": (nothing, ("--set", "model_name_or_path=runs/tiny"), 2,
-              ("runs/tiny is the directory of a run", "write runs/tiny/final, which is the model")),
+              ("runs/tiny is the directory of a run", "use its model, runs/tiny/final")),
     "a checkpoint": (nothing, ("--set", "model_name_or_path=runs/tiny/checkpoints/step-000002"), 2,
-                     ("is the directory of a checkpoint of a run", "step-000002/model, which is the model")),
+                     ("is the directory of a checkpoint of a run",
+                      "use its model, runs/tiny/checkpoints/step-000002/model")),
     "adapters": (lambda folder: adapters(folder), (), 2,
                  ("holds adapters over a frozen base", "streamtune export", "model.yaml:1")),
     "adapters on adapters": (lambda folder: adapters(folder), ("--set", "finetuning_type=lora"), 2,
@@ -185,13 +186,13 @@ INITS: dict[str, Fault] = {
     "hidden_size 0": (init(hidden_size=0), (), 2, (NOT_WHOLE, "tiny.yaml:")),
     "intermediate_size 0": (init(intermediate_size=0), (), 2, (NOT_WHOLE,)),
     "layers 0": (init(num_hidden_layers=0), (), 2, (NOT_WHOLE,)),
-    "layers 10^9": (init(num_hidden_layers=10**9), (), 2, ("more than any model has",)),
+    "layers 10^9": (init(num_hidden_layers=10**9), (), 2, ("is too large: at most 10,000",)),
     "heads 0": (init(num_attention_heads=0), (), 2, (NOT_WHOLE,)),
     "heads -2": (init(num_attention_heads=-2), (), 2, (NOT_WHOLE,)),
     "kv heads 0": (init(num_key_value_heads=0), (), 2, (NOT_WHOLE,)),
     "kv heads": (init(num_attention_heads=3, num_key_value_heads=2), (), 2, ("does not divide the 3",)),
-    "vocab_size text": (init(vocab_size="abc"), (), 2, ("'vocab_size: abc' is no whole number", "tiny.yaml:")),
-    "vocab_size 10^23": (init(vocab_size=10**23), (), 2, ("more than any model has",)),
+    "vocab_size text": (init(vocab_size="abc"), (), 2, ("'vocab_size: abc' is not a whole number", "tiny.yaml:")),
+    "vocab_size 10^23": (init(vocab_size=10**23), (), 2, ("is too large: at most 2,147,483,647",)),
 }  # fmt: skip
 NUMBERS: dict[str, Fault] = {
     "max_steps": (recipe(max_steps=10**23), (), 2, ("'max_steps' must be at most 1,000,000,000,000", "tiny.yaml:")),

@@ -96,7 +96,7 @@ def test_the_keys_of_a_recipe(tmp_path: Path) -> None:
         pytest.param({"exclude_modules": SLOW[2]}, "takes more than", marks=pytest.mark.full),
         pytest.param({"rank_pattern": {SLOW[0]: 8}}, "takes more than", marks=pytest.mark.full),
         pytest.param({"layers_pattern": SLOW[0]}, "takes more than", marks=pytest.mark.full),
-        ([1], "is not a mapping of settings"),
+        ([1], "is not a JSON object"),
     ],
 )
 def test_settings_of_saved_adapters(settings: Any, words: str, tmp_path: Path) -> None:

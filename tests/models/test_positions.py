@@ -87,7 +87,7 @@ def test_a_number_for_each_frequency(family: str, tmp_path: Path) -> None:
     change.apply(read)
     assert rope_of(read) == rope_of(config)
     assert rope_of(read)["long_factor"] == [1.0, 2.0, 4.0, 8.0]
-    with pytest.raises(ArgumentError, match="'long_factor' has 3 numbers, and this model has 4 frequencies"):
+    with pytest.raises(ArgumentError, match="'long_factor' has 3 numbers; this model has 4 frequencies"):
         RopeChange({**scaling, **factors, "long_factor": (1, 2, 3)}).apply(read)
 
 
@@ -194,11 +194,11 @@ def test_rows_beyond_the_positions_name_the_key(
     write(tmp_path)
     assert run("--set", "max_steps=1") == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "the model was made for 32" in said
+    assert "the model supports 32" in said
     assert "rope_scaling: {rope_type: yarn, factor:" in said
     assert run("--set", "max_steps=1", "--set", "rope_scaling.rope_type=yarn", "--set", "rope_scaling.factor=1.1") == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "made for 32 positions, and the scaling of its configuration or of rope_scaling reaches 35" in said
+    assert "pretrained for 32 positions, and the scaling in its configuration or in rope_scaling reaches 35" in said
     longest = int(said.split("the longest row has ")[1].split(" ")[0])
     assert f"factor: {-(-longest // 32)}}}" in said
     assert run("--set", "max_steps=1", "--set", "rope_scaling.rope_type=default") == 0
@@ -264,7 +264,7 @@ def test_a_run_saves_resumes_and_exports_its_positions(
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "longrope needs 'short_factor'"),
         (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
-            "'short_factor' has 1 number, and this model has",
+            "'short_factor' has 1 number; this model has",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 32}},

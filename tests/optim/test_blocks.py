@@ -29,7 +29,7 @@ def test_blocks_are_layers_unless_more_is_asked_for() -> None:
 
 
 def test_a_pattern_that_finds_nothing_lists_what_there_is() -> None:
-    with pytest.raises(ArgumentError, match="'mlp' in it") as error:
+    with pytest.raises(ArgumentError, match="the pattern 'mlp' matches no trained parameter") as error:
         split_blocks(NAMES, patterns=["mlp"])
     assert "layers.*.a" in str(error.value.fix)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streamtune.optim import NarrowStatesAdamW, OptimChoice, build_optimizer
 from streamtune.optim.narrow_states import LARGEST, RANGE, expand, pack_expanded
-from streamtune.optim.weight_step import PIECE, random_bits, round_stochastically
+from streamtune.optim.weight_step import SLICE_SIZES, random_bits, round_stochastically
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def train(optimizer: torch.optim.Optimizer, loss: Any, steps: int) -> list[float
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_moments_in_float32_are_torchs_steps_to_the_same_bits(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PIECE, "cpu", 64)  # pieces of a weight
+    monkeypatch.setitem(SLICE_SIZES, "cpu", 64)  # several slices per weight
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": fused}
     model, loss = problem()
     other, other_loss = problem()
@@ -160,7 +160,7 @@ def test_a_state_that_is_loaded_goes_on_to_the_same_bits(
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_threads_step_pieces_to_the_same_bits(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PIECE, "cpu", 64)
+    monkeypatch.setitem(SLICE_SIZES, "cpu", 64)
     parameters = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
     before = torch.get_num_threads()
     try:

@@ -451,7 +451,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
 
 
 def test_what_runs_on_an_accelerator_only_is_refused_elsewhere() -> None:
-    with pytest.raises(ArgumentError, match="runs on cuda, and the weights are on cpu") as caught:
+    with pytest.raises(ArgumentError, match="runs only on cuda, but the weights are on cpu") as caught:
         ours(Net(), "paged_adamw_8bit")
     assert "adamw_8bit" in caught.value.fix
     ours(Net().to("meta"), "paged_adamw_8bit")  # a plan

@@ -15,7 +15,7 @@ from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.optim import OptimChoice, ZerothOrderSGD, build_optimizer, perturbed
-from streamtune.optim.weight_step import pieces_of, seeded
+from streamtune.optim.weight_step import flat_slices, seeded
 from streamtune.train import ForwardBackend
 from streamtune.train.objective import StepScore
 from tests.exactness.families import build
@@ -63,9 +63,9 @@ def normals(weight: Tensor, *of: int) -> Tensor:
     """z of a weight, in its shape."""
     flat = weight.detach().reshape(-1)
     parts = []
-    for piece in pieces_of(flat):
-        z = torch.empty(piece.stop - piece.start)
-        parts.append(z.normal_(generator=seeded(flat.device, *of, piece.start)))
+    for span in flat_slices(flat):
+        z = torch.empty(span.stop - span.start)
+        parts.append(z.normal_(generator=seeded(flat.device, *of, span.start)))
     return torch.cat(parts).view(weight.shape)
 
 

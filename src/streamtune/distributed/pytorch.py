@@ -124,7 +124,7 @@ class LayerSource(Protocol):
         """Return True if a parameter is still to be loaded. One that is used in several places is loaded once."""
         ...
 
-    def shape(self, name: str) -> nn.Parameter:
+    def parameter(self, name: str) -> nn.Parameter:
         """Return a parameter with its shape and dtype."""
         ...
 
@@ -187,7 +187,7 @@ def _place(
     values_by_name: dict[str, Tensor] = {}
     main(lambda: values_by_name.update(source.read(names)))
     for name in names:
-        like = source.shape(name)
+        like = source.parameter(name)
         values = (
             values_by_name.pop(name).to(like.dtype)
             if distributed.get_rank() == 0

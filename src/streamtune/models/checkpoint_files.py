@@ -1,12 +1,12 @@
-"""The files of a model: read a few parameters at a time and converted as ``transformers`` does, and fingerprinted.
+"""Read the files of a model a few parameters at a time, converted as ``transformers`` does, and fingerprint them.
 
-The mapping of tensors in the files to parameters, and their conversion (experts are stacked, fused projections split),
-use the renamings and converters of ``from_pretrained``.
+The renamings and converters of ``from_pretrained`` map tensors in the files to parameters and convert them: experts are
+stacked, fused projections split.
 
-Fingerprints are by content, so a folder may move but not change. A folder of 16 GB is read once, by several threads, at
-the speed of its disk; its pages are in memory then for the loading that follows. Hashes are remembered below the user's
-cache directory by each file's place, size and times, of which the system sets one itself (``ctime``): the next start on
-the same machine reads nothing again.
+Fingerprints hash content, so a folder may move but not change. Several threads read a folder of 16 GB once, at the
+speed of its disk. Its pages are then in memory for the loading that follows. Hashes of large files are cached below the
+user's cache directory, by the file's path, inode, size and times. One of the times, ``ctime``, is set by the system
+alone. The next start on the same machine does not read these files for their hashes again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ from streamtune.models.weights_check import check_dtypes, check_missing, check_u
 
 
 def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype | None:
-    """Return the dtype that ``auto`` loads a checkpoint in; None if it is quantised, or holds adapters."""
+    """Return the dtype in which ``dtype: auto`` loads a checkpoint.
+
+    None if it is quantised, holds only adapters, or has no safetensors.
+    """
     check_exists(name_or_path)
     config = read_config(name_or_path, trust_remote_code)
     if config is None or getattr(config, "quantization_config", None) is not None:
@@ -66,27 +69,30 @@ def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype 
 
 
 class CheckpointFiles:
-    """Weights in safetensors, in a folder or on the model hub."""
+    """Reader of the safetensors weights in a folder or on the model hub: first ``prepare``, then ``read``."""
 
     def __init__(self, name_or_path: str) -> None:
         check_exists(name_or_path)
         check_folder(name_or_path, allow_pickle=True)  # pickles are never read here
         self.name = name_or_path
         self._files = _find(name_or_path)
-        """Tensor in the files -> file."""
+        """File of each tensor, by the tensor's name in the files."""
         self._loads: dict[str, Any] = {}
-        """First parameter that a conversion gives -> the conversion, with what it reads."""
+        """Conversion and the tensors that it reads, by the first parameter that it produces."""
         self._gives: dict[str, str] = {}
-        """Parameter -> the first parameter of the conversion that gives it."""
+        """First parameter of the conversion that produces a parameter, by parameter."""
         self._aliases: dict[str, str] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        """Parameter or buffer -> dtype; known once it is prepared."""
+        """Dtype of each parameter and buffer, by name; filled by ``prepare``."""
         self._model: PreTrainedModel | None = None
         self._used: set[str] = set()
-        """Tensors in the files that the model has a use for."""
+        """Names of the tensors in the files that the model uses."""
 
     def dtype(self) -> torch.dtype:
-        """Return the first floating dtype in the files: the meaning of ``dtype: auto`` if none is configured."""
+        """Return the dtype of the first floating-point tensor in the files; float32 if there is none.
+
+        This is what ``dtype: auto`` means if the configuration has no dtype.
+        """
         for key, path in self._files.items():
             with safe_open(path, framework="pt") as file:
                 found: torch.dtype = file.get_slice(key)[:0].dtype
@@ -95,7 +101,7 @@ class CheckpointFiles:
         return torch.float32
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Find the tensors and the conversion that give each parameter of ``model``; no values are read."""
+        """Find the file tensors and the conversion that produce each parameter of ``model``; read no values."""
         self._model = model
         state = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
@@ -111,21 +117,21 @@ class CheckpointFiles:
             if name not in state and key in state:
                 name, pattern = renamed(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
             if name not in state:
-                continue  # the model has no use for it
+                continue  # the model does not use it
             self._used.add(key)
-            made = inside(RENAMING)(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            conversion = inside(RENAMING)(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
             if pattern is None:
                 self._check_size(key, name, state[name])
-            load = self._loads.setdefault(name, made)
+            load = self._loads.setdefault(name, conversion)
             load.add_tensor(name, key, pattern or key, partial(self._tensor, key, self.dtypes[name]))
-        # Kept as by `from_pretrained`: saving converts back.
-        model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
+        # `from_pretrained` sets this too: saving converts back.
+        model._weight_conversions = [entry for entry in mapping if entry.was_used()]
         self._link(state)
         check_unused(self.name, model, self._files.keys() - self._used)
         check_dtypes(self.name, model.config)
 
     def _check_size(self, key: str, name: str, wanted: Tensor) -> None:
-        """Refuse a tensor of another size than its parameter."""
+        """Refuse a file tensor whose shape differs from its parameter's shape."""
         try:
             with safe_open(self._files[key], framework="pt") as file:
                 size = tuple(file.get_slice(key).get_shape())
@@ -136,7 +142,7 @@ class CheckpointFiles:
             raise size_error(self.name, self._model.config, name, size, tuple(wanted.shape))
 
     def _link(self, state: Mapping[str, Tensor]) -> None:
-        """Record the conversion that gives each parameter; refuse files that lack some."""
+        """Record which conversion produces each parameter; refuse files that lack parameters."""
         for start, load in self._loads.items():
             names = [start]
             if isinstance(load, inside(CONVERTER)) and len(load.target_patterns) > 1:
@@ -151,10 +157,11 @@ class CheckpointFiles:
         check_missing(self.name, self._model, needed - self._gives.keys())
 
     def gives(self, name: str) -> bool:
+        """Return True if the files have this parameter or buffer."""
         return self._aliases.get(name, name) in self._gives
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read parameters and buffers by name, on the CPU, in the model's dtypes. Each can be read once."""
+        """Return parameters and buffers by name, on the CPU, in the model's dtypes. Each can be read only once."""
         assert self._model is not None, "prepare() comes first"
         wanted, tensors = list(names), dict[str, Tensor]()
         for start in dict.fromkeys(self._gives[name] for name in wanted):
@@ -168,7 +175,7 @@ class CheckpointFiles:
         return {name: tensors[name].contiguous() for name in wanted}
 
     def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a tensor: kernels may round differently for its alignment in the file."""
+        """Return a copy of a file tensor: with its alignment in the file, kernels may round differently."""
         with safe_open(self._files[key], framework="pt", backend=READ) as file:
             values: Tensor = file.get_tensor(key)
             if not is_finite(values):
@@ -177,7 +184,7 @@ class CheckpointFiles:
 
 
 def _may_lack(model: Any) -> Callable[[str], bool]:
-    """Return a function that is True for names that may be missing from the files, by the model's own rules."""
+    """Return a function that is True for parameters that the model class allows the files to lack."""
     patterns = model._keys_to_ignore_on_load_missing or []
     if not patterns:
         return lambda name: False
@@ -186,7 +193,7 @@ def _may_lack(model: Any) -> Callable[[str], bool]:
 
 
 def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter and buffer: some models keep a few in float32."""
+    """Return the dtype of each parameter and buffer by name: some models keep a few in float32."""
     plan = model._get_dtype_plan(model.dtype)
     dtypes = {name: value.dtype for name, value in state.items()}
     if plan:
@@ -198,6 +205,7 @@ def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, to
 
 
 def _find(name_or_path: str) -> dict[str, Path]:
+    """Return the safetensors file of each tensor, by the tensor's name; ArgumentError if there are none."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
         index = inside(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
@@ -212,9 +220,9 @@ def _find(name_or_path: str) -> dict[str, Path]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise loading_error("model", name_or_path, error) from error
     raise ArgumentError(
-        f"'{name_or_path}' has no weights in safetensors, which ranks that share them read a layer at a time",
+        f"'{name_or_path}' has no safetensors weights; ranks that shard a model read these one layer at a time",
         where="model_name_or_path",
-        fix="convert it: load it with transformers and save_pretrained()",
+        fix="convert it: load it with transformers, then call save_pretrained()",
     )
 
 
@@ -224,21 +232,26 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
              "additional_chat_templates/*")  # fmt: skip
 REMEMBERED_BYTES = 64 << 20
-"""Smaller files are always read."""
+"""Size from which a file's hash is cached; smaller files are read at every start."""
 THREADS = 8
 
 
 FileTimes = dict[Path, tuple[int, ...]]
-"""Size, times and inode of files, as they were when they were first hashed."""
+"""Size, times and inode of each file when it was first hashed."""
 
 
 def fingerprint_model(
     name_or_path: str, *, code: bool = False, weights: bool = True, times: FileTimes | None = None
 ) -> str | None:
-    """Return the fingerprint of a model: of a folder its configuration and weights, of a hub's model its commit.
+    """Return the fingerprint of a model: a hash of a folder's configuration and weights, or a hub model's commit.
 
-    None without such a model, which its loading reports. ``code`` is True if Python files that come with the model are
-    run, ``weights`` if weights are read besides the configuration; ``times`` as for :func:`fingerprint_files`.
+    None if the hub model is not found; loading it reports the error.
+
+    Args:
+        name_or_path: Model folder, or name on the hub.
+        code: True includes the folder's Python files (``trust_remote_code`` runs them).
+        weights: False leaves out the weights.
+        times: Files hashed before, as for :func:`fingerprint_files`.
     """
     if not is_folder(name_or_path):
         return _commit_of(name_or_path)
@@ -249,12 +262,12 @@ def fingerprint_model(
 
 
 def absolute_name(name_or_path: str) -> str:
-    """Return the absolute path of a folder, and any other name unchanged: adapters are loaded from any directory."""
+    """Return the absolute path of a folder, so that adapters load from any directory; other names unchanged."""
     return str(Path(name_or_path).expanduser().absolute()) if is_folder(name_or_path) else name_or_path
 
 
 def is_folder(name_or_path: str) -> bool:
-    """Return True if the name is a folder on this machine, and not a model on a hub."""
+    """Return True if the name is a folder on this machine, False for a model on a hub."""
     try:
         return Path(name_or_path).expanduser().is_dir()
     except (OSError, ValueError, RuntimeError):  # not a file name: too long, or ``~`` of an unknown user
@@ -262,7 +275,7 @@ def is_folder(name_or_path: str) -> bool:
 
 
 def fingerprint_tokenizer(name_or_path: str) -> str | None:
-    """Return the fingerprint of the tokenizer's files in a folder; None without a folder."""
+    """Return the fingerprint of a folder's tokenizer files; None if the name is not a folder."""
     if not is_folder(name_or_path):
         return None
     folder = Path(name_or_path).expanduser()
@@ -270,10 +283,13 @@ def fingerprint_tokenizer(name_or_path: str) -> str | None:
 
 
 def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None = None) -> str:
-    """Return one fingerprint of files by name and content.
+    """Return one fingerprint for several files, given as (name, path), from their names and contents.
 
-    ``times`` has the files that were hashed before, and gets the others. A file that was written to since is an error,
-    also if it holds the same again: it may have been read in between.
+    ``times`` records each file's size and times when it is first hashed.
+
+    Raises:
+        ArgumentError: A file cannot be read, or was written to since ``times`` recorded it. Equal content does not
+            help: other content may have been read in between.
     """
     ordered = sorted(files)
     for _, path in ordered if times is not None else ():
@@ -283,8 +299,8 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
             now = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
             if times.setdefault(path, now) != now:
                 raise ArgumentError(
-                    f"{path} was written to while the run was being started",
-                    fix="wait until it is written, and start again",
+                    f"{path} was written to while the run was starting",
+                    fix="wait until the file is complete, then start again",
                 )
     with ThreadPoolExecutor(THREADS) as pool:  # hashing releases the interpreter's lock
         hashes = list(pool.map(_hash_of, [path for _, path in ordered]))
@@ -300,7 +316,7 @@ def _names(folder: Path, patterns: Iterable[str]) -> list[str]:
 
 
 def _commit_of(name: str) -> str | None:
-    """Return the commit of a model on a hub that is loaded by this name."""
+    """Return the commit of the hub model that this name loads; None if it cannot be found."""
     if escape_of(name):
         return None
     try:
@@ -317,7 +333,7 @@ def _commit_of(name: str) -> str | None:
 
 
 def _hash_of(path: Path) -> str:
-    """Return the SHA-256 of a file, from the cache if it is there."""
+    """Return the SHA-256 of a file, from the cache if possible."""
     try:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
@@ -328,7 +344,7 @@ def _hash_of(path: Path) -> str:
             changed = os.fstat(file.fileno())
     except OSError as error:
         raise ArgumentError(
-            f"{path} cannot be read: {error}", where="model_name_or_path", fix="use a whole copy of the model"
+            f"{path} cannot be read: {error}", where="model_name_or_path", fix="use a complete copy of the model"
         ) from error
     same = (state.st_size, state.st_mtime_ns, state.st_ctime_ns) == (
         changed.st_size, changed.st_mtime_ns, changed.st_ctime_ns
@@ -340,7 +356,7 @@ def _hash_of(path: Path) -> str:
 
 
 def _remembered(path: Path, state: os.stat_result) -> CacheFile:
-    """Return the cache file for the hash of a file in this state."""
+    """Return the cache file that holds the hash of ``path`` with this inode, size and times."""
     facts = (str(path.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
     key = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
     return CacheFile(cache_folder() / "files" / key, f"files/{key}")

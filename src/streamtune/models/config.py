@@ -1,8 +1,8 @@
-"""Configurations of models: read from a checkpoint, made of a recipe's keys, and checked before a model is made.
+"""Model configurations: read from a checkpoint or built from a recipe's keys, and checked before a model is made.
 
-Transformers makes a model of numbers that no model can have: one of width 0 trains to its end and learns nothing, a
-dropout of 1.5 is never applied, and the rest fails later with an error about tensors. A kernel of the hub, which is
-code, is never taken from a configuration.
+Transformers accepts impossible values: a model of width 0 trains to the end and learns nothing, and a dropout of 1.5 is
+never applied. Other impossible values fail later with an error about tensors. A configuration cannot choose a kernel
+from the hub: a kernel is code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streamtune.models.folder import pickles_in
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Read the configuration of a checkpoint, without kernels of a hub; return None for adapters alone."""
+    """Return the configuration of a checkpoint, without hub kernels; None if the folder has only adapters."""
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return None
@@ -48,23 +48,28 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
 
 
 def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
-    """Return the vocabulary size of a configuration, by default and at least the tokenizer's, ``smallest``."""
+    """Return ``vocab_size`` of a configuration; without that key, ``smallest`` (the tokenizer's size).
+
+    Raises:
+        ArgumentError: The value is not an int, or is below ``smallest``.
+    """
     wanted = config.get("vocab_size", smallest)
-    where, fix = place_in_init("vocab_size"), "leave vocab_size out: it follows the tokenizer"
+    where, fix = place_in_init("vocab_size"), "remove vocab_size: the default is the tokenizer's size"
     if isinstance(wanted, bool) or not isinstance(wanted, int):
-        raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is no whole number", where=where, fix=fix)
+        raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is not a whole number", where=where, fix=fix)
     if wanted < smallest:
         raise ArgumentError(
-            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {smallest:,} tokens", where=where, fix=fix
+            f"vocab_size is {wanted:,}, below the tokenizer's {smallest:,} tokens", where=where, fix=fix
         )
     return wanted
 
 
 @contextmanager
 def loading(name_or_path: str) -> Iterator[None]:
-    """Report whatever a damaged file makes of transformers, torch and others as an error of the checkpoint.
+    """Context manager: turn any exception of a library, such as for a damaged file, into an error of the checkpoint.
 
-    Errors of ours too, such as a connection that ``--offline`` forbids: they do not name the checkpoint.
+    StreamTune's errors are turned too, such as for a connection that ``--offline`` forbids: they do not name the
+    checkpoint. Errors of exhausted memory pass unchanged.
     """
     try:
         yield
@@ -75,28 +80,28 @@ def loading(name_or_path: str) -> Iterator[None]:
 
 
 class NotRecordedError(Exception):
-    """A tensor was made by more than in-place operations on an empty one."""
+    """A weight was initialised by more than in-place operations on an empty tensor."""
 
 
 @contextmanager
 def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
-    """Report a model that cannot be made as an error of its configuration, ``keys`` as the recipe has them."""
+    """Context manager: turn an exception of a model's constructor into an error of ``keys``, its ``model.init``."""
     try:
         yield
     except (StreamTuneError, NotRecordedError):
         raise
-    except Exception as error:  # classes of models check little of what they are given
+    except Exception as error:  # model classes check few of their arguments
         if is_memory_error(error):
             raise
         raise ArgumentError(
-            f"no model of type '{keys.get('model_type')}' can be made of these values: {first_words(error)}",
+            f"cannot build a model of type '{keys.get('model_type')}' from these values: {first_words(error)}",
             where="model.init",
-            fix="fix the value; the config.json of a published model of that type shows which belong together",
+            fix="fix the value; the config.json of a published model of that type shows values that fit together",
         ) from error
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return True for the errors by which Python and torch report that memory ran out."""
+    """Return True if Python or torch reports exhausted memory by this error."""
     texts = ("can't allocate memory", "out of memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
@@ -104,9 +109,9 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the first sentence of a library's error, without the stack that torch adds to some."""
+    """Return the first line of a library's error, cut to 300 characters, without the stack that torch may add."""
     if isinstance(error, KeyError):
-        return f"there is no {error}"
+        return f"there is no entry {error}"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     if text.endswith(":") and len(lines) > 1:
@@ -115,14 +120,14 @@ def first_words(error: BaseException) -> str:
 
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Turn plain keys into a transformers configuration; refuse unknown keys, which the library would keep."""
+    """Return the transformers configuration for a recipe's keys; refuse unknown keys, which transformers accepts."""
     types = sorted(name for name in inside(CAUSAL_NAMES) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
     if model_type not in types:
         what = f"transformers has no causal language model of type '{model_type}'"
-        fix = "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ..."
+        fix = "use the model_type in the config.json of a causal language model, such as qwen3 or llama"
         raise ArgumentError(
-            what if model_type else "no model type given",
+            what if model_type else "model_type is missing",
             where="model.init.model_type",
             fix=did_you_mean(model_type, types) or fix,
         )
@@ -150,19 +155,19 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _reads(config_class: type[Any], key: str) -> bool:
-    """Return True if the code of a model reads a key that its configuration class does not name (``head_dim``)."""
+    """Return True if the model's code reads a key that its configuration class does not declare (``head_dim``)."""
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         source = inspect.getsource(sys.modules[model_class.__module__])
-    except (ImportError, OSError, RuntimeError):  # a package is missing, or the source
+    except (ImportError, OSError, RuntimeError):  # a package or the source is missing
         return False
     return re.search(rf"""config(\.|,\s*["']){re.escape(key)}\b""", source) is not None
 
 
 def check_exists(name_or_path: str) -> None:
-    """Refuse a name that is spelled like a local path and does not exist, before a hub is asked for it.
+    """Refuse a name that looks like a local path and does not exist, before a hub is asked for it.
 
-    The directory of a run is refused too; the message names a folder to use if there is one.
+    The directory of a run is refused too; the message names the model's folder inside it.
     """
     path = Path(name_or_path).expanduser()
     try:
@@ -171,65 +176,64 @@ def check_exists(name_or_path: str) -> None:
         pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ArgumentError(f"'{_short(name_or_path)}' cannot be looked at: {reason}", where="model_name_or_path",
-                            fix="give a folder that holds a model, or a name on the model hub") from error  # fmt: skip
+        raise ArgumentError(f"'{_short(name_or_path)}' cannot be accessed: {reason}", where="model_name_or_path",
+                            fix="give a model's folder, or its name on the hub") from error  # fmt: skip
     for file in (path / "config.json", path / "adapter_config.json"):
         if file.is_fifo() or file.is_char_device():  # reading it would not end
-            raise ArgumentError(f"{file} is a pipe or a device, and no file", where="model_name_or_path",
-                                fix="use a whole copy of the model")  # fmt: skip
+            raise ArgumentError(f"{file} is a pipe or a device, not a file", where="model_name_or_path",
+                                fix="use a complete copy of the model")  # fmt: skip
     _check_no_run(path)
     if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
         return
     siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
     raise ArgumentError(
-        f"there is no folder {path}",
+        f"the folder {path} does not exist",
         where="model_name_or_path",
-        fix=did_you_mean(path.name, siblings) or "give a folder that holds a model, or a name on the model hub",
+        fix=did_you_mean(path.name, siblings) or "give a model's folder, or its name on the hub",
     )
 
 
 def _check_no_run(path: Path) -> None:
-    """Refuse the directory of a run, or of a run's checkpoint, in place of the model in it."""
+    """Refuse the directory of a run or of its checkpoint; the fix names the model's folder in it."""
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return
     for what, mark, inner in (("a run", "run.json", "final"), ("a checkpoint of a run", "manifest.json", "model")):
         if (path / mark).is_file():
-            there = (path / inner).is_dir()
             raise ArgumentError(
-                f"{path} is the directory of {what}, and not a model",
+                f"{path} is the directory of {what}, not a model",
                 where="model_name_or_path",
-                fix=f"write {path / inner}, which is the model"
-                if there
-                else f"the run is not done: its checkpoints hold a model each, {path / 'checkpoints'}/step-.../model",
+                fix=f"use its model, {path / inner}"
+                if (path / inner).is_dir()
+                else f"the run is not finished; use a checkpoint's model, {path / 'checkpoints'}/step-.../model",
             )
 
 
 def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
-    """Return an error with the cause of a loader's failure in one sentence, and a fix."""
+    """Return an ArgumentError for an exception raised while loading a ``kind`` (model, tokenizer), with a fix."""
     first_line, where = first_words(error), "model_name_or_path"
     folder = Path(name_or_path).expanduser()
     lacks_safetensors = "safetensors" in str(error) and isinstance(error, OSError)
     fix = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
     if isinstance(error, UnpicklingError):  # torch advises to run it
-        first_line = "its pickle holds more than tensors, which is code"
-        fix = "use a copy with safetensors"
+        first_line = "its pickle holds code, not only tensors"
+        fix = "use a copy in safetensors format"
     elif "trust_remote_code" in str(error):
-        fix = "set trust_remote_code: true if you trust the code that comes with it"
+        fix = "set trust_remote_code: true if you trust the code in the checkpoint"
     elif lacks_safetensors and folder.is_dir() and not pickles_in(folder):
-        first_line = "there are no weights in it"
-        fix = "use a whole copy of the checkpoint, with its model.safetensors or all of its shards and their index"
+        first_line = "the folder has no weights"
+        fix = "use a complete copy of the checkpoint, with its model.safetensors or all of its shards and their index"
     elif lacks_safetensors:
-        first_line = "it has no safetensors weights; a pickle runs code when it is read"
-        fix = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
-    elif "alidation error" in str(error):  # by transformers on a config.json, which a tokenizer reads too
+        first_line = "it has no safetensors weights, and reading a pickle can run code"
+        fix = "use a copy in safetensors format, or set allow_pickle: true if you trust its author"
+    elif "alidation error" in str(error):  # from transformers, about config.json, which a tokenizer reads too
         _, place = key_place(name_or_path)
         field = re.search(r"field '(\w+)'", str(error))
         first_line, where = f"its config.json is not valid: {first_line}", place(field[1] if field else "")
-        fix = "fix the value, or use a whole copy of the checkpoint"
+        fix = "fix the value, or use a complete copy of the checkpoint"
     elif folder.is_dir():
-        fix = "use a whole copy of the checkpoint: a file in this folder is damaged, missing or of another kind"
+        fix = "use a complete copy of the checkpoint: a file in this folder is damaged, missing or of the wrong kind"
     elif is_offline():
-        fix = "--offline reads local folders and the cache only; run it once without, or give a local folder"
+        fix = "--offline reads only local folders and the cache; run once without --offline, or give a local folder"
     return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, fix=fix)
 
 
@@ -239,18 +243,18 @@ def _short(value: Any, most: int = 100) -> str:
 
 
 def check_kernels(keys: Any) -> None:
-    """Refuse a configuration that would download an attention or experts kernel of the hub: it is code."""
+    """Refuse a configuration that would download an attention or experts kernel from the hub: a kernel is code."""
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
         if _names_kernel(keys.get(key)):
             raise ArgumentError(
-                f"'{key}: {keys[key]}' names a kernel of a hub, which is code",
+                f"'{key}: {keys[key]}' would download a kernel from the hub, which is code",
                 where=f"model.init.{key}",
-                fix="delete the line; the engine picks the attention kernel, see `streamtune env`",
+                fix="delete the line: StreamTune chooses the attention kernel (see `streamtune env`)",
             )
 
 
 def without_hub_kernels(config: Any) -> Any:
-    """Remove kernels of the hub from a configuration and return it; transformers then chooses its own."""
+    """Remove hub kernels from a configuration, in place, and return it; transformers then uses its own kernels."""
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())):
         for key in ("_attn_implementation", "_experts_implementation"):
             if part is not None and _names_kernel(getattr(part, key, None)):
@@ -268,23 +272,23 @@ SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size",
 )  # fmt: skip
-"""Keys whose value is at least 1. Configurations with other names for them map them to these."""
+"""Keys whose value must be at least 1. A configuration's ``attribute_map`` maps its own names to these."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LARGEST = {"num_hidden_layers": 10_000}
-"""Most layers: more would be built one by one until the memory is full."""
+"""Largest allowed value of a key. More layers would be built one by one until memory is exhausted."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 LARGEST_SIZE = 2**31 - 1
 DROPOUT = re.compile(r"(dropout(_p|_prob|_rate)?|pdrop|layerdrop)$")
 
 Where = Callable[[str], str]
-"""Returns the place of a key, for an error."""
+"""Function that returns where a key is written, for the ``where`` of an error."""
 
 
 def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
     """Refuse sizes, heads, experts, dropouts and numbers that no model can have.
 
-    Of several parts of ``config`` the text part is checked. ``given`` are the keys as the user or the file has them;
-    other keys were derived or are defaults.
+    A multimodal ``config`` is checked in its text part. ``given`` holds the keys that the user or the file wrote; other
+    values are derived or defaults.
     """
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
@@ -299,9 +303,9 @@ def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
         value, most = _value(text, key), LARGEST.get(key, LARGEST_SIZE)
         for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
             if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
-                raise refuse(key, "is no size of a model: it takes a whole number of at least 1", "fix the number")
+                raise refuse(key, "is not a whole number of at least 1", "fix the number")
             if size > most:
-                raise refuse(key, f"is more than any model has: at most {most:,}", "fix the number")
+                raise refuse(key, f"is too large: at most {most:,}", "fix the number")
     _check_heads(text, flat, names, refuse)
     chosen = _count(text, "num_experts_per_tok")
     if chosen is not None and chosen < 1 and any(_count(text, key) for key in EXPERTS):
@@ -310,24 +314,24 @@ def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
         if math.isnan(value):
             raise refuse(key, "is not a number", "fix the number")
         if DROPOUT.search(key) and not 0 <= value < 1:
-            raise refuse(key, "is no probability: it takes a number of at least 0 and below 1", "fix the number")
+            raise refuse(key, "is not a dropout probability: at least 0 and below 1", "fix the number")
 
 
 def check_count(given: Mapping[str, Any], where: Where) -> None:
-    """Refuse a number of layers that no model has, before a configuration makes a list of as many entries."""
+    """Refuse more than 10,000 layers, before the configuration class makes a list with that many entries."""
     text = given.get("text_config")
     for keys in (given, text if isinstance(text, Mapping) else {}):
         for key in LAYERS:
             count = keys.get(key)
             if isinstance(count, int) and count > LARGEST["num_hidden_layers"]:
-                what = f"is more than any model has: at most {LARGEST['num_hidden_layers']:,}"
+                what = f"is too large: at most {LARGEST['num_hidden_layers']:,}"
                 raise ArgumentError(f"'{key}: {_short(count, 60)}' {what}", where=where(key), fix="fix the number")
 
 
 def _check_heads(
     text: Any, given: Mapping[str, Any], names: Mapping[str, str], refuse: Callable[[str, str, str], ArgumentError]
 ) -> None:
-    """Refuse key heads that do not divide the query heads, and query heads that do not divide the hidden size."""
+    """Refuse head counts that do not divide: key heads the query heads, query heads the hidden size."""
     heads, shared, width = (_count(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads and shared and heads % shared:
         raise refuse("num_key_value_heads", f"does not divide the {heads} attention heads",
@@ -338,11 +342,11 @@ def _check_heads(
     if heads and width and width % heads and derived and not by_layer and each in (None, width // heads):
         name = names.get("hidden_size", "hidden_size")
         raise refuse("num_attention_heads", f"does not divide '{name}: {width}'",
-                     f"use a divisor of {width}, or give head_dim where the model has one")  # fmt: skip
+                     f"use a divisor of {width}, or set head_dim if the model type has it")  # fmt: skip
 
 
 def _value(text: Any, key: str) -> Any:
-    """Return a value of a configuration; None without one, and a list if each layer has its own."""
+    """Return a value of a configuration; None if it is absent, a list if each layer has its own value."""
     try:
         return getattr(text, key, None)
     except Exception:  # transformers raises if layers differ and have no common value
@@ -355,7 +359,7 @@ def _count(text: Any, key: str) -> int | None:
 
 
 def _numbers(text: Any) -> Iterable[tuple[str, float]]:
-    """Yield each number of the configuration with its key."""
+    """Yield (key, number) for each number in the configuration; an integer of 2**63 or more as infinity."""
     for key, value in vars(text).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
@@ -366,9 +370,9 @@ def place_in_init(key: str) -> str:
 
 
 def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
-    """Return the keys of a folder's ``config.json``, and a function that gives file and line of each.
+    """Return the content of a folder's ``config.json``, and a function that returns the file and line of a key.
 
-    For a model on a hub the keys are empty and each place is ``model_name_or_path``.
+    For a model on a hub the content is empty, and the function always returns ``model_name_or_path``.
     """
     path = Path(name_or_path).expanduser() / "config.json"
     try:
@@ -389,7 +393,7 @@ def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
 
 
 def keys_of_size(config: Any, size: int) -> list[str]:
-    """Return the keys of a configuration that have this value, among the keys that determine sizes of weights."""
+    """Return the keys of a configuration with this value, among ``SIZES``, which determine the sizes of weights."""
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
     return [names.get(key, key) for key in SIZES if _count(text, key) == size]

@@ -1,16 +1,16 @@
-"""A model whose weights are provided later, one module at a time, so that ranks can share them without a whole copy.
+"""Models with deferred weights: ranks read and shard them one module at a time, so no rank holds the whole model.
 
-The parameters are on ``meta``, buffers are real. A :class:`Deferred` has the weights: of a checkpoint, read from its
-safetensors and converted as ``transformers`` does, or those the plain model would have drawn at random. The code that
-shards the weights reads and distributes one module after the other: no rank holds the whole model.
+Parameters are on ``meta``, buffers have values. A :class:`Deferred` provides the weights. For a checkpoint it reads
+them from safetensors and converts them as ``transformers`` does. For a new model it draws the random values that the
+plain model would have.
 
     model = defer_load("Qwen/Qwen3-8B", ModelOptions(dtype="bfloat16"))
     deferred_of(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
 
 To draw weights later, :class:`RecordedInit` records the in-place operations on empty tensors (drawing, filling,
-scaling) while the model is constructed, each with the random state before it. Draws are performed as well, into a
-scratch tensor that is freed at once: so the random state advances as in the plain model, and no more than one parameter
-is in memory. A replay gives the same bits as the plain model.
+scaling) while the model is constructed, each with the random state before it. Draws are also performed, into a scratch
+tensor that is freed at once. So the random state advances as in the plain model, and memory holds one parameter at
+most. A replay gives the same bits as the plain model.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class WeightSource(Protocol):
     """A source of weights by name."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return these parameters and buffers, on the CPU. A source may free its own copy afterwards."""
+        """Return parameters and buffers by name, on the CPU. A source may then free its own copy."""
         ...
 
 
 class Deferred:
-    """The weights of a model that is on ``meta``, without adapters; they may be added afterwards.
+    """Provider of the weights of a model on ``meta``. The model has no adapters yet; they may be added afterwards.
 
-    ``open_source`` makes the source at the first read, which happens on one rank only. ``dtypes`` are dtypes of
-    parameters that differ from the model's. ``note`` is a remark for the user on how the weights are made.
+    ``open_source`` opens the source at the first read, which happens on one rank only. ``dtypes`` gives parameters
+    another dtype than they have in ``model``. ``note`` is a remark for the user on how the weights are made.
     """
 
     def __init__(
@@ -69,27 +69,29 @@ class Deferred:
                     self._places.setdefault(name, []).append((module, key))
         self._awaited = set(self._places)
         for name in self._places:
-            old = self.shape(name)
+            old = self.parameter(name)
             dtype = (dtypes or {}).get(name, old.dtype)
             self._put(name, nn.Parameter(old.detach().to("meta", dtype), requires_grad=old.requires_grad))
         setattr(model, ATTRIBUTE, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return None: a copy of the model keeps its parameters on ``meta`` and has no deferred weights."""
+        """Return None: a copy of the model keeps its parameters on ``meta``, without a source of weights."""
         return
 
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """Return the parameters of a module, with ``recurse`` also of its submodules, that get their weights from
-        here."""
+        """Return the names of a module's parameters that get their weights from here.
+
+        ``recurse`` includes the parameters of submodules.
+        """
         below = {id(part) for part in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
 
     def awaits(self, name: str) -> bool:
-        """Return True if a parameter has no values yet. One that is used in several places gets them once."""
+        """Return True if a parameter has no values yet. A shared parameter gets its values once."""
         return name in self._awaited
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read the values of parameters, on the CPU."""
+        """Return the values of parameters by name, on the CPU."""
         if self._source is None:
             assert self._open is not None
             self._source = self._open()
@@ -97,12 +99,12 @@ class Deferred:
 
     def place(self, name: str, values: Tensor) -> None:
         """Put the values of a parameter into every module that uses it."""
-        old = self.shape(name)
+        old = self.parameter(name)
         assert old.shape == values.shape, name
         self._put(name, nn.Parameter(values, requires_grad=old.requires_grad))
         self._awaited.remove(name)
 
-    def shape(self, name: str) -> nn.Parameter:
+    def parameter(self, name: str) -> nn.Parameter:
         """Return the current parameter: on ``meta`` until its values are placed."""
         owner, key = self._places[name][0]
         found = owner._parameters[key]
@@ -110,14 +112,17 @@ class Deferred:
         return found
 
     def close(self) -> None:
-        """Check that all parameters have their values, and drop the source."""
-        assert not self._awaited, f"{len(self._awaited)} parameters never came, such as {next(iter(self._awaited))}"
+        """Check that all parameters have their values, and release the source."""
+        assert not self._awaited, f"{len(self._awaited)} parameters have no values: {next(iter(self._awaited))} ..."
         self._source = self._open = None
 
     @contextmanager
     def phantom(self) -> Iterator[None]:
-        """Replace the parameters, while inside, by CPU tensors without memory: tensors made like them are real."""
-        real = {name: self.shape(name) for name in self._places}
+        """Context manager: replace the parameters by CPU tensors that take no memory.
+
+        A tensor that is created like one of them, such as an adapter, is then on the CPU and has values.
+        """
+        real = {name: self.parameter(name) for name in self._places}
         for name, parameter in real.items():
             stand_in = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
             self._put(name, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
@@ -125,7 +130,7 @@ class Deferred:
             yield
         finally:
             for name, parameter in real.items():
-                parameter.requires_grad_(self.shape(name).requires_grad)
+                parameter.requires_grad_(self.parameter(name).requires_grad)
                 self._put(name, parameter)
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
@@ -134,7 +139,7 @@ class Deferred:
 
 
 def deferred_of(model: Any) -> Deferred | None:
-    """Return the deferred weights of ``model``; None if it has all its values."""
+    """Return the provider of the deferred weights of ``model``; None if all its weights have values."""
     base = base_of(model)
     found: Deferred | None = getattr(base, ATTRIBUTE, None)
     return found if found is not None and found._awaited else None
@@ -142,7 +147,10 @@ def deferred_of(model: Any) -> Deferred | None:
 
 @contextmanager
 def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Replace deferred weights, while inside, by CPU tensors that take no memory: adapters are made for real."""
+    """Context manager: replace deferred weights by CPU tensors that take no memory.
+
+    Adapters that are added inside are real CPU tensors, not on ``meta``.
+    """
     found = deferred_of(model)
     with nullcontext() if found is None else found.phantom():
         yield
@@ -151,7 +159,7 @@ def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
 def defer_load(
     name_or_path: str, options: ModelOptions = DEFAULTS, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Make the model that ``load_model`` loads, with its weights deferred; they are not quantised."""
+    """Return the model that ``load_model`` loads, with deferred weights, which are not quantised."""
     config = read_plain_config(name_or_path, trust_remote_code)
     if options.rope is not None:
         options.rope.apply(config)
@@ -166,7 +174,7 @@ def defer_load(
     model.config.name_or_path = model.name_or_path = name_or_path
     files.prepare(model)
     for name in [name for name, _ in model.named_buffers()]:
-        if files.gives(name):  # small, and read by every rank
+        if files.gives(name):  # buffers are small: every rank reads them
             owner, _, key = name.rpartition(".")
             model.get_submodule(owner)._buffers[key] = files.read([name])[name]
     Deferred(model, lambda: files, dtypes=files.dtypes)
@@ -182,7 +190,7 @@ def defer_init(
     seed: int,
     draw: bool,
 ) -> PreTrainedModel:
-    """Make the model that ``init_model`` makes, with its weights deferred; they will be the same, bit for bit.
+    """Return the model that ``init_model`` returns, with deferred weights that will be equal to its weights bit by bit.
 
     ``draw`` is True on the rank that reads the weights.
     """
@@ -206,7 +214,7 @@ def defer_init(
     except NotRecordedError:
         with RecordedInit(draw=False), making_model(config):
             model = make()
-        note = f"{type(model).__name__} draws its weights in a way of its own: rank 0 makes it whole, on the host"
+        note = f"the initialisation of {type(model).__name__} cannot be split: rank 0 makes all weights in host memory"
         Deferred(model, lambda: _Whole(make()), note=note)
     return model
 
@@ -224,7 +232,7 @@ class _Replayed:
 
 
 class _Whole:
-    """Weights of a model that was made whole, because its initialisation could not be recorded."""
+    """Weights of a model that was initialised as a whole, because its initialisation could not be recorded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -237,25 +245,25 @@ class _Whole:
 class _Operation:
     function: Callable[..., Any]
     place: tuple[torch.Size, tuple[int, ...], int]
-    """Size, stride and offset of the view that it works on."""
+    """Size, stride and offset of the view that the operation changes."""
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     state: Tensor | None
-    """State of the generator before it; None if it draws nothing."""
+    """Random state before the operation; None if it draws nothing."""
 
 
 @dataclass
 class _History:
     made: Tensor
-    """The tensor on ``meta``, kept so that the address of its storage is not reused."""
+    """The tensor on ``meta``. This reference prevents reuse of its storage's address."""
     operations: list[_Operation] = field(default_factory=list)
 
 
 class RecordedInit(TorchDispatchMode):
-    """A context that makes empty floating-point tensors on ``meta`` and records the in-place operations on them.
+    """Dispatch mode that makes empty floating-point tensors on ``meta`` and records the in-place operations on them.
 
-    ``draw`` performs the draws, so that the random state before each is known. It is False if nothing is to be
-    replayed.
+    With ``draw`` random operations are performed too, so that the random state before each is known. ``draw`` is False
+    if nothing will be replayed: then nothing is recorded.
     """
 
     def __init__(self, *, draw: bool) -> None:
@@ -273,10 +281,10 @@ class RecordedInit(TorchDispatchMode):
             return made
         target = args[0] if args and isinstance(args[0], Tensor) else None
         if self.draw and target is not None and target.device.type == "meta" and _writes(func):
-            self._write_down(func, target, args[1:], kwargs)
+            self._record(func, target, args[1:], kwargs)
         return func(*args, **kwargs)
 
-    def _write_down(self, func: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _record(self, func: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         history = self._histories.get(target.untyped_storage()._cdata)
         others = [value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor)]
         if history is None or any(value.device.type == "meta" for value in others):
@@ -287,11 +295,11 @@ class RecordedInit(TorchDispatchMode):
             state = torch.get_rng_state()
             scratch = torch.empty_strided(target.size(), target.stride(), dtype=target.dtype, device="cpu")
             func(scratch, *arguments, **keywords)
-        kept = tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
-        history.operations.append(_Operation(func, place, kept, keywords, state))
+        copies = tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
+        history.operations.append(_Operation(func, place, copies, keywords, state))
 
     def replay(self, parameter: Tensor) -> Tensor:
-        """Return the values of a parameter on ``meta``, on the CPU. The caller's random state is left as it was."""
+        """Return the values of a ``meta`` parameter as a CPU tensor. The caller's random state does not change."""
         history = self._histories.get(parameter.untyped_storage()._cdata)
         if history is None or history.made.shape != parameter.shape:
             raise NotRecordedError("a parameter that was not made empty")
@@ -312,6 +320,6 @@ def _on_cpu(keywords: Mapping[str, Any]) -> bool:
 
 
 def _writes(func: Any) -> bool:
-    """Return True if an operation changes its first argument in place (and makes no view of it)."""
+    """Return True if an operation changes its first argument in place; False if it only returns a view of it."""
     first = func._schema.arguments[0].alias_info
     return first is not None and bool(first.is_write)

@@ -1,9 +1,9 @@
 """Write a model in Hugging Face format, safetensors only.
 
-A sharded model is written one parameter after another, in files of bounded size. Ranks go through the parameters
-together; each is gathered on rank 0, which writes it, before the next one. The files are as ``save_pretrained`` writes
-them: the same names (experts unstacked, fused projections split as in the checkpoint), tied weights once, adapters in
-peft's format.
+A sharded model is written one parameter after another, in files of bounded size. All ranks go through the parameters
+together: rank 0 gathers and writes a parameter before the next one. The files are equal to those that
+``save_pretrained`` writes: the same names (experts unstacked, fused projections split as in the checkpoint), tied
+weights once, adapters in peft's format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.attach import is_written_as_lora, written_adapters
-from streamtune.models.adapters.start import keep_taken
+from streamtune.models.adapters.start import save_taken
 from streamtune.models.generation import add_ends, ends_of
 from streamtune.models.older import AS_TRANSFORMERS, TOKENIZER_CONFIG, add_old_names, old_tokenizer_config
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:  # it imports every quantiser: two seconds
     from peft import PeftModel
 
 SHARD_BYTES = 2 << 30
-"""Most bytes collected on the host before a file of weights is written."""
+"""Most bytes collected in host memory before a weight file is written."""
 
 
 class SavedTokenizer:
-    """The files of a tokenizer, made once: it does not change while a model is trained, and large ones take a second.
+    """Contents of a tokenizer's files, made once: training does not change them, and a large tokenizer takes a second.
 
-    Once made, they are written without the tokenizer, which two threads may not use at the same time.
+    Later writes do not use the tokenizer, which two threads must not use at the same time.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -48,7 +48,7 @@ class SavedTokenizer:
         self._files: Mapping[Path, bytes] | None = None
 
     def read(self) -> Mapping[Path, bytes]:
-        """Return the contents of the files, by their path in the model's folder."""
+        """Return the content of each file, by its path relative to the model's folder."""
         if self._files is None:
             with TemporaryDirectory() as name:
                 folder = Path(name)
@@ -68,9 +68,9 @@ class SavedTokenizer:
 
 
 def copy_weights(model: nn.Module, trained: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
-    """Copy the state of ``model`` to the host as it is now, except frozen weights, which are returned uncopied.
+    """Return a copy of the state of ``model`` in host memory; frozen weights are returned without copying.
 
-    A shared weight is copied once, and is shared in the copy. ``trained`` are the weights that may change while the
+    A shared weight is copied once and stays shared in the copy. ``trained`` are the weights that may change while the
     copy is used; None takes the weights that require a gradient now.
     """
     changing = {id(p) for p in trained or (p for p in model.parameters() if p.requires_grad)}
@@ -99,16 +99,16 @@ def save_pretrained(
 ) -> None:
     """Write model and tokenizer into ``folder``.
 
-    A model with adapters writes the adapters and the name of their base. Any other model is written one layer after
-    another, on the host: transformers' own ``save_pretrained`` splits all stacked experts at once, on their device,
-    which then holds a second copy of them.
+    For a model with adapters, the adapters and the name of their base are written. Any other model is copied to host
+    memory and written layer by layer. The ``save_pretrained`` of transformers would split all stacked experts at once,
+    on their device, which would then hold a second copy of them.
 
-    ``weights`` come from :func:`copy_weights` and are not used afterwards; None writes the current weights. A tensor
-    larger than ``shard_bytes`` is a file of its own.
+    ``weights`` come from :func:`copy_weights` and must not be used afterwards; None writes the current weights. A
+    tensor larger than ``shard_bytes`` gets a file of its own.
     """
     if not hasattr(model, "peft_config"):
         _write(model, tokenizer, folder, _on_host(model, weights), shard_bytes)
-        keep_taken(model, folder)
+        save_taken(model, folder)
         return
     if is_written_as_lora(model):
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,17 +118,17 @@ def save_pretrained(
             config.save_pretrained(str(folder))
     else:
         more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
-        # Rows of new tokens are among the adapters: the whole table is not needed.
+        # The adapters include the rows of new tokens: the rest of the embedding is not needed.
         with _names_in_order(model.peft_config.values()):
             model.save_pretrained(folder, save_embedding_layers=False, **more)
-        keep_taken(base_of(model), folder)
+        save_taken(base_of(model), folder)
     _write_generation(model, folder)
     tokenizer.save_pretrained(folder)
 
 
 @contextmanager
 def _names_in_order(configs: Iterable[Any]) -> Iterator[None]:
-    """Write sets of module names sorted: the order of a set differs from process to process, and so would the file."""
+    """Context manager: replace sets of module names by sorted lists, so that every process writes the same file."""
     sets = [(config, key, value) for config in configs for key, value in vars(config).items() if isinstance(value, set)]
     for config, key, value in sets:
         setattr(config, key, sorted(value))
@@ -142,9 +142,9 @@ def _names_in_order(configs: Iterable[Any]) -> Iterator[None]:
 def save_architecture(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | SavedTokenizer, folder: Path
 ) -> None:
-    """Write configurations and tokenizer without weights into ``folder``, for an engine that is given the weights.
+    """Write configurations and tokenizer, without weights, into ``folder`` for vLLM, which receives the weights later.
 
-    Of a model with adapters it is the base, into which the adapters are merged.
+    For a model with adapters this is the configuration of the base, into which the adapters are merged.
     """
     base = base_of(model)
     base.config.save_pretrained(folder)
@@ -154,14 +154,14 @@ def save_architecture(
 
 
 def _write_generation(model: Any, folder: Path) -> None:
-    """Write ``generation_config.json``, beside adapters too: it says at which tokens the trained turns end."""
+    """Write ``generation_config.json``, also beside adapters: it has the tokens that end a turn in training."""
     base = base_of(model)
     if base.can_generate() and base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
 
 
 def use_saved_ends(model: Any, folder: Path) -> None:
-    """Let generation also end where ``generation_config.json`` beside saved adapters says."""
+    """Add the end tokens in the ``generation_config.json`` beside saved adapters to the model's end tokens."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
@@ -173,15 +173,15 @@ def use_saved_ends(model: Any, folder: Path) -> None:
 
 
 Found = Iterator[tuple[str, Tensor | None]]
-"""Names of parameters, and on rank 0 their values."""
+"""Iterator over (name, values) of parameters; the values are None on ranks other than 0."""
 Weights = Callable[[Collection[str] | None], Found]
-"""Goes through some parameters, or all: their names, and on rank 0 their values."""
+"""Function that gathers the named parameters, or all for None, one by one."""
 
 
 def copy_gathered(model: Any, weights: Weights, *, is_main: bool) -> dict[str, Tensor]:
-    """Copy the tensors that a save of ``model`` writes to the host of rank 0. Called by all ranks.
+    """Return, on rank 0, a copy in host memory of the tensors that a save of ``model`` writes.
 
-    The training thread calls it: no second thread may gather parameters while the model trains.
+    All ranks must call this, in the training thread: no other thread may gather parameters while the model trains.
     """
     with _exhausted(weights(_saved_names(model))) as found:
         saved = _with_buffers(model, found) if is_main else ()
@@ -196,7 +196,7 @@ def save_copied(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the result of :func:`copy_gathered`, and tokenizer, into ``folder``. Rank 0 calls it, from any thread."""
+    """Write the result of :func:`copy_gathered` and the tokenizer into ``folder``; on rank 0, in any thread."""
     _write(model, tokenizer, folder, iter(copies.items()), shard_bytes)
 
 
@@ -209,9 +209,9 @@ def save_gathered(
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write model and tokenizer into ``folder``. Called by all ranks.
+    """Gather a sharded model and write it and the tokenizer into ``folder``. All ranks must call this.
 
-    A failure to write is raised at the end: until then the other ranks wait for rank 0 at every parameter.
+    A write error is raised only at the end, because the other ranks wait for rank 0 at every parameter.
     """
     with _exhausted(weights(_saved_names(model))) as found:
         if is_main:
@@ -220,7 +220,7 @@ def save_gathered(
 
 @contextmanager
 def _exhausted(found: Found) -> Iterator[Found]:
-    """Exhaust ``found`` on exit, also after an error on rank 0: the other ranks wait for it at every parameter."""
+    """Context manager: on exit exhaust ``found``, even after an error, as other ranks wait at every parameter."""
     try:
         yield found
     finally:
@@ -248,7 +248,7 @@ def _write(
 
 
 def _saved_names(model: Any) -> Collection[str] | None:
-    """Return the names of trained parameters of a model with adapters; None, for all, of any other model."""
+    """Return the names of the trained parameters of a model with adapters; None (all) for any other model."""
     adapters = hasattr(model, "peft_config")
     return {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
 
@@ -262,11 +262,14 @@ def _on_main(found: Found) -> Iterator[tuple[str, Tensor]]:
 def write_shards(
     model: Any, saved: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, untied: bool = False
 ) -> None:
-    """Write weights in safetensors, under the names of ``save_pretrained``, with an index for several files.
+    """Write weights as safetensors under the names of ``save_pretrained``; several files get an index.
 
-    The weights of ``model``, without adapters, are not read: ``saved`` has parameters and buffers by name, tensors of
-    one layer next to each other. A tensor larger than ``shard_bytes`` is a file of its own. ``untied`` writes both of
-    two weights that the model ties, which differ.
+    Args:
+        model: Model without adapters, whose own weights are not read.
+        saved: Names and values of parameters and buffers, with the tensors of one layer next to each other.
+        folder: Folder of the files, which exists.
+        shard_bytes: Most bytes of a file. A larger tensor gets a file of its own.
+        untied: True writes all weights that the model class ties, because their values differ.
     """
     ties = {} if untied else _ties(model)
     held: dict[str, Tensor] = {}
@@ -299,17 +302,17 @@ def write_shards(
 
 
 def _on_host(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers that are saved, each on the host."""
+    """Yield the names and host tensors of the parameters and buffers to save."""
     state = model.state_dict(keep_vars=True) if weights is None else weights
     found = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
     return _with_buffers(model, found, state)
 
 
 def _with_shared(model: Any, found: Found) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, of which ``found`` has each once, under all saved names, each with values of its own.
+    """Yield the parameters in ``found``, which has each once, under all names to save; each name gets its own copy.
 
-    Of weights that the model's class ties, one is saved. A class that does not know that weights are shared could not
-    load the others.
+    Weights that the model class ties are saved under one name. Other shared weights are saved under every name: the
+    class does not know that they are shared, and loading needs all of them.
     """
     ties, names = _ties(model), defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -323,9 +326,9 @@ def _with_shared(model: Any, found: Found) -> Iterator[tuple[str, Tensor]]:
 
 
 def _with_buffers(model: Any, found: Found, state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers that are saved: buffers before their layer's parameters, or at the end.
+    """Yield the parameters and buffers to save; buffers come before their layer's parameters, or last.
 
-    ``state`` has the buffers; None is the state of ``model``. A model with adapters saves no buffers.
+    ``state`` has the buffers; None takes the state of ``model``. A model with adapters saves no buffers.
     """
     if hasattr(model, "peft_config"):
         yield from _on_main(found)
@@ -345,7 +348,7 @@ def _with_buffers(model: Any, found: Found, state: Mapping[str, Any] | None = No
 
 
 def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield groups of tensors to convert together: all of a layer, and each of the others alone."""
+    """Yield groups of tensors to convert together: all tensors of a layer, or a single other tensor."""
     held: dict[str, Tensor] = {}
     layer = ""
     for name, values in found:
@@ -359,26 +362,26 @@ def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def _layer(name: str) -> str:
-    """Return the prefix ``model.layers.3`` for any name below it; the name itself without a number."""
+    """Return the layer of a name, such as ``model.layers.3``; the name itself if it has no number."""
     match = re.match(r"^(?:.*?\.)?\d+(?=\.)", name)
     return match[0] if match else name
 
 
 def _ties(model: Any) -> dict[str, str]:
-    """Return the weights that the model's class ties and that are tied now, each with its saved name."""
+    """Return the saved name of each weight that the model class ties and that is tied now."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    return {name: kept for name, kept in tied_weights(model).items() if named.get(name) is named.get(kept)}
+    return {name: saved for name, saved in tied_weights(model).items() if named.get(name) is named.get(saved)}
 
 
 def _as_saved(model: Any, group: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors with names and shapes of ``save_pretrained``; only one of tied weights."""
+    """Return tensors with the names and shapes of ``save_pretrained``, tied weights once."""
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {ties.get(name, name): values for name, values in group.items() if name not in ignored}
     return inside(AS_IN_FILES)(model, kept)
 
 
 def _write_configuration(model: Any, folder: Path) -> None:
-    """Write the files of ``save_pretrained`` other than the weights."""
+    """Write all files of ``save_pretrained`` except the weights."""
     written = {path.name for path in folder.iterdir()}
     model.save_pretrained(folder / "configuration", state_dict={})
     for path in (folder / "configuration").iterdir():

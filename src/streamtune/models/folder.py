@@ -1,14 +1,16 @@
-"""A folder with a model or adapters: checked before libraries read it, and read while others may write to it.
+"""Check a folder with a model or adapters before libraries read it, and read it safely while others may write to it.
 
-- Weights are safetensors. A pickle is a program: it is refused unless the recipe says ``allow_pickle``, and is then
-  read by torch's restricted unpickler.
-- Names of files in an index are of files in that folder.
-- Adapters do not choose their base among the models of a hub, and their settings are checked before peft follows them.
+- Weights are safetensors. A pickle is a program: it is refused unless the recipe sets ``allow_pickle``. Torch's
+  restricted unpickler then reads it.
+- An index may only name files in its own folder.
+- Adapters cannot choose a base on the hub, and their settings are checked before peft uses them.
 
-:func:`unchanged` compares size and times of the files before and after, so what was read is of one state of the folder.
-:func:`unmapped` has libraries read safetensors into memory. A mapped file that is cut, as ``cp`` over it does, ends the
-process with SIGBUS; a file that is read raises an error. Only weights that take more than half of the host's free
-memory, in all ranks of the host, and pickles stay mapped: a process that ends with SIGBUS prints where it was.
+:func:`unchanged` compares size and times of the files before and after reading. So everything that is read belongs to
+one state of the folder. :func:`unmapped` makes libraries read safetensors into memory instead of mapping them. If a mapped file
+is truncated, as ``cp`` over it does, the process ends with SIGBUS; reading a truncated file raises an error.
+
+Two kinds of weights stay mapped: pickles, and weights that take more than half of the host's free memory, summed over
+the host's ranks. A process that ends with SIGBUS prints its stack.
 """
 
 from __future__ import annotations
@@ -37,18 +39,19 @@ SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 INDEX_BYTES = 64 << 20
 WHERE = "model_name_or_path"
-WHOLE_COPY = "use a whole copy of the checkpoint"
+WHOLE_COPY = "use a complete copy of the checkpoint"
 
 
 def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
     """Check a local folder with a model or adapters. A name on a hub is not checked.
 
-    Refused are weights in a pickle without ``allow_pickle``, names in a file that lead out of the folder, and adapters
-    with a base that the recipe does not name. Weights must exist if ``reads_weights``.
-
     Returns:
-        True if weights must be safetensors. False, if pickles are allowed, for a folder that has only pickles, for
+        True if weights must be safetensors. With ``allow_pickle``, False for a folder that has only pickles, for
         adapters without a model, and for a name on a hub.
+
+    Raises:
+        ArgumentError: Weights are a pickle (without ``allow_pickle``) or missing (with ``reads_weights``), a file names
+            a path outside the folder, or the base of adapters is not a local folder.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
@@ -58,8 +61,8 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights
     config = _read(folder / "config.json")
     explicit = config.get("transformers_weights")
     if explicit is not None and (escape_of(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
-        what = f"{folder / 'config.json'} names weights that are no safetensors in its folder: {str(explicit)[:80]!r}"
-        raise ArgumentError(what, where=WHERE, fix="delete transformers_weights there")
+        what = f"transformers_weights must name safetensors beside the config.json, found {str(explicit)[:80]!r}"
+        raise ArgumentError(what, where=WHERE, fix=f"remove the key from {folder / 'config.json'}")
     if (folder / "adapter_config.json").is_file():
         _check_adapter(folder, allow_pickle=allow_pickle, reads_weights=reads_weights)
         if not (folder / "config.json").is_file():
@@ -73,12 +76,12 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights
 
 
 def pickles_in(folder: Path) -> list[str]:
-    """Return the names of the files in a folder that have a pickle's extension."""
+    """Return the names of the files in a folder with an extension of pickles, such as ``.bin`` or ``.pt``."""
     return sorted(path.name for pattern in PICKLES for path in folder.glob(pattern) if path.is_file())
 
 
 def _check_index(path: Path, *, shards: bool) -> None:
-    """Check the names in an index of shards and, with ``shards``, that these files exist."""
+    """Refuse an index of shards that names files outside its folder or, with ``shards``, files that do not exist."""
     index = _read(path)
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not isinstance(index.get("metadata", {}), dict):
@@ -86,15 +89,15 @@ def _check_index(path: Path, *, shards: bool) -> None:
     for name in listed.values():
         if why := escape_of(name):
             what = f"{path} names a file that {why}: {str(name)[:80]!r}"
-            raise ArgumentError(what, where=WHERE, fix="this checkpoint is broken, or means harm; use another copy")
+            raise ArgumentError(what, where=WHERE, fix="use another copy: this one is damaged or malicious")
     whole = path.name.replace(".index.json", "")
     missing = sorted(name for name in set(listed.values()) if not (path.parent / name).is_file())
     if shards and missing and not (path.parent / whole).is_file():
         names = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
         raise ArgumentError(
-            f"{path} names {names}, and there is no such file beside it",
+            f"{path} names {names}, which its folder does not have",
             where=WHERE,
-            fix=f"{WHOLE_COPY}: a download may have been cut off",
+            fix=f"{WHOLE_COPY}: a download may be incomplete",
         )
 
 
@@ -106,17 +109,17 @@ def _check_adapter(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> 
     if not (folder / "adapter_model.safetensors").is_file():
         pickles = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
         if reads_weights and not pickles and not beside_model:
-            what = f"{folder} has an adapter_config.json and no adapter_model.safetensors"
-            raise ArgumentError(what, where=WHERE, fix="use a whole copy of the adapters")
+            what = f"{folder} has an adapter_config.json but no adapter_model.safetensors"
+            raise ArgumentError(what, where=WHERE, fix="use a complete copy of the adapters")
         if pickles and not allow_pickle:
             raise _pickle(folder, pickles[0])
     base = config.get("base_model_name_or_path")
     is_here = isinstance(base, str) and Path(base).expanduser().is_dir()
     if not beside_model and not is_here:
         raise ArgumentError(
-            f"{folder} holds adapters, whose base {str(base)[:80]!r} is no folder here",
+            f"{folder} holds adapters, whose base {str(base)[:80]!r} is not a local folder",
             where=WHERE,
-            fix="merge them into their base first, and name that folder; nothing is fetched that no recipe names",
+            fix="merge them into their base and use that folder: StreamTune downloads only what the recipe names",
         )
     if isinstance(base, str) and is_here and Path(base).resolve() != folder.resolve():
         check_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)
@@ -124,40 +127,43 @@ def _check_adapter(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> 
 
 def _pickle(folder: Path, name: str) -> ArgumentError:
     return ArgumentError(
-        f"the weights in {folder} are a pickle ({name}), which runs code when it is read",
+        f"the weights in {folder} are a pickle ({name}), and reading a pickle can run code",
         where=WHERE,
-        fix="use a copy with safetensors; or, if you trust who made it, set allow_pickle: true: tensors only are read",
+        fix="use a copy in safetensors format; or, if you trust its author, allow_pickle: true (reads only tensors)",
     )
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return an empty one without a file."""
+    """Return the JSON object in a file; an empty one if the file does not exist."""
     if not path.is_file():
         return {}
     try:
         if path.stat().st_size > INDEX_BYTES:
-            raise ValueError(f"it has more than {INDEX_BYTES >> 20} MiB")
+            raise ValueError(f"it is larger than {INDEX_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}", where=WHERE, fix=WHOLE_COPY) from error
     if not isinstance(content, dict):
-        raise ArgumentError(f"{path} holds no JSON object", where=WHERE, fix=WHOLE_COPY)
+        raise ArgumentError(f"{path} is not a JSON object", where=WHERE, fix=WHOLE_COPY)
     return content
 
 
-ENDS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.down_proj", "input_layernorm"]
-USUAL = [f"model.layers.{layer}.{end}" for layer in range(32) for end in ENDS]
-"""Names to try patterns on before there is a model."""
-MOST_RANK = 10**5
+SUFFIXES = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.down_proj", "input_layernorm"]
+TYPICAL_MODULES = [f"model.layers.{layer}.{suffix}" for layer in range(32) for suffix in SUFFIXES]
+"""Module names on which patterns are tried before a model exists."""
+MAX_RANK = 10**5
 
 
 def check_saved_settings(
-    folder: Path, names: Sequence[str], *, where: str, fix: str = "use a whole copy of it"
+    folder: Path, names: Sequence[str], *, where: str, fix: str = "use a complete copy of it"
 ) -> None:
-    """Read the settings of a folder with adapters, and refuse settings that peft fails on or matches for minutes.
+    """Refuse the settings in an adapter folder if peft would fail on them or match their patterns for minutes.
 
-    ``names`` of modules are matched with the patterns. In errors ``where`` is the key that named the folder, and
-    ``fix`` the fix for a file that cannot be read.
+    Args:
+        folder: Folder with an ``adapter_config.json``.
+        names: Names of modules on which the patterns are tried.
+        where: Key that named the folder, for errors.
+        fix: Fix to show if the file cannot be read.
     """
     path = folder / "adapter_config.json"
     try:
@@ -167,21 +173,21 @@ def check_saved_settings(
     check_adapter_settings(settings, path, names, where=where)
 
 
-def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = USUAL, *, where: str) -> None:
-    """Refuse adapter settings of another type than peft's, and patterns that take too long on ``names``.
+def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = TYPICAL_MODULES, *, where: str) -> None:
+    """Refuse adapter settings of the wrong type, and patterns that take too long on ``names``.
 
-    ``settings`` is the content of ``adapter_config.json`` at ``path``; ``where`` names the folder in errors.
+    ``settings`` is the content of the ``adapter_config.json`` at ``path``; ``where`` is the key that named its folder.
     """
 
     def refuse(key: str, wanted: str) -> ArgumentError:
         shown = json.dumps(settings.get(key))[:60] if isinstance(settings, Mapping) else ""
-        return ArgumentError(f"'{key}' in {path} is {shown}, and must be {wanted}", where=where, fix="correct the file")
+        return ArgumentError(f"'{key}' in {path} must be {wanted}, found {shown}", where=where, fix="correct the file")
 
     if not isinstance(settings, Mapping):
-        raise ArgumentError(f"{path} is not a mapping of settings", where=where, fix="use a whole copy of it")
+        raise ArgumentError(f"{path} is not a JSON object", where=where, fix="use a complete copy of it")
     for key in ("r", "oft_block_size"):
-        if key in settings and not (_is_number(settings[key], whole=True) and 0 <= settings[key] <= MOST_RANK):
-            raise refuse(key, f"a whole number up to {MOST_RANK:,}")
+        if key in settings and not (_is_number(settings[key], whole=True) and 0 <= settings[key] <= MAX_RANK):
+            raise refuse(key, f"a whole number up to {MAX_RANK:,}")
     for key in ("lora_alpha", "lora_dropout", "alpha"):
         if key in settings and not _is_number(settings[key]):
             raise refuse(key, "a number")
@@ -193,7 +199,7 @@ def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = USU
     for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "target_parameters"):
         given = settings.get(key)
         if given is not None and not isinstance(given, str) and not _are_texts(given):
-            raise refuse(key, "a text or a list of texts")
+            raise refuse(key, "a string or a list of strings")
         if isinstance(given, str):
             find_matches([given], names, where=f"{key} in {path}", how="fullmatch")
     layers = settings.get("layers_pattern") or []
@@ -210,23 +216,23 @@ def _are_texts(value: Any) -> bool:
 
 
 READ = "pread"
-"""Backend by which safetensors reads a file without mapping it. Each slice of a tensor reads all of the tensor."""
+"""Backend with which safetensors reads a file without mapping it. Reading a slice reads the whole tensor."""
 SETTINGS_BYTES = 1 << 20
 SETTLED_SECONDS = 3.0
-"""A file that changed so recently may change again with the same times."""
+"""A file that changed less than this long ago may change again without a change of its times."""
 FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py")
-"""Suffixes of the files of a model."""
+"""Suffixes of a model's files."""
 PEFT_READS = "peft.utils.save_and_load", "safe_load_file"
 
 State = tuple[int, int, int, int, str]
-"""Size, times and inode of a file, and the checksum of a file that changed just now."""
+"""Size, times and inode of a file, and its checksum if it changed within ``SETTLED_SECONDS``, else ``""``."""
 
 
 @contextmanager
 def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
-    """Refuse a folder whose files are written to while they are read inside, also if they are put back.
+    """Context manager: refuse a folder whose files are written to inside, even if they are then restored.
 
-    The base of adapters is watched as well; files of a hub do not change. The error replaces any error inside;
+    The base of adapters is watched too; hub files do not change. The ArgumentError replaces any error raised inside.
     ``where`` is the key or argument that names the folder.
     """
     folders = _with_base(name_or_path)
@@ -239,7 +245,7 @@ def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") ->
                 raise ArgumentError(
                     f"{path} was written to while it was read",
                     where=where,
-                    fix="wait until it is written, and start again",
+                    fix="wait until the file is complete, then start again",
                 ) from cause
 
     try:
@@ -251,9 +257,9 @@ def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") ->
 
 
 def _states(folders: list[str], recent: set[Path] | None = None) -> dict[Path, State]:
-    """Return the states of the files in folders.
+    """Return the state of each model file in the folders.
 
-    ``recent`` files are read for their checksum; None reads the files that changed just now.
+    ``recent`` are the files to checksum; None checksums the files that changed within ``SETTLED_SECONDS``.
     """
     states: dict[Path, State] = {}
     for folder in folders:
@@ -275,7 +281,7 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def unmapped(name_or_path: str | Path) -> Iterator[None]:
-    """Let transformers and peft read safetensors without mapping them, if they fit into half of free memory."""
+    """Context manager: transformers and peft read safetensors without mapping, if half of free memory holds them."""
     with ExitStack() as stack:
         if _ranks_here() * _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
             opens = inside(SAFE_OPEN)
@@ -294,12 +300,12 @@ def unmapped(name_or_path: str | Path) -> Iterator[None]:
 
 
 def _open(opens: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "") -> Any:
-    """Open a file of safetensors as ``safe_open`` does, without mapping it."""
+    """Open a safetensors file as ``safe_open`` does, without mapping it."""
     return opens(filename, framework=framework, device=device, backend=READ)
 
 
 def _ranks_here() -> int:
-    """Return the number of ranks on this machine, which load at once: they share the pages of a mapped file."""
+    """Return the number of ranks on this machine. They load at the same time, each into its own memory."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(given)) if given.isascii() and given.isdecimal() else 1
 
@@ -313,13 +319,13 @@ def _weights_bytes(name_or_path: str | Path) -> int:
 
 
 def _with_base(name_or_path: str | Path) -> list[str]:
-    """Return a folder, and the folder of its base if it holds adapters that name one."""
+    """Return the folder, followed by the folder of its base if it holds adapters that name a local base."""
     base = adapter_base(str(name_or_path))
     return [str(name_or_path), *([] if base is None else [base])]
 
 
 def adapter_base(name_or_path: str) -> str | None:
-    """Return the folder of the base that adapters at ``name_or_path`` name; None without one."""
+    """Return the local folder of the base that the adapters in ``name_or_path`` name; None if there is none."""
     try:
         folder = Path(name_or_path).expanduser()
         settings = folder / "adapter_config.json"

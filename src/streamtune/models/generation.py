@@ -1,6 +1,6 @@
-"""Generated text, and the tokens at which generation ends.
+"""Generate text with a model, and read or extend its end tokens (EOS).
 
-The generation config of a model is never changed in place: another thread may be writing a checkpoint with it.
+The generation config of a model is never changed in place: another thread may be writing it into a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 def ends_of(settings: GenerationConfig | None) -> list[int]:
-    """Return the end tokens of a generation config; an empty list without one."""
+    """Return the EOS token ids of a generation config; an empty list for None."""
     ends: Any = getattr(settings, "eos_token_id", None)
     return [int(token) for token in (ends if isinstance(ends, list | tuple) else [ends]) if token is not None]
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Return the tokenizer's end token and the end tokens of the model's generation config."""
+    """Return the EOS token ids of the tokenizer and of the model's generation config, ascending."""
     configured = ends_of(getattr(base_of(model), "generation_config", None))
     return sorted({token for token in (*configured, tokenizer.eos_token_id) if token is not None})
 
 
 def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
-    """Let a model's generation end at more tokens; return the tokens at which it did not end before.
+    """Add EOS token ids to a model's generation config; return the ids that it did not have before.
 
-    The model gets a changed copy of its generation config: another thread may be writing the old one.
+    The model gets a changed copy of its generation config: another thread may be writing the old config to a file.
     """
     base: Any = base_of(model)
     known = ends_of(getattr(base, "generation_config", None))
@@ -52,10 +52,10 @@ def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
 
 
 def with_generation(model: Any, settings: GenerationConfig) -> Any:
-    """Return a model that generates by ``settings`` alone, and is ``model`` in all else.
+    """Return a shallow copy of ``model`` whose generation config is ``settings``.
 
-    Both are the same modules, weights and hooks; ``model`` keeps its own generation config. Settings passed to
-    ``generate`` would not do: the model's own config fills what they leave open.
+    Both share modules, weights and hooks; ``model`` keeps its own generation config. Passing ``settings`` to
+    ``generate`` would not be enough: the model's config supplies every option that they leave unset.
     """
     seen = object.__new__(type(model))
     vars(seen).update(vars(model))
@@ -66,25 +66,25 @@ def with_generation(model: Any, settings: GenerationConfig) -> Any:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings of generated text."""
+    """Decoding options."""
 
     max_new_tokens: int
-    """Most tokens; generation stops sooner at an end token."""
+    """Most tokens to generate; an EOS token ends generation sooner."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Seed of the sampling."""
+    """Sampling seed."""
     in_step: bool = False
-    """True if ranks share the weights and compute each token together, also a rank that is done."""
+    """True if ranks shard the weights: then all compute each token together, even after their own text has ended."""
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions) -> list[int]:
-    """Return the token ids of a prompt: a user message if there is a chat template, else plain text."""
+    """Return the token ids of a prompt: as a user message if the tokenizer has a chat template, else as plain text."""
     asked: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
     try:
         return PromptRenderer(tokenizer, chat=chat)(asked, None, "")
     except DataError as error:
-        raise ArgumentError(error.what, where="sample", fix="give another prompt, or another chat_template") from error
+        raise ArgumentError(error.what, where="sample", fix="change the prompt or the chat_template") from error
 
 
 def sample_text(
@@ -95,10 +95,10 @@ def sample_text(
     *,
     chat: ChatOptions | None = None,
 ) -> str:
-    """Return the model's answer to ``prompt``, or its continuation, without special tokens.
+    """Return the model's answer to ``prompt``, or the continuation of it, without special tokens.
 
-    With a chat template, by the options ``chat``, the prompt is a user message. The model, streamed or not, stays in
-    evaluation mode. The caller's random state is left as it was.
+    If the tokenizer has a chat template, the prompt is a user message, rendered with the options ``chat``. The model,
+    streamed or not, is left in evaluation mode. The caller's random state does not change.
     """
     ids = encode_prompt(tokenizer, prompt, chat or ChatOptions())
     ends, pad = end_tokens(model, tokenizer), tokenizer.pad_token_id
@@ -117,9 +117,9 @@ def likeliest_tokens(
     pad: int | None,
     in_step: bool = False,
 ) -> list[int]:
-    """Return the token ids of the greedy continuation of ``prompt``, a final end token included.
+    """Return the token ids of the greedy continuation of ``prompt``, including a final EOS.
 
-    The model stays in evaluation mode.
+    The model is left in evaluation mode.
     """
     return _generate(model, prompt, Decoding(max_new_tokens, in_step=in_step), ends, pad)
 

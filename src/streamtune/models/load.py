@@ -1,4 +1,4 @@
-"""A causal language model, from a checkpoint or a configuration, or on ``meta`` for a step that is only simulated."""
+"""Make a causal language model from a checkpoint, from a configuration, or on ``meta`` for simulation."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options by which a model is made, from a checkpoint or from a configuration."""
+    """Options for making a model from a checkpoint or a configuration."""
 
     dtype: str = "auto"
-    """Dtype of the weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's dtype, float32
-    without one."""
+    """Dtype of the weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's dtype, or float32 if
+    there is no checkpoint."""
     quantization: str | None = None
-    """``nf4`` or ``int8`` for frozen layers and experts (``models.quantize``)."""
+    """Quantisation of frozen layers and experts, ``nf4`` or ``int8`` (``models.quantize``); None: none."""
     rope: RopeChange | None = None
-    """Change to the positions of the configuration."""
+    """Change to the rotary positions in the configuration."""
     change: QuantisationChange | None = None
-    """Change of the weights before they are quantised."""
+    """Change to the weights before they are quantised."""
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype as torch has it; None for ``auto``."""
+        """The torch dtype of the weights; None for ``auto``."""
         return None if self.dtype == "auto" else DTYPES[self.dtype]
 
 
@@ -58,20 +58,20 @@ DEFAULTS = ModelOptions()
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Number of parameters of a model, shared ones counted once."""
+    """Number of parameters of a model; a shared parameter counts once."""
 
     total: int
     trainable: int
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count all parameters and the trained ones; a quantised parameter counts as its dequantised weights."""
+    """Return the number of all and of trained parameters; a quantised parameter counts with its dequantised size."""
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
 
 
 def count_weights(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a parameter, of which this rank may hold only a part."""
+    """Return the number of weights in a whole parameter, even if this rank holds only a shard of it."""
     shared: int | None = getattr(parameter, "ds_numel", None)  # ZeRO-3 leaves it empty
     return logical_size(parameter) if shared is None else shared
 
@@ -79,8 +79,8 @@ def count_weights(parameter: torch.Tensor) -> int:
 def left_out(model: Any) -> str | None:
     """Return a warning if the checkpoint of ``model`` has layers that ``transformers`` does not load, else None.
 
-    These layers predict several tokens ahead. ``transformers`` loads them as a separate model without a loss, to draft
-    tokens in generation, and its causal language models ignore their weights without a warning.
+    These layers predict several tokens ahead. ``transformers`` loads them only as a separate model without a loss, to
+    draft tokens in generation. Its causal language models ignore their weights without a warning.
     """
     config = model.config.get_text_config(decoder=True)
     counts = {name: getattr(config, name, None) for name in DRAFT_LAYERS}
@@ -88,8 +88,8 @@ def left_out(model: Any) -> str | None:
     if name is None or not model.config.name_or_path:
         return None
     return (
-        f"the checkpoint has layers for multi-token prediction ({name}: {counts[name]}); transformers loads the model "
-        "without them, so they are not trained, and not in what is saved"
+        f"the checkpoint has layers for multi-token prediction ({name}: {counts[name]}); transformers does not load "
+        "them, so they are neither trained nor saved"
     )
 
 
@@ -101,14 +101,18 @@ def load_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> PreTrainedModel:
-    """Load a checkpoint from a local folder, with ``config.json`` and safetensors, or by its name on the model hub.
+    """Load a model from a local folder, with ``config.json`` and safetensors, or by its name on the hub.
 
-    ``trust_remote_code`` allows code that comes with the checkpoint to run, ``allow_pickle`` weights in a pickle, from
-    which only tensors are read.
+    Args:
+        name_or_path: Folder, or name on the hub.
+        options: Dtype, quantisation and rotary positions of the model.
+        device: Device of the weights.
+        trust_remote_code: True allows Python code in the checkpoint to run.
+        allow_pickle: True allows pickled weights, from which only tensors are read.
 
     Raises:
-        ArgumentError: There is no such checkpoint, it is not safe to read (``models.folder``), lacks weights, cannot be
-            quantised so, or was written to while it was read.
+        ArgumentError: The checkpoint does not exist, is unsafe to read (``models.folder``), lacks weights, cannot be
+            quantised as asked, or was written to while it was read.
     """
     check_exists(name_or_path)
     with unchanged(name_or_path), unmapped(name_or_path):
@@ -137,10 +141,10 @@ def load_model(
 
 
 def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy weights and buffers that may still be memory-mapped pages of the file they were read from.
+    """Replace weights and buffers that may be memory-mapped pages of their file by copies; return the model.
 
-    Training would follow what is written to the file. Pages also have the alignment of the file: CPU kernels may round
-    differently for another alignment, and a resumed run must give exactly the losses of an uninterrupted one.
+    A write to the file would change mapped weights during training. Pages also have the file's alignment: CPU kernels
+    may round differently for another alignment, and a resumed run must repeat the losses of an uninterrupted one.
     """
     copies: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -167,10 +171,15 @@ def init_model(
 ) -> PreTrainedModel:
     """Build a model from a configuration, with random weights. Needs no download.
 
-    ``config`` has ``model_type`` and keys of its transformers configuration; other keys have the defaults of that
-    class. The vocabulary has ``vocab_size`` tokens, as the tokenizer, unless ``config`` asks for more. ``token_ids``
-    are ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``. Weights are drawn on the CPU by ``seed``, so they do
-    not depend on ``device``. The caller's random state is left as it was.
+    Weights are drawn on the CPU, so they do not depend on ``device``. The caller's random state does not change.
+
+    Args:
+        config: ``model_type`` and keys of its transformers configuration class. Other keys take the class's defaults.
+        options: Dtype, quantisation and rotary positions of the model.
+        vocab_size: Number of the tokenizer's tokens; ``config`` may ask for a larger vocabulary.
+        token_ids: Values of ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
+        device: Device of the weights.
+        seed: Seed of the random weights.
     """
     keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
     hf_config = build_config(keys)
@@ -195,9 +204,12 @@ def blueprint(
 ) -> PreTrainedModel:
     """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
 
-    ``source`` is a hub name or folder, of which only the configuration is read, or the keys of a configuration; keys
-    without a vocabulary get ``vocab_size``. ``new_tokens`` is the number of rows for tokens beyond those of a
-    checkpoint.
+    Args:
+        source: Folder or hub name, of which only the configuration is read; or the keys of a configuration.
+        options: Dtype, quantisation and rotary positions of the model.
+        vocab_size: Vocabulary size for keys that have none.
+        trust_remote_code: True allows Python code in the checkpoint to run.
+        new_tokens: Number of tokens added to the vocabulary of a checkpoint.
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):
@@ -218,23 +230,23 @@ def blueprint(
 
 
 def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Read the configuration of a checkpoint; refuse weights that are quantised already."""
+    """Return the configuration of a checkpoint; refuse weights that are already quantised."""
     check_exists(name_or_path)
     check_folder(name_or_path, allow_pickle=True, reads_weights=False)
     config = read_config(name_or_path, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ArgumentError(
-            f"the weights of '{name_or_path}' are quantised already, and how is not known before they are loaded",
+            f"the weights of '{name_or_path}' are already quantised; their layout is known only after loading",
             where="model_name_or_path",
-            fix="plan with the checkpoint they were made from, and finetuning_type: qlora",
+            fix="use the unquantised checkpoint, with finetuning_type: qlora",
         )
     return config
 
 
 def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrainedModel:
-    """Build a model of the first layers of ``model``, enough to have one of each kind, with random weights.
+    """Return a copy of ``model`` with random weights and only as many first layers as include each kind of layer.
 
-    Adapters are left out, and no weights are read. The caller's random state is left as it was.
+    Adapters are left out, and no weights are read. The caller's random state does not change.
     """
     base = base_of(model)
     config = copy.deepcopy(base.config)
@@ -251,7 +263,7 @@ def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrai
 
 
 def _until_all_kinds(text: Any, layers: Sequence[nn.Module]) -> int:
-    """Return the number of first layers that have a layer of every kind."""
+    """Return how many of the first layers are needed to have a layer of every kind."""
     types = getattr(text, "layer_types", None) or [""] * len(layers)
     kinds = [
         (type(layer), kind, tuple((name, tuple(x.shape)) for name, x in layer.named_parameters()))

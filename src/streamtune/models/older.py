@@ -1,8 +1,8 @@
-"""Saved folders that ``transformers`` 4 reads as well: inference servers stay with it for years.
+"""Make saved folders readable by ``transformers`` 4 too: inference servers will use it for years.
 
-``transformers`` 5 writes the base of rotary positions, their scaling, the dtype and the class of a tokenizer under new
-names. Version 4 ignores them without a warning: it takes a base of 10,000 for a model that has 1,000,000. The old names
-are written beside the new ones; version 5 reads both.
+``transformers`` 5 writes the RoPE base and scaling, the dtype and the tokenizer's class under new names. Version 4
+ignores the new names without a warning: it uses a RoPE base of 10,000 for a model with 1,000,000. The old names are
+written beside the new ones; version 5 reads both.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from streamtune.engine.hf_names import HUB_FILE, inside
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 AS_TRANSFORMERS: dict[str, Any] = {"indent": 2, "sort_keys": True, "ensure_ascii": False}
-"""Layout of the JSON files that transformers writes."""
+"""Arguments of ``json.dumps`` that give the layout in which transformers writes JSON files."""
 
 NEW_CLASS = "TokenizersBackend"
-"""Class in ``transformers`` 5 of a tokenizer that is all in ``tokenizer.json``."""
+"""Class in ``transformers`` 5 of a tokenizer that ``tokenizer.json`` describes completely."""
 OLD_CLASS = "PreTrainedTokenizerFast"
-"""Class of such a tokenizer in ``transformers`` 4."""
+"""Class in ``transformers`` 4 of such a tokenizer."""
 
 OLD_KEYS = ("add_bos_token", "add_eos_token")
-"""Settings of the old classes that ``transformers`` 5 leaves out: without them they add tokens by their defaults."""
+"""Settings that ``transformers`` 5 does not write. Without them the old classes add BOS and EOS by their defaults."""
 
 THETA: tuple[tuple[str, str, str], ...] = (
     # start of the model type, old name of the base for full attention, and for windowed attention
@@ -36,26 +36,26 @@ THETA: tuple[tuple[str, str, str], ...] = (
     ("", "rope_theta", ""),
 )
 SHARE: tuple[tuple[str, str], ...] = (("gpt_neox", "rotary_pct"), ("", "partial_rotary_factor"))
-"""Start of the model type, and the old name of the share of a head that is rotated."""
+"""Start of the model type, and the old name of the fraction of a head that is rotated."""
 ORIGINAL = "original_max_position_embeddings"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts: version 5 writes one of them, version 4 may read another."""
+"""Keys for the number of experts: version 5 writes one of them, version 4 may read another."""
 LAYERS: dict[str, tuple[str, dict[str, str]]] = {
     "granitemoehybrid": ("layer_types", {"linear_attention": "mamba", "full_attention": "attention"}),
     **dict.fromkeys(("zamba", "zamba2"), ("layers_block_type", {"linear_attention": "mamba"})),
 }
-"""Model type -> the list of the kinds of layers, and the old words in it."""
+"""By model type: the key that lists the kinds of layers, and the old word for each new word in the list."""
 
 
 def add_old_names(folder: Path) -> None:
-    """Add the old names to the ``config.json`` of a folder that was written."""
+    """Add the old names to the ``config.json`` in a saved folder."""
     path = folder / "config.json"
     config = with_old_names(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
 
 
 def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a configuration, nested ones included, with old names beside the new ones."""
+    """Return the JSON of a configuration, with old names beside the new ones, also in nested configurations."""
     settings = {
         key: with_old_names(value) if isinstance(value, Mapping) and key.endswith("_config") else _plain(value)
         for key, value in config.items()
@@ -87,7 +87,7 @@ def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
         old["rope_scaling"] = scaling
         if scaling.get("rope_type") == "longrope" and ORIGINAL in scaling:
             old[ORIGINAL] = scaling[ORIGINAL]
-        if model_type.startswith(("phi3", "phi4")):  # which take only these three fields
+        if model_type.startswith(("phi3", "phi4")):  # they accept only these three fields
             old["rope_scaling"] = {
                 "type": scaling.get("rope_type"),
                 **{key: scaling[key] for key in ("short_factor", "long_factor") if key in scaling},
@@ -96,23 +96,23 @@ def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expert_names(model_type: str) -> Iterator[tuple[str, str]]:
-    """Yield synonyms for the number of experts in a configuration: as written, and another."""
+    """Yield (written key, other key) for the number of experts in a configuration."""
     for alias, written in (CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}).items():
         if alias in EXPERTS and written in EXPERTS:
             yield written, alias
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with infinities as Python writes them to JSON: version 5 writes an object that only it reads."""
+    """Return a JSON value with plain infinities: version 5 writes each as an object that only it reads."""
     if isinstance(value, Mapping) and value.keys() == {"__float__"}:
         return float(value["__float__"])
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the ``tokenizer_config.json`` of version 5 with the class and the settings that version 4 reads.
+    """Return version 5's ``tokenizer_config.json`` with the class and the settings that version 4 reads.
 
-    The class is named by the files from which ``tokenizer`` was loaded.
+    The class comes from the files from which ``tokenizer`` was loaded.
     """
     settings, base = dict(config), _base_config(tokenizer)
     named = base.get("tokenizer_class")
@@ -129,7 +129,7 @@ def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokeniz
 
 
 def _base_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
-    """Return the ``tokenizer_config.json`` that a tokenizer was loaded with; empty without one."""
+    """Return the ``tokenizer_config.json`` from which a tokenizer was loaded; empty if there is none."""
     name = tokenizer.name_or_path
     if not name:
         return {}

@@ -1,9 +1,13 @@
-"""Rotary positions of a model beyond its pretrained length: scaled, or of another base frequency.
+"""Rotary positions (RoPE) beyond a model's pretrained length: scaled, or with another base frequency.
 
-Position interpolation is ``linear`` (Chen et al., arXiv 2306.15595), YaRN ``yarn`` (Peng et al., arXiv 2309.00071),
-``llama3`` the scaling by wavelength of Llama 3.1, ``dynamic`` NTK scaling with a base for each length, and ``longrope``
-divides each frequency by a number of its own (Ding et al., arXiv 2402.13753). ``transformers`` makes the frequencies
-from the configuration, which is saved with the model, so that inference engines use the same ones.
+    linear    position interpolation (Chen et al., arXiv 2306.15595)
+    yarn      YaRN (Peng et al., arXiv 2309.00071)
+    llama3    scaling by wavelength, as in Llama 3.1
+    dynamic   NTK scaling, with a base that depends on the length
+    longrope  each frequency divided by its own factor (Ding et al., arXiv 2402.13753)
+
+``transformers`` computes the frequencies from the configuration. The configuration is saved with the model, so that
+inference servers use the same frequencies.
 """
 
 from __future__ import annotations
@@ -19,17 +23,17 @@ from streamtune.errors import ArgumentError
 
 ORIGINAL = "original_max_position_embeddings"
 
-WRITTEN = {
+SCALING_KEYS = {
     "rope_type", "type", "factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "low_freq_factor",
     "high_freq_factor", "short_factor", "long_factor", "alpha",
 }  # fmt: skip
-"""Keys of a scaling that another one replaces. Others stay, such as ``rope_theta`` and the sections of image models."""
+"""Keys that a new scaling replaces. Other keys stay, such as ``rope_theta`` and the sections of image models."""
 
-OF_THE_TYPE = {"truncate", "mscale", "mscale_all_dim", "short_mscale", "long_mscale"}
-"""Keys that recipes cannot write: a scaling of the same type keeps them (gpt-oss, DeepSeek)."""
+SAME_TYPE_KEYS = {"truncate", "mscale", "mscale_all_dim", "short_mscale", "long_mscale"}
+"""Keys that recipes cannot set; they stay if the new scaling has the same type (gpt-oss, DeepSeek)."""
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""The bands of Llama 3.1."""
+"""Frequency bands of Llama 3.1, the defaults of ``llama3``."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,9 @@ class RopeChange:
     Attributes:
         scaling: ``rope_type`` (``default``, ``linear``, ``yarn``, ``llama3``, ``dynamic`` or ``longrope``), ``factor``
             and other keys that ``transformers`` reads for that type. The default factor is the smallest whole number
-            with which ``length`` tokens are reached. None leaves the scaling.
-        theta: Base of the frequencies. None leaves it.
-        length: Tokens of the longest row. A configuration without scaling is said to reach so far.
+            with which positions reach ``length``. None keeps the model's scaling.
+        theta: Base of the frequencies. None keeps the model's base.
+        length: Number of tokens of the longest row. Without a scaling, the configuration's limit is raised to it.
     """
 
     scaling: Mapping[str, Any] | None = field(default=None)
@@ -49,10 +53,10 @@ class RopeChange:
     length: int = 0
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> RopeChange | None:
-        """Return the change that settings ask for by ``rope_scaling`` and ``rope_theta``; None without them.
+    def from_settings(cls, settings: Mapping[str, Any]) -> RopeChange | None:
+        """Return the change for the keys ``rope_scaling``, ``rope_theta`` and ``max_length`` of a recipe.
 
-        ``max_length`` of the settings is the length.
+        None if neither ``rope_scaling`` nor ``rope_theta`` is set.
         """
         scaling, theta = settings.get("rope_scaling"), settings.get("rope_theta")
         if scaling is None and theta is None:
@@ -60,9 +64,12 @@ class RopeChange:
         return cls(scaling, theta, int(settings.get("max_length") or 0))
 
     def apply(self, config: Any) -> None:
-        """Change a configuration in place. A configuration that has been changed so stays as it is.
+        """Change a configuration in place; a second call changes nothing.
 
-        Layers with a window keep their rotation if the configuration has another one for them (Gemma 3).
+        Sliding-window layers keep their rotation if the configuration has a separate one for them (Gemma 3).
+
+        Raises:
+            ArgumentError: The model has no rotary positions, or transformers rejects the new values.
         """
         key = "rope_scaling" if self.scaling is not None else "rope_theta"
         text = config.get_text_config(decoder=True)
@@ -71,15 +78,15 @@ class RopeChange:
             raise ArgumentError(
                 f"a model of type '{text.model_type}' has no rotary positions to change",
                 where=key,
-                fix=f"delete '{key}', or choose a model with rotary positions",
+                fix=f"remove '{key}', or choose a model with rotary positions",
             )
         nested = all(isinstance(kind, dict) for kind in kinds.values())
         old = kinds.get("full_attention") if nested else kinds
         if old is None:
             raise ArgumentError(
-                f"this model has the rotations {', '.join(kinds)}, and none of layers with full attention",
+                f"this model has rope_parameters for {', '.join(kinds)}, but not for full_attention",
                 where=key,
-                fix=f"delete '{key}', and write rope_parameters into its config.json",
+                fix=f"remove '{key}', and set rope_parameters in its config.json",
             )
         new, reached = self._changed(old, text.max_position_embeddings)
         for name in ("short_factor", "long_factor"):
@@ -94,13 +101,13 @@ class RopeChange:
         except Exception as error:  # the validators raise types of their own
             reason = " ".join(str(error).split())
             raise ArgumentError(
-                f"transformers refuses these positions: {reason}", where=key, fix="fix the value"
+                f"transformers rejects these rope_parameters: {reason}", where=key, fix="fix the value"
             ) from error
 
     def _changed(self, old: Mapping[str, Any], limit: int) -> tuple[dict[str, Any], int]:
-        """Return the new parameters of the rotation, and the number of positions that the model then reaches.
+        """Return the new ``rope_parameters``, and the number of positions that the model then supports.
 
-        ``old`` are the parameters it has, ``limit`` the positions that it reaches now.
+        ``old`` are the present parameters, ``limit`` is the number of positions that the model supports now.
         """
         theta = {} if self.theta is None else {"rope_theta": self.theta}
         was = old.get("rope_type", "default")
@@ -108,25 +115,25 @@ class RopeChange:
             return {**old, **theta}, max(limit, self.length) if was == "default" else limit
         given = {name: value for name, value in self.scaling.items() if value is not None}
         kind = given["rope_type"]
-        replaced = WRITTEN if kind == was else WRITTEN | OF_THE_TYPE
-        kept = {name: value for name, value in old.items() if name not in replaced}
+        replaced = SCALING_KEYS if kind == was else SCALING_KEYS | SAME_TYPE_KEYS
+        others = {name: value for name, value in old.items() if name not in replaced}
         if kind == "default":
-            return {**kept, **theta, "rope_type": kind}, max(limit, self.length)
+            return {**others, **theta, "rope_type": kind}, max(limit, self.length)
         made_for = round(limit / old["factor"]) if was == "linear" else limit
         made_for = given.pop("original_max_position_embeddings", None) or old.get(ORIGINAL) or made_for
         factor = float(given.setdefault("factor", float(max(1, math.ceil(self.length / made_for)))))
-        # The linear scaling does not depend on the length that the model was made for, and has no key for it; the
-        # dynamic one takes the positions of the configuration for it.
+        # Linear scaling does not depend on the pretrained length and has no key for it; dynamic scaling takes it from
+        # max_position_embeddings.
         original = {} if kind in ("linear", "dynamic") else {ORIGINAL: made_for}
-        new = {**kept, **theta, **(LLAMA3 if kind == "llama3" else {}), **given, **original}
+        new = {**others, **theta, **(LLAMA3 if kind == "llama3" else {}), **given, **original}
         return new, made_for if kind == "dynamic" else round(made_for * factor)
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the number of positions that a model reaches, scaling included; None if it does not say."""
+    """Return the number of positions that a model supports, scaling included; None if its configuration has none."""
     limit = _written_limit(config)
     for kind in _scalings(config) if limit is not None else ():
-        # Some configurations give the positions before the scaling, as Qwen's pages advise for YaRN.
+        # In some configurations max_position_embeddings excludes the scaling, as Qwen's pages advise for YaRN.
         original, factor = kind.get(ORIGINAL), kind.get("factor")
         if kind["rope_type"] == "dynamic":
             original = _written_limit(config)
@@ -136,7 +143,7 @@ def position_limit(config: Any) -> int | None:
 
 
 def pretrained_positions(config: Any) -> int | None:
-    """Return the number of positions that a model was pretrained for, without scaling; None if it does not say."""
+    """Return the number of positions of a model's pretraining, without scaling; None if its configuration has none."""
     limit = _written_limit(config)
     for kind in _scalings(config) if limit is not None else ():
         if isinstance(original := kind.get(ORIGINAL), int):
@@ -147,14 +154,14 @@ def pretrained_positions(config: Any) -> int | None:
 
 
 def _factors(config: Any, name: str, given: Sequence[float]) -> list[float]:
-    """Return the factors of ``longrope`` as a list; refuse another number of factors than of frequencies."""
+    """Return the factors of ``longrope`` as floats; refuse a list whose length is not the number of frequencies."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     partial = parameters.get("full_attention", parameters).get("partial_rotary_factor", 1.0)
     if len(given) != (count := int(size * partial) // 2):
         raise ArgumentError(
-            f"'{name}' has {len(given)} number{'s' if len(given) > 1 else ''}, and this model has {count} frequencies "
-            f"(heads of {size})",
+            f"'{name}' has {len(given)} number{'s' if len(given) > 1 else ''}; this model has {count} frequencies "
+            f"(head size {size})",
             where="rope_scaling",
             fix=f"write {count} numbers",
         )
@@ -167,7 +174,7 @@ def _written_limit(config: Any) -> int | None:
 
 
 def _scalings(config: Any) -> list[Mapping[str, Any]]:
-    """Return the parameters of the rotations that are scaled."""
+    """Return the ``rope_parameters`` that have a scaling: one set, or one for each kind of layer."""
     kinds = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     nested = bool(kinds) and all(isinstance(kind, dict) for kind in kinds.values())
     return [kind for kind in (kinds.values() if nested else [kinds]) if kind.get("rope_type", "default") != "default"]
@@ -176,9 +183,9 @@ def _scalings(config: Any) -> list[Mapping[str, Any]]:
 def check_positions(model: Any, longest: int, *, training: bool = True) -> str | None:
     """Refuse rows of ``longest`` tokens if they exceed the positions of ``model``, scaling included.
 
-    Rotary and other computed positions go on past ``max_position_embeddings``, though the model was not trained on
-    them; a learnt table ends there. Rows that are not for ``training`` may use unseen rotary positions: then a warning
-    is returned.
+    Rotary and other computed positions continue past ``max_position_embeddings``, although the model was not trained
+    on them; a learned table ends there. Computed positions that are not rotary, or rows that are not for ``training``,
+    are not refused: then a warning is returned.
     """
     limit = position_limit(model.config)
     if limit is None or longest <= limit:
@@ -188,32 +195,33 @@ def check_positions(model: Any, longest: int, *, training: bool = True) -> str |
         table = isinstance(module, torch.nn.Embedding) and module is not words
         if table and limit <= module.num_embeddings <= limit + 2:  # some keep two rows for padding
             raise ArgumentError(
-                f"the longest row has {longest:,} tokens; the model's table of positions ({name}) ends at {limit:,}",
+                f"the longest row has {longest:,} tokens; the model's learned table of positions ({name}) ends at "
+                f"{limit:,}",
                 where="max_length",
                 fix=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
             )
-    what = f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings)"
+    what = f"the longest row has {longest:,} tokens; the model supports {limit:,} (max_position_embeddings)"
     original = pretrained_positions(model.config)
     if original is not None and original < limit:
         what = (
-            f"the longest row has {longest:,} tokens; the model was made for {original:,} positions, and the scaling "
-            f"of its configuration or of rope_scaling reaches {limit:,}"
+            f"the longest row has {longest:,} tokens; the model was pretrained for {original:,} positions, and the "
+            f"scaling in its configuration or in rope_scaling reaches {limit:,}"
         )
     if not training or not getattr(model.config.get_text_config(decoder=True), "rope_parameters", None):
-        return f"{what}: it goes on, at positions it has never seen"
+        return f"{what}: it continues at positions that it was not trained on"
     factor = math.ceil(longest / (original or limit))
     raise ArgumentError(
         what,
         where="max_length",
-        fix=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
-        f"at positions it has never seen: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
+        fix=f"scale the positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
+        f"at new positions: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
     )
 
 
 def describe_positions(model: Any, longest: int) -> str | None:
-    """Return one line for rows of ``longest`` tokens beyond the positions of a model, with a fix; else None.
+    """Return one line, with a fix, if rows of ``longest`` tokens exceed the positions of a model; else None.
 
-    The model may have no weights.
+    The model may be on ``meta``.
     """
     try:
         return check_positions(model, longest)

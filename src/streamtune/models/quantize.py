@@ -1,21 +1,21 @@
-"""A frozen base in 8 or 4 bits, to train adapters on: QLoRA (Dettmers et al., arXiv 2305.14314).
+"""Quantise a frozen base to 8 or 4 bits, to train adapters on it: QLoRA (Dettmers et al., arXiv 2305.14314).
 
-    int8  torchao, weight-only: one scale to an output channel, symmetric. CPU and CUDA.
-    nf4   bitsandbytes: 4 bits to a weight in blocks of 64, scales of blocks in 8 bits ("double quantisation").
+    int8  torchao, weight-only: symmetric, one scale per output channel. CPU and CUDA.
+    nf4   bitsandbytes: 4 bits per weight in blocks of 64, block scales in 8 bits ("double quantisation").
           CUDA, and the CPU through the same package.
 
-The weight of every ``nn.Linear`` but the head is quantised, as in the paper, and so are experts that are one 3-D tensor
-a layer (:mod:`streamtune.models.packed`). Embedding, norms and biases stay as they are. One layer after the other is
-moved to the device and quantised there, so the device never holds the unquantised model. Forward and backward compute
-in the dtype of the activations, with weights dequantised in each call: the same for a chunk as for the sequence.
+The weight of every ``nn.Linear`` except the head is quantised, as in the paper, and so are experts that are one 3-D
+tensor per layer (:mod:`streamtune.models.packed`). Embedding, norms and biases do not change. Layers are moved to the
+device and quantised there one by one, so the device never holds the unquantised model. Forward and backward compute in
+the activations' dtype. Each call dequantises the weights, in the same way for a chunk and for a whole sequence.
 
-peft's ``prepare_model_for_kbit_training`` is not used. It turns on gradient checkpointing, which streaming replaces,
-and casts the rest of a bitsandbytes base to fp32: twice the bytes for embedding and head, norms that give fp32 to
-layers made for bf16, and adapters trained on another model than the one they are used with. The adapters themselves are
-fp32, also on bf16 weights (peft's default).
+peft's ``prepare_model_for_kbit_training`` is not used, for two reasons. It turns on gradient checkpointing, which
+streaming replaces. It also casts the rest of a bitsandbytes base to fp32. That doubles the bytes of embedding and head,
+and layers made for bf16 get fp32 from the norms. The adapters would be trained on a model that differs from the one
+they are used with. The adapters are fp32, also on bf16 weights (peft's default).
 
-There is no int4. torchao's 4-bit kernels have no backward (``aten::_weight_int4pack_mm_for_cpu``), peft refuses its
-``Int4Tensor``, and its form that does run on every device spends a byte on each weight, as int8 does.
+There is no int4: torchao's 4-bit kernels have no backward (``aten::_weight_int4pack_mm_for_cpu``), and peft rejects
+torchao's ``Int4Tensor``. The 4-bit layout of torchao that runs on every device takes a byte per weight, as int8 does.
 """
 
 from __future__ import annotations
@@ -32,26 +32,30 @@ from streamtune.base.text import show_size
 from streamtune.engine.hf_names import QUANTIZERS, inside, kept_wide
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.start import LoftqStart, QuantisationChange
-from streamtune.models.packed import PackedExperts, divide_experts, pack_experts
+from streamtune.models.packed import PackedExperts, pack_experts, shard_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
-"""Package that each kind needs; the extra ``streamtune[quant]`` installs both."""
+"""Package that each quantisation needs; the extra ``streamtune[quant]`` installs both."""
 QUANTISED = ("Params4bit", "Int8Tensor", "PackedExperts")
-"""Classes of a quantised weight: of bitsandbytes, of torchao, and of experts that are one tensor."""
+"""Class names of quantised weights: of bitsandbytes, of torchao, and of experts that are one tensor."""
 
 
 def choose_quantization(kind: str, device: torch.device) -> str:
-    """Return ``nf4`` or ``int8``, whose package is installed; ``auto`` is nf4 on an accelerator, int8 on the CPU."""
+    """Return the quantisation to use, ``nf4`` or ``int8``; ``auto`` is nf4 on an accelerator, int8 on the CPU.
+
+    Raises:
+        ArgumentError: The package that it needs is not installed.
+    """
     chosen = kind if kind != "auto" else "int8" if device.type == "cpu" else "nf4"
     package = PACKAGES[chosen]
     if not _installed(package):
         other, theirs = next(item for item in PACKAGES.items() if item[0] != chosen)
         fix = f"pip install {package} (or streamtune[quant])"
         if _installed(theirs):
-            fix += f", or write quantization: {other}, which is here"
+            fix += f", or write quantization: {other} ({theirs} is installed)"
         raise ArgumentError(f"{chosen} needs {package}, which is not installed", where="quantization", fix=fix)
     return chosen
 
@@ -59,18 +63,26 @@ def choose_quantization(kind: str, device: torch.device) -> str:
 def quantize(
     model: PreTrainedModel, kind: str, device: torch.device, *, change: QuantisationChange | None = None
 ) -> None:
-    """Quantise the linear layers and the experts of ``model`` in place and freeze them; they move to ``device``.
+    """Quantise the linear layers and experts of ``model`` in place, freeze them and move them to ``device``.
 
-    The other weights stay. A model that came quantised from its checkpoint is left as it is, and refused if it has
-    another kind or ``change`` is given: a change of the weights of linear layers before they are quantised.
+    Other weights do not change. A model with an already quantised checkpoint is not quantised again.
+
+    Args:
+        model: Model with its weights.
+        kind: ``nf4`` or ``int8``.
+        device: Device of the quantised weights; ``meta`` computes nothing.
+        change: Change to the weights of linear layers before they are quantised.
+
+    Raises:
+        ArgumentError: The checkpoint is already quantised, and ``kind`` differs or ``change`` is given.
     """
     before = quantization(model)
     if before is not None and change is not None:
         raise ArgumentError(
-            f"the weights of this checkpoint are quantised already ({before}), and adapters of kind loftq start from "
-            "what that took from them",
+            f"this checkpoint is already quantised ({before}), and adapters of kind loftq need its original weights: "
+            "they start from the quantisation error",
             where="adapter_type",
-            fix="use the checkpoint they were made from, or write adapter_type: lora",
+            fix="use the unquantised checkpoint, or write adapter_type: lora",
         )
     if before is None:
         if isinstance(change, LoftqStart):
@@ -80,13 +92,13 @@ def quantize(
             change.finish(model)
     elif before != kind:
         raise ArgumentError(
-            f"the weights of this checkpoint are quantised already ({before}), and {kind} is asked for",
+            f"this checkpoint is already quantised: {before}, not {kind}",
             where="quantization",
-            fix=f"write quantization: {before}" if before in PACKAGES else "use the checkpoint they were made from",
+            fix=f"write quantization: {before}" if before in PACKAGES else "use the unquantised checkpoint",
         )
     for module in model.modules():
-        # On CPUs with AVX512-BF16 bitsandbytes packs a weight for another kernel when it is first used in evaluation.
-        # That kernel rounds differently and has no backward, and the weight stays packed when training goes on.
+        # On CPUs with AVX512-BF16 bitsandbytes repacks a weight for another kernel at its first use in evaluation. That
+        # kernel rounds differently and has no backward, and the weight stays repacked when training continues.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
@@ -106,7 +118,7 @@ def quantization(model: nn.Module) -> str | None:
 def left_whole(model: nn.Module) -> str | None:
     """Return a note if a quantised model has experts in one tensor that are not quantised, else None.
 
-    It came quantised from its checkpoint, or keeps them in fp32.
+    Its checkpoint is already quantised, or the model class keeps the experts in fp32.
     """
     if quantization(model) is None:
         return None
@@ -116,13 +128,13 @@ def left_whole(model: nn.Module) -> str | None:
     size, whole = sum(p.nbytes for p in stacked), sum(_nbytes(p) for p in model.parameters())
     dtype = str(stacked[0].dtype).removeprefix("torch.")
     return (
-        f"linear layers are quantised; experts in one tensor a layer stay in {dtype}: {show_size(size)} of the model's "
-        f"{show_size(whole)}"
+        f"linear layers are quantised; experts, one tensor per layer, stay in {dtype}: {show_size(size)} of the "
+        f"model's {show_size(whole)}"
     )
 
 
 def _nbytes(parameter: torch.Tensor) -> int:
-    """Return the bytes that hold a parameter, without the scales of its blocks."""
+    """Return how many bytes a parameter takes; a quantised linear weight counts without its scales."""
     if isinstance(parameter, PackedExperts):
         return sum(part.nbytes for part in parameter.parts())
     packed: torch.Tensor = getattr(parameter, "qdata", parameter)  # the wrapper of torchao's int8 has no bytes
@@ -130,7 +142,7 @@ def _nbytes(parameter: torch.Tensor) -> int:
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield the experts that are one 3-D tensor of a layer: name, module and tensor."""
+    """Yield (name, module, tensor) for experts that are one 3-D tensor per layer."""
     for name, module in model.named_modules():
         if "expert" not in f"{name}.{type(module).__name__}".lower() or isinstance(module, nn.modules.conv._ConvNd):
             continue
@@ -140,7 +152,7 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Param
 
 
 def logical_size(parameter: torch.Tensor) -> int:
-    """Return the number of weights in a parameter: bitsandbytes packs two in a byte, ZeRO-3 leaves a rank a part."""
+    """Return the number of weights in a parameter before packing (bitsandbytes: two per byte) or sharding (ZeRO-3)."""
     state = getattr(parameter, "quant_state", None)
     whole: int = getattr(parameter, "ds_numel", parameter.numel())
     return whole if state is None else state.shape.numel()
@@ -151,9 +163,9 @@ def is_quantised(weight: Any) -> bool:
 
 
 def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the dequantised weight in its shape, computed in ``dtype`` from its parts."""
+    """Return a quantised weight dequantised, in its original shape, computed in ``dtype`` from codes and scales."""
     if isinstance(weight, PackedExperts):
-        return weight.written(dtype)
+        return weight.dequantize(dtype)
     if type(weight).__name__ == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 
@@ -164,13 +176,13 @@ def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
-    """Let ranks divide the 4-bit weights of a model: as numbers of the dtype of its other weights, with the same bits.
+    """Let ranks shard the 4-bit weights of a model: they become numbers in its other weights' dtype, with equal bits.
 
-    Engines that share weights divide floating-point parameters. The scales of blocks stay whole on each rank, with the
-    module: a 32nd of the packed weights.
+    ZeRO-3 and FSDP2 shard floating-point parameters. Block scales are not sharded: each rank's module has all of them,
+    a 32nd of the size of the packed weights.
 
-    ``keeps_objects`` is True for an engine that gathers weights into the parameter that it divided (ZeRO-3), False for
-    one that replaces it (FSDP2).
+    ``keeps_objects`` is True for a backend that gathers weights into the parameter that it sharded (ZeRO-3), False for
+    one that replaces the parameter (FSDP2).
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad), torch.float32)
     for name, module in model.named_modules():
@@ -179,32 +191,34 @@ def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
             continue
         if weight.nbytes % dtype.itemsize:
             raise ArgumentError(
-                f"the 4-bit weight of {name} has {weight.nbytes:,} bytes, which do not make whole numbers of {dtype}",
+                f"the 4-bit weight of {name} has {weight.nbytes:,} bytes, not a multiple of the size of {dtype}",
                 where="finetuning_type",
                 fix="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
             )
-        held: Any = module
-        held.quant_state, held.quant_storage = weight.quant_state, dtype
+        layer: Any = module
+        layer.quant_state, layer.quant_storage = weight.quant_state, dtype
         packed = weight.data.view(-1).view(torch.uint8).view(dtype)[:, None]
         if keeps_objects:
             weight.data, weight.quant_storage = packed, dtype
         else:  # bitsandbytes takes the scales from the module if the weight has none
-            held.weight = nn.Parameter(packed, requires_grad=False)
-    divided: set[int] = set()
+            layer.weight = nn.Parameter(packed, requires_grad=False)
+    sharded: set[int] = set()
     for module in list(model.modules()):  # wrappers of adapters come before their base layers
         inner: Any = module
         while isinstance(below := getattr(inner, "base_layer", None), nn.Module):
             inner = below
-        if id(inner) not in divided and any(isinstance(x, PackedExperts) for x in inner._parameters.values()):
-            divided.add(id(inner))
-            divide_experts(module, dtype)
+        if id(inner) not in sharded and any(isinstance(x, PackedExperts) for x in inner._parameters.values()):
+            sharded.add(id(inner))
+            shard_experts(module, dtype)
 
 
 def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: QuantisationChange | None) -> None:
     linears = list(_linears(model))
     if not linears:
         raise ArgumentError(
-            f"{type(model).__name__} has no nn.Linear layers to quantise", where="finetuning_type", fix="write lora"
+            f"{type(model).__name__} has no nn.Linear layers to quantise",
+            where="finetuning_type",
+            fix="write finetuning_type: lora",
         )
     (_to_int8 if kind == "int8" else _to_nf4)(model, linears, device, change)
     wide, width = kept_wide(model), model.config.get_text_config(decoder=True).hidden_size
@@ -217,20 +231,20 @@ def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: Qu
 
 
 def _outputs_last(module: nn.Module, key: str, shape: torch.Size, width: int) -> bool:
-    """Return True for experts ``[E, in, out]``: by their class, or else by the width of the model."""
-    if (said := getattr(module, "is_transposed", None)) is not None:
-        return bool(said)
+    """Return True if experts have shape ``[E, in, out]``: by their class, or else by the width of the model."""
+    if (declared := getattr(module, "is_transposed", None)) is not None:
+        return bool(declared)
     first, last = (shape[2], shape[1]) if key.startswith("down") else (shape[1], shape[2])
     return first == width != last
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield each ``nn.Linear`` with its name, but the head, any tied to the embedding, and those kept in fp32."""
+    """Yield (name, layer) for each ``nn.Linear`` except the head, layers tied to the embedding, and fp32 layers."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    kept = {id(module.weight) for module in ends if hasattr(module, "weight")}
-    names = kept_wide(model)
+    excluded = {id(module.weight) for module in ends if hasattr(module, "weight")}
+    wide = kept_wide(model)
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and id(module.weight) not in kept and names.isdisjoint(name.split(".")):
+        if type(module) is nn.Linear and id(module.weight) not in excluded and wide.isdisjoint(name.split(".")):
             yield name, module
 
 
@@ -254,7 +268,7 @@ def _to_int8(
             quantize_(linear, config)
         else:
             linear.weight = change.quantised(name, linear.weight.data, quantise)
-    # As after from_pretrained: peft reads here how to quantise merged weights again.
+    # As from_pretrained does: peft reads here how to quantise merged weights again.
     model.hf_quantizer = inside(QUANTIZERS).from_config(TorchAoConfig(config), pre_quantized=False)
 
 
@@ -289,15 +303,15 @@ def _to_nf4(
         else:
             quantised = quantised.to(device)  # moving it quantises it
         setattr(model.get_submodule(parent), last, quantised.requires_grad_(False))
-    model.is_loaded_in_4bit = True  # as after from_pretrained: peft reads this, not the layer's class
+    model.is_loaded_in_4bit = True  # as from_pretrained does: peft reads this, not the layer's class
 
 
 def _packed_on_meta(weight: torch.Tensor) -> Any:
-    """Return a 4-bit weight on ``meta``, with shapes and no values, for a model that is only simulated."""
+    """Return a 4-bit weight on ``meta``, with shapes and no values, for a simulated model."""
     import bitsandbytes
 
     settings = {"quant_type": "nf4", "compress_statistics": True, "blocksize": 64}
-    # bitsandbytes keeps its table of values from the first tensor, which must be a real one.
+    # bitsandbytes caches the table from its first call, whose tensor must not be on meta.
     bitsandbytes.functional.quantize_4bit(torch.zeros(64, 64), **settings)
     packed, state = bitsandbytes.functional.quantize_4bit(weight.data, **settings)
     state.offset = torch.zeros(())  # read when the state is saved

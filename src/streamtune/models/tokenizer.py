@@ -1,6 +1,6 @@
-"""Tokenizers, loaded or trained from text; tokens that a recipe adds, and their rows in embedding and head.
+"""Load tokenizers or train them from text; add a recipe's tokens and their rows in embedding and head.
 
-A new row is the mean of the rows of the previous tokens: of a size that the layers are used to, and the same on every
+A new row is the mean of the previous tokens' rows. So its size is typical for the layers, and it is the same on every
 rank and in every run. Rows of new tokens are trained with all others, or alone beside adapters.
 """
 
@@ -24,7 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 MAX_TEMPLATE = 1 << 20
-"""Characters of a chat template: the longest known have thirty thousand."""
+"""Most characters of a chat template; the longest known templates have thirty thousand."""
 
 CHATML_TEMPLATE = """
 {%- set calling = 'You can call the functions whose JSON schemas stand between <tools> and </tools>, one on a line:' -%}
@@ -63,20 +63,21 @@ CHATML_TEMPLATE = """
 {%- endfor -%}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
 """.strip()
-"""ChatML, with the assistant's words and its end-of-turn marked as the part that is generated.
+"""ChatML template, which marks the assistant's words and end-of-turn as the generated part.
 
-Reasoning stands between ``<think>`` and ``</think>`` in every turn that has some. Tools are JSON schemas in the system
-message, calls stand between ``<tool_call>`` and ``</tool_call>``, and their results are the user's, between
-``<tool_response>`` and ``</tool_response>``: the format of Hermes and Qwen, which inference engines read.
+Every turn with reasoning has it between ``<think>`` and ``</think>``. Tools are JSON schemas in the system message.
+Calls are between ``<tool_call>`` and ``</tool_call>``. Their results are user turns, between ``<tool_response>`` and
+``</tool_response>``. This is the format of Hermes and Qwen, which inference servers parse.
 """
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE: no unknown token, every string decodes back to itself.
+    """Train a byte-level BPE tokenizer: it has no unknown token, and every string decodes back to itself.
 
-    Digits are single tokens; a line break with its indentation can become one token, which suits code. The tokenizer
-    has the ChatML template, ``<|im_end|>`` as end and ``<|endoftext|>`` as padding. ``vocab_size`` is the most tokens,
-    with the 256 bytes and the three special tokens.
+    Digits are single tokens. A line break with its indentation can become one token, which suits code. The tokenizer
+    has the ChatML template, ``<|im_end|>`` as EOS and ``<|endoftext|>`` as padding token.
+
+    ``vocab_size`` is the most tokens, including 256 bytes and three special tokens.
     """
     special = [END_OF_TEXT, TURN_START, TURN_END]
     smallest = 256 + len(special)
@@ -102,7 +103,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def read_trained_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a vocabulary that :func:`train_tokenizer` trained, ``text`` in JSON."""
+    """Return the tokenizer for a vocabulary that :func:`train_tokenizer` trained; ``text`` is its JSON."""
     bpe = Tokenizer.from_str(text)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -121,9 +122,9 @@ def load_tokenizer(
     special_tokens: Mapping[str, Any] | None = None,
     added_tokens: Sequence[str] = (),
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, by hub name or from a local folder. Without a padding token it pads with its end token.
+    """Load a tokenizer from a local folder or by its name on the hub. Without a padding token it pads with EOS.
 
-    ``special_tokens`` and ``added_tokens`` are added by :func:`add_tokens`.
+    ``special_tokens`` and ``added_tokens`` are added with :func:`add_tokens`.
     """
     tokenizer = _read_tokenizer(name_or_path, trust_remote_code)
     special = special_tokens or {}
@@ -132,7 +133,7 @@ def load_tokenizer(
             add_tokens(tokenizer, {"eos_token": special["eos_token"]}, ())
         if tokenizer.eos_token is None:
             raise ArgumentError(
-                f"the tokenizer '{name_or_path}' has neither a padding nor an end-of-text token",
+                f"the tokenizer '{name_or_path}' has neither a padding token nor EOS",
                 where="model_name_or_path",
                 fix="write special_tokens: {pad_token: ...}",
             )
@@ -142,7 +143,7 @@ def load_tokenizer(
 
 
 def read_vocabulary(name_or_path: str, *, trust_remote_code: bool = False) -> dict[str, int]:
-    """Return the tokens of a tokenizer's files with their ids."""
+    """Return the id of each token in a tokenizer's files, by token."""
     return _read_tokenizer(name_or_path, trust_remote_code).get_vocab()
 
 
@@ -162,7 +163,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
         check_splits(list(_patterns(written)), where=f"tokenizer.json of {name_or_path}")
     if set(found.get_vocab()) <= set(found.all_special_tokens):  # made from the model's configuration alone
         raise ArgumentError(
-            f"'{name_or_path}' has no tokenizer: of its files none has tokens",
+            f"'{name_or_path}' has no tokenizer: none of its files has tokens",
             where="tokenizer",
             fix="copy tokenizer.json and tokenizer_config.json there, or name another: tokenizer: {path: NAME}",
         )
@@ -170,7 +171,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
 
 
 def _patterns(value: Any) -> Iterator[str]:
-    """Yield the regular expressions of a tokenizer's parts, given as JSON values."""
+    """Yield the regular expressions in the JSON of a tokenizer's parts."""
     if isinstance(value, dict) and isinstance(value.get("Regex"), str):
         yield value["Regex"]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -179,16 +180,16 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Give ``tokenizer`` a chat template: ``chatml``, the path of a Jinja file, or the template itself."""
+    """Set the chat template of ``tokenizer``: ``chatml``, the path of a Jinja file, or the template itself."""
     if template == "chatml" or "{" in template:
         tokenizer.chat_template = CHATML_TEMPLATE if template == "chatml" else template
         return
     if len(template) > 4096 or "\0" in template:
-        raise ArgumentError("this is neither a chat template nor the path of one", where="chat_template")
+        raise ArgumentError("chat_template is neither a template nor a path", where="chat_template")
     path = Path(template).expanduser()
     if not path.is_file():
         raise ArgumentError(
-            f"there is no chat template file {path}",
+            f"the chat template file {path} does not exist",
             where="chat_template",
             fix="give 'chatml', the path of a Jinja file, or the template itself",
         )
@@ -199,7 +200,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
         reason = "it is not UTF-8 text" if isinstance(error, ValueError) else error.strerror or str(error)
         raise ArgumentError(f"cannot read the chat template {path}: {reason}", where="chat_template") from error
     if len(text) > MAX_TEMPLATE:
-        raise ArgumentError(f"{path} has more than {MAX_TEMPLATE:,} characters: this is no chat template",
+        raise ArgumentError(f"{path} has more than {MAX_TEMPLATE:,} characters: it is not a chat template",
                             where="chat_template", fix="name a Jinja file")  # fmt: skip
     tokenizer.chat_template = text
 
@@ -208,17 +209,17 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]) -> None:
-    """Give a tokenizer, in place, its special tokens and tokens of the user's own. Known tokens keep their ids.
+    """Add a recipe's special tokens and ordinary tokens to a tokenizer, in place. Known tokens keep their ids.
 
-    ``special`` has tokens for ``bos_token`` and the like, and a list of ``additional_special_tokens``. ``added`` tokens
-    are ordinary text when decoded, such as ``<think>``. Adding the same tokens twice changes nothing.
+    ``special`` has tokens for ``bos_token`` and the like, and a list of ``additional_special_tokens``. ``added``
+    tokens, such as ``<think>``, are decoded as ordinary text. Adding the same tokens twice changes nothing.
     """
     for name in SPECIAL:
         if (text := special.get(name)) is not None:
             tokenizer.add_special_tokens({name: AddedToken(text, special=True, normalized=False)})
     more = [AddedToken(text, special=True, normalized=False) for text in special.get("additional_special_tokens") or ()]
     tokenizer.add_tokens(more, special_tokens=True)
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added if text not in _named(special)])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added if text not in _special_texts(special)])
 
 
 def new_tokens(
@@ -226,24 +227,24 @@ def new_tokens(
 ) -> list[int]:
     """Return the ids of a recipe's tokens that its tokenizer did not have before, ascending.
 
-    ``known`` are the tokens that it had; ``tokenizer`` has the new ones, ``special`` and ``added``.
+    ``known`` are the tokens that it had. ``tokenizer`` already has the recipe's tokens, ``special`` and ``added``.
     """
     vocabulary = tokenizer.get_vocab()
-    named = dict.fromkeys([*_named(special), *added])
+    named = dict.fromkeys([*_special_texts(special), *added])
     return sorted(vocabulary[text] for text in named if text not in known and text in vocabulary)
 
 
-def _named(special: Mapping[str, Any]) -> list[str]:
+def _special_texts(special: Mapping[str, Any]) -> list[str]:
     single = [special[name] for name in SPECIAL if special.get(name) is not None]
     return [*single, *(special.get("additional_special_tokens") or ())]
 
 
 @torch.no_grad()
 def add_rows(model: Any, size: int, new: Collection[int]) -> None:
-    """Make the embedding and the head as large as the vocabulary, and set the rows of new tokens to the mean row.
+    """Enlarge the embedding and the head to the vocabulary, and set the rows of new tokens to the mean row.
 
-    The model has its weights, not quantised, without adapters. Spare rows of its tables are used before new ones.
-    ``size`` is the number of tokens, of which ``new`` are the last ids.
+    The model must have its weights, unquantised and without adapters. Spare rows are used before rows are added.
+    ``size`` is the number of tokens; ``new`` are the ids of the new tokens, which come last.
     """
     if size > model.get_input_embeddings().weight.shape[0]:
         try:
@@ -251,7 +252,7 @@ def add_rows(model: Any, size: int, new: Collection[int]) -> None:
                 model.resize_token_embeddings(size, mean_resizing=False)
         except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
             raise ArgumentError(
-                f"{type(model).__name__} cannot have rows for more tokens: {error}",
+                f"the embedding of {type(model).__name__} cannot be enlarged for new tokens: {error}",
                 where="added_tokens",
                 fix="use tokens that its tokenizer has",
             ) from error
@@ -269,9 +270,9 @@ def add_rows(model: Any, size: int, new: Collection[int]) -> None:
 
 
 def use_special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any]) -> None:
-    """Write the ids of changed special tokens into the configurations of a model, in place, for generation.
+    """Write the ids of a recipe's special tokens, ``special``, into a model's configurations, in place.
 
-    ``special`` are the recipe's tokens. A new end of text is added to the tokens at which generation stops.
+    A new EOS is added to the tokens that end generation.
     """
     text = model.config.get_text_config(decoder=True)
     generation = getattr(model, "generation_config", None)

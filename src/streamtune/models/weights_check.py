@@ -1,4 +1,4 @@
-"""Checks of loaded weights: their sizes, number of layers, finite values and quantisation."""
+"""Check loaded weights: sizes, number of layers, finite values and quantisation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from streamtune.models.config import key_place, keys_of_size
 from streamtune.models.folder import READ
 
 FLOAT_NAMES = ("F64", "F32", "F16", "BF16")
-"""Names in safetensors."""
+"""Names of floating-point dtypes in safetensors."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PART = 1 << 22
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""Names in configurations for the number of layers that predict the token after the next."""
+"""Keys of configurations for the number of layers that predict the token after the next."""
 
 
 def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose weights have other sizes, are missing, or belong to layers that the model lacks.
+    """Refuse a checkpoint whose weights have wrong sizes, are missing, or belong to layers that the model lacks.
 
     ``report`` is the loading report of ``from_pretrained``.
     """
@@ -38,7 +38,7 @@ def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> No
 
 
 def check_missing(name_or_path: str, model: Any, missing: Collection[str]) -> None:
-    """Refuse a checkpoint that lacks weights: transformers would initialise them at random and go on."""
+    """Refuse a checkpoint that lacks weights: transformers would initialise them at random and continue."""
     if missing:
         names = sorted(missing)
         raise ArgumentError(
@@ -50,10 +50,11 @@ def check_missing(name_or_path: str, model: Any, missing: Collection[str]) -> No
 
 
 def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None:
-    """Refuse a checkpoint with tensors, ``unused``, that belong to a layer of the model but have no place in it.
+    """Refuse a checkpoint with tensors, ``unused``, that belong to a layer of the model but are not its parameters.
 
-    A bias of a matrix that has none here, adapters that were not merged and scales of a quantisation would be left out,
-    and another model than the one in the files trained. Tensors of parts that the model does not have are allowed.
+    Examples are a bias of a matrix that has none here, adapters that were not merged, and scales of a quantisation.
+    Without them, the trained model would differ from the one in the files. Tensors of parts that the model does not
+    have are allowed.
     """
     check_layers(name_or_path, model, unused)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -75,16 +76,16 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
         adapters = any(is_of_adapters(name) or ".base_layer." in name for name in lost)
         raise ArgumentError(
             f"the checkpoint '{name_or_path}' has {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
-            f"which {type(model).__name__} has no place for under its configuration: they would be left out",
+            f"which {type(model).__name__} with this configuration would leave out",
             where="model_name_or_path",
-            fix="merge the adapters into the weights (peft: merge_and_unload()) and name that folder"
+            fix="merge the adapters into the weights (peft: merge_and_unload()) and use that folder"
             if adapters
-            else "use the configuration that belongs to the weights, or a whole copy of the checkpoint",
+            else "use the configuration that belongs to the weights, or a complete copy of the checkpoint",
         )
 
 
 def check_dtypes(name_or_path: str, config: Any) -> None:
-    """Refuse weights in a folder's safetensors that are not floating-point, unless its configuration quantises them."""
+    """Refuse weights in a folder's safetensors that are not floating-point, unless config.json says quantised."""
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
         return
@@ -97,15 +98,15 @@ def check_dtypes(name_or_path: str, config: Any) -> None:
         wrong = next((key for key, kind in kinds.items() if kind not in FLOAT_NAMES), None)
         if wrong is not None:
             raise ArgumentError(
-                f"{wrong} holds {kinds[wrong]}; weights are floating-point numbers of 16 bits or more, and nothing "
-                "says that these are quantised",
+                f"{wrong} holds {kinds[wrong]}; weights must be floating-point with 16 bits or more, unless "
+                "config.json has a quantization_config",
                 where=str(path),
-                fix="use a whole copy of the checkpoint, with the quantization_config in its config.json",
+                fix="use a complete copy of the checkpoint, with the quantization_config in its config.json",
             )
 
 
 def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None:
-    """Refuse a checkpoint with more decoder layers than its configuration says: the others would not be loaded."""
+    """Refuse a checkpoint with more decoder layers than its configuration says: the rest would not be loaded."""
     text = model.config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", None)
     drafts = [getattr(text, key, None) for key in DRAFT_LAYERS]
@@ -116,17 +117,17 @@ def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None
     if numbers and max(numbers) >= count:
         _, where = key_place(name_or_path)
         raise ArgumentError(
-            f"the checkpoint '{name_or_path}' has weights of {max(numbers) + 1} layers, and its configuration says "
-            f"{count}: the others would be left out",
+            f"the checkpoint '{name_or_path}' has weights of {max(numbers) + 1} layers, but its configuration says "
+            f"{count}: the rest would be left out",
             where=where("num_hidden_layers"),
-            fix=f"write {max(numbers) + 1} there, or use a whole copy of the checkpoint",
+            fix=f"set num_hidden_layers to {max(numbers) + 1}, or use a complete copy of the checkpoint",
         )
 
 
 def size_error(
     name_or_path: str, config: Any, name: str, found: tuple[int, ...], wanted: tuple[int, ...], others: int = 1
 ) -> ArgumentError:
-    """Return an error that names weights that do not fit a configuration, and the key that gives their size."""
+    """Return an error for weights that do not fit a configuration; it names them and the key that gives their size."""
     keys, where = key_place(name_or_path)
     sizes = [b for a, b in zip(found, wanted, strict=False) if a != b] if len(found) == len(wanted) else []
     near = [(key, size) for size in sizes for key in keys_of_size(config, size)]
@@ -136,10 +137,10 @@ def size_error(
     if named:
         says += f" ('{named}: {size}')"
     return ArgumentError(
-        f"the weights of '{name_or_path}' do not fit its configuration: {name} is {_shape(found)} in the files, and "
+        f"the weights of '{name_or_path}' do not fit its configuration: {name} is {_shape(found)} in the files, but "
         f"{says}{more}",
         where=where(named),
-        fix="undo the change to config.json, or use a whole copy of the checkpoint",
+        fix="undo the change to config.json, or use a complete copy of the checkpoint",
     )
 
 
@@ -150,8 +151,11 @@ def _shape(sizes: tuple[int, ...]) -> str:
 def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: str) -> None:
     """Refuse a checkpoint whose weights are quantised in a way that cannot be trained here.
 
-    That is without a ``quant_method``, or on the CPU if the method needs an accelerator or the frozen layers are not to
-    be quantised (``wanted``: ``nf4`` or ``int8``).
+    ``wanted`` is the quantisation of frozen layers in the recipe, ``nf4`` or ``int8``, or None.
+
+    Raises:
+        ArgumentError: The quantization_config has no ``quant_method``; or, on the CPU, the method needs an accelerator
+            or ``wanted`` is None.
     """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -162,24 +166,24 @@ def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: 
     method = getattr(method, "value", method)
     if not isinstance(method, str) or not method:
         raise ArgumentError(
-            f"the configuration of '{name_or_path}' has a quantization_config that names no quant_method",
+            f"the configuration of '{name_or_path}' has a quantization_config without a quant_method",
             where=where("quantization_config"),
-            fix="delete it where the weights are not quantised, or use a whole copy of the checkpoint",
+            fix="remove it if the weights are not quantised, or use a complete copy of the checkpoint",
         )
-    if not device.startswith("cpu") or (wanted is not None and method in OURS):
+    if not device.startswith("cpu") or (wanted is not None and method in CPU_METHODS):
         return
-    fix = "use the checkpoint they were made from" + (
-        f", or write finetuning_type: qlora and quantization: {OURS[method]}" if method in OURS else ""
+    fix = "use the unquantised checkpoint" + (
+        f", or write finetuning_type: qlora and quantization: {CPU_METHODS[method]}" if method in CPU_METHODS else ""
     )
     raise ArgumentError(
-        f"the weights of '{name_or_path}' are quantised already ({method}), and on the CPU they cannot be trained so",
+        f"the weights of '{name_or_path}' are already quantised ({method}), which the CPU cannot train",
         where=where("quantization_config"),
         fix=fix,
     )
 
 
-OURS = {"bitsandbytes": "nf4", "torchao": "int8"}
-"""Quantisations that also run on the CPU: name in a checkpoint -> name in a recipe."""
+CPU_METHODS = {"bitsandbytes": "nf4", "torchao": "int8"}
+"""Quantisations that also run on the CPU: the name in a recipe by the ``quant_method`` in a checkpoint."""
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ OURS = {"bitsandbytes": "nf4", "torchao": "int8"}
 def check_finite(model: Any, name_or_path: str = "", where: str = "model_name_or_path") -> None:
     """Refuse weights with NaN or infinity: no loss can be computed with them.
 
-    The message names the tensor, and its file in the folder ``name_or_path``, or else ``where``.
+    The error names the tensor and its file in the folder ``name_or_path``; without a file, ``where``.
     """
     for name, parameter in model.named_parameters():
         if not is_finite(parameter.detach()):
@@ -197,7 +201,7 @@ def check_finite(model: Any, name_or_path: str = "", where: str = "model_name_or
 
 
 def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
-    """Return an error with the number of values of a tensor that are not finite."""
+    """Return an error for a tensor with NaN or infinity; it says how many values are not finite."""
     flat = values.flatten()
     nan, inf = int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
     held = " and ".join(f"{count:,} {what}" for count, what in ((nan, "NaN"), (inf, "infinite")) if count)
@@ -209,7 +213,7 @@ def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite. Only if their sum is not finite, each value is tested."""
+    """Return True if all values are finite. Each value is tested only if their sum is not finite."""
     plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised weights have other classes
     if not plain or values.dtype not in FLOATS or values.device.type == "meta":
         return True
@@ -225,7 +229,7 @@ def _in_files(name_or_path: str) -> tuple[Path, str, Tensor] | None:
     for path in filter(Path.is_file, paths):
         try:
             with safe_open(path, framework="pt", backend=READ) as file:
-                for key in file.keys():  # noqa: SIM118 - it is no mapping
+                for key in file.keys():  # noqa: SIM118 - it is not a mapping
                     values = file.get_tensor(key)
                     if not is_finite(values):
                         return path, key, values

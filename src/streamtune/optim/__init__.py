@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules, by name."""
+"""Build optimizers and learning-rate schedules by name."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""AdamW on a part of the weights at a time: block coordinate descent, BAdam (arXiv 2404.02827, algorithm 1).
+"""AdamW on one block of weights at a time: block coordinate descent, BAdam (arXiv 2404.02827, algorithm 1).
 
-A block, such as a layer, is trained for ``switch_block_every`` steps by AdamW whose moments begin at zero, while all
-other weights are frozen. Then another block is. So gradients and moments are there for one block only:
+A block, such as a layer, is trained for ``switch_block_every`` steps by AdamW whose moments start at zero, while all
+other weights are frozen. Then another block is trained. So gradients and moments exist for one block only:
 
     for each block b of a pass:  m = v = 0
         for k = 1 ... K:  g = dL/dw_b;  AdamW steps w_b by g, with m, v and the bias correction of step k
 
-Weights of 16 bits are stepped in float32: the block has a copy of them for as long as it is trained, as in the paper.
+16-bit weights are stepped in float32: a block has a float32 copy while it is trained, as in the paper.
 
-What is frozen below the lowest trained weight needs no gradient, so the backward ends there: layers below it run once,
-and none of their inputs is stored.
+Layers below the lowest trained weight need no gradient, so the backward ends there. These layers run once per step, and
+their inputs are not stored.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from streamtune.errors import ArgumentError
 from streamtune.optim.weight_step import ADAMW, EachWeight, adamw_step, hash_of, saved_entries
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
-"""The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
+"""Order of the blocks: random in each pass, from the embedding upwards, from the last layer down, or always one block.
+
+In this order: ``random``, ``ascending``, ``descending``, ``fixed``.
+"""
 
 NUMBERED = re.compile(r"^(.*?\.)?(\d+)\.")
-"""The name of a parameter's layer: its own name up to the first number."""
+"""Regular expression that finds the name of a parameter's layer: the parameter's name up to the first number."""
 
 EVERY_NAME = "."
-"""A pattern of a block of all parameters."""
+"""Pattern that matches every parameter, for a block of all of them."""
 
 EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Parameters that are trained together, by name. ``name`` is their module, or the first and last of several."""
+    """Names of parameters that are trained together. ``name`` is their module, or "first to last" of several."""
 
     name: str
     parameters: frozenset[str]
@@ -54,18 +57,18 @@ def split_blocks(
     include_lm_head: bool = False,
     patterns: Sequence[str] = (),
 ) -> list[WeightBlock]:
-    """Split parameters into blocks, in the order in which a forward uses them.
+    """Return the blocks into which parameters are split, in the order in which a forward uses them.
 
     Args:
-        names: Names of the parameters, in the order of the model.
-        layers_per_block: Layers that are trained together.
-        include_embedding: Make the embeddings the first block.
-        include_lm_head: Make the parameters of neither a layer nor the embeddings the last block.
-        patterns: Regular expressions: each makes a block of the parameters in whose names it is found, in place of
-            layers. Parameters that none of them finds are not trained.
+        names: Names of the parameters, in the model's order.
+        layers_per_block: Number of layers that are trained together.
+        include_embedding: True makes the embeddings the first block.
+        include_lm_head: True makes the last block of the parameters outside layers and embeddings.
+        patterns: Regular expressions, used instead of layers. Each makes a block of the parameters in whose names it
+            is found. Parameters without a matching pattern are not trained.
 
     Raises:
-        ArgumentError: A pattern finds nothing, or there are no layers.
+        ArgumentError: A pattern matches no parameter, or the model has no numbered layers.
     """
     if patterns:
         found_by = find_matches(patterns, names, where="optim_args.blocks")
@@ -76,9 +79,9 @@ def split_blocks(
         if missing := next((block.name for block in blocks if not block.parameters), None):
             shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
             raise ArgumentError(
-                f"no parameter that is trained has a name with '{missing}' in it",
+                f"the pattern '{missing}' matches no trained parameter",
                 where="optim_args.blocks",
-                fix=f"parameters are {shown}",
+                fix=f"trained parameters: {shown}",
             )
         return blocks
     layers: dict[str, list[str]] = {}
@@ -99,7 +102,7 @@ def split_blocks(
     if include_lm_head and others:
         found.append(WeightBlock("head", frozenset(others)))
     if not found:
-        raise ArgumentError("the model has no numbered layers to take one after another", where="optim")
+        raise ArgumentError("the model has no numbered layers to split into blocks", where="optim")
     return found
 
 
@@ -108,9 +111,9 @@ class BlockOptions:
     """Options of the blocks and of their order.
 
     Attributes:
-        switch_block_every: Steps until another block is trained.
-        switch_mode: The order of the blocks.
-        start_block: Index of the first block; with ``fixed`` of the only block.
+        switch_block_every: Number of steps after which another block is trained.
+        switch_mode: Order of the blocks.
+        start_block: Index of the first block; with ``fixed``, of the only block.
         layers_per_block, include_embedding, include_lm_head, blocks: Arguments of :func:`split_blocks`.
     """
 
@@ -133,9 +136,9 @@ class BlockOptions:
 
 
 class BlockAdamW(EachWeight):
-    """AdamW on one block at a time; it sets ``requires_grad`` of all its parameters, for the block and for the others.
+    """AdamW on one block at a time. It sets ``requires_grad``: True in the block, False for its other parameters.
 
-    Its groups have the parameters of the block alone.
+    Its groups contain only the parameters of the block.
 
     Args:
         params: Groups of ``(name, parameter)``.
@@ -143,7 +146,7 @@ class BlockAdamW(EachWeight):
         options: Options of AdamW, and of :class:`BlockOptions`.
 
     Raises:
-        ArgumentError: There are no such blocks.
+        ArgumentError: The parameters cannot be split into these blocks, or ``start_block`` does not exist.
     """
 
     DEFAULTS: ClassVar = ADAMW
@@ -158,7 +161,7 @@ class BlockAdamW(EachWeight):
         start_block = self.options.start_block
         if start_block is not None and not 0 <= start_block < len(self.blocks):
             raise ArgumentError(
-                f"there are {len(self.blocks)} blocks, 0 to {len(self.blocks) - 1}, and no block {start_block}",
+                f"start_block is {start_block}, but the {len(self.blocks)} blocks are 0 to {len(self.blocks) - 1}",
                 where="optim_args.start_block",
             )
         self.steps_taken = 0
@@ -166,7 +169,7 @@ class BlockAdamW(EachWeight):
 
     @property
     def block(self) -> int:
-        """Index of the block that the next step trains; a function of the steps taken and of the seed."""
+        """Index of the block that the next step trains; it depends only on the steps taken and the seed."""
         mode, start = self.options.switch_mode, self.options.start_block
         count, turn = len(self.blocks), self.steps_taken // self.options.switch_block_every
         if mode == "random":
@@ -180,36 +183,36 @@ class BlockAdamW(EachWeight):
 
     @property
     def every_parameter(self) -> list[nn.Parameter]:
-        """All parameters that it was built over, also parameters outside of the blocks."""
+        """All parameters that were passed to the optimizer, also parameters outside the blocks."""
         return [parameter for group in self._everything for _, parameter in group]
 
     def train_together(self) -> None:
-        """Make one block of all parameters: to measure or to plan the step that takes the most."""
+        """Make one block of all parameters, to measure or plan the step that needs the most memory."""
         self.blocks = [WeightBlock("all", frozenset(name for group in self._everything for name, _ in group))]
         self.go_to(0)
 
     def go_to(self, steps_taken: int) -> None:
-        """Train the block whose turn is after so many steps, with moments of zero."""
+        """Train the block whose turn comes after ``steps_taken`` steps, with moments of zero."""
         self.steps_taken = steps_taken
         self._train_block()
 
     @property
     def is_fresh(self) -> bool:
-        """True if the block has not been stepped yet: it has no moments."""
+        """True if the block has not been stepped yet and has no moments."""
         return not self.state
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the block, and take the next one if it is its turn."""
+        """Step the block; then, every ``switch_block_every`` steps, switch to the next block."""
         super().step()
         self.steps_taken += 1
         if self.steps_taken % self.options.switch_block_every == 0:
             self._train_block()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the block, of an optimizer that has taken as many steps.
+        """Load the state of the block, saved after the same number of steps.
 
-        It stays in float32: torch would cast it to the dtype of the weight.
+        The state stays in float32; torch's own method would cast it to the weight's dtype.
         """
         self.state.clear()
         for parameter, _, entry in saved_entries(self, state_dict):
@@ -226,7 +229,7 @@ class BlockAdamW(EachWeight):
 
     @torch.no_grad()
     def _train_block(self) -> None:
-        """Freeze all weights outside of the block, and begin its moments at zero."""
+        """Freeze all weights outside the block, and start its moments at zero."""
         names = self.blocks[self.block].parameters
         self.state.clear()
         for group, everything in zip(self.param_groups, self._everything, strict=True):
@@ -250,10 +253,10 @@ def _fresh_state(weight: Tensor, count_device: torch.device | str) -> dict[str, 
 
 
 def train_largest_block(model: nn.Module, **options: Any) -> None:
-    """Freeze all weights of a model outside of the block whose step takes the most memory and time.
+    """Freeze all weights of a model outside the block whose step takes the most memory and time.
 
-    The lowest block has the longest backward, and the largest the most gradients and moments. Where these are two,
-    both are left, which takes a little more than either. ``options`` are for :class:`BlockOptions`.
+    The lowest block has the longest backward, and the largest block has the most gradients and moments. If they differ,
+    both stay trainable, which takes a little more than either. ``options`` are the fields of :class:`BlockOptions`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = BlockOptions(**options).split(list(trained))
@@ -267,13 +270,13 @@ def train_largest_block(model: nn.Module, **options: Any) -> None:
 
 
 class RatioAdamW(EachWeight):
-    """AdamW on a part of each weight: the ratio form of BAdam (arXiv 2404.02827, appendix).
+    """AdamW on a part of each weight: the ratio variant of BAdam (arXiv 2404.02827, appendix).
 
-    AdamW trains k = max(1, ratio n) adjacent values of a weight with n values for ``switch_block_every`` steps, with
-    moments that begin at zero, then k others, at a place drawn at random. The gradient has all values; the state has
-    8 k bytes in place of 8 n. Weights of 16 bits are stepped in float32, as in a block.
+    AdamW trains k = max(1, ratio n) adjacent values of a weight with n values, with moments that start at zero. After
+    ``switch_block_every`` steps it trains k others, at a random position. The gradient has all values; the state has
+    8 k bytes instead of 8 n. 16-bit weights are stepped in float32, as in a block.
 
-    The state of a weight may begin with its number as ``seed``.
+    The first state of a weight may contain its number as ``seed``.
     """
 
     DEFAULTS: ClassVar = {**ADAMW, "update_ratio": 0.01, "switch_block_every": 50}
@@ -293,10 +296,10 @@ class RatioAdamW(EachWeight):
 
 
 def part_size(count: int, ratio: float) -> int:
-    """Return the number of values that are trained at a time, of ``count``."""
+    """Return how many of a weight's ``count`` values are trained at a time."""
     return min(count, max(1, round(ratio * count)))
 
 
 def part_start(last: int, seed: int, turn: int) -> int:
-    """Return the first value of a part, from 0 to ``last``: a function of the weight's number and of the turn."""
+    """Return the index of the first trained value, 0 to ``last``; ``seed`` is the weight's number."""
     return hash_of(seed, turn) % (last + 1)

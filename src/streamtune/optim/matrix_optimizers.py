@@ -1,4 +1,4 @@
-"""Optimizers of the matrices of layers: GaLore, its natural gradient, and SinkGD.
+"""Optimizers for the matrices of layers: GaLore, natural GaLore and SinkGD.
 
 **GaLore** (arXiv 2403.03507, algorithm 2) is AdamW whose moments are of gradients projected to a low rank. For a
 matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonormal columns:
@@ -8,26 +8,26 @@ matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonorma
     W <- W - lr * scale * sqrt(1 - b2^t) / (1 - b1^t) * (M / (sqrt(V) + eps)) P^T
     W <- (1 - lr wd) W
 
-and with m < n the same for the transposed matrices. P is made anew every ``update_proj_gap`` steps from the gradient of
-that step; the moments stay as they are. P is one of three:
+With m < n the same is done with the transposed matrices. Every ``update_proj_gap`` steps P is computed again, from the
+gradient of that step; the moments do not change. The option ``projection`` chooses P:
 
     svd         the first r right singular vectors of G
-    randomized  the same of a random sketch of G, in r / n of the time (arXiv 0909.4061, algorithm 4.4)
+    randomized  the same from a random sketch of G, in r / n of the time (arXiv 0909.4061, algorithm 4.4)
     dct         the r columns D_i of the orthonormal cosine transform for which |G D_i| is largest: no decomposition,
-                and only their indices are stored (arXiv 2505.17967)
+                and only the indices are stored (arXiv 2505.17967)
 
-Steps and moments of a weight are its own, so that weights may be stepped in any order: by
-``streamtune.optim.WeightwiseOptimizer``, which also gives each a seed.
+Each weight has its own count of steps and its own moments, so weights may be stepped in any order. The caller is
+``streamtune.optim.WeightwiseOptimizer``, which also gives each weight a seed.
 
-With ``proj_type: full`` the other side is projected as well, by a Q [m, r] that is made like P from G^T:
+With ``proj_type: full`` the other side is projected too, by a Q [m, r] that is computed from G^T as P is from G:
 
     R = Q^T G P                                           [r, r]
     W <- W - lr * scale * sqrt(1 - b2^t) / (1 - b1^t) * Q (M / (sqrt(V) + eps)) P^T
 
-For adapters whose weight is normalised (``dora``) that is the method of arXiv 2412.19616.
+For adapters whose weight is normalised (``dora``) this is the method of arXiv 2412.19616.
 
-The whole gradient is projected: chunks of a sequence are added up before. AdamW steps vectors, and matrices that the
-rank makes no smaller, as they are.
+The whole gradient is projected, summed over the chunks of a sequence. Vectors, and matrices that the rank does not make
+smaller, are stepped by plain AdamW.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ from torch import Tensor
 from streamtune.optim.weight_step import ADAMW, EachWeight
 
 Projection = Literal["svd", "randomized", "dct"]
-"""The way in which a projection is made."""
+"""Method that computes a projection."""
 ProjType = Literal["std", "full"]
-"""The sides of a gradient that are projected: the shorter one, or both. The names are ``galore-torch``'s."""
+"""Sides of a gradient that are projected: the shorter side or both. The names come from ``galore-torch``."""
 
 OVERSAMPLED = 8
-"""Columns of a random sketch beyond the rank."""
+"""Number of columns of a random sketch beyond the rank."""
 POWERS = 2
-"""Multiplications of a sketch with the gradient and its transpose, which make small singular values smaller."""
+"""Number of power iterations: a sketch is multiplied by the gradient and its transpose to shrink small singular values.
+"""
 
 
 SMALLEST_NORM = 1e-8
-"""Norms are at least this: a row of zeros, such as the row of a token that did not occur, stays one."""
+"""Lower bound of norms, so that a row of zeros, such as the row of an unseen token, stays zero."""
 
 
 class GaLoreAdamW(EachWeight):
-    """AdamW in a low-rank space of each matrix. Groups with ``rank: None`` are stepped by AdamW.
+    """AdamW in a low-rank space of each matrix. Groups with ``rank: None`` are stepped by plain AdamW.
 
     Args:
         params: Parameters, or groups of them.
         options: Options of AdamW, and:
 
-            - ``rank``: r.
-            - ``scale``: factor of the projected step.
-            - ``update_proj_gap``: steps between two projections.
-            - ``projection``: way in which P is made, a :data:`Projection`.
+            - ``rank``: rank r.
+            - ``scale``: factor of the projected update.
+            - ``update_proj_gap``: number of steps between two projections.
+            - ``projection``: method that computes P, a :data:`Projection`.
             - ``proj_type``: sides that are projected, a :data:`ProjType`.
     """
 
@@ -82,7 +83,7 @@ class GaLoreAdamW(EachWeight):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **options)
         self._transforms: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-        """The cosine transform of each size: one matrix for all weights of that size."""
+        """Cosine transform by size, dtype and device; all weights of that size share it."""
 
     def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state, rank = self.state[parameter], group["rank"]
@@ -92,12 +93,12 @@ class GaLoreAdamW(EachWeight):
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         if low_rank:
-            # On meta a step is simulated: the one that takes the most memory.
+            # On meta the simulated step is the step that takes the most memory.
             anew = parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0
             left, right = self._sides(grad, group, state, anew=anew)
             projected = grad if left is None else left.T @ grad
             projected = projected if right is None else projected @ right
-            # Moments of a wide matrix are kept transposed.
+            # Moments of a wide matrix are stored transposed.
             grad = self._direction(projected if right is not None else projected.T, state, group)
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
@@ -134,13 +135,13 @@ class GaLoreAdamW(EachWeight):
         return found.get(True), found.get(False)
 
     def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return the gradient of the moments from the projected gradient ``[m, r]`` or ``[r, r]``: here the same."""
+        """Return the gradient that the moments average; here the projected gradient, ``[m, r]`` or ``[r, r]``."""
         return grad
 
     def _projection(self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, wide: bool) -> Tensor:
         """Return P ``[n, r]`` for a gradient ``[m, n]``, or the indices of the transform's columns, int64 ``[r]``.
 
-        With ``wide`` the gradient is transposed, and the rows of the matrix are projected.
+        ``wide`` is True if ``grad`` is the transposed gradient of a matrix, whose rows are then projected.
         """
         rank, kind = group["rank"], group["projection"]
         if kind == "dct":
@@ -148,7 +149,8 @@ class GaLoreAdamW(EachWeight):
         if kind == "randomized":
             seed = 0 if grad.is_meta else (state.get("seed", 0) << 32) + int(state["step"])
             return randomized_columns(grad, rank, seed)
-        # Signs of singular vectors are arbitrary, and moments are kept: take the matrix as it is, not transposed.
+        # Signs of singular vectors are arbitrary and old moments depend on them: always decompose the untransposed
+        # matrix.
         if wide:
             left, _, _ = torch.linalg.svd(grad.T.float(), full_matrices=False)
             return left[:, :rank].to(grad.dtype).contiguous()
@@ -156,7 +158,7 @@ class GaLoreAdamW(EachWeight):
         return vectors[:rank].T.to(grad.dtype).contiguous()
 
     def _transform(self, grad: Tensor) -> Tensor:
-        """Return the cosine transform for a gradient's rows, made once."""
+        """Return the cosine transform for a gradient's rows; it is computed once per size."""
         key = (grad.shape[1], grad.dtype, grad.device)
         if key not in self._transforms:
             self._transforms[key] = cosine_transform(*key)
@@ -167,25 +169,25 @@ class GaLoreAdamW(EachWeight):
 
 
 class NaturalGaLoreAdamW(GaLoreAdamW):
-    """GaLore with the natural gradient of the last steps (arXiv 2410.16029).
+    """GaLore with a natural gradient from the last steps (arXiv 2410.16029).
 
-    Its moments are of R multiplied by the inverse of the empirical Fisher matrix of the last projected gradients
-    r_1 ... r_s (as vectors, R the last of them), which Woodbury's identity gives by a system of s equations:
+    Its moments average R multiplied by the inverse of the empirical Fisher matrix of the last projected gradients
+    r_1 ... r_s (as vectors; the last is R). Woodbury's identity gives this product from a system of s equations:
 
         F = 1/s sum_i r_i r_i^T + lambda I,   lambda = damping * 1/s sum_i |r_i|^2
         lambda F^-1 r = r - G^T (s lambda I + G G^T)^-1 G r,   with the rows r_i^T of G [s, m r], or [s, r^2]
 
-    The factor lambda keeps the size of a step where the damping is large: then it is GaLore's. The history begins anew
-    with each projection, whose columns mean something else.
+    The factor lambda preserves the size of an update: with large damping the update is GaLore's. Each new projection
+    starts a new history, because its columns differ.
 
-    ``history`` is s, the latest gradient among them. ``damping`` is the part of the mean square of their norms that is
-    added to the Fisher matrix.
+    ``history`` is s, which counts the latest gradient too. ``damping`` is the fraction of the gradients' mean squared
+    norm that is added to the Fisher matrix.
     """
 
     DEFAULTS: ClassVar = {**GaLoreAdamW.DEFAULTS, "history": 8, "damping": 1.0}
 
     def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return ``lambda F^-1 r`` for the projected gradient r, and remember r."""
+        """Return ``lambda F^-1 r`` for the projected gradient r, and add r to the history."""
         size = group["history"]
         if "history" not in state:
             state["history"] = torch.zeros(size, *grad.shape, dtype=grad.dtype, device=grad.device)
@@ -194,12 +196,12 @@ class NaturalGaLoreAdamW(GaLoreAdamW):
         known = state["history"][: since + 1].flatten(1).float()
         products = known @ known.T
         damped = products + group["damping"] * products.trace() * torch.eye(len(known), device=grad.device)
-        weights = torch.linalg.solve_ex(damped, products[:, since % size])[0].nan_to_num()  # 0 of gradients that are 0
+        weights = torch.linalg.solve_ex(damped, products[:, since % size])[0].nan_to_num()  # 0 if the gradients are 0
         return grad - (weights @ known).view_as(grad).to(grad.dtype)
 
 
 def randomized_columns(grad: Tensor, rank: int, seed: int) -> Tensor:
-    """Return ``[n, rank]``: right singular vectors of ``grad`` ``[m, n]``, from a sketch drawn from ``seed``."""
+    """Return the first right singular vectors of ``grad`` ``[m, n]``, ``[n, rank]``, from a sketch with this seed."""
     matrix = grad.float()
     generator = torch.Generator().manual_seed(seed % 2**63)
     size = min(rank + OVERSAMPLED, min(matrix.shape))
@@ -213,29 +215,32 @@ def randomized_columns(grad: Tensor, rank: int, seed: int) -> Tensor:
 
 
 def cosine_columns(grad: Tensor, transform: Tensor, rank: int) -> Tensor:
-    """Return int64 ``[rank]``: the columns of ``transform`` ``[n, n]`` that hold the most of ``grad`` ``[m, n]``."""
+    """Return the indices of the columns D_i of ``transform`` ``[n, n]`` with the largest |G D_i|, int64 ``[rank]``.
+
+    G is ``grad``, ``[m, n]``.
+    """
     return torch.linalg.vector_norm(grad @ transform, dim=0, dtype=torch.float32).topk(rank).indices.sort().values
 
 
 def cosine_transform(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the orthonormal DCT-II ``[size, size]``: column j is ``cos(pi / n (i + 1/2) j)``, scaled to length 1."""
-    place = torch.arange(size, dtype=torch.int32 if size < 2**15 else torch.int64, device=device)
-    # Angles are (2 i + 1) j of the 4 n parts of a turn: whole numbers, small once whole turns are taken off.
-    angle = ((2 * place[:, None] + 1) * place) % (4 * size)
+    """Return the orthonormal DCT-II ``[size, size]``: column j is ``cos(pi / n (i + 1/2) j)``, scaled to norm 1."""
+    index = torch.arange(size, dtype=torch.int32 if size < 2**15 else torch.int64, device=device)
+    # Angles are (2 i + 1) j in units of a full turn / 4 n: integers, reduced modulo 4 n.
+    angle = ((2 * index[:, None] + 1) * index) % (4 * size)
     found = angle.to(torch.float32).mul_(math.pi / (2 * size)).cos_().mul_(math.sqrt(2 / size))
     found[:, 0] /= math.sqrt(2)
     return found.to(dtype)
 
 
 class SinkGD(EachWeight):
-    """Gradient descent whose gradient is normalised by rows and columns in turn; it keeps no state.
+    """Gradient descent with a gradient that is normalised by rows and columns in turn; it has no state.
 
     With a gradient G ``[m, n]``, ``iterations`` times (Scetbon et al., arXiv 2502.06742, algorithm 3):
 
         G <- sqrt(n) G / |rows of G|;   G <- sqrt(m) G / |columns of G|
         W <- (1 - lr wd) W - lr scale G
 
-    so that rows and columns have the same norms, and a value of G is about 1, as a value of AdamW's step is.
+    So all rows have the same norm, and all columns too, and an entry of G is about 1, like an entry of AdamW's update.
     """
 
     DEFAULTS: ClassVar = {"lr": 1e-3, "weight_decay": 0.0, "iterations": 5, "scale": 1.0}
@@ -247,7 +252,7 @@ class SinkGD(EachWeight):
 
 
 def normalize_rows_and_columns(gradient: Tensor, iterations: int) -> Tensor:
-    """Return the normalised gradient ``[m, n]``, in float32 at least."""
+    """Return the normalised gradient ``[m, n]``, in float32 or wider."""
     rows, columns = gradient.shape
     x = gradient.float() if gradient.element_size() < 4 else gradient.clone()
     for _ in range(iterations):

@@ -1,21 +1,21 @@
-"""AdamW that stores its two moments in a dtype of their own: bfloat16, float32, or float8 with its range expanded.
+"""AdamW that stores its moments in their own dtype: bfloat16, float32, or float8 with an expanded range.
 
-With the moments m and v of a weight w, its gradient g, and step t, all in float32 but for what is stored:
+For a weight w with moments m and v, gradient g and step t; only the stored m' and v' are not in float32:
 
     m = b1 m' + (1 - b1) g;   v = b2 v' + (1 - b2) g^2
     w <- (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     m' = round(m);   v' = round(v)
 
-A step changes v by about a 1000th of it, and bfloat16 has 8 bits: the nearest number is mostly the old one, and v would
-never change. Stochastic rounding has the right mean, ``E[round(x)] = x``. The weight is stepped by the moments before
-they are rounded.
+A step changes v by about 1/1000, and bfloat16 has 8 bits of precision: the nearest number is mostly the old one, so v
+would never change. Stochastic rounding is right on average, ``E[round(x)] = x``. The weight is stepped with the moments
+before they are rounded.
 
-bfloat16 weights lose more than moments do: with a learning rate of 1e-5 most steps are smaller than half of the
-distance between two numbers. With ``rounding: stochastic`` a bfloat16 weight is stepped in float32 as well and rounded
+bfloat16 weights lose more than moments do: with a learning rate of 1e-5 most updates are smaller than half the distance
+between two bfloat16 numbers. With ``rounding: stochastic`` a bfloat16 weight is also stepped in float32 and rounded
 like the moments.
 
-The random bits follow from the run's seed, the step, the weight and the place in it. A resumed run has the same, in
-whatever order weights are stepped.
+The random bits depend only on the run's seed, the step, the weight and the position in it. A resumed run draws the same
+bits, in whatever order weights are stepped.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from streamtune.optim.weight_step import (
     ADAMW,
     EachWeight,
     adamw_step,
+    flat_slices,
     numbers_of,
-    pieces_of,
     random_bits,
     round_stochastically,
     saved_entries,
 )
 
 WEIGHT = 1
-"""Marks the random bits of a weight, beside the bits of its moments."""
+"""Last number of the key for a weight's random bits; the key for the bits of its moments does not have it."""
 
 StatesDtype = Literal["param", "float32", "bfloat16"]
-"""The dtype of an optimizer's states; ``param`` is the dtype of each weight."""
+"""Dtype of an optimizer's states; ``param`` is the dtype of each weight."""
 
 Rounding = Literal["nearest", "stochastic"]
 """Rounding of a bfloat16 weight after its step, which is computed in float32."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OWN_KEYS = ("params", "states", "seed", "rounding")
-"""Keys of a group that a state which is loaded leaves as they are."""
+"""Keys of a group that loading a state does not change."""
 
 
 class NarrowStatesAdamW(EachWeight):
@@ -62,10 +62,10 @@ class NarrowStatesAdamW(EachWeight):
         params: Parameters, or groups of them.
         options: Options of AdamW, and:
 
-            - ``states``: dtype of the moments: ``bfloat16`` is rounded stochastically. ``param`` is the weight's dtype.
+            - ``states``: dtype of the moments. ``bfloat16`` is rounded stochastically; ``param`` is the weight's dtype.
             - ``rounding``: rounding of a bfloat16 weight after its step.
             - ``seed``: seed of the random bits.
-            - ``fused``: step by torch's fused kernel; its plain operators otherwise.
+            - ``fused``: True steps by torch's fused kernel, False by plain operators.
     """
 
     DEFAULTS: ClassVar = {**ADAMW, "fused": True, "states": "bfloat16", "seed": 0, "rounding": "nearest"}
@@ -73,10 +73,13 @@ class NarrowStatesAdamW(EachWeight):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **options)
         self._number = numbers_of(self)
-        self._workers: _PieceWorkers | None = None
+        self._workers: _SliceWorkers | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state of this optimizer or of torch's AdamW; moments get this optimizer's dtype. Its seed stays."""
+        """Load a state of this optimizer or of torch's AdamW. Moments are cast to this optimizer's dtype.
+
+        The options in ``OWN_KEYS``, such as the seed, do not change.
+        """
         self.state.clear()
         for parameter, group, entry in saved_entries(self, state_dict):
             dtype = _states_dtype(parameter, group)
@@ -96,14 +99,14 @@ class NarrowStatesAdamW(EachWeight):
                 state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         whole = parameter if parameter.is_contiguous() else parameter.contiguous()
         flat = [x.detach().view(-1) for x in (whole, grad.contiguous(), *(state[key] for key in MOMENTS))]
-        step = _PieceStep(group, int(state["step"].item()), self._number[id(parameter)])
-        pieces = pieces_of(flat[0])
-        if len(pieces) > 1 and parameter.device.type == "cpu":
-            self._workers = self._workers or _PieceWorkers()
-            self._workers.map(lambda piece: step(piece, *(x[piece] for x in flat)), pieces)
+        step = _SliceStep(group, int(state["step"].item()), self._number[id(parameter)])
+        slices = flat_slices(flat[0])
+        if len(slices) > 1 and parameter.device.type == "cpu":
+            self._workers = self._workers or _SliceWorkers()
+            self._workers.map(lambda span: step(span, *(x[span] for x in flat)), slices)
         else:
-            for piece in turns(pieces, parameter.device):
-                step(piece, *(x[piece] for x in flat))
+            for span in turns(slices, parameter.device):
+                step(span, *(x[span] for x in flat))
         if whole is not parameter:
             parameter.copy_(whole)
         state["step"] += 1
@@ -114,21 +117,24 @@ def _states_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-class _PieceStep:
-    """A step of one weight, by pieces, after ``taken`` steps; ``number`` is the weight's index in the optimizer."""
+class _SliceStep:
+    """AdamW step of one weight, slice by slice, after ``taken`` earlier steps; ``number`` is the weight's index."""
 
     def __init__(self, group: dict[str, Any], taken: int, number: int) -> None:
         self.group, self.taken, self.number = group, taken, number
 
-    def __call__(self, piece: slice, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Step values ``piece`` of the flat weight, all ``[n]``; ``mean`` and ``square`` are the moments."""
+    def __call__(self, span: slice, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
+        """Step one slice of a flat weight. All tensors are ``[n]``; ``mean`` and ``square`` are the moments.
+
+        ``span`` is the position of the slice in the weight.
+        """
         group, device = self.group, weight.device
         wide = weight if weight.dtype == torch.float32 else weight.float()
         moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
         step = torch.full((), float(self.taken), device=device if group["fused"] else "cpu")
         state = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
         adamw_step(wide, grad.float(), state, group, fused=group["fused"])
-        key = (group["seed"], self.taken + 1, self.number, piece.start)
+        key = (group["seed"], self.taken + 1, self.number, span.start)
         if weight.dtype == torch.bfloat16 and group["rounding"] == "stochastic":
             round_stochastically(wide, random_bits(len(weight), device, *key, WEIGHT), out=weight)
         elif wide is not weight:
@@ -139,11 +145,11 @@ class _PieceStep:
             round_stochastically(moments[1], bits.bitwise_right_shift_(16), out=square)
 
 
-class _PieceWorkers:
-    """Threads that step pieces on the CPU, each with the kernels of one thread.
+class _SliceWorkers:
+    """Threads that step slices of a weight on the CPU; each thread runs its kernels alone.
 
-    A piece takes some twenty short kernels. Threads that share each of them would wait for one another as often, and
-    random numbers are drawn by one thread in any case.
+    A slice takes about twenty short kernels. Threads that share a kernel would wait for each other at each of them, and
+    random numbers are drawn by a single thread anyway.
     """
 
     def __init__(self) -> None:
@@ -151,7 +157,7 @@ class _PieceWorkers:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="adamw") if count > 1 else None
         if self._pool is None:
             return
-        # A thread takes the number of the moment when it first asks, and keeps it: all of them ask here.
+        # A thread reads torch's number of threads at its first call and keeps it: all workers call here.
         met = Barrier(count)
         torch.set_num_threads(1)
         try:
@@ -159,32 +165,31 @@ class _PieceWorkers:
         finally:
             torch.set_num_threads(count)
 
-    def map(self, call: Callable[[slice], None], pieces: list[slice]) -> None:
-        for _ in map(call, pieces) if self._pool is None else self._pool.map(call, pieces):
+    def map(self, call: Callable[[slice], None], slices: list[slice]) -> None:
+        for _ in map(call, slices) if self._pool is None else self._pool.map(call, slices):
             pass
 
 
 # --- float8 ----------------------------------------------------------------------------------------------------------
 
 LARGEST, RANGE = 448.0, 448.0 / 2**-9
-"""The largest number of float8 (e4m3), and its ratio to the smallest above 0."""
+"""Largest number of float8 (e4m3), and its ratio to the smallest positive number."""
 POWERS = (1 / 16, 16.0)
-"""The smallest and the largest k: a group of equal values has none of its own."""
+"""Bounds of k: a group of equal values does not determine it."""
 PARTS = ("codes", "largest", "power")
 
 
 class ExpandedFp8AdamW(EachWeight):
-    """AdamW whose moments are in float8 with their range expanded: COAT's (arXiv 2410.19313, section 4).
+    """AdamW with moments in float8 whose range is expanded, as in COAT (arXiv 2410.19313, section 4).
 
-    Values of a moment that lie together have a far smaller range than float8 (e4m3) can have, so most of its codes are
-    never used. For each group of ``group_size`` values x, with y = |x| / max |x|, the power of y is stored whose range
-    is all of float8's:
+    Neighbouring values of a moment span a far smaller range than float8 (e4m3), so most codes would never be used. For
+    each group of ``group_size`` values x, with y = |x| / max |x|, a power y^k that spans the whole range is stored:
 
-        k = log(R) / log(1 / min y),   R = 448 / 2^-9, the largest over the smallest number above 0
+        k = log(R) / log(1 / min y),   R = 448 / 2^-9, the largest over the smallest positive number
         codes = float8(448 sign(x) y^k)          x = max |x| sign(codes) (|codes| / 448)^(1/k)
 
-    The minimum is over values that are not 0, which stay 0. A step writes both moments out in float32 for one weight,
-    steps it by AdamW, and packs them again. Bytes of a value: 1, and 8 for each group.
+    The minimum is over nonzero values; zeros stay 0. A step expands both moments of one weight to float32, steps the
+    weight by AdamW, and packs the moments again. They take 1 byte per value and 8 per group.
     """
 
     DEFAULTS: ClassVar = {**ADAMW, "group_size": 128}
@@ -207,7 +212,7 @@ class ExpandedFp8AdamW(EachWeight):
 
 
 def _expanded(state: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
-    """Return a moment in float32, in the shape of its weight."""
+    """Return a moment in float32, in its weight's shape."""
     codes, largest, power = (state[f"{name}_{part}"] for part in PARTS)
     return expand(codes, largest, power, weight.numel()).view_as(weight)
 
@@ -215,7 +220,7 @@ def _expanded(state: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
 def pack_expanded(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes ``[g, group_size]`` in float8, the largest magnitudes ``[g]`` and the powers ``[g]`` in float32.
 
-    Zeros fill up the last group of ``x``, which is float32.
+    ``x`` is float32; zeros pad its last group.
     """
     flat = x.flatten()
     groups = torch.nn.functional.pad(flat, (0, -len(flat) % group_size)).view(-1, group_size)
@@ -229,7 +234,7 @@ def pack_expanded(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expand(codes: Tensor, largest: Tensor, power: Tensor, count: int) -> Tensor:
-    """Return the ``count`` values that were packed, in float32."""
+    """Return the ``count`` packed values, in float32."""
     wide = codes.float()
     size = (wide.abs() / LARGEST).pow_((1 / power)[:, None]).mul_(largest[:, None])
     return size.copysign_(wide).flatten()[:count]

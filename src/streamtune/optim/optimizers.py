@@ -1,8 +1,8 @@
-"""Optimizers by name, and the parameters that have a learning rate of their own.
+"""Build optimizers by name, with separate learning rates for some parameters.
 
-To add an optimizer, write an entry in ``streamtune.base.optimizer_table``. With ``made_by`` it is made of a class in
-its library. Without, write a rule in ``streamtune.optim.libraries``, which steps a weight at a time, or a row in
-:data:`TOGETHER`.
+To add an optimizer, write an entry in ``streamtune.base.optimizer_table``. With ``made_by`` it is made from a class of
+its library. Without ``made_by``, also write a rule in ``streamtune.optim.libraries``, which steps one weight at a time,
+or an entry in :data:`TOGETHER`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamtune.optim.zeroth_order import ZerothOrderSGD
 ParamGroup = dict[str, Any]
 ParamGroups = list[ParamGroup]
 ScaleOf = Callable[[str], float]
-"""Maps the name of a parameter to the factor of its learning rate."""
+"""Function that returns the factor of a parameter's learning rate, by the parameter's name."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class OptimChoice:
 
     Attributes:
         name: Key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
-        learning_rate: First learning rate; the loop sets it anew at each step, by :func:`set_learning_rate`.
-        weight_decay: Decoupled decay of the matrices.
+        learning_rate: Learning rate of the first step; :func:`set_learning_rate` sets it for each later step.
+        weight_decay: Decoupled weight decay of matrices.
         betas: Decay rates of AdamW's first and second moment.
-        eps: Addend of AdamW's denominator.
-        states: Dtype of the states of ``adamw``.
-        rounding: Rounding of bfloat16 weights after a step. An optimizer that trains one block at a time keeps the
-            block in float32, and an optimizer without a backward steps as it perturbs: both leave it out.
+        eps: Constant that is added to AdamW's denominator.
+        states: Dtype of the moments of ``adamw``.
+        rounding: Rounding of bfloat16 weights after a step. ``badam`` ignores it, because its block is in float32, and
+            so does ``mezo``, which always rounds stochastically.
         seed: Seed of the random numbers that an optimizer draws.
         args: Options of the optimizer; missing options have the table's defaults.
     """
@@ -59,7 +59,7 @@ class OptimChoice:
 
     @property
     def adam(self) -> dict[str, Any]:
-        """The options of AdamW but the weight decay, which groups have."""
+        """Options of AdamW except the weight decay, which each group sets."""
         return {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps}
 
 
@@ -71,16 +71,17 @@ def build_optimizer(
     decay_of: Callable[[str], float | None] = lambda name: None,
     is_in_layer: Callable[[str], bool] = lambda name: True,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the parameters that require a gradient.
+    """Return the optimizer for the parameters that require a gradient.
 
-    Weight decay goes to matrices only (``ndim >= 2``): pulling norm gains and biases to zero serves nothing.
+    Weight decay applies only to matrices (``ndim >= 2``): pulling norm gains and biases to zero has no use.
 
     Args:
-        choice: The optimizer and its settings.
-        named_parameters: ``model.named_parameters()``; frozen ones are left out.
-        scale_of: Returns the factor of the learning rate of a parameter.
-        decay_of: Returns the weight decay of a parameter, in place of the decay for matrices; or None.
-        is_in_layer: Returns True for a parameter of a decoder layer: some optimizers step only the matrices there.
+        choice: Optimizer and its settings.
+        named_parameters: Result of ``model.named_parameters()``; frozen parameters are left out.
+        scale_of: Function that returns the factor of a parameter's learning rate.
+        decay_of: Function that returns the weight decay of a parameter; None for the default above.
+        is_in_layer: Function that returns True for parameters of decoder layers. Some optimizers step only matrices
+            there, and AdamW steps the rest.
 
     Raises:
         ArgumentError: No optimizer has this name, its library is not installed, or no parameter requires a gradient.
@@ -125,7 +126,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Set the rate of each group of an optimizer to the learning rate of the step times the group's own factor."""
+    """Set the learning rate of each group to ``learning_rate`` times the group's own factor."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
@@ -137,15 +138,15 @@ def _adamw(groups: ParamGroups, choice: OptimChoice, names: Mapping[int, str]) -
         return NarrowStatesAdamW(
             groups, **choice.adam, states=choice.states, seed=choice.seed, rounding=choice.rounding
         )
-    # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
-    # temporaries as large as all the parameters together, at the very moment when memory is fullest.
+    # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) allocates
+    # temporaries as large as all parameters together, at the moment of the highest memory use.
     return torch.optim.AdamW(groups, **choice.adam, fused=True)
 
 
 def _badam(groups: ParamGroups, choice: OptimChoice, names: Mapping[int, str]) -> torch.optim.Optimizer:
     args = dict(choice.args)
     if all(parameter.is_meta for group in groups for parameter in group["params"]):
-        args["blocks"] = (EVERY_NAME,)  # a plan has frozen all but the largest block
+        args["blocks"] = (EVERY_NAME,)  # the planner has frozen all but the largest block
     named = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
     return BlockAdamW(named, seed=choice.seed, **choice.adam, **args)
 
@@ -160,50 +161,53 @@ TOGETHER: dict[str, Callable[[ParamGroups, OptimChoice, Mapping[int, str]], torc
     "badam": _badam,
     "mezo": _mezo,
 }
-"""Name -> maker of an optimizer that steps all of its weights together, from groups, choice (with all options) and
-``id(parameter)`` -> name. Any other optimizer steps a weight at a time."""
+"""By name: function that makes an optimizer which steps all its weights together.
+
+Its arguments are the groups, the choice with all options, and the parameters' names by ``id(parameter)``. Every other
+optimizer steps one weight at a time.
+"""
 
 
 def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
     sides = [min(parameter.shape) for parameter in matrices]
     if not sides or rank >= max(sides):
-        what = f"the largest has {max(sides)} rows or columns" if sides else "there are none"
+        why = f"the largest layer matrix has {max(sides)} rows or columns" if sides else "the layers have no matrices"
         raise ArgumentError(
-            f"a rank of {rank} makes the gradient of no matrix in the layers smaller: {what}",
+            f"rank {rank} saves nothing: {why}",
             where="optim_args.rank",
             fix="write a lower rank, such as a quarter of that" if sides else "write optim: adamw",
         )
 
 
 def check_optimizer(name: str, device_type: str) -> None:
-    """Raise ``ArgumentError`` if an optimizer is not installed, or does not run on a device type (``meta`` is any)."""
+    """Refuse an optimizer that is not installed or does not run on a device type; ``meta`` is always accepted."""
     check_installed(name)
     only = OPTIMIZERS[name].only_on
     if only and device_type not in (only, "meta"):
         raise ArgumentError(
-            f"'optim: {name}' runs on {only}, and the weights are on {device_type}",
+            f"'optim: {name}' runs only on {only}, but the weights are on {device_type}",
             where="optim",
-            fix=f"write optim: {name.removeprefix('paged_')}, or take another device",
+            fix=f"write optim: {name.removeprefix('paged_')}, or use another device",
         )
 
 
 # --- parameters by name -----------------------------------------------------------------------------------------------
 
 MOST_SHOWN = 12
-"""Names of parameters in an error."""
+"""Most names of parameters in an error."""
 
 
 class NameGroups:
-    """The learning-rate group of a parameter: the first pattern that matches its name.
+    """Finds the learning-rate group of a parameter: the first pattern that matches its name.
 
-    A pattern matches whole parts of a name: ``mlp`` matches ``layers.0.mlp.up_proj.weight``, and not ``mlp_norm``.
+    A pattern matches whole parts of a name: ``mlp`` matches ``layers.0.mlp.up_proj.weight``, but not ``mlp_norm``.
 
     Args:
-        patterns: Patterns of ``fnmatch``.
-        names: Names of the parameters that are trained.
+        patterns: Patterns of ``fnmatch``, one for each group.
+        names: Names of the trained parameters.
 
     Raises:
-        ArgumentError: A pattern matches none of them.
+        ArgumentError: A pattern matches no trained parameter.
     """
 
     def __init__(self, patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -212,8 +216,8 @@ class NameGroups:
             if not any(_matches(pattern, name) for name in names):
                 raise _no_match(pattern, number, names)
 
-    def of(self, name: str) -> int | None:
-        """Return the number of the first pattern that matches a name, or None."""
+    def find(self, name: str) -> int | None:
+        """Return the index of the first pattern that matches a name, or None."""
         return next((number for number, pattern in enumerate(self._patterns) if _matches(pattern, name)), None)
 
 
@@ -227,29 +231,29 @@ def _no_match(pattern: str, number: int, names: Sequence[str]) -> ArgumentError:
     rest = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
     nearest = did_you_mean(pattern, parts)
     return ArgumentError(
-        f"'{pattern}' matches no trained parameter; there are {', '.join(shown[:MOST_SHOWN])}{rest}",
+        f"'{pattern}' matches no trained parameter; they are {', '.join(shown[:MOST_SHOWN])}{rest}",
         where=f"lr_groups.{number}.match",
-        fix=nearest or "write a part of such a name",
+        fix=nearest or "write a part of one of these names",
     )
 
 
 class LayerPlaces:
-    """The decoder layer of each parameter, by the parameter's name; ``layers`` are the model's, in order."""
+    """Finds the decoder layer of a parameter by its name; ``layers`` are the model's decoder layers, in order."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         numbers = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
         self._count = len(layers)
-        self._of = {name: numbers.get(id(parameter)) for name, parameter in model.named_parameters()}
+        self._layer_numbers = {name: numbers.get(id(parameter)) for name, parameter in model.named_parameters()}
         embeddings = {id(p) for p in _embeddings(model)}
         self._embedded = {name for name, parameter in model.named_parameters() if id(parameter) in embeddings}
 
     def is_in_layer(self, name: str) -> bool:
         """Return True for a parameter of a decoder layer."""
-        return self._of[name] is not None
+        return self._layer_numbers[name] is not None
 
     def layers_above(self, name: str) -> int:
-        """Return how many layers down from the head a parameter is: 0 for head and last norm, 1 for the last layer."""
-        number = self._of[name]
+        """Return how many layers below the head a parameter is: 0 for head and last norm, 1 for the last layer."""
+        number = self._layer_numbers[name]
         if number is not None:
             return self._count - number
         return self._count + 1 if name in self._embedded else 0

@@ -1,7 +1,7 @@
-"""Learning-rate schedules by name. To add one, write a function and a line in :data:`SCHEDULES`.
+"""Learning-rate schedules by name. To add a schedule, write a function and a line in :data:`SCHEDULES`.
 
-Schedules are pure functions of the step, so there is no state to save. Each is a factor in [0, 1] of the peak learning
-rate: a linear warm-up, then a decay.
+Schedules are pure functions of the step, so there is no state to save. A schedule is a factor in [0, 1] of the peak
+learning rate: first a linear warm-up, then a decay.
 
     factor  1 |      /‾‾\\__            warm-up over steps 0 .. W-1, the peak at step W,
               |    /       \\__         then the decay, which reaches 0 one step after the last
@@ -24,17 +24,17 @@ from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 
 LearningRateSchedule = Callable[[int], float]
-"""Maps a step, counted from 0, to the learning rate of that step."""
+"""Function that returns the learning rate of a step; steps are counted from 0."""
 
 
 @dataclass(frozen=True)
 class Decay:
-    """A step after the warm-up.
+    """Position of a step after the warm-up.
 
     Attributes:
-        step: Steps since the peak.
-        steps: Steps from the peak to the end of the run, at least 1.
-        warmup_steps: Steps before the peak.
+        step: Number of steps since the peak.
+        steps: Number of steps from the peak to the end of the run, at least 1.
+        warmup_steps: Number of steps before the peak.
         learning_rate: Peak learning rate.
     """
 
@@ -45,7 +45,7 @@ class Decay:
 
     @property
     def progress(self) -> float:
-        """The part of the decay that is over, in [0, 1]."""
+        """Fraction of the decay that is done, in [0, 1]."""
         return min(1.0, self.step / self.steps)
 
 
@@ -116,7 +116,7 @@ def _power(
     b: float = -0.51,
     decay_ratio: float = 0.1,
 ) -> float:
-    """Return ``min(peak, batch_size a tokens^b)`` over the peak, and a linear decay at the end (arXiv 2408.13359)."""
+    """Return ``min(peak, batch_size a tokens^b) / peak``, with a linear decay at the end (arXiv 2408.13359)."""
     if at.learning_rate == 0:
         return 0.0
     total = at.steps + at.warmup_steps
@@ -144,7 +144,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "power": _power,
     "warmup_stable_decay": _warmup_stable_decay,
 }
-"""Name -> the factor after the warm-up, a function of :class:`Decay` and of the options of the schedule."""
+"""By name: function of a :class:`Decay` and the schedule's options that returns the factor after the warm-up."""
 
 
 def build_schedule(
@@ -160,18 +160,18 @@ def build_schedule(
     Args:
         name: Key of :data:`SCHEDULES`.
         learning_rate: Peak learning rate.
-        total_steps: Optimizer steps of the whole run.
-        warmup_steps: Steps of the linear warm-up; with more than ``total_steps`` the peak is never reached.
+        total_steps: Number of optimizer steps of the whole run.
+        warmup_steps: Number of steps of the linear warm-up. If it exceeds ``total_steps``, the peak is never reached.
         options: Arguments of the schedule's function, by name.
 
     Raises:
-        ArgumentError: No schedule has this name, or it has no such option.
+        ArgumentError: The schedule is unknown, or has no such option.
     """
     factor = look_up(name, SCHEDULES, "learning-rate schedule", where="lr_scheduler_type")
     given, known = dict(options or {}), list(inspect.signature(factor).parameters)[1:]
     for option in given:
         if option not in known:
-            fix = did_you_mean(option, known) or f"it takes {', '.join(known) or 'none'}"
+            fix = did_you_mean(option, known) or f"options: {', '.join(known) or 'none'}"
             raise ArgumentError(f"the schedule '{name}' has no option '{option}'", where="lr_scheduler_kwargs", fix=fix)
     decay_steps = max(1, total_steps - warmup_steps)
 

@@ -1,4 +1,4 @@
-"""Parts of the optimizers written here: a step of each weight, torch's AdamW, random bits, stochastic rounding."""
+"""Parts of StreamTune's own optimizers: a step of each weight, torch's AdamW, random bits, stochastic rounding."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.optim.adamw import adamw
 from streamtune.ops.devices import kernel_device
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-"""Options of AdamW: the learning rate, decay rates of both moments, the denominator's addend, decoupled decay."""
+"""Options of AdamW and their defaults. ``eps`` is added to the denominator; the weight decay is decoupled."""
 
-PIECE = {"cpu": 1 << 17}
-"""Values that are stepped at a time: temporaries in float32 stay in a processor's cache."""
+SLICE_SIZES = {"cpu": 1 << 17}
+"""Values that are stepped at a time, by device type: float32 temporaries stay in the processor's cache."""
 
-LARGE_PIECE = 1 << 22
-"""The same elsewhere, where each piece costs the start of a few kernels."""
+LARGE_SLICE = 1 << 22
+"""Values that are stepped at a time on other devices, where each slice costs the launch of a few kernels."""
 
 
 class EachWeight(torch.optim.Optimizer):
-    """An optimizer that steps its weights one by one, with options in place of :attr:`DEFAULTS`."""
+    """Base class of optimizers that step their weights one by one; ``options`` override :attr:`DEFAULTS`."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]]
-    """Options of a group of weights, with their defaults."""
+    """Default of each option of a group of weights."""
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         if unknown := options.keys() - self.DEFAULTS.keys():
@@ -48,7 +48,7 @@ class EachWeight(torch.optim.Optimizer):
 def saved_entries(
     optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Any, dict[str, Any], Mapping[str, Any]]]:
-    """Yield each parameter of an optimizer that has state in ``state_dict``, with its group and its state there."""
+    """Yield (parameter, group, saved state) for each parameter of an optimizer that has state in ``state_dict``."""
     saved = [number for group in state_dict["param_groups"] for number in group["params"]]
     own = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for number, (parameter, group) in zip(saved, own, strict=True):
@@ -57,9 +57,9 @@ def saved_entries(
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return the identity of each parameter -> its number.
+    """Return the number of each parameter, by ``id(parameter)``.
 
-    It is counted once: an optimizer in the backward empties the groups but for the weight that it steps.
+    Call this when the optimizer is built: a step in the backward empties the groups except for the stepped weight.
     """
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {id(parameter): number for number, parameter in enumerate(every)}
@@ -68,14 +68,14 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 def adamw_step(
     weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], *, fused: bool
 ) -> None:
-    """Step a weight and its moments in place, by torch's own function.
+    """Step a weight and its moments in place, by torch's ``adamw`` function.
 
     Args:
-        weight, grad: Tensors of one shape and dtype.
-        state: Moments ``exp_avg`` and ``exp_avg_sq``, of that shape and dtype; ``step``, a float32 scalar that is
-            counted up, on the device of the weight if ``fused``.
-        group: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
-        fused: Step by torch's fused kernel; its plain operators otherwise.
+        weight, grad: Tensors of equal shape and dtype.
+        state: Moments ``exp_avg`` and ``exp_avg_sq``, of the same shape and dtype; ``step``, a float32 scalar that is
+            incremented, on the weight's device if ``fused``.
+        group: Mapping with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        fused: True steps by torch's fused kernel, False by plain operators.
     """
     adamw(
         [weight],
@@ -96,22 +96,22 @@ def adamw_step(
     )
 
 
-def pieces_of(x: Tensor) -> list[slice]:
-    """Return the slices of a flat tensor that are stepped at a time."""
-    size = PIECE.get(kernel_device(x.device), LARGE_PIECE)
+def flat_slices(x: Tensor) -> list[slice]:
+    """Return the slices in which a flat tensor is stepped."""
+    size = SLICE_SIZES.get(kernel_device(x.device), LARGE_SLICE)
     return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
 
 
 def random_bits(count: int, device: torch.device, *key: int) -> Tensor:
-    """Return ``[count]`` integers of 32 random bits, int32, on a device; ``key`` as for :func:`seeded`."""
+    """Return int32 ``[count]`` with 32 random bits each, on a device; ``key`` as for :func:`seeded`."""
     pairs = torch.empty(-(-count // 2), dtype=torch.int64, device=device)
     return pairs.random_(-(2**63), None, generator=seeded(device, *key)).view(torch.int32)[:count]
 
 
 def seeded(device: torch.device, *key: int) -> torch.Generator | None:
-    """Return a generator for numbers on a device; None on ``meta``, which has no values.
+    """Return a random generator on a device; None on ``meta``, which has no values.
 
-    ``key`` makes its seed: the run's seed, the step, the weight, the place in it.
+    ``key`` determines its seed: the run's seed, the step, the weight, the position in it.
     """
     if device.type == "meta":
         return None
@@ -119,20 +119,20 @@ def seeded(device: torch.device, *key: int) -> torch.Generator | None:
 
 
 def hash_of(*key: int) -> int:
-    """Return a hash of some numbers, of 64 bits, the same in every process."""
+    """Return a 64-bit hash of integers, which is the same in every process."""
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
-    """Round float32 to bfloat16, away from zero as often as the part that is cut off is large.
+    """Round float32 to one of the two nearest bfloat16 numbers at random, so that ``E[out] = x``.
 
-    ``E[out] = x`` over the random bits. Values that bfloat16 holds stay as they are, and so do infinities.
+    Values that bfloat16 represents exactly do not change, and neither do infinities.
 
-    The lower 16 bits of ``bits``, int32, are random. The memory of ``x`` is overwritten.
+    ``bits`` is int32; its lower 16 bits are random. The memory of ``x`` is overwritten.
     """
-    # bfloat16 is the upper half of float32. A random number below 2^16 carries into it with a probability of the lower
-    # half / 2^16; sign and magnitude are apart, so both signs round alike.
+    # bfloat16 is the upper half of float32. Adding a random number below 2^16 carries into that half with probability
+    # lower half / 2^16. Sign and magnitude are separate bits, so both signs round alike.
     raw = x.view(torch.int32)
     raw.add_(bits & 0xFFFF).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(raw)

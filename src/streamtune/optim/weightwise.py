@@ -1,10 +1,10 @@
-"""An optimizer that lets a library step one weight at a time.
+"""Optimizer that lets a library step one weight at a time.
 
     for each weight with a gradient:   library's optimizer.param_groups = [{"params": [weight], ...}];   .step()
 
-A step needs temporaries for one weight instead of all. And a library that counts its steps by group counts them by
-weight: stepped in the backward, or on the host, each weight has its own count, which is saved with its state. Facts of
-all weights at once, such as the norm of all gradients, are left to the training loop.
+So a step needs temporaries for one weight, not for all. A library that counts its steps per group here counts them per
+weight. Weights that are stepped in the backward, or on the host, need that. The count is saved with the weight's state.
+The training loop computes values over all weights, such as the norm of all gradients.
 
 With ``rounding: stochastic`` the library gets a bfloat16 weight and its gradient in float32, and the weight is rounded
 stochastically after the step (``weight_step``). The library's states are then float32.
@@ -23,20 +23,20 @@ from torch import Tensor, nn
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.devices import turns
 from streamtune.optim.libraries import RULES, Rule
-from streamtune.optim.weight_step import hash_of, pieces_of, random_bits, round_stochastically, saved_entries
+from streamtune.optim.weight_step import flat_slices, hash_of, random_bits, round_stochastically, saved_entries
 
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""
 COUNT = "group."
-"""Prefix, in the state of a weight, of numbers that a library keeps in a group."""
+"""Prefix of entries in a weight's state for numbers that the library stores in a group."""
 TAKEN = "taken"
-"""Count of steps of a weight without other state: a checkpoint has an entry for each weight."""
+"""Entry with the number of steps of a weight without other state, so that a checkpoint has an entry for each weight."""
 ROUNDED = "rounded"
-"""Count of steps of a weight that is rounded stochastically: each step has its own random bits."""
+"""Entry with the number of steps of a stochastically rounded weight: each step has its own random bits."""
 
 
 class WeightwiseOptimizer(torch.optim.Optimizer):
-    """A library's optimizer that steps a weight at a time; one optimizer for each group.
+    """Steps one weight at a time by a library's optimizer, of which there is one for each group.
 
     Args:
         groups: Groups with ``params``, ``rule`` (a key of ``RULES``), ``lr``, ``weight_decay`` and the rule's options.
@@ -44,8 +44,8 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
-        self._inner: dict[int, torch.optim.Optimizer] = {}
-        # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
+        self._library_optimizers: dict[int, torch.optim.Optimizer] = {}
+        # Numbered here, because a step in the backward empties the groups except for the stepped weight.
         self._number: dict[int, int] = {}
         counts = Counter[str]()
         for group in self.param_groups:
@@ -62,7 +62,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
                     self._step_one(index, group, parameter)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state packed by :func:`pack_state`; dtypes stay as they were saved."""
+        """Load a state packed by :func:`pack_state`, in the saved dtypes."""
         self.state.clear()
         for parameter, group, entry in saved_entries(self, state_dict):
             self.state[parameter] = _unpacked(entry, parameter, group)
@@ -77,60 +77,64 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         if _is_rounded(parameter, group):
             self._step_rounded(index, group, parameter)
             return
-        self._step_whole(index, group, parameter, parameter)
+        self._step_with_library(index, group, parameter, parameter)
 
     def _step_rounded(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        """Step a float32 copy of a weight, and round it to the weight stochastically."""
+        """Step a float32 copy of a weight, then round it stochastically into the weight."""
         assert parameter.grad is not None
         wide = nn.Parameter(parameter.detach().float())
         wide.grad = parameter.grad.float()
         rounded = self.state[parameter].pop(ROUNDED, 0) + 1
-        self._step_whole(index, group, parameter, wide)
+        self._step_with_library(index, group, parameter, wide)
         self.state[parameter][ROUNDED] = rounded
         key = (group.get("seed", 0), rounded, self._number.get(id(parameter), 0), *group["rule"].encode())
         target = parameter if parameter.is_contiguous() else parameter.contiguous()
         values, out = wide.detach().contiguous().view(-1), target.view(-1)
-        for piece in turns(pieces_of(values), parameter.device):
-            bits = random_bits(len(values[piece]), parameter.device, *key, piece.start)
-            round_stochastically(values[piece], bits, out=out[piece])
+        for span in turns(flat_slices(values), parameter.device):
+            bits = random_bits(len(values[span]), parameter.device, *key, span.start)
+            round_stochastically(values[span], bits, out=out[span])
         if target is not parameter:
             parameter.copy_(target)
 
-    def _step_whole(self, index: int, group: dict[str, Any], parameter: nn.Parameter, stepped: nn.Parameter) -> None:
-        """Let the library step ``stepped``: the weight, or its float32 copy. The state is the weight's."""
+    def _step_with_library(
+        self, index: int, group: dict[str, Any], parameter: nn.Parameter, stepped: nn.Parameter
+    ) -> None:
+        """Let the library step ``stepped``, the weight or its float32 copy, with the weight's state."""
         rule = RULES[group["rule"]]
         state = self.state[parameter]
-        inner = self._inner.get(index)
-        if inner is None:
-            inner = rule.make([stepped], {key: group[key] for key in group if key not in OWN_KEYS})
-            self._inner[index] = inner
-        inner.state = self.state if stepped is parameter else defaultdict(dict, {stepped: state})
-        own = inner.param_groups[0]
-        own["params"] = [stepped]
-        for key in group.keys() & own.keys() - set(OWN_KEYS):
-            if isinstance(own[key], Tensor):
-                own[key].fill_(group[key])
+        optimizer = self._library_optimizers.get(index)
+        if optimizer is None:
+            optimizer = rule.make([stepped], {key: group[key] for key in group if key not in OWN_KEYS})
+            self._library_optimizers[index] = optimizer
+        optimizer.state = self.state if stepped is parameter else defaultdict(dict, {stepped: state})
+        settings = optimizer.param_groups[0]
+        settings["params"] = [stepped]
+        for key in group.keys() & settings.keys() - set(OWN_KEYS):
+            if isinstance(settings[key], Tensor):
+                settings[key].fill_(group[key])
             else:
-                own[key] = group[key]
-        own.update({name: state.pop(COUNT + name, first) for name, first in rule.counts.items()})
+                settings[key] = group[key]
+        settings.update({name: state.pop(COUNT + name, first) for name, first in rule.counts.items()})
         new = not state
         if new:
             state.update(rule.begin(self._number.get(id(parameter), 0)))
-        with _eager(rule, parameter), self._draws(rule, group, parameter, state):
-            inner.step()
-        state = inner.state[stepped]
+        with _eager(rule, parameter), self._seeded_draws(rule, group, parameter, state):
+            optimizer.step()
+        state = optimizer.state[stepped]
         if stepped is not parameter:
             self.state[parameter] = state
-            own["params"], inner.state = [], self.state
+            settings["params"], optimizer.state = [], self.state
         if new:
             state.update({name: state[name].clone() for name in rule.shared if name in state})
-        state.update({COUNT + name: own[name] for name in rule.counts})
+        state.update({COUNT + name: settings[name] for name in rule.counts})
         if not any(isinstance(value, Tensor) for value in state.values()):
             state[TAKEN] = state.get(TAKEN, 0) + 1
 
     @contextmanager
-    def _draws(self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Iterator[None]:
-        """Context: give a step its own random numbers if it draws any, and leave the run's random state as it was."""
+    def _seeded_draws(
+        self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]
+    ) -> Iterator[None]:
+        """Context manager: if the rule draws random numbers, seed them for this step; the run's random state stays."""
         if not (rule.draws and group[rule.draws]) or parameter.is_meta:
             yield
             return
@@ -141,7 +145,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             yield
 
     def _allocate(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        """Allocate, on ``meta``, the library's state of a weight and the temporaries of its step."""
+        """On ``meta``, allocate the library's state of a weight and the temporaries of its step."""
         entry, shape, width = OPTIMIZERS[group["rule"]], tuple(parameter.shape), parameter.element_size()
         wide: Tensor = parameter
         if _is_rounded(parameter, group):
@@ -153,7 +157,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         if entry.scratch is not None:
             torch.empty(entry.scratch(shape, width), dtype=torch.uint8, device=parameter.device).zero_()
         self.state[parameter]["state"].add_(0)  # read and written
-        parameter.add_(parameter.grad)  # type: ignore[arg-type]  # a weight that is stepped has one
+        parameter.add_(parameter.grad)  # type: ignore[arg-type]  # a stepped weight has a gradient
 
 
 def _is_rounded(parameter: Tensor, group: Mapping[str, Any]) -> bool:
@@ -167,13 +171,13 @@ def _eager(rule: Rule, parameter: Tensor) -> AbstractContextManager[Any]:
 
 
 def is_averaged(group: Mapping[str, Any]) -> bool:
-    """Return True if an average of a group's weights is evaluated and saved."""
+    """Return True if averages of a group's weights are evaluated and saved in place of the weights."""
     rule = RULES.get(group.get("rule", ""))
     return rule is not None and rule.average is not None
 
 
 def averaged_weights(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield the weights whose average is evaluated and saved, with the average."""
+    """Yield (weight, average) for each weight whose average is evaluated and saved."""
     for group in optimizer.param_groups:
         rule = RULES.get(group.get("rule", ""))
         if rule is not None and rule.average is not None:
@@ -182,7 +186,7 @@ def averaged_weights(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a weight's state; for a quantised tensor ``x`` its parts: ``x.codes`` ..."""
+    """Yield (name, tensor) for a weight's state; a quantised tensor ``x`` yields its parts, such as ``x.codes``."""
     for key, value in state.items():
         if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
             names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -195,10 +199,10 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state of a weight as plain tensors for a checkpoint. Only numbers are copied.
+    """Return the state of a weight as plain tensors, for a checkpoint. Tensors are not copied.
 
-    Integers become int64, other numbers float64, both without dimensions. A quantised tensor ``x`` becomes its parts
-    (:func:`state_tensors`) and ``x.shape``; another object becomes its tensors and its integers.
+    Integers become int64 scalars, other numbers float64 scalars. A quantised tensor ``x`` becomes its parts
+    (:func:`state_tensors`) and ``x.shape``; any other object becomes its tensors and its integers.
     """
     packed = dict(state_tensors(state))
     for key, value in state.items():
@@ -213,12 +217,12 @@ def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def pack_number(value: float) -> Tensor:
-    """Return a number as a tensor without dimensions: int64 for an integer, else float64."""
+    """Return a number as a scalar tensor: int64 for an integer, else float64."""
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
 def unpack_number(x: Tensor) -> Any:
-    """Return the number that :func:`pack_number` packed; a library's own float32 count stays a tensor."""
+    """Return the number that :func:`pack_number` packed; a library's float32 count is returned as a tensor."""
     return x.item() if x.dtype in (torch.int64, torch.float64) else x
 
 
@@ -227,7 +231,7 @@ def _copied(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that :func:`pack_state` packed, on the device of the weight."""
+    """Return the state that :func:`pack_state` packed, on the weight's device."""
     rule, state, wide = RULES[group["rule"]], dict[str, Any](), _is_rounded(parameter, group)
     parts: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():
@@ -241,12 +245,12 @@ def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str
         elif prefix:
             parts.setdefault(prefix, {})[name] = _copied(value, parameter)
         else:
-            stays = key == "step" and not group.get("fused")  # a count that the host reads
-            state[key] = value.to("cpu" if stays else parameter.device, copy=True)
+            on_host = key == "step" and not group.get("fused")  # the host reads this count
+            state[key] = value.to("cpu" if on_host else parameter.device, copy=True)
     for prefix, found in parts.items():
         if prefix in rule.objects:
             state[prefix] = rule.objects[prefix](found, group)
             continue
-        assert rule.rebuild is not None, "only libraries that quantise have such states"
+        assert rule.rebuild is not None, "only libraries with quantised states have parts"
         state[prefix] = rule.rebuild(prefix, found, torch.float32 if wide else parameter.dtype)
     return state

@@ -1,23 +1,23 @@
-"""SGD by losses alone, without a backward: MeZO (arXiv 2305.17333, algorithm 1, and n-SPSA of its definition 1).
+"""SGD from losses alone, without a backward: MeZO (arXiv 2305.17333, algorithm 1, and n-SPSA of its definition 1).
 
-With the loss L of all rows of a step, weights w, and z drawn from a standard normal distribution for each of n
-directions:
+L is the loss over all rows of a step, w are the weights, and z is drawn from a standard normal distribution for each of
+n directions:
 
     s = (L(w + eps z) - L(w - eps z)) / (2 eps)               the slope of the loss along z
     w <- w - lr (mean of s z over the directions) - lr weight_decay w
 
-z is never stored. It is drawn piece by piece, from a seed made of the run's seed, the step, the direction, the weight
-and the place in it. E[s^2] is the squared norm of the gradient.
+z is never stored. It is drawn slice by slice, from a seed made of the run's seed, the step, the direction, the weight
+and the position in it. E[s^2] is the squared norm of the gradient.
 
-*Rounding.* The paper adds eps z, subtracts 2 eps z and adds eps z, which leaves each weight off by a few roundings a
-step. Here a weight gets its own bits back (:func:`perturbed`), from copies of one layer at a time. ``w + eps z`` is
-rounded to the dtype of the weight, so the loss was measured along
+*Rounding.* The paper adds eps z, subtracts 2 eps z and adds eps z again, which leaves each weight off by a few
+roundings per step. Here the exact bits of a weight are restored (:func:`perturbed`), from copies of one layer at a
+time. ``w + eps z`` is rounded to the weight's dtype, so the loss is measured along
 
     d = (round(w + eps z) - round(w - eps z)) / (2 eps)
 
-and w is stepped along d in place of z. In fp32 the two are equal up to rounding. In bfloat16 a step is 2^-8 of a
-weight: where eps z is less than half of that, d is 0, and the weight, which had no part in the slope, stays as it is.
-bfloat16 weights are stepped in fp32 and rounded stochastically, since a step is far less than their precision.
+and w is stepped along d, not z. In fp32 the two are equal up to rounding. In bfloat16 neighbouring numbers differ by
+2^-8 of a weight. Where eps z is less than half of that, d is 0: the weight had no effect on the slope. It does not
+change. bfloat16 weights are stepped in fp32 and rounded stochastically, because an update is far below their precision.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.ops.devices import turns
-from streamtune.optim.weight_step import numbers_of, pieces_of, random_bits, round_stochastically, seeded
+from streamtune.optim.weight_step import flat_slices, numbers_of, random_bits, round_stochastically, seeded
 
 BITS = -1
-"""Number in a seed, in place of the direction, for the bits of stochastic rounding."""
+"""Number that replaces the direction in the seed for the bits of stochastic rounding."""
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):
-    """SGD along random directions, by slopes that were measured along them. Its only state is ``steps_taken``.
+    """SGD along random directions, with slopes measured along them. Its only state is ``steps_taken``.
 
     Args:
         params: Parameters, or groups of them.
         lr: Learning rate.
-        weight_decay: Decoupled decay.
+        weight_decay: Decoupled weight decay.
         eps: Factor of z: the distance from the weights at which losses are measured.
-        directions: Directions of a step, n.
+        directions: Number of directions per step, n.
         seed: Seed of the random numbers.
     """
 
@@ -69,63 +69,63 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def perturb(self, parameter: Tensor, direction: int, sign: int) -> None:
-        """Set a weight w to w + sign eps z, rounded to its dtype; z is the direction's, ``sign`` is 1 or -1."""
+        """Set a weight w to w + sign eps z, rounded to its dtype, with the z of a direction; ``sign`` is 1 or -1."""
         with _flat(parameter) as flat:
-            for piece in turns(pieces_of(flat), flat.device):
-                z = self._normal(parameter, direction, piece, flat)
-                flat[piece] = z.mul_(sign * self.eps).add_(flat[piece])
+            for span in turns(flat_slices(flat), flat.device):
+                z = self._normal(parameter, direction, span, flat)
+                flat[span] = z.mul_(sign * self.eps).add_(flat[span])
 
     @torch.no_grad()
     def step(self, slopes: Sequence[float] | None = None) -> None:  # type: ignore[override]
-        """Step all weights, by the slope of each direction; None (in a simulation) is a slope of 0 for each."""
+        """Step all weights by the slope of each direction; None (in a simulation) means a slope of 0 for each."""
         slopes = [0.0] * self.directions if slopes is None else slopes
         for group in self.param_groups:
             for parameter in group["params"]:
                 with _flat(parameter) as flat:
-                    for piece in turns(pieces_of(flat), flat.device):
-                        self._step_piece(parameter, group, piece, flat, slopes)
+                    for span in turns(flat_slices(flat), flat.device):
+                        self._step_slice(parameter, group, span, flat, slopes)
         self.steps_taken += 1
 
     def moved_share(self) -> float:
-        """Return the share of values that differ between w + eps z and w - eps z, in the next step."""
+        """Return the fraction of values for which w + eps z and w - eps z will differ in the next step."""
         moved = total = 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 with _flat(parameter) as flat:
-                    for piece in pieces_of(flat):
-                        moved += int(self._measured(parameter, 0, piece, flat).count_nonzero())
-                        total += piece.stop - piece.start
+                    for span in flat_slices(flat):
+                        moved += int(self._measured(parameter, 0, span, flat).count_nonzero())
+                        total += span.stop - span.start
         return moved / max(total, 1)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do nothing: weights have no state."""
 
-    def _normal(self, parameter: Tensor, direction: int, piece: slice, flat: Tensor) -> Tensor:
-        """Draw z of a piece, ``[n]``, in float32 or wider if the weight is."""
+    def _normal(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
+        """Return z for a slice of a weight, ``[n]``, in float32, or wider if the weight is wider."""
         wide = torch.promote_types(flat.dtype, torch.float32)
-        z = torch.empty(piece.stop - piece.start, dtype=wide, device=flat.device)
-        key = (self.seed, self.steps_taken, direction, self._number[id(parameter)], piece.start)
+        z = torch.empty(span.stop - span.start, dtype=wide, device=flat.device)
+        key = (self.seed, self.steps_taken, direction, self._number[id(parameter)], span.start)
         return z.normal_(generator=seeded(flat.device, *key))
 
-    def _measured(self, parameter: Tensor, direction: int, piece: slice, flat: Tensor) -> Tensor:
-        """Return d of a piece, ``[n]``, in the dtype of z: the direction along which the loss was really measured."""
-        z = self._normal(parameter, direction, piece, flat).mul_(self.eps)
-        weight = flat[piece]
-        above = (weight + z).to(weight.dtype)  # the wider of the two, and rounded as `perturb` does
+    def _measured(self, parameter: Tensor, direction: int, span: slice, flat: Tensor) -> Tensor:
+        """Return d for a slice of a weight, ``[n]``, in the dtype of z: the direction along which loss was measured."""
+        z = self._normal(parameter, direction, span, flat).mul_(self.eps)
+        weight = flat[span]
+        above = (weight + z).to(weight.dtype)  # added in the wider dtype, then rounded as in `perturb`
         below = z.neg_().add_(weight).to(weight.dtype)
         return above.to(z.dtype).sub_(below).div_(2 * self.eps)
 
-    def _step_piece(
-        self, parameter: Tensor, group: Mapping[str, Any], piece: slice, flat: Tensor, slopes: Sequence[float]
+    def _step_slice(
+        self, parameter: Tensor, group: Mapping[str, Any], span: slice, flat: Tensor, slopes: Sequence[float]
     ) -> None:
-        weight = flat[piece]
+        weight = flat[span]
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-        update = wide * group["weight_decay"]  # one sum, rounded once: a decay by itself is a part of a rounding
+        update = wide * group["weight_decay"]  # one sum, rounded once: decay alone is below a weight's precision
         for direction, slope in enumerate(slopes):
-            update.add_(self._measured(parameter, direction, piece, flat), alpha=slope / len(slopes))
+            update.add_(self._measured(parameter, direction, span, flat), alpha=slope / len(slopes))
         new = wide.add_(update, alpha=-group["lr"])
         if weight.dtype == torch.bfloat16:
-            key = (self.seed, self.steps_taken, BITS, self._number[id(parameter)], piece.start)
+            key = (self.seed, self.steps_taken, BITS, self._number[id(parameter)], span.start)
             round_stochastically(new, random_bits(len(new), flat.device, *key), out=weight)
         else:
             weight.copy_(new)
@@ -135,31 +135,31 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 def perturbed(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module], direction: int, sign: int
 ) -> Iterator[None]:
-    """Context in which a model computes with all trained weights at w + sign eps z; afterwards they have their bits.
+    """Context manager: the model computes with all trained weights at w + sign eps z; on exit w is restored exactly.
 
-    Weights of a layer are perturbed while the layer is called; weights of no layer, or of a layer and another module,
-    for as long as the context is open. So there are copies of these and of one layer.
+    A layer's weights are perturbed only during the layer's call. Weights outside layers, or shared by a layer and
+    another module, are perturbed until the context ends. So copies exist of these weights and of one layer.
 
     Args:
-        optimizer: The optimizer, with eps, the seed, and its trained weights.
-        model: The model; it is called without gradients.
+        optimizer: Optimizer with eps, the seed, and the trained weights.
+        model: Model, which is called without gradients.
         layers: Decoder layers, each called as a module.
         direction: Index of the direction.
-        sign: 1 or -1.
+        sign: Sign of the perturbation, 1 or -1.
     """
-    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    originals: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def shift(parameters: Sequence[Tensor]) -> None:
         for parameter in parameters:
-            if id(parameter) not in kept:
-                kept[id(parameter)] = parameter, parameter.detach().clone()
+            if id(parameter) not in originals:
+                originals[id(parameter)] = parameter, parameter.detach().clone()
                 optimizer.perturb(parameter, direction, sign)
 
     @torch.no_grad()
-    def put_back(parameters: Iterable[Tensor]) -> None:
+    def restore(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            if (found := kept.pop(id(parameter), None)) is not None:
+            if (found := originals.pop(id(parameter), None)) is not None:
                 parameter.copy_(found[1])
 
     inside, rest = _by_layer(optimizer, model, layers)
@@ -167,8 +167,8 @@ def perturbed(
     for layer, own in zip(layers, inside, strict=True):
         if own:
             hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: shift(own)))
-            # First of the hooks, and also where the layer raises an error.
-            back = layer.register_forward_hook(lambda *_, own=own: put_back(own), prepend=True, always_call=True)
+            # Runs before other hooks, and also if the layer raises an error.
+            back = layer.register_forward_hook(lambda *_, own=own: restore(own), prepend=True, always_call=True)
             hooks.append(back)
     try:
         shift(rest)
@@ -176,13 +176,13 @@ def perturbed(
     finally:
         for hook in hooks:
             hook.remove()
-        put_back([parameter for parameter, _ in kept.values()])
+        restore([parameter for parameter, _ in originals.values()])
 
 
 def _by_layer(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return the trained weights of each layer that are in no module outside the layers, and all other weights."""
+    """Return the trained weights that only a layer uses, for each layer, and all other trained weights."""
     within = {id(module) for layer in layers for module in layer.modules()}
     outside = {
         id(parameter)
@@ -199,7 +199,7 @@ def _by_layer(
 
 @contextmanager
 def _flat(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield a weight as one row of values, ``[n]``, which are written back if the weight is not contiguous."""
+    """Context manager: yield a weight as a flat tensor, ``[n]``; changes are also written to a strided weight."""
     whole = parameter.detach()
     if whole.is_contiguous():
         yield whole.view(-1)

@@ -64,7 +64,7 @@ def _make_model(
     if new and sharing is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
-    change = _change(recipe) if checkpoint is None else models.QuantisedBefore.of(checkpoint.model_dir)
+    change = _change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
     model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing, change=change)
     if new and (adapters or checkpoint is None):
         models.add_rows(model, len(tokenizer), new)
@@ -260,14 +260,14 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
     )
 
     def scale_of(name: str) -> float:
-        group = groups.of(name)
+        group = groups.find(name)
         own = None if group is None else recipe.lr_groups[group].learning_rate
         if own is not None:
             return own / recipe.learning_rate
         return recipe.lr_layer_decay ** places.layers_above(name)
 
     def decay_of(name: str) -> float | None:
-        group = groups.of(name)
+        group = groups.find(name)
         return None if group is None else recipe.lr_groups[group].weight_decay
 
     choice = optim.OptimChoice(
@@ -362,7 +362,7 @@ def _change(recipe: ModelSettings) -> models.QuantisationChange | None:
 
 
 def _rope(recipe: ModelSettings) -> models.RopeChange | None:
-    return models.RopeChange.of(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
+    return models.RopeChange.from_settings(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

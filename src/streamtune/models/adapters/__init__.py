@@ -1,1 +1,1 @@
-"""Adapters: added to a model, started, saved and loaded. The kinds are rows of ``base/adapters.py``."""
+"""Add adapters to a model, set their first values, save and load them. ``base/adapters.py`` lists the kinds."""

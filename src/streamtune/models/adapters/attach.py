@@ -1,7 +1,8 @@
-"""Adapters on a model: new ones of the kinds of ``base/adapters.py``, and saved ones.
+"""Add new adapters to a model, of the kinds in ``base/adapters.py``, and load saved ones.
 
-Adapters with a constant part are written as one LoRA of twice the rank, ``[B, -B0] [A; A0]``, which peft puts on the
-original base; resuming splits it again. ``paca`` is written as a LoRA whose ``A`` has a one for each column.
+Adapters with a constant part are saved as one LoRA of twice the rank, ``[B, -B0] [A; A0]``, which peft can load onto
+the original base; resuming splits it again. ``paca`` is saved as a LoRA whose ``A`` has a single one in each row, at
+the trained column.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from streamtune.models.adapters.targets import (
 )
 from streamtune.models.folder import READ, check_saved_settings, unchanged, unmapped
 
-if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
+if TYPE_CHECKING:  # peft imports every quantiser: two seconds
     from peft import PeftConfig, PeftModel
 
 COLUMNS = "lora_A.index"
-"""Suffix of the names of the columns that ``paca`` trains, in the state of the adapters."""
+"""Suffix of the state entries that hold the indices of the columns that ``paca`` trains."""
 
 
 def add_lora(
@@ -60,18 +61,23 @@ def add_lora(
     target: Sequence[str] | str = "all-linear",
     seed: int = 0,
 ) -> PeftModel:
-    """Freeze ``model`` and add LoRA; see :class:`AdapterSpec` and :func:`add_adapters`."""
+    """Freeze ``model`` and add LoRA to it; for the arguments see :class:`AdapterSpec` and :func:`add_adapters`."""
     return add_adapters(model, AdapterSpec(r=r, alpha=alpha, dropout=dropout, target=target), seed=seed)
 
 
 def add_adapters(
     model: PreTrainedModel, spec: AdapterSpec, *, seed: int = 0, new_tokens: Sequence[int] = ()
 ) -> PeftModel:
-    """Freeze ``model``, in place, and add trainable adapters.
+    """Freeze ``model``, in place, and return it with trainable adapters.
 
-    On ``meta`` no weight is decomposed. Adapters of kind ``lora_ga`` change nothing until
-    ``models.start_from_factors``. ``seed`` is the seed of the random start; the caller's random state is left as it
-    was. ``new_tokens`` are ids of tokens whose rows in the embedding and the head are trained too.
+    On ``meta`` no weight is decomposed. Adapters of kind ``lora_ga`` have no effect before
+    ``models.start_from_factors``. The caller's random state does not change.
+
+    Args:
+        model: Model without adapters.
+        spec: Kind, ranks and targets of the adapters.
+        seed: Seed of the random first values.
+        new_tokens: Ids of tokens whose rows in the embedding and the head are trained too.
     """
     adapted = add_unstarted(model, spec, seed, new_tokens)
     if spec.row.start == "peft":
@@ -88,7 +94,7 @@ def add_adapters(
 
 
 def loftq_start(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqStart:
-    """Return the change by which a model is quantised for adapters of kind ``loftq``.
+    """Return the change of weights with which a model is quantised for adapters of kind ``loftq``.
 
     Each layer is quantised and decomposed ``iterations`` times.
     """
@@ -102,7 +108,7 @@ def loftq_start(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqStart:
 
 
 def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Sequence[int]) -> PeftModel:
-    """Add adapters with peft's own first values, whatever the kind starts from."""
+    """Return ``model`` with adapters that have peft's default first values, whatever their kind."""
     from peft import get_peft_config, get_peft_model
 
     _check_patterns(spec, model)
@@ -117,7 +123,7 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
         options["ensure_weight_tying"] = bool(shared_ends(model, spec.whole))
     else:
         options["target_modules"] = linear_targets(model, spec)
-        _refuse_for(spec, model, new_tokens)
+        _check_not_low_rank(spec, model, new_tokens)
         _check_rank([model.get_submodule(name) for name in options["target_modules"]], spec)
     config = get_peft_config(options)
     name_experts(model, spec, config)
@@ -139,37 +145,38 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
     if spec.row.low_rank:
         _check_ranks(dict(low_rank_layers(adapted)), spec)
     if spec.row.divides_by_rows:
-        _check_lengths(adapted)
+        _check_row_norms(adapted)
     return adapted
 
 
-def _refuse_for(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
-    """Refuse new tokens and shared ends for kinds that are not LoRA."""
+def _check_not_low_rank(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
+    """Refuse new tokens, and a tied embedding or head in ``modules_to_save``, for kinds that are not low-rank."""
     *others, last = (name for name, kind in ADAPTERS.items() if kind.low_rank)
     fix = f"write adapter_type: {', '.join(others)} or {last}"
     if new_tokens:
         raise ArgumentError(
-            f"rows of new tokens are trained beside adapters of low rank, not of kind {spec.kind}",
+            f"rows of new tokens are trained only with low-rank adapters, not with kind {spec.kind}",
             where="adapter_type",
             fix=f"{fix}, or add no tokens",
         )
     for name in shared_ends(model, spec.whole):
         raise ArgumentError(
-            f"{name} shares its weight, and a copy of it beside adapters of kind {spec.kind} would not",
+            f"{name} is tied (embedding and head share a weight); adapters of kind {spec.kind} would train an untied "
+            "copy of it",
             where="modules_to_save",
-            fix=f"{fix}, or leave it out",
+            fix=f"{fix}, or leave {name} out",
         )
 
 
 def _check_patterns(spec: AdapterSpec, model: nn.Module) -> None:
-    """Refuse patterns that are not valid, or take too long on the names of this model."""
+    """Refuse patterns that are invalid, or take too long on the names of this model."""
     names = module_names(model)
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         find_matches(list(patterns), names, where=where, how="match", form=PEFT_FORM)
 
 
 def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
-    """Refuse ranks that are larger than a matrix, and patterns that match no adapter."""
+    """Refuse ranks that are too large for a matrix, and patterns that match no layer with an adapter."""
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
@@ -177,43 +184,43 @@ def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
                 raise ArgumentError(
                     f"no layer with an adapter matches '{pattern}'",
                     where=where,
-                    fix=did_you_mean(pattern, known) or f"there are: {', '.join(known)}",
+                    fix=did_you_mean(pattern, known) or f"layers with adapters: {', '.join(known)}",
                 )
     ranks = {name: layer.r[layer.active_adapters[0]] for name, layer in layers.items()}
     too_small = [name for name, layer in layers.items() if ranks[name] > _largest_rank(layer, spec)]
-    # Among all linear layers there may be small ones, such as gates of one row, which the user has not chosen.
+    # "all-linear" may include small layers, such as gates of one row, which the user did not choose.
     if isinstance(spec.target, str) and spec.row.largest_rank == "named" and len(too_small) < len(layers):
         too_small = [name for name in too_small if any(re.match(rf"(.*\.)?({p})$", name) for p in spec.ranks)]
     for name in too_small:
         layer, most = layers[name], _largest_rank(layers[name], spec)
         last, part = name.rsplit(".", 1)[-1], "half of " if spec.row.largest_rank == "half" else ""
         raise ArgumentError(
-            f"adapters of rank {ranks[name]} are larger than {part}the matrix of {name}, "
+            f"rank {ranks[name]} of adapters is larger than {part}the matrix of {name}, "
             f"{layer.out_features:,} x {layer.in_features:,}",
             where="lora_r",
             fix=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
         )
 
 
-def _check_lengths(adapted: Any) -> None:
-    """Refuse DoRA on a weight with a row of zeros, by whose length it divides."""
+def _check_row_norms(adapted: Any) -> None:
+    """Refuse DoRA on a weight with a row of zeros: DoRA divides by the norm of each row."""
     for name, layer in low_rank_layers(adapted):
-        lengths = layer.lora_magnitude_vector["default"].weight
-        zeros = 0 if lengths.is_meta else int((lengths == 0).sum())
+        norms = layer.lora_magnitude_vector["default"].weight
+        zeros = 0 if norms.is_meta else int((norms == 0).sum())
         if zeros:
             raise ArgumentError(
-                f"DoRA divides by the length of each row of a weight, and {zeros:,} of {name} are all zeros (such as "
-                "that of a padding token)",
+                f"DoRA divides by the norm of each row of a weight, and {zeros:,} rows of {name} are all zeros (such "
+                "as a padding token's row)",
                 where="adapter_type",
-                fix="leave it out of lora_target, or write adapter_type: lora",
+                fix=f"leave {name} out of lora_target, or write adapter_type: lora",
             )
 
 
 def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
-    """Refuse a rank, or a number of reflections, above the size of every layer: it gains nothing."""
+    """Refuse an odd number of reflections, and a rank above the size of every layer, which gains nothing."""
     if spec.row.even_rank and spec.r % 2:
         raise ArgumentError(
-            f"reflections start in pairs that undo each other, and {spec.r} is odd: the model would start as another",
+            f"the number of reflections must be even, found {spec.r}: they start in pairs that cancel each other",
             where="lora_r",
             fix=f"write lora_r: {spec.r + 1}",
         )
@@ -223,7 +230,7 @@ def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
     most = max((size for pair in sizes for size in pair), default=spec.r)
     if spec.r > most:
         raise ArgumentError(
-            f"adapters of rank {spec.r:,} are larger than every matrix: the largest has {most:,} rows or columns",
+            f"rank {spec.r:,} of adapters is larger than every matrix: the largest has {most:,} rows or columns",
             where="lora_r",
             fix="write a rank far below that, such as 16",
         )
@@ -235,7 +242,7 @@ def _largest_rank(layer: Any, spec: AdapterSpec) -> int:
 
 
 def is_written_as_lora(adapted: Any) -> bool:
-    """Return True if a model has adapters of a kind that is saved as another LoRA than it is trained as."""
+    """Return True if the adapters of a model must be converted to a plain LoRA when they are saved."""
     return any(START in layer.lora_A or _has_columns(layer) for _, layer in low_rank_layers(adapted))
 
 
@@ -244,9 +251,9 @@ def _has_columns(layer: Any) -> bool:
 
 
 def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """Return the adapters of a model that :func:`is_written_as_lora`, as a LoRA on the original base.
+    """Return the configuration and tensors of a model's adapters, converted to a plain LoRA on the original base.
 
-    ``weights`` is the model's state to write; None for its state now.
+    The model satisfies :func:`is_written_as_lora`. ``weights`` is the state to write; None takes the model's state now.
     """
     from peft import get_peft_model_state_dict
 
@@ -259,7 +266,7 @@ def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) 
         key = name.replace(f".{START}.weight", ".weight")
         adapters[key] = torch.cat([adapters[key], values.to(adapters[key])], dim=0 if "lora_A" in name else 1)
     if constant:
-        # The scale stays: alpha / r, or alpha / sqrt(r).
+        # The scale does not change: alpha / r, or alpha / sqrt(r).
         more = 2**0.5 if config.use_rslora else 2
         config.r, config.lora_alpha = 2 * config.r, more * config.lora_alpha
         config.rank_pattern = {key: 2 * rank for key, rank in config.rank_pattern.items()}
@@ -275,9 +282,9 @@ def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) 
 def load_adapters(
     model: PreTrainedModel, folder: Path, spec: AdapterSpec, *, new_tokens: Sequence[int] = ()
 ) -> PeftModel:
-    """Put adapters that a run saved on their base, ready to be trained further as they were.
+    """Return the base with the adapters that a run saved, to resume their training.
 
-    ``spec`` and ``new_tokens`` are the adapters as they were added.
+    ``spec`` and ``new_tokens`` are the values with which the adapters were added.
     """
     if not spec.row.written_as_lora:
         return load_lora(model, folder)
@@ -306,14 +313,14 @@ def load_adapters(
 
 
 def _weights_in(folder: Path) -> Path:
-    """Return the file of saved adapters; refuse a folder without safetensors."""
+    """Return the weight file of saved adapters; refuse a folder without safetensors."""
     if not (path := folder / "adapter_model.safetensors").is_file():
         raise ArgumentError(f"{folder} has no adapters in safetensors", where="--resume", fix="use another checkpoint")
     return path
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put the adapters saved in ``folder`` on their base, ready to be trained further."""
+    """Return the base with the adapters saved in ``folder``, trainable."""
     from peft import PeftModel
 
     _weights_in(folder)
@@ -323,15 +330,18 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Put adapters in peft's format on their base, to be trained from there; on ``meta`` no weight is read.
+    """Return the base with existing adapters in peft's format, as the start of a training.
 
-    Refused are a folder without adapters, kinds that are not trained here, and adapters of another base.
+    On ``meta`` no weight is read.
+
+    Raises:
+        ArgumentError: The folder has no adapters, their kind cannot be trained here, or they belong to another base.
     """
     from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
     from safetensors import safe_open
 
     key, path = "adapter_name_or_path", Path(folder).expanduser()
-    fix = "name a folder with adapters of peft"
+    fix = "name a folder with adapters in peft's format"
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
             raise ArgumentError(f"{folder} has no {name}", where=key, fix=fix)
@@ -342,13 +352,13 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ArgumentError(f"{path / 'adapter_config.json'} cannot be read: {error}", where=key, fix=fix) from error
     changed = str(getattr(config, "init_lora_weights", True)).lower()
     if config.is_prompt_learning or changed.startswith(("corda", *NAMED_STARTS)):
-        kind = "a learnt prompt" if config.is_prompt_learning else f"adapters of {changed}, whose base was changed"
+        kind = "a learned prompt" if config.is_prompt_learning else f"adapters of {changed}, which changed their base"
         raise ArgumentError(f"{folder} holds {kind}", where=key, fix="convert them to LoRA with peft")
     if (path / LOFTQ_FILE).is_file():
         raise ArgumentError(
-            f"the adapters in {folder} (loftq_iter) belong to weights that were changed before they were quantised",
+            f"the adapters in {folder} (loftq_iter) belong to weights that were changed before quantisation",
             where=key,
-            fix=f"merge them, `streamtune export {folder} OUT`, and name OUT as the model",
+            fix=f"merge them with `streamtune export {folder} OUT`, and use OUT as the model",
         )
     config.inference_mode = False
     try:
@@ -361,15 +371,15 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ArgumentError(
             f"peft cannot put the adapters in {folder} on this base: {str(error).splitlines()[0]}",
             where=key,
-            fix="name adapters of this model",
+            fix="use adapters of this model",
         ) from error
     with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
-        there = {name for name in file.keys() if not name.endswith(".base_layer.weight")}  # noqa: SIM118
+        saved = {name for name in file.keys() if not name.endswith(".base_layer.weight")}  # noqa: SIM118
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    if lost := sorted(there ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
+    if lost := sorted(saved ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
         raise ArgumentError(
-            f"the adapters in {folder} are not those of this base: {len(lost)} weights do not match, such as {lost[0]}",
+            f"the adapters in {folder} belong to another base: {len(lost)} weights do not match, such as {lost[0]}",
             where=key,
-            fix="name adapters of this model",
+            fix="use adapters of this model",
         )
     return adapted

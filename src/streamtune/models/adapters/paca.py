@@ -2,11 +2,12 @@
 
     y = x (W + D)',   D is zero but in r columns drawn at random,   dL/dD[:, index] = (dL/dy)' x[:, index]
 
-The layer is one product with the changed weight, while LoRA has two more in sequence; the backward needs r columns of
-its input. The trained columns are kept as the difference from the base, in the dtype of adapters, and added to the
-weight only during a product: between products the base is unchanged for references, saves and merges.
+The layer computes one product, with the changed weight; LoRA computes two more in sequence. The backward needs only r
+columns of the input. The trained columns are stored as their difference from the base, in the adapters' dtype. They are
+added to the weight only during a product, so references, saves and merges see an unchanged base.
 
-``D`` is ``B A`` with rows of the identity as ``A``. So peft's LoRA does the rest, and the layer is saved as LoRA.
+``D`` is ``B A``, where the rows of ``A`` are rows of the identity. So peft's LoRA does the rest, and the layer is saved
+as LoRA.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from streamtune.ops.fused import outer
 
 
 class Columns(nn.Module):
-    """Selects the columns of the input that belong to trained columns of the weight, in place of LoRA's ``A``.
+    """Selects the input columns that belong to trained columns of the weight; it replaces LoRA's ``A``.
 
     Attributes:
         index: ``[r]`` int64, ascending.
@@ -45,9 +46,9 @@ class Columns(nn.Module):
 
 
 class PacaLinear(lora.Linear):
-    """A linear layer with some trained columns: ``lora_B`` holds their difference from the base, ``[out, r]``.
+    """Linear layer with some trained columns: ``lora_B`` is their difference from the base, ``[out, r]``.
 
-    The columns are drawn from torch's random state when adapters are added.
+    The columns are drawn with torch's random state when adapters are added.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: Any, **options: Any) -> None:
@@ -61,7 +62,7 @@ class PacaLinear(lora.Linear):
         self.lora_A[adapter_name] = Columns(index.to(self.get_base_layer().weight.device), self.in_features)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return ``D`` in the layout of the weight."""
+        """Return ``D`` in the weight's layout: ``[out, in]``, or ``[in, out]`` for ``Conv1D``."""
         columns, index = self.lora_B[adapter].weight, self.lora_A[adapter].index
         delta = columns.new_zeros(self.out_features, self.in_features).index_copy(1, index, columns)
         return delta.T if self.fan_in_fan_out else delta
@@ -101,27 +102,27 @@ class _WithColumns(torch.autograd.Function):
 
 @contextmanager
 def _added(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) -> Iterator[Tensor]:
-    """Add the trained columns to the weight while inside, and yield it as ``[out, in]``.
+    """Context manager: add the trained columns to the weight and yield the weight as ``[out, in]``.
 
-    It is written as data: autograd would notice the change of a weight that other calls have saved, and each call has
-    the same values in it for its own product.
+    The change goes through ``.data``, because autograd rejects a change to a weight that other calls have saved. That
+    is safe: each call's product sees the same values.
     """
     whole = weight.data.T if is_transposed else weight.data
-    kept = whole.index_select(1, index)
-    whole.index_copy_(1, index, (kept + columns.detach()).to(whole.dtype))
+    before = whole.index_select(1, index)
+    whole.index_copy_(1, index, (before + columns.detach()).to(whole.dtype))
     try:
         yield whole
     finally:
-        whole.index_copy_(1, index, kept)
+        whole.index_copy_(1, index, before)
 
 
 def train_columns(model: nn.Module, config: Any) -> None:
-    """Let peft put :class:`PacaLinear` on linear layers; refuse quantised ones."""
+    """Let peft replace linear layers by :class:`PacaLinear`; refuse quantised layers."""
     for name in linear_names(model):
         if not is_whole(model.get_submodule(name).weight):
             raise ArgumentError(
                 f"adapter_type: paca changes columns of the weight of {name}, which is quantised",
                 where="adapter_type",
-                fix="write adapter_type: lora, or use the checkpoint it was made from",
+                fix="write adapter_type: lora, or use the unquantised checkpoint",
             )
     config._register_custom_module({nn.Linear: PacaLinear, inside(CONV1D): PacaLinear})

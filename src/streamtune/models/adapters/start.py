@@ -1,28 +1,28 @@
-"""First values of LoRA: the leading part of each weight, of its gradient, or of its quantisation error.
+"""First values of LoRA from the leading part of each weight, of its gradient, or of its quantisation error.
 
-``pissa``, ``olora`` and ``lora_ga`` of their papers subtract ``B0 A0``, which the adapters start from, from the base.
-The base would then be another model in every checkpoint, as a reference, and to every reader of the adapters. Here the
-base stays, and ``- B0 A0`` is a second, constant adapter: the same function of the trained ``A`` and ``B``, without the
-rounding of the base.
+In their papers, ``pissa``, ``olora`` and ``lora_ga`` subtract the product ``B0 A0`` of the first values from the base.
+Then every checkpoint, reference and reader of the adapters needs this changed base. Here the base does not change, and
+``- B0 A0`` is a second, constant adapter. The model is the same function of the trained ``A`` and ``B``, without
+rounding the base.
 
-LoRA-GA (Wang et al., arXiv 2407.05000), of the gradient ``G = U S V'`` of a weight ``[out, in]`` (Algorithm 1):
+LoRA-GA (Wang et al., arXiv 2407.05000) starts from the gradient ``G = U S V'`` of a weight ``[out, in]`` (Algorithm 1):
 
     A0 = c V'[1..r],   B0 = c U[r+1..2r],   c = out^(1/4) / sqrt(gamma)
 
-The first step of ``A`` and ``B`` by a small rate then moves the weight along ``B0 B0' G + G A0' A0``, which is ``c^2``
-times the best approximation of ``G`` by rank 2r (Theorem 3.1). LoRA moves it along ``G A' A`` of a random ``A``. A
-gradient is decomposed and freed when the backward hands it over: at most one layer's exist. Over several micro-batches
-gradients are summed on the host in fp32.
+The first step of ``A`` and ``B``, with a small learning rate, then moves the weight along ``B0 B0' G + G A0' A0``. This
+is ``c^2`` times the best approximation of ``G`` by rank 2r (Theorem 3.1). LoRA, with a random ``A``, moves the weight
+along ``G A' A``. A gradient is decomposed and freed as soon as the backward has accumulated it, so at most one layer's
+gradient exists. With several micro-batches, gradients are summed in host memory in fp32.
 
-LoftQ (Li et al., arXiv 2310.08659), for a quantised layer with an adapter of rank r, scaled by s, alternates from
-``A = B = 0`` (Algorithm 1):
+LoftQ (Li et al., arXiv 2310.08659) is for a quantised layer with an adapter of rank r and scale s. It starts from
+``A = B = 0`` and alternates two assignments (Algorithm 1):
 
     Q = quantised(W - s B A),    s B A = the r largest singular values of W - Q
 
-The iteration with the smallest ``|W - (Q + s B A)|`` is kept: beyond the first few the error may rise again. With one
-iteration Q is the quantised W, as in every other run. After more, Q is the quantised ``W - s B A`` with the ``s B A``
-of the iteration before, which is saved with the adapters (:data:`LOFTQ_FILE`): a resume and an export quantise the same
-weights again, and decompose nothing.
+The iteration with the smallest ``|W - (Q + s B A)|`` is used: after the first few the error may rise again. With one
+iteration Q is the quantised W, as in every other run. With more, Q is the quantised ``W - s B A``, with the ``s B A``
+of the iteration before. That ``s B A`` is saved with the adapters (:data:`LOFTQ_FILE`), so a resume or an export
+quantises the same weights without a decomposition.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
 
 
 def start_from_weights(adapted: Any, spec: AdapterSpec) -> None:
-    """Start LoRA from the leading part of each weight; refuse quantised weights."""
+    """Set the first values of LoRA to the leading part of each weight; refuse quantised weights."""
     for name, layer in low_rank_layers(adapted):
         weight = layer.get_base_layer().weight
         if weight.device.type == "meta":
@@ -80,11 +80,11 @@ def _by_qr(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
 
 
 LEADING_PARTS: Mapping[str, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = {"pissa": _by_svd, "olora": _by_qr}
-"""Kind that starts from weights -> function of a weight ``[out, in]``, a rank and a scale that returns ``A``, ``B``."""
+"""By kind: function of a weight ``[out, in]``, a rank and a scale that returns ``A`` and ``B``."""
 
 
 def set_start(layer: Any, down: Tensor, up: Tensor) -> None:
-    """Start the adapters of a layer from ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``; the constant one subtracts it."""
+    """Set a layer's trained adapter to ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``, the constant one to the opposite."""
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     a.copy_(down)
     b.copy_(up)
@@ -100,7 +100,7 @@ def started_values(adapted: Any) -> Iterator[Tensor]:
 
 
 def add_start(adapted: Any) -> None:
-    """Add the constant adapter. Its values are buffers: peft makes parameters of active adapters trainable."""
+    """Add the constant adapter. Its values are buffers, because peft trains the parameters of active adapters."""
     plain = copy.deepcopy(adapted.peft_config["default"])
     plain.lora_dropout, plain.modules_to_save, plain.trainable_token_indices = 0.0, None, None
     adapted.add_adapter(START, plain)
@@ -110,19 +110,23 @@ def add_start(adapted: Any) -> None:
             del part.weight
             part.register_buffer("weight", values)
         layer.set_adapter(["default", START])
-    del adapted.peft_config[START]  # readers of configurations see one adapter
+    del adapted.peft_config[START]  # code that reads peft_config sees one adapter
 
 
 Factors = dict[str, tuple[Tensor, Tensor]]
-"""Name of a layer in the base -> ``A`` ``[r, in]`` and ``B`` ``[out, r]``."""
+"""``A`` ``[r, in]`` and ``B`` ``[out, r]`` by the layer's name in the base."""
 
 
 def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma: float, seed: int) -> Factors:
-    """Return the first values of the adapters of a model, from gradients (``lora_ga``).
+    """Return the first values of a model's adapters, computed from gradients (``lora_ga``).
 
-    The model, streamed or not, has adapters that change nothing yet, and is left as it was. The gradient is of the sum
-    of the ``losses``, functions that compute the losses of micro-batches. Both factors are proportional to ``gamma **
-    -0.5``. ``seed`` is the seed of dropout, and of the random start of each decomposition.
+    The model, streamed or not, has adapters that have no effect yet, and does not change.
+
+    Args:
+        adapted: Model with adapters.
+        losses: Functions that compute the losses of micro-batches. The gradient is taken of their sum.
+        gamma: Constant of the paper; both factors are proportional to ``gamma ** -0.5``.
+        seed: Seed of dropout, and of the random start of each decomposition.
 
     Raises:
         NonFiniteError: A gradient is not finite.
@@ -148,7 +152,7 @@ def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma
             raise NonFiniteError(
                 f"the gradient of {name}, which adapter_type: lora_ga starts from, is not finite",
                 where="adapter_type",
-                fix="look at the rows; or write adapter_type: lora",
+                fix="check the rows, or write adapter_type: lora",
             )
         factors[name] = leading_factors(grad, layer.r["default"], gamma, seed)
 
@@ -166,7 +170,7 @@ def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma
 
 
 def leading_factors(grad: Tensor, rank: int, gamma: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return ``A0`` and ``B0`` of a gradient ``[out, in]``, in fp32 or wider.
+    """Return ``A0`` ``[r, in]`` and ``B0`` ``[out, r]`` for a gradient ``[out, in]``, in fp32 or wider.
 
     Singular vectors come from a random projection to four times the rank (Halko et al.), as in the authors' code.
     """
@@ -180,20 +184,20 @@ def leading_factors(grad: Tensor, rank: int, gamma: float, seed: int) -> tuple[T
 
 @torch.no_grad()
 def start_from_factors(adapted: Any, factors: Factors) -> None:
-    """Start the adapters of a model from these factors. A layer without factors, which had no gradient, is left."""
+    """Set the first values of a model's adapters. A layer without factors, which had no gradient, does not change."""
     for name, layer in low_rank_layers(adapted):
         if name in factors:
             set_start(layer, *factors[name])
 
 
 def summed_bytes(adapted: Any) -> int:
-    """Return the host bytes of the gradients that are summed over several micro-batches."""
+    """Return how many bytes of host memory the sums of gradients over several micro-batches take."""
     return sum(4 * layer.get_base_layer().weight.numel() for _, layer in low_rank_layers(adapted))
 
 
 @contextmanager
 def _only_trained(adapted: nn.Module, names: dict[int, str]) -> Iterator[None]:
-    """Train the weights below adapters, and nothing else, while inside."""
+    """Context manager: only the base weights that have adapters require a gradient."""
     before = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
     for parameter, _ in before:
         parameter.requires_grad_(id(parameter) in names)
@@ -208,7 +212,7 @@ def _only_trained(adapted: nn.Module, names: dict[int, str]) -> Iterator[None]:
 
 @contextmanager
 def _hooked(weights: Sequence[Tensor], hook: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call ``hook`` with each weight whose gradient has been accumulated, while inside."""
+    """Context manager: call ``hook`` with each weight when its gradient has been accumulated."""
     handles = [weight.register_post_accumulate_grad_hook(hook) for weight in weights]
     try:
         yield
@@ -218,32 +222,32 @@ def _hooked(weights: Sequence[Tensor], hook: Callable[[Tensor], None]) -> Iterat
 
 
 LOFTQ_FILE = "loftq.safetensors"
-"""Factors subtracted from the weights before quantisation, beside the adapters; absent without any."""
+"""File beside the adapters with the factors subtracted from the weights before quantisation, if there are any."""
 FACTORS = "_streamtune_loftq_factors"
 TAKEN = "_streamtune_loftq_taken"
 
 Quantise = Callable[[Tensor], tuple[Any, Tensor]]
-"""Function of a weight that returns it quantised, and dequantised to fp32, ``[out, in]``."""
+"""Function that returns a weight quantised, and the same weight dequantised to fp32, ``[out, in]``."""
 
 
 class QuantisationChange(Protocol):
-    """A change of weights before they are quantised."""
+    """A change to weights before they are quantised."""
 
     def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
         """Return the quantised weight of the layer ``name``.
 
-        ``weight`` is ``[out, in]``, on the device of the quantised one; ``quantise`` is the model's quantiser.
+        ``weight`` is ``[out, in]``, on the device of the quantised weight; ``quantise`` is the model's quantiser.
         """
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Record in the model what adapters and checkpoints need, once all layers are quantised."""
+        """Record on the model what adapters and checkpoints need, after all layers are quantised."""
 
 
 class LoftqStart:
-    """Quantises layers by LoftQ and finds the first values of their adapters.
+    """Quantises layers by LoftQ and computes the first values of their adapters.
 
-    ``layers`` finds the layers with adapters: name -> rank and scale. ``iterations`` is T of the paper, ``seed`` is the
-    seed of the decompositions.
+    ``layers`` returns the rank and scale of each layer with adapters, by name. ``iterations`` is T of the paper.
+    ``seed`` is the seed of the decompositions.
     """
 
     def __init__(
@@ -259,7 +263,7 @@ class LoftqStart:
         self._taken: Factors = {}
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Find the layers, before any is quantised."""
+        """Find the layers with adapters, before any layer is quantised."""
         self._layers = self._find(model)
 
     @torch.no_grad()
@@ -271,7 +275,7 @@ class LoftqStart:
         taken: tuple[Tensor, Tensor] | None = None
         best: tuple[float, Any, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None = None
         for _ in range(self._iterations):
-            packed, written = quantise(weight if taken is None else _less(weight, taken))
+            packed, written = quantise(weight if taken is None else _subtracted(weight, taken))
             rest = wide - written
             down, up = _leading(rest, rank, self._seed)
             error = float((rest - up @ down).norm())
@@ -292,9 +296,9 @@ class LoftqStart:
 
 
 class QuantisedBefore:
-    """Quantises layers as a run did.
+    """Quantises layers in the way of an earlier run, which subtracted factors from the weights before (LoftQ).
 
-    ``taken`` are the factors that the run subtracted from the weights: ``A`` and ``s B`` by name of the layer.
+    ``taken`` are these factors: ``A`` and ``s B`` by name of the layer.
     """
 
     def __init__(self, taken: Factors) -> None:
@@ -302,8 +306,8 @@ class QuantisedBefore:
         self._left = set(taken)
 
     @classmethod
-    def of(cls, folder: Path) -> QuantisedBefore | None:
-        """Return the change of the adapters in a folder; None without one."""
+    def load(cls, folder: Path) -> QuantisedBefore | None:
+        """Read :data:`LOFTQ_FILE` beside the adapters in a folder; return None if there is none."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -316,7 +320,7 @@ class QuantisedBefore:
             return cls({name: (saved[f"{name}.A"], saved[f"{name}.B"]) for name in sorted(names)})
         except (SafetensorError, KeyError) as error:
             raise ArgumentError(
-                f"{path} is damaged, by which the base of its adapters was quantised: {error}",
+                f"{path} is damaged, which is needed to quantise the base of its adapters: {error}",
                 fix="use another checkpoint of the run",
             ) from error
 
@@ -326,48 +330,48 @@ class QuantisedBefore:
         if taken is None:
             return quantise(weight)[0]
         if (taken[1].shape[0], taken[0].shape[1]) != weight.shape:
-            raise self._another(name)
+            raise self._other_model_error(name)
         self._left.discard(name)
-        return quantise(_less(weight, taken))[0]
+        return quantise(_subtracted(weight, taken))[0]
 
     def finish(self, model: PreTrainedModel) -> None:
         """Check that all layers were quantised, and record the factors in the model."""
         if self._left:
-            raise self._another(min(self._left))
+            raise self._other_model_error(min(self._left))
         setattr(model, TAKEN, self._taken)
 
-    def _another(self, name: str) -> ArgumentError:
+    def _other_model_error(self, name: str) -> ArgumentError:
         return ArgumentError(
-            f"the adapters (loftq_iter) were trained on another model: {name} is not the layer that was quantised for "
-            "them",
-            fix="name the model they were trained on",
+            f"the adapters (loftq_iter) were trained on another model: its layer {name} is missing here or has another "
+            "shape",
+            fix="use the model that they were trained on",
         )
 
 
 def start_from_quantisation(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
-    """Start the adapters of quantised layers, by the names of the modules in the base."""
+    """Set the first values of adapters from quantisation errors; ``layers`` has (name in the base, layer)."""
     if not hasattr(model, FACTORS):
         raise ArgumentError(
-            "adapters of kind loftq start from the difference between the weights and their quantised form, and this "
-            "model has not both",
+            "adapters of kind loftq start from the quantisation error, and no weights of this model were quantised for "
+            "them",
             where="adapter_type",
-            fix="write finetuning_type: qlora and name a checkpoint that is not quantised, or adapter_type: lora",
+            fix="write finetuning_type: qlora and use an unquantised checkpoint, or write adapter_type: lora",
         )
     factors: Factors = getattr(model, FACTORS)
     delattr(model, FACTORS)
     for name, layer in layers:
-        if name in factors:  # others are not quantised: there is no error to make up for
+        if name in factors:  # other layers are not quantised and have no quantisation error
             layer.lora_A["default"].weight.copy_(factors[name][0])
             layer.lora_B["default"].weight.copy_(factors[name][1])
 
 
 def taken_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of :data:`LOFTQ_FILE` for a model without wrappers."""
+    """Return the tensors to write to :data:`LOFTQ_FILE`; ``model`` is the base without wrappers."""
     taken: Factors = getattr(model, TAKEN, {})
     return {f"{name}.{key}": x for name, pair in taken.items() for key, x in zip("AB", pair, strict=True)}
 
 
-def keep_taken(model: nn.Module, folder: Path) -> None:
+def save_taken(model: nn.Module, folder: Path) -> None:
     """Write :data:`LOFTQ_FILE` beside saved adapters, if factors were subtracted from the weights."""
     from safetensors.torch import save_file
 
@@ -376,7 +380,7 @@ def keep_taken(model: nn.Module, folder: Path) -> None:
 
 
 def on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model without values."""
+    """Return a copy of a model on ``meta``, without values."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for x in (*module._parameters.values(), *module._buffers.values()):
@@ -386,7 +390,7 @@ def on_meta(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, memo)
 
 
-def _less(weight: Tensor, taken: tuple[Tensor, Tensor]) -> Tensor:
+def _subtracted(weight: Tensor, taken: tuple[Tensor, Tensor]) -> Tensor:
     """Return ``W - B A`` in the dtype of W."""
     down, up = (x.to(weight.device) for x in taken)
     return (weight.float() - up @ down).to(weight.dtype)

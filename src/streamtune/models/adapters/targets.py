@@ -1,4 +1,4 @@
-"""Layers that get adapters: linear layers and experts that are one tensor, by the names that a recipe gives."""
+"""Choose the layers that get adapters: linear layers, and experts that are one tensor, by the names in a recipe."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from streamtune.base.adapters import AdapterSpec
 from streamtune.engine.hf_names import CONV1D, inside
 from streamtune.errors import ArgumentError, did_you_mean
 
-if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
+if TYPE_CHECKING:  # peft imports every quantiser: two seconds
     from peft import PeftConfig
 
 PEFT_FORM = r"(.*\.)?({})$"
-"""The expression that peft makes of a key of ``rank_pattern``."""
+"""Regular expression that peft makes of a key of ``rank_pattern``."""
 
 
 @contextmanager
 def no_pattern_warnings() -> Iterator[None]:
-    """Suppress peft's warning that a pattern matched nothing, which it also gives for stacked experts it did match."""
+    """Context manager: suppress peft's warning that a pattern matched nothing, also given for experts that matched."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
         yield
@@ -40,12 +40,12 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def ends_with(name: str, end: str) -> bool:
-    """Return True if peft takes ``end`` for this name: the whole name, or the part after a dot."""
+    """Return True if peft matches ``end`` with this name: ``end`` is the whole name, or its last part after a dot."""
     return name == end or name.endswith(f".{end}")
 
 
 def matching(ends: Sequence[str], names: Sequence[str], where: str, what: str, model: nn.Module) -> list[str]:
-    """Return the names that end in one of ``ends``; refuse an end that matches none."""
+    """Return the names that end in one of ``ends``; refuse an end that matches no name."""
     for end in ends:
         if not any(ends_with(name, end) for name in names):
             known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
@@ -58,7 +58,7 @@ def matching(ends: Sequence[str], names: Sequence[str], where: str, what: str, m
 
 
 def _stacked(model: nn.Module) -> list[str]:
-    """Return the names of parameters that peft can adapt and that are not linear layers: stacked experts, routers."""
+    """Return the names of adaptable parameters outside linear layers: experts in one tensor, and routers."""
     linear = {f"{name}.weight" for name in linear_names(model)}
     return [
         name for name, x in model.named_parameters() if x.dim() == 3 or (is_router(model, name) and name not in linear)
@@ -89,12 +89,14 @@ def linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
     else:
         targets = matching(spec.target, names, "lora_target", "linear layer", model)
     if not (left := [name for name in targets if name not in set(excluded)]):
-        raise ArgumentError("all layers of lora_target are excluded", where="lora_exclude", fix="exclude fewer")
+        raise ArgumentError(
+            "lora_exclude excludes all layers of lora_target", where="lora_exclude", fix="exclude fewer layers"
+        )
     return left
 
 
 def low_rank_targets(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any]:
-    """Return peft's options for the targets of LoRA, which can be tensors too."""
+    """Return peft's options that select the targets of LoRA: linear layers, or tensors such as experts."""
     if isinstance(spec.target, str):
         linear_targets(model, spec)
         routers = [name for name in linear_names(model) if is_router(model, name)]
@@ -114,9 +116,10 @@ def low_rank_targets(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any
 
 
 def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) -> None:
-    """Let peft name the stacked experts that it adapts, without the router unless the recipe names it.
+    """Let peft write the experts that it adapts into ``config``, without the router unless the recipe names it.
 
-    Refuse stacked experts for kinds of adapters that cannot be on them, and with dropout.
+    Raises:
+        ArgumentError: Adapters of this kind, or with dropout, cannot be on experts that are one tensor.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -132,7 +135,7 @@ def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) 
     what = None if spec.row.on_experts else f"adapters of kind {spec.kind}"
     if what or spec.dropout:
         raise ArgumentError(
-            f"{what or 'dropout of adapters'} cannot be on experts that are one tensor "
+            f"{what or 'dropout of adapters'} cannot be used on experts that are one tensor "
             f"({', '.join(sorted(options.target_parameters))})",
             where="adapter_type" if what else "lora_dropout",
             fix="name other layers: lora_target: [q_proj, k_proj, v_proj, o_proj]",
@@ -140,7 +143,7 @@ def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) 
 
 
 def shared_ends(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
-    """Return the embedding and the head if they share their weight and are among the modules that end so."""
+    """Return the names of the embedding and the head that ``whole`` selects, if the two are tied; else none."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or embedding.weight is not head.weight:
         return []
@@ -149,7 +152,7 @@ def shared_ends(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
 
 
 def end_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the embedding and of the head; of the embedding alone if they share their weight."""
+    """Return the last part of the names of embedding and head; only the embedding's if they are tied."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[1] is None or ends[0].weight is ends[1].weight:  # peft trains a tied head with the embedding
         del ends[1]
@@ -158,14 +161,14 @@ def end_names(model: PreTrainedModel) -> list[str]:
 
 
 def module_names(model: nn.Module) -> list[str]:
-    """Return the names that peft matches patterns with."""
+    """Return the names of modules and parameters on which peft tries patterns."""
     modules = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters()]
     return [*modules, *parameters, *(f"base_model.model.{name}" for name in modules)]
 
 
 def low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
-    """Yield peft's layers with LoRA, by the name of the module in the base."""
+    """Yield (name in the base, layer) for peft's LoRA layers."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in adapted.get_base_model().named_modules():

@@ -286,13 +286,13 @@ def load_trained(
         return model.requires_grad_(False).eval(), tokenizer
     if quantization is not None:
         models.choose_quantization(quantization, torch.device(device))  # refuses where its package is missing
-    change = models.QuantisedBefore.of(Path(trained.folder)) if quantization is not None else None
+    change = models.QuantisedBefore.load(Path(trained.folder)) if quantization is not None else None
     name = resolve_base(trained, base, notify)
     if is_trained_base(trained, base) is False:
         notify(f"{base} is not the model that these adapters trained on: the result is another model")
     wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
     wanted = "auto" if wanted == "mixed" else wanted  # the base of adapters is as in its checkpoint
-    options = models.ModelOptions(wanted, quantization, models.RopeChange.of(trained.settings), change)
+    options = models.ModelOptions(wanted, quantization, models.RopeChange.from_settings(trained.settings), change)
     if name is None:
         made: Any = _made_again(trained, tokenizer, options, device)
     else:
