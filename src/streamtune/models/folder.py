@@ -1,13 +1,14 @@
 """Check a folder with a model or adapters before libraries read it, and read it safely while others may write to it.
 
-- Weights are safetensors. A pickle is a program: it is refused unless the recipe sets ``allow_pickle``. Torch's
-  restricted unpickler then reads it.
+- Weights are safetensors. A pickle is a program: it is refused unless the recipe sets ``allow_pickle``, and then read
+  by torch's restricted unpickler.
 - An index may only name files in its own folder.
 - Adapters cannot choose a base on the hub, and their settings are checked before peft uses them.
 
 :func:`unchanged` compares size and times of the files before and after reading. So everything that is read belongs to
-one state of the folder. :func:`unmapped` makes libraries read safetensors into memory instead of mapping them. If a mapped file
-is truncated, as ``cp`` over it does, the process ends with SIGBUS; reading a truncated file raises an error.
+one state of the folder. :func:`unmapped` makes libraries read safetensors into memory instead of mapping them. If a
+mapped file is truncated, as ``cp`` over it does, the process ends with SIGBUS; reading a truncated file raises an
+error.
 
 Two kinds of weights stay mapped: pickles, and weights that take more than half of the host's free memory, summed over
 the host's ranks. A process that ends with SIGBUS prints its stack.
