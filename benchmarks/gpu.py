@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from streamtune.programs.bench.modes import WAYS, absent
+from streamtune.programs.bench.modes import MODE_SETUPS, absent
 from streamtune.programs.bench.named_tables import TABLES, cells, columns, notes
 from streamtune.programs.bench.table_rows import TableReport, TableRow
 
@@ -194,9 +194,9 @@ def table(until: float, name: str, *options: str) -> Document:
     model = settings({"model_type": "qwen3", **LARGE})
     schedule = json.dumps({"chunk_size": 8192, "head_chunk_size": 2048})
     model += ["--set", "dtype=bfloat16", "--set", f"engine={schedule}"]
-    together = [mode for mode, way in WAYS.items() if not way.alone]
+    together = [mode for mode, way in MODE_SETUPS.items() if not way.alone]
     compares = TABLES[name].compares_modes
-    alone = [mode for mode, way in WAYS.items() if compares and way.alone and not way.lacks("cuda")]
+    alone = [mode for mode, way in MODE_SETUPS.items() if compares and way.alone and not way.lacks("cuda")]
     found: Document = {"tables": []}
     for number, modes in enumerate([together, *(["plain", "checkpoint", mode] for mode in alone)]):
         folder = KEPT / f"{name}-{number}"
@@ -210,7 +210,7 @@ def table(until: float, name: str, *options: str) -> Document:
             found["ended"] = str(error)
         [path] = folder.glob("*.json")
         found["tables"].append(json.loads(path.read_text(encoding="utf-8")))
-    missing = absent([*WAYS], "cuda") if compares else {}
+    missing = absent([*MODE_SETUPS], "cuda") if compares else {}
     found["absent"] = {mode: why for mode, why in missing.items() if mode not in alone}
     return found
 

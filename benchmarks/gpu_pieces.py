@@ -41,7 +41,7 @@ from streamtune import Schedule
 from streamtune.cli.machine import grow_segments
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.plan.simulate import Mode
-from streamtune.programs.bench.modes import WAYS, Ready, absent
+from streamtune.programs.bench.modes import MODE_SETUPS, Ready, absent
 from streamtune.programs.probe.recipe_trials import take_step
 from streamtune.recipe import load_recipe
 from streamtune.run.device import prepare_libraries, stream_model
@@ -202,7 +202,7 @@ def search(step: Callable[[int], str], left: Callable[[], float]) -> dict[str, A
 def longest(model: Any, mode: Mode, left: Callable[[], float]) -> dict[str, Any]:
     """Return the longest row of a mode, the peak of its step, and the seconds of each (``step_seconds``)."""
     try:
-        with WAYS[mode].entered(model, LONGEST_SCHEDULE) as ready:  # once: what it keeps between steps stays
+        with MODE_SETUPS[mode].entered(model, LONGEST_SCHEDULE) as ready:  # once: what it keeps between steps stays
             return {"mode": mode, **_longest(model, ready, left)}
     except Exception as error:  # a peer may not know this model or these versions
         return {"mode": mode, "fits": 0, "stopped": _first_line(error), "peak_bytes": None, "step_seconds": {}}

@@ -52,7 +52,7 @@ def test_what_is_not_installed(run: Path, capsys: pytest.CaptureFixture[str], mo
         (("--gguf", "f16"), "needs llama.cpp's converter"),
         (("--gguf", "f17"), "did you mean 'f16'?"),
         (("--gguf", "f16", "--llama-cpp", "nowhere"), "no convert_hf_to_gguf.py in nowhere"),
-        (("--push", "me/model", "--offline"), "--offline forbids"),
+        (("--push", "me/model", "--offline"), "--push and --offline exclude each other"),
         (("--max-shard-size", "much"), "expected a size"),
     ):
         assert streamtune("export", "run", "out", *arguments) == 2
@@ -124,7 +124,7 @@ def test_a_real_run(
     for model in ("runs/tiny", "out"):
         assert streamtune("generate", model, "--prompt", "Add 3.", "--temperature", "0", "--max-new-tokens", "12") == 0
         same.append(capsys.readouterr())
-        assert "12 written" in same[-1].err or "cut off" not in same[-1].err
+        assert "answer: 12 tokens" in same[-1].err or "truncated" not in same[-1].err
     assert same[0].out == same[1].out
 
 
@@ -146,6 +146,6 @@ def test_prompts_from_options_files_and_pipes(run: Path, capsys: pytest.CaptureF
 def test_a_pipe_is_a_prompt(run: Path) -> None:
     command = [sys.executable, "-m", "streamtune", "generate", "run", "--max-new-tokens", "3", "--temperature", "0"]
     done = subprocess.run(command, input="ab", capture_output=True, text=True, check=True)
-    assert "3 written" in done.stderr
+    assert "answer: 3 tokens" in done.stderr
     empty = subprocess.run(command, input="", capture_output=True, text=True, check=False)
-    assert (empty.returncode, "there is no prompt" in empty.stderr) == (2, True)
+    assert (empty.returncode, "the prompt is missing" in empty.stderr) == (2, True)

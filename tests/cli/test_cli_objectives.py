@@ -327,9 +327,9 @@ def test_bench_on_pairs(run: Callable[..., int], capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--modes", "liger-loss"), "computes the loss of next tokens and knows no completions"),
-        (("--packed-rows", "2"), "--packed-rows has no meaning in dpo"),
-        (("--table", "bp-time"), "measures rows of supervised fine-tuning, and this is a recipe of dpo"),
+        (("--modes", "liger-loss"), "mode 'liger-loss' cannot score the completions of dpo"),
+        (("--packed-rows", "2"), "--packed-rows needs an sft recipe, found dpo"),
+        (("--table", "bp-time"), "--table bp-time needs an sft recipe, found dpo"),
     ],
 )
 def test_what_bench_does_not_measure(

@@ -204,7 +204,7 @@ def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path)
     with pytest.raises(StorageError, match=r"taught\.safetensors was changed during the run"):
         batches.training([0])
     os.truncate(file, 5000)
-    with pytest.raises(StorageError, match=r"taught\.safetensors was cut from .* to 4\.88 KiB"):
+    with pytest.raises(StorageError, match=r"taught\.safetensors was truncated from .* to 4\.88 KiB"):
         batches.training([0])
 
 
@@ -220,7 +220,7 @@ def test_one_process_writes_a_file(folder: Path, capsys: pytest.CaptureFixture[s
     assert [path.name for path in folder.iterdir() if "taught.safetensors" in path.name] == ["taught.safetensors"]
     before = Path("taught.safetensors").read_bytes()
     assert teach(folder) == 2
-    assert "is there already" in " ".join(capsys.readouterr().err.split())
+    assert "already exists" in " ".join(capsys.readouterr().err.split())
     assert Path("taught.safetensors").read_bytes() == before
 
 
@@ -248,8 +248,8 @@ def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path: Path) -> None
 def test_teach_refuses_what_it_cannot_write(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for keys, arguments, what in (
         ({"reasoning": "per_turn"}, (), "'reasoning: per_turn' makes several rows of a conversation"),
-        ({"teacher": None}, (), "names no model as teacher"),
-        ({}, ("--top-k", "5000"), "give a number below"),
+        ({"teacher": None}, (), "names no teacher model"),
+        ({}, ("--top-k", "5000"), "--top-k must be below the teacher's"),
     ):
         recipe = {
             key: value for key, value in {**COMMON, "teacher": "taught/final", **keys}.items() if value is not None

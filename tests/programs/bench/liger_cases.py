@@ -12,7 +12,7 @@ import sys
 import torch
 
 from streamtune import Schedule
-from streamtune.programs.bench.modes import WAYS
+from streamtune.programs.bench.modes import MODE_SETUPS
 from tests import triton_kit
 from tests.exactness.families import build
 from tests.programs.bench.test_peers import held, step
@@ -26,7 +26,7 @@ def main() -> None:
     plain = step(model)
     found: dict[str, object] = {}
     for mode in ("liger-loss", "liger"):
-        with WAYS[mode].entered(model, Schedule()) as ready:
+        with MODE_SETUPS[mode].entered(model, Schedule()) as ready:
             found["replaced"] = vars(file)["apply_rotary_pos_emb"] is not own
             loss, gradients = step(model, ready.loss)
         after = held(model)

@@ -21,7 +21,7 @@ from streamtune.cli.app import app
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.bench.bench import BenchReport, run_bench
 from streamtune.programs.bench.plots import draw_bench
-from streamtune.programs.bench.subject import Job, _laid_out
+from streamtune.programs.bench.subject import Job, _lay_out
 from tests.exactness.families import build
 
 RECIPE = """
@@ -85,7 +85,7 @@ def test_packed_rows_are_measured_beside_one_row_and_beside_the_rows_alone(packe
 
 def test_layouts_hold_the_same_tokens() -> None:
     ids = torch.arange(22).reshape(2, 11)
-    [row], [together], apart = (_laid_out(ids, layout, 3) for layout in ("row", "packed", "separate"))
+    [row], [together], apart = (_lay_out(ids, layout, 3) for layout in ("row", "packed", "separate"))
     assert torch.equal(row["input_ids"], ids)
     assert torch.equal(together["input_ids"], ids)
     assert torch.equal(torch.cat([batch["input_ids"] for batch in apart], dim=1), ids)
@@ -150,7 +150,7 @@ def test_the_command_with_packed_rows(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "4 packed" in result.stdout
     assert "4 apart" in result.stdout
-    with pytest.raises(ArgumentError, match="rows of two tokens or more"):
+    with pytest.raises(ArgumentError, match="must be from 2 to half of the smallest length"):
         CliRunner().invoke(app, ["bench", str(recipe), *options, "--packed-rows", "33"], catch_exceptions=False)
 
 

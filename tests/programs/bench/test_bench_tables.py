@@ -23,8 +23,8 @@ from streamtune.plan.budget import Budget, Range
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.programs.bench import measure_table
 from streamtune.programs.bench.bench_recipe import fingerprints
-from streamtune.programs.bench.measure_table import TableOptions, fill, longest_by, run_table
-from streamtune.programs.bench.modes import WAYS
+from streamtune.programs.bench.measure_table import TableOptions, fill, run_table, search_longest
+from streamtune.programs.bench.modes import MODE_SETUPS
 from streamtune.programs.bench.named_tables import draw_table, markdown
 from streamtune.programs.bench.subject import SHARING, Case, Job, MeasuredModel
 from streamtune.programs.bench.table_rows import (
@@ -53,7 +53,7 @@ ENV = {
 }
 
 SCHEDULE = Schedule(chunk_size=16, head_chunk_size=8)
-HERE = [mode for mode in ALL_MODES if not WAYS[mode].lacks("cpu")]
+HERE = [mode for mode in ALL_MODES if not MODE_SETUPS[mode].lacks("cpu")]
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def test_what_peers_save_is_seen(subject: MeasuredModel) -> None:
 
 
 def test_what_cannot_run_says_why() -> None:
-    assert "accelerator" in WAYS["liger-loss"].lacks("cpu")
-    assert replace(WAYS["plain"], package="no_such_package").lacks("cpu") == (
+    assert "accelerator" in MODE_SETUPS["liger-loss"].lacks("cpu")
+    assert replace(MODE_SETUPS["plain"], package="no_such_package").lacks("cpu") == (
         "not run here: no_such_package is not installed"
     )
 
@@ -363,7 +363,7 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
         return Outcome(peak <= 1_000_000, reason="" if peak <= 1_000_000 else "too much", peak_bytes=peak)
 
     report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": str(budget)}, dict(ENV))
-    fill(report, [[item] for item in entries], longest_by(attempt, budget, print), folder=tmp_path)
+    fill(report, [[item] for item in entries], search_longest(attempt, budget, print), folder=tmp_path)
     assert report.stem == "max-length-1-000-000-b-cpu"
     for row in report.rows:
         limit = 1_000_000 / per_token[row.label]
@@ -377,9 +377,9 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
 
 def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
     report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": "1 B"}, dict(ENV))
-    never = longest_by(lambda item, length: Outcome(False, reason="far too much"), Budget(1), print)
+    never = search_longest(lambda item, length: Outcome(False, reason="far too much"), Budget(1), print)
     fill(report, [[item] for item in length_entries(SCHEDULE, str(tmp_path))], never, folder=tmp_path)
-    assert {row.error for row in report.rows} == {"not even 256 tokens: far too much"}
+    assert {row.error for row in report.rows} == {"256 tokens do not fit: far too much"}
     assert draw_table(report).startswith(b"\x89PNG")
 
 
@@ -389,7 +389,7 @@ def test_the_command_tries_whole_training_steps(tmp_path: Path, monkeypatch: pyt
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     options = ["--table", "max-length", "--modes", "checkpoint", "--output-dir", str(tmp_path / "out"), "--json"]
-    with pytest.raises(ArgumentError, match="no device to fill"):
+    with pytest.raises(ArgumentError, match="needs a device memory budget"):
         CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)
     options += ["--device-memory", "2MiB", "--method", "measure"]
     result = CliRunner().invoke(app, ["bench", str(recipe), *options], catch_exceptions=False)

@@ -10,11 +10,10 @@ from typing import get_args
 import pytest
 
 from streamtune import Schedule
-from streamtune.cli.console import out
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.plan.simulate.workload import LABELS
 from streamtune.programs.bench.bench import BenchReport, BenchRow
-from streamtune.programs.bench.bench_command import bench_screen, describe_bench, table_screen
+from streamtune.programs.bench.bench_command import print_bench, table_screen
 from streamtune.programs.bench.named_tables import markdown
 from streamtune.programs.bench.subject import SHARING
 from streamtune.programs.bench.table_rows import (
@@ -152,10 +151,6 @@ def bench_report(packed_rows: int = 0) -> BenchReport:
 def test_the_comparison_without_a_table(packed_rows: int, capsys: pytest.CaptureFixture[str]) -> None:
     report = bench_report(packed_rows)
 
-    def show() -> None:
-        out.print(describe_bench(report), style="bold")
-        out.print(bench_screen(report))
-
     for width in WIDTHS:
-        check_golden(GOLDEN / f"bench-{packed_rows}-{width}.txt", screen(width, show, capsys))
+        check_golden(GOLDEN / f"bench-{packed_rows}-{width}.txt", screen(width, lambda: print_bench(report), capsys))
     check_golden(GOLDEN / f"bench-{packed_rows}.json", json.dumps(report.to_json(), indent=2) + "\n")

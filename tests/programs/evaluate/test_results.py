@@ -49,6 +49,9 @@ def test_a_run_keeps_the_result_and_the_next_one_replaces_it(
     assert "lowest to highest" in shown
     assert "█" in shown
     assert "ontext" in shown  # the sentence
+    assert shown.startswith("held-out: loss ")
+    assert "codes found by greedy decoding, in prompts of " in shown
+    assert shown.splitlines()[-1] == "Next: streamtune generate runs/tiny"
     assert names("runs/tiny/eval") == {"eval.json", "position.png", "needle.png"}
     before = json.loads(Path("runs/tiny/eval/eval.json").read_text())
 
@@ -93,8 +96,10 @@ def test_thirds_of_rows_are_compared_row_by_row() -> None:
     worse = context_sentence(sums([1.0, 2.0, 3.0], [1.0, 2.0, 3.5])["context"])
     assert worse.startswith("More context does not seem to help: ")
     assert "higher" in worse
-    assert "cannot be told from these rows" in context_sentence(sums([1.0, 2.0, 3.0], [3.0, 2.0, 1.1])["context"])
-    assert "more rows would say" in context_sentence(sums([2.0, 1.5, 1.0])["context"])
+    assert "Cannot tell from these rows whether more context helps" in context_sentence(
+        sums([1.0, 2.0, 3.0], [3.0, 2.0, 1.1])["context"]
+    )
+    assert "Cannot tell from one row" in context_sentence(sums([2.0, 1.5, 1.0])["context"])
     assert "no row has three" in context_sentence(sums([2.0, 1.0])["context"])
 
 
@@ -157,7 +162,7 @@ def test_adapters_are_evaluated_on_the_base_they_were_trained_on(
     write_recipe(tmp_path, {**lora, "model_name_or_path": str(tmp_path / "moved")})
     code, shown, notes = evaluated(capsys, "bare", "tiny.yaml", "--json")
     assert code == 0
-    assert "which is not here" in " ".join(notes.split())
+    assert "does not exist here" in " ".join(notes.split())
     assert json.loads(shown)["splits"] == expected
 
 

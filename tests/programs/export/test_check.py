@@ -115,7 +115,7 @@ def test_what_differs_is_refused_and_kept_apart(tmp_path: Path, monkeypatch: pyt
         damage(folder)
 
     monkeypatch.setattr("streamtune.programs.export.export.write_merged", write_and_damage)
-    with pytest.raises(RunError, match="not the model that trained") as error:
+    with pytest.raises(RunError, match="the written model differs from the trained model") as error:
         export(tmp_path)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
@@ -135,7 +135,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out/mine.txt").unlink()
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/model.safetensors").touch()  # of the user's: no mark of an export is there
-    with pytest.raises(ArgumentError, match="in the way"):
+    with pytest.raises(ArgumentError, match="exists, and no export wrote it"):
         export(tmp_path)
 
 
@@ -150,4 +150,4 @@ def test_adapters_that_the_rounding_swallows_are_told_of(tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "run/final")
     notes: list[str] = []
     export_model(str(tmp_path / "run"), tmp_path / "out", ExportOptions(), notify=notes.append)
-    assert any("less than one rounding" in note for note in notes)
+    assert any("merging in this dtype loses the adapters" in note for note in notes)

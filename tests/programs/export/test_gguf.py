@@ -145,7 +145,12 @@ CHANGES: dict[str, tuple[str, str, Change, str]] = {
     "rows of heads": ("llama", "llama", not_turned, "model.layers.0.self_attn.q_proj.weight differs"),
     "keys and values": ("qwen3", "qwen3", swapped, "model.layers.0.self_attn.k_proj.weight differs"),
     "a norm": ("gemma3_text", "gemma3", a_norm_without_its_one, "model.norm.weight differs"),
-    "left out": ("qwen3", "qwen3", lambda weights: weights.pop("blk.0.ffn_down.weight"), "has no model.layers.0.mlp"),
+    "left out": (
+        "qwen3",
+        "qwen3",
+        lambda weights: weights.pop("blk.0.ffn_down.weight"),
+        "the weight model.layers.0.mlp.down_proj.weight is missing",
+    ),
     "unknown order": ("olmo2", "olmo2", one_number, "model.layers.1.mlp.up_proj.weight differs"),
 }
 
@@ -158,7 +163,7 @@ def test_what_was_changed_is_named(tmp_path: Path, change: str, kind: str) -> No
     found = compared(tmp_path, family, architecture, kind, apply)
     assert not found.passes
     assert words in found.problems[0]
-    assert "has no" in words or found.worst == words.split()[0]
+    assert "is missing" in words or found.worst == words.split()[0]
 
 
 @pytest.mark.full
@@ -178,7 +183,7 @@ def test_the_same_numbers_in_another_order_are_no_comparison_of_places(tmp_path:
     [
         ({"hidden_size": 64}, "embedding_length is 64"),
         ({"rope_theta": 500.0}, "rope.freq_base is 500.0"),
-        ({"eos": 7}, "eos_token_id is not the tokenizer's: 7"),
+        ({"eos": 7}, "eos_token_id differs from the tokenizer's: 7"),
     ],
 )
 def test_facts_are_compared(tmp_path: Path, facts: dict[str, Any], words: str) -> None:
@@ -213,7 +218,7 @@ def test_a_file_that_differs_is_moved_away_and_the_folder_is_whole(
     assert json.loads(json.dumps(report.to_json()))["gguf_check"]["passes"]
     write(tmp_path / "made.gguf", model, "qwen3", "f16", one_number)
     with pytest.raises(
-        RunError, match=r"GGUF file is not the model that was exported: model\.layers\.1\.mlp\.up_proj\.weight differs"
+        RunError, match=r"GGUF file differs from the exported model: model\.layers\.1\.mlp\.up_proj\.weight differs"
     ) as error:
         export_model(str(tmp_path / "run"), tmp_path / "wrong", options)
     assert error.value.where == str(tmp_path / "wrong-f16.gguf.failed")
@@ -228,7 +233,7 @@ def test_a_file_that_differs_is_moved_away_and_the_folder_is_whole(
 def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
     monkeypatch.setattr(elsewhere, "find_spec", lambda name: None if name == "gguf" else True)
-    with pytest.raises(ArgumentError, match="needs the package gguf, not installed here") as error:
+    with pytest.raises(ArgumentError, match="needs the package gguf, not installed") as error:
         export_model(str(tmp_path / "no-run"), tmp_path / "out", ExportOptions(gguf="f16", llama_cpp=tmp_path))
     assert error.value.fix == "pip install gguf"
 

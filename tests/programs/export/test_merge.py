@@ -82,6 +82,6 @@ def test_adapters_in_bfloat16_are_merged_in_fp32() -> None:
 
 def test_other_kinds_are_refused_by_name() -> None:
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ArgumentError, match="learnt prompt"):
+    with pytest.raises(ArgumentError, match="learned prompt"):
         adapted_modules(get_peft_model(make_base("llama"), prompt))
     assert not must_untie(make_base("gemma2"))

@@ -47,7 +47,7 @@ def test_by_run_and_by_folder(folder: Path) -> None:
 
 def test_adapters_on_the_base_that_is_named(folder: Path) -> None:
     (folder / "base").rename(folder / "moved")
-    refused(folder / "run", "which is no folder here", "--base PATH")
+    refused(folder / "run", "this folder does not exist", "--base PATH")
     model, _ = load_trained(find_trained(str(folder / "run")), base=str(folder / "moved"))
     with torch.no_grad():
         want = adapt(make_base("llama"))(ids()).logits
@@ -86,12 +86,12 @@ def test_another_base_that_is_named_is_said_to_be_another(folder: Path) -> None:
         str(folder / "run"), folder / "a", ExportOptions(base=str(folder / "moved")), notify=notes.append
     )
     assert report.trained_base is True
-    assert not any("another model" in note for note in notes)
+    assert not any("a different model" in note for note in notes)
     report = export_model(
         str(folder / "run"), folder / "b", ExportOptions(base=str(folder / "other")), notify=notes.append
     )
     assert report.trained_base is False
-    assert any("is not the model that these adapters trained on" in note for note in notes)
+    assert any("is not the base model that these adapters trained on" in note for note in notes)
 
 
 def test_a_damaged_file_of_adapters_is_named(folder: Path) -> None:
@@ -137,17 +137,17 @@ def test_adapters_of_another_model_are_refused(folder: Path) -> None:
 def test_what_is_no_model_is_refused(folder: Path) -> None:
     refused(folder / "ran", "there is no folder", "did you mean 'run'?")
     (folder / "empty").mkdir()
-    refused(folder / "empty", "neither a run nor a model")
+    refused(folder / "empty", "is neither a run nor a model")
     refused(folder / "run", "has no checkpoint step-000003", checkpoint="3")
-    refused(folder / "base", "is no run", checkpoint="3")
+    refused(folder / "base", "is not a run", checkpoint="3")
     shutil.rmtree(folder / "run/final")
     refused(folder / "run", "has no model yet")
 
 
 def test_options_that_do_not_go_together(folder: Path) -> None:
-    refused(folder / "base", "--no-merge is for adapters", merge=False)
-    refused(folder / "run", "--dtype does not know 'int4'", dtype="int4")
-    refused(folder / "run", "copies the adapters as they are", merge=False, dtype="bfloat16")
+    refused(folder / "base", "--no-merge needs adapters", merge=False)
+    refused(folder / "run", "--dtype: unknown dtype 'int4'", dtype="int4")
+    refused(folder / "run", "--no-merge excludes --dtype, --gguf and --onto", merge=False, dtype="bfloat16")
 
 
 def test_code_that_comes_with_a_model_is_refused(folder: Path) -> None:
@@ -181,8 +181,8 @@ def test_onto_the_base_before_it_was_quantised(tmp_path: Path) -> None:
     notes: list[str] = []
     report = export_model(str(tmp_path / "run"), tmp_path / "out", ExportOptions(onto="original"), notify=notes.append)
     assert report.onto == "original"
-    assert "another model than the one that trained" in report.weights
-    assert any("another model than the one that trained" in note for note in notes)
+    assert "a different model than the trained one" in report.weights
+    assert any("a different model, for which no loss of the run holds" in note for note in notes)
 
 
 def test_damaged_records_are_named(folder: Path) -> None:
@@ -198,13 +198,13 @@ def test_damaged_records_are_named(folder: Path) -> None:
     (final / "adapter_model.safetensors").unlink()
     refused(folder / "run", "has no adapter_model.safetensors")
     (folder / "run/run.json").write_text("{")
-    refused(folder / "run", "run.json cannot be read", "export that")
+    refused(folder / "run", "run.json cannot be read", "export the copy")
 
 
 def test_places_that_cannot_be_written(folder: Path) -> None:
     with pytest.raises(StreamTuneError, match="Not a directory") as error:
         export_model(str(folder / "run"), folder / "run/run.json/out", ExportOptions(check=False))
-    assert error.value.fix == "name a folder that can be written to"
+    assert error.value.fix == "give a writable folder"
     (folder / "there").mkdir()
     (folder / "link").symlink_to(folder / "there")
     with pytest.raises(StreamTuneError, match="is a link"):

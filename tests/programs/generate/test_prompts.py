@@ -79,11 +79,11 @@ def test_messages_that_training_refuses_are_refused(tmp_path: Path) -> None:
     ("name", "content", "text", "where"),
     [
         ("a.txt", " \n", "is empty", "--file"),
-        ("a.json", "{", "no JSON", "a.json"),
+        ("a.json", "{", "invalid JSON", "a.json"),
         ("a.jsonl", '"one"\n{"rows": 3}\n', "needs 'messages' or 'prompt'", "a.jsonl:2"),
-        ("a.json", {"messages": [SAY]}, "asks nothing", "a.json: messages"),
-        ("a.json", [], "neither text nor a list", "a.json"),
-        ("a.json", [3], "neither text nor a list", "a.json[0]"),
+        ("a.json", {"messages": [SAY]}, "has nothing to answer", "a.json: messages"),
+        ("a.json", [], "expected text or a list of messages", "a.json"),
+        ("a.json", [3], "expected text or a list of messages", "a.json[0]"),
         ("a.json", [{"prompt": ""}], "empty", "a.json[0]: prompt"),
     ],
 )

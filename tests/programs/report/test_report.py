@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from streamtune.cli import main
-from streamtune.programs.report.charts import Curve, line_chart, thin, ticks
+from streamtune.programs.report.charts import Curve, downsample, line_chart, ticks
 from streamtune.programs.report.page import render_page
 from streamtune.programs.report.run_records import read_run
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
@@ -97,7 +97,7 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes() -> None:
     points = [(float(x), float((x * 7919) % 1009)) for x in range(5000)]
     points[1234] = (1234.0, 1e6)
     points[4321] = (4321.0, -1e6)
-    kept = thin(points, parts=50)
+    kept = downsample(points, parts=50)
     assert len(kept) <= 200
     assert kept == sorted(kept)
     assert {points[0], points[-1], points[1234], points[4321]} <= set(kept)
@@ -119,11 +119,11 @@ def test_a_chart_of_one_point_or_none() -> None:
 def test_runs_are_compared(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 50, seed=seed) for name, seed in (("a", 1), ("b", 2))]
     text = render_page([read_run(path) for path in runs])
-    differences = text.split("Differences of the recipes")[1].split("<h2>")[0]
+    differences = text.split("Differences between the recipes")[1].split("<h2>")[0]
     assert "seed" in differences
     assert "learning_rate" not in differences
     again = render_page([read_run(runs[0]), read_run(runs[0])])
-    assert "Their recipes are the same" in again
+    assert "The recipes are equal" in again
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_torn_young_and_old_runs(tmp_path: Path) -> None:
     (folder / "plan.json").write_text('{"terms": {"weights": "many"}, "limits": 3, "step_seconds": "soon"}')
     (folder / "data.json").write_text("{")
     text = render_page([read_run(folder)])
-    assert "metrics.jsonl: 2 lines that cannot be read" in text
-    assert "data.json: cannot be read" in text
+    assert "metrics.jsonl: 2 unreadable lines" in text
+    assert "data.json: unreadable" in text
     young = tmp_path / "young"
     young.mkdir()
     (young / "run.json").write_text("{}")
@@ -293,5 +293,5 @@ def test_a_recipe_that_is_none_is_said_on_the_page(recipe: str, tmp_path: Path) 
     path = write_run(tmp_path / "a", 3)
     (path / "recipe.yaml").write_text(recipe)
     records = read_run(path)
-    assert len(records.torn) == 1
-    assert "Not read: recipe.yaml" in render_page([records])
+    assert len(records.unreadable) == 1
+    assert "Unreadable: recipe.yaml" in render_page([records])

@@ -98,7 +98,7 @@ def test_a_tracker_that_fails_is_dropped_and_told_once(tmp_path: Path) -> None:
     got, notes = report(tmp_path, on_log=fail)
     assert [each[0] for each in got] == ["start", 1]
     assert len(notes) == 1
-    assert "recorder gets nothing more of this run" in notes[0]
+    assert "recorder gets no more records of this run" in notes[0]
     assert "ConnectionError: no route; key [a Hugging Face token]" in notes[0]
     [event] = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (event["event"], event["tracker"]) == ("tracker_failed", "recorder")
@@ -110,7 +110,7 @@ def test_a_tracker_that_hangs_holds_the_run_up_for_so_long_at_most(tmp_path: Pat
     _, notes = report(tmp_path, seconds=0.3, on_log=lambda step: leave.wait(20) and None)
     assert time.monotonic() - began < 5
     assert len(notes) == 1
-    assert "has not taken everything" in notes[0]
+    assert "did not accept all records in time" in notes[0]
     leave.set()
 
 
@@ -120,7 +120,7 @@ def test_a_tracker_that_does_not_keep_up_is_dropped(tmp_path: Path, monkeypatch:
     _, notes = report(tmp_path, seconds=0.3, on_log=lambda step: leave.wait(20) and None)
     leave.set()
     assert len(notes) == 1
-    assert "1 records wait for it" in notes[0]
+    assert "its queue is full (1 records)" in notes[0]
 
 
 def test_damaged_ids_begin_a_new_run(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_wandb_follows_no_address_or_key_of_the_working_directory(
     _check_wandb_settings()
     for line in ("base_url = http://127.0.0.1:9", "BASE_URL: http://127.0.0.1:9", "api_key = 0123"):
         settings.write_text(f"[default]\n{line}\n")
-        with pytest.raises(ArgumentError, match="of the working directory sets"):
+        with pytest.raises(ArgumentError, match="in the working directory sets"):
             _check_wandb_settings()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     _check_wandb_settings()
@@ -248,7 +248,7 @@ def test_a_run_tells_its_trackers_what_it_writes_and_a_killed_one_goes_on(tmp_pa
     assert ids.keys() == set(names)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "nothing more of this run" not in done.stderr
+    assert "no more records of this run" not in done.stderr
     assert json.loads((tmp_path / "run/trackers.json").read_text()) == ids
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     curves: Curves = defaultdict(list)

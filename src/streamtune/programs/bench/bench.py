@@ -1,7 +1,7 @@
 """Measure plain autograd, gradient checkpointing and streaming: same weights, same batch, one process each.
 
-Time and memory are measured in different steps, since following every storage slows a step down. Timed steps of the
-modes alternate, so a ratio compares consecutive steps; the median of the ratios is reported.
+Time and memory are measured in different steps, because following every storage slows a step down. Timed steps of the
+modes alternate. A ratio compares consecutive steps, and the median of the ratios is reported.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_byte
 
 @dataclass(frozen=True)
 class BenchRow:
-    """The cost of one mode at one length; times are medians over the repeats.
+    """Memory and time of one mode at one length; times are medians over the repeats.
 
     Attributes:
-        peak_bytes: Peak of a step: the allocator's on an accelerator; weights and live storages on a CPU.
-        activation_bytes: Peak beyond weights, gradients and stored layer inputs, with the head.
+        mode: Mode that was measured.
+        length: Number of tokens in a row.
+        peak_bytes: Peak memory of a step: the allocator's peak on an accelerator, weights plus live storages on a CPU.
+        activation_bytes: Peak beyond weights, gradients and stored layer inputs, including the head.
         layer_activation_bytes: The same peak without the head.
         rss_bytes: Peak resident memory of the process.
-        ratio: Step time relative to gradient checkpointing, median of paired steps.
+        forward_s, backward_s: Seconds of the forward and of the backward.
+        tokens_per_s: Tokens per second of a step.
+        ratio: Step time divided by gradient checkpointing's; median over paired steps.
         layout: Layout of the tokens in rows.
-        row_ratio: Step time relative to the same tokens as one row, median of paired steps.
-        host_bytes, disk_bytes: Peaks of the bytes kept there for the backward.
-        error: Reason why there are no figures.
+        row_ratio: Step time divided by the time of the same tokens as one row; median over paired steps.
+        host_bytes, disk_bytes: Peaks of the bytes offloaded to host and disk.
+        error: Reason why there are no figures; None if there are.
     """
 
     mode: Mode
@@ -55,20 +59,21 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All rows of a benchmark, and the machine."""
+    """All rows of a benchmark, with the machine and the versions."""
 
     env: dict[str, Any]
     schedule: Schedule
     rows: list[BenchRow] = field(default_factory=list)
     packed_rows: int = 0
-    """Rows of the layouts with several rows; 0 if only one row was measured."""
+    """Number of rows in the layouts with several rows; 0 if only one row is measured."""
     objective: str = "sft"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document of ``streamtune bench --json``."""
+        """Return the JSON document of ``streamtune bench --json``."""
         return {**vars(self), "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
 
     def row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
+        """Return the row of a mode, a length and a layout."""
         return next(row for row in self.rows if (row.mode, row.length, row.layout) == (mode, length, layout))
 
 
@@ -81,17 +86,17 @@ def run_bench(
     repeats: int = 3,
     notify: Callable[[str], None] = lambda message: None,
 ) -> BenchReport:
-    """Measure every mode at every length, and add the rows to the report.
+    """Measure every mode at every length, add the rows to the report, and return it.
 
     Args:
-        report: An empty report with the schedule. With ``packed_rows`` each length is also measured as so many rows in
-            one sequence, and as the same rows one after another.
-        job: The model and its batches. If the batches score completions, modes without streaming have a row for each
-            completion. The loss is the negative mean log-probability; no reference model runs.
-        lengths: Tokens of a row.
-        modes: Some of ``ALL_MODES``.
-        repeats: Timed steps of each mode; the modes alternate.
-        notify: Called with the current measurement.
+        report: Empty report with the schedule. With ``packed_rows``, each length is also measured as that many rows in
+            one sequence, and as the same rows one by one.
+        job: Model and batches. If the batches score completions, modes without streaming use a row for each
+            completion. The loss is then the negative mean log-probability, and no reference model runs.
+        lengths: Row lengths, in tokens.
+        modes: Modes to measure, from ``ALL_MODES``.
+        repeats: Number of timed steps of each mode; the modes alternate.
+        notify: Called with text about the current measurement.
     """
     layouts: list[Layout] = ["row", "packed", "separate"] if report.packed_rows else ["row"]
     for length in lengths:
@@ -105,7 +110,7 @@ def run_bench(
 def _measure_length(
     job: Job, cases: Sequence[Case], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
 ) -> list[BenchRow]:
-    """Measure all cases at one length, each in its own process: memory first, then alternating timed steps."""
+    """Measure all cases of one length, each in its own process: first memory, then timed steps that alternate."""
     rows = {case: BenchRow(case.mode, case.length, layout=case.layout) for case in cases}
     times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
     workers: dict[Case, Worker] = {}
@@ -118,14 +123,14 @@ def _measure_length(
 
     try:
         for case in cases:
-            notify(f"{case.length:,} tokens, {_named(case)}: memory")
+            notify(f"{case.length:,} tokens, {_case_name(case)}: memory")
             workers[case] = Worker(job)
             memory = ask(case, "memory")
             rows[case] = replace(rows[case], **{name: value for name, value in memory.items() if name in MEMORY})
             env.update(workers[case].ask("env") if not rows[case].error else {})
         for turn in range(repeats + 1):  # the first turn warms up
             for case in cases:
-                notify(f"{case.length:,} tokens, {_named(case)}: step {turn} of {repeats}")
+                notify(f"{case.length:,} tokens, {_case_name(case)}: step {turn} of {repeats}")
                 answer = ask(case, "time")
                 if turn and answer:
                     times[case].append((answer["forward_s"], answer["backward_s"]))
@@ -137,7 +142,7 @@ def _measure_length(
     return [_with_times(row, case, timed, job) if case in timed else row for case, row in rows.items()]
 
 
-def _named(case: Case) -> str:
+def _case_name(case: Case) -> str:
     return case.mode if case.layout == "row" else f"{case.mode}, rows {case.layout}"
 
 
@@ -148,12 +153,12 @@ def _with_times(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, f
         forward_s=statistics.median(forward for forward, _ in own),
         backward_s=statistics.median(backward for _, backward in own),
         tokens_per_s=job.tokens(case.length) / statistics.median(map(sum, own)),
-        ratio=paired(own, times.get(replace(case, mode=BASELINE), [])),
-        row_ratio=paired(own, times.get(replace(case, layout="row"), [])),
+        ratio=median_ratio(own, times.get(replace(case, mode=BASELINE), [])),
+        row_ratio=median_ratio(own, times.get(replace(case, layout="row"), [])),
     )
 
 
-def paired(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the median ratio of consecutive steps; None without steps."""
+def median_ratio(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
+    """Return the median ratio of paired step times; None without steps."""
     ratios = [sum(our) / sum(their) for our, their in zip(ours, theirs, strict=False)]
     return statistics.median(ratios) if ratios else None

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
 from streamtune.base import interrupts
 from streamtune.base.text import parse_size
-from streamtune.cli.console import err, make_table, out, print_json
+from streamtune.cli.console import err, make_table, out, print_hanging, print_json
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.errors import ArgumentError, did_you_mean
 
@@ -45,45 +46,50 @@ def bench(
         str,
         option(
             "NAME",
-            "Measure a table: bp-time, max-length, memory, ablation or prefix-sharing. "
-            "One that was stopped is gone on with.",
+            "Table to measure: bp-time, max-length, memory, ablation or prefix-sharing. A stopped table resumes.",
         ),
     ] = "",
-    lengths: Annotated[
-        str, option("N,N,...", f"Tokens of a row, one measurement each.  [default: {LENGTHS['']}]")
-    ] = "",
-    modes: Annotated[
-        str, option("MODE,...", f"What to compare.  [default: {THREE}; for a table the peers as well]")
-    ] = "",
+    lengths: Annotated[str, option("N,N,...", f"Row lengths to measure, in tokens. [default: {LENGTHS['']}]")] = "",
+    modes: Annotated[str, option("MODE,...", f"Modes to compare. [default: {THREE}; for a table also the peers]")] = "",
     packed_rows: Annotated[
-        int, typer.Option(metavar="N", help="Also as N rows packed in one sequence, and as N rows one after another.")
+        int, typer.Option(metavar="N", help="Also measure N rows packed into one sequence, and N rows run one by one.")
     ] = 0,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps of each, taken in turns.")] = 3,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps per mode; the modes alternate.")] = 3,
     method: Annotated[
         str,
-        option("measure|simulate", "max-length: train on the device, or simulate one of --device-memory."),
+        option(
+            "measure|simulate",
+            "max-length: run training steps on this device, or simulate a device of --device-memory.",
+        ),
     ] = "",
-    device_memory: Annotated[str, option("80GiB", "max-length: the budget on the device.")] = "",
-    host_memory: Annotated[str, option("128GiB", "max-length: for what is kept on the host.")] = "",
-    disk_memory: Annotated[str, option("2TiB", "max-length: for what is kept on disk.")] = "",
-    output_dir: Annotated[Path | None, option("DIR", "Where the figures, the picture and the page go.")] = None,
+    device_memory: Annotated[str, option("80GiB", "max-length: device memory budget.")] = "",
+    host_memory: Annotated[str, option("128GiB", "max-length: host memory budget for offloaded tensors.")] = "",
+    disk_memory: Annotated[str, option("2TiB", "max-length: disk budget for offloaded tensors.")] = "",
+    output_dir: Annotated[
+        Path | None, option("DIR", "Folder for the results. [default: the recipe's output_dir]")
+    ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure peak memory, step time and tokens/s of the recipe's model, or one of the paper's tables."""
+    """Measure peak memory, step time and tokens/s of the recipe's model, or a named table."""
     if table not in LENGTHS:
         nearest = did_you_mean(table, LENGTHS)
         raise ArgumentError(
-            f"there is no table {table!r}", fix=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
+            f"unknown table {table!r}", fix=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
         )
     loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
     if not table:
         compared = _names(modes or THREE)
-        _bench(loaded, _numbers(lengths or LENGTHS[""]), compared, repeats, packed_rows, folder, as_json)
+        comparison = _bench(loaded, _numbers(lengths or LENGTHS[""]), compared, repeats, packed_rows, folder)
+        if as_json:
+            print_json(comparison.to_json())
+            return
+        print_bench(comparison)
+        _print_written(f"{folder / 'bench.json'}, {folder / 'bench.png'}", recipe, set_)
         return
     if packed_rows:
-        raise ArgumentError("--packed-rows is no part of a table", fix="leave out --table, or --packed-rows")
+        raise ArgumentError("--packed-rows and --table exclude each other", fix="give one of them")
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--disk-memory": disk_memory}
     given = {
         "--table": table,
@@ -113,7 +119,7 @@ def bench(
             method=method or ("simulate" if device_memory else "measure"),
             sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
         )
-        with interrupts.saying("Stopped. Finished rows are kept; the same command goes on from there."):
+        with interrupts.saying("Stopped. Finished rows are saved; the same command resumes."):
             notify = status.update if err.is_terminal else err.print
             report = table_recipe(loaded, cast(Any, table), options, notify=notify)
     write_output(folder / f"{report.stem}.md", markdown(report).encode("utf-8"))
@@ -123,7 +129,7 @@ def bench(
         return
     table_screen(report)
     written = ", ".join(str(folder / f"{report.stem}.{ending}") for ending in ("md", "json", "png"))
-    out.print(f"Written to {written}", style="dim", soft_wrap=True)
+    _print_written(written, recipe, set_)
 
 
 def _bench(
@@ -133,8 +139,8 @@ def _bench(
     repeats: int,
     packed_rows: int,
     folder: Path,
-    as_json: bool,
-) -> None:
+) -> BenchReport:
+    """Run the benchmark without a table, and write its document and picture."""
     with err.status("loading libraries") as status:
         from streamtune.programs.bench.bench_recipe import bench_recipe
         from streamtune.programs.bench.plots import draw_bench
@@ -148,21 +154,15 @@ def _bench(
     document = report.to_json()
     write_output(folder / "bench.json", f"{json.dumps(document, indent=2)}\n".encode())
     write_output(folder / "bench.png", draw_bench(report, title=describe_bench(report)))
-    if as_json:
-        print_json(document)
-        return
-    out.print(describe_bench(report), style="bold")
-    out.print(bench_screen(report))
-    out.print(
-        "Peak and activations in MiB (beyond weights, gradients and layer inputs); x: to checkpointing", style="dim"
+    return report
+
+
+def _print_written(written: str, recipe: Path, settings: list[str] | None) -> None:
+    out.print(f"written: {written}", style="dim", soft_wrap=True)
+    options = [part for setting in settings or [] for part in ("--set", setting)]
+    print_hanging(
+        Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "probe-max-len", str(recipe), *options]))
     )
-    if report.objective != "sft":
-        out.print(
-            "tokens: of a prompt with its longest completion, prompts shared where they are streamed; tok/s counts "
-            "each completion with its prompt. The loss is their mean log-probability; no reference is asked",
-            style="dim",
-        )
-    out.print(f"Written to {folder / 'bench.json'} and {folder / 'bench.png'}", style="dim", soft_wrap=True)
 
 
 def _names(text: str) -> list[Mode]:
@@ -173,38 +173,129 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(item) for item in text.replace("_", "").split(",") if text]
     except ValueError:
-        raise ArgumentError(f"--lengths takes whole numbers, not {text!r}", fix="write --lengths 2048,8192") from None
+        raise ArgumentError(
+            f"--lengths must be whole numbers, found {text!r}", fix="write --lengths 2048,8192"
+        ) from None
 
 
 # --- the screens ------------------------------------------------------------------------------------------------------
 
 
 ONE_BLANK = (0, 1, 0, 0)
+FIGURES = ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time")
+LABEL = 30
+"""Width at which the labels of an ablation wrap."""
 
 
 def table_screen(report: TableReport) -> None:
+    """Print a named table; columns that do not fit the terminal follow below, with the names repeated."""
     from streamtune.programs.bench.named_tables import cells, columns, notes  # imports torch
 
     shown = [column for column in columns(report) if not column.page]
+    rows = [cells(shown, row) for row in report.rows]
+    names = sum(1 for column in shown if column.name in ("tokens", "prompt", "mode", "schedule", "rows"))
+    if report.table == "max-length":
+        names = 1
     wraps = report.table == "ablation"
-    columns_shown = [
-        Column(each.name, justify="right" if each.right else "left", no_wrap=each.right or not wraps) for each in shown
+    widths = [max(len(each.name), *(len(row[i]) for row in rows), 0) for i, each in enumerate(shown)]
+    widths = [
+        min(width, LABEL) if wraps and not each.right else width for width, each in zip(widths, shown, strict=True)
     ]
-    table = make_table(*columns_shown, padding=ONE_BLANK)
+    label = next(i for i, column in enumerate(shown) if not column.right)
+    widths[label] = max(widths[label], *(len(row.section) for row in report.rows), 0)
+    out.print(Text(report.describe(), style="bold"), soft_wrap=not out.is_terminal)
+    for group in _column_groups(widths, names):
+        out.print()
+        out.print(_part_of_table(report, shown, rows, group, widths if wraps else None))
+    out.print()
+    for note in notes(report):
+        out.print(Text(note, style="dim"), soft_wrap=not out.is_terminal)
+
+
+def _column_groups(widths: Sequence[int], names: int) -> list[list[int]]:
+    """Return groups of columns that fit the terminal, by number; each group begins with the columns of names."""
+    first = list(range(names))
+    room = out.width - sum(widths[:names]) - names
+    groups: list[list[int]] = []
+    used = room + 1
+    for index in range(names, len(widths)):
+        if used + widths[index] + 1 > room:
+            groups.append([*first])
+            used = 0
+        groups[-1].append(index)
+        used += widths[index] + 1
+    return groups or [first]
+
+
+def _part_of_table(
+    report: TableReport,
+    shown: Sequence[Any],
+    rows: Sequence[Sequence[str]],
+    group: Sequence[int],
+    widths: Sequence[int] | None,
+) -> Table:
+    """Return a table with the columns of a group; labels wrap at their width if ``widths`` is given."""
+    table = make_table(
+        *(
+            Column(
+                shown[i].name,
+                justify="right" if shown[i].right else "left",
+                no_wrap=shown[i].right or widths is None,
+                max_width=None if widths is None or shown[i].right else widths[i],
+            )
+            for i in group
+        ),
+        padding=ONE_BLANK,
+    )
+    label = next(i for i, column in enumerate(shown) if not column.right)
     before: Any = None
-    for row in report.rows:
-        if before is not None and before != (row.length, row.section):
+    for row, texts in zip(report.rows, rows, strict=True):
+        place = (row.length, row.section)
+        if before is not None and before != place:
             table.add_section()
-        if row.section and before != (row.length, row.section):
-            table.add_row(row.section, style="dim")
-        before = (row.length, row.section)
-        table.add_row(*cells(shown, row), style="bold" if row.to_default == 1 else None)
-    out.print(report.describe(), style="bold")
-    out.print(table)
-    out.print("\n".join(notes(report)), style="dim")
+        if row.section and before != place:
+            table.add_row(*(row.section if i == label else "" for i in group), style="dim")
+        before = place
+        table.add_row(*(texts[i] for i in group), style="bold" if row.to_default == 1 else None)
+    return table
+
+
+def print_bench(report: BenchReport) -> None:
+    """Print the comparison: its result in one line, the tables, and what the figures are."""
+    if answer := _answer(report):
+        out.print(Text(answer, style="bold"), soft_wrap=not out.is_terminal)
+    out.print(Text(describe_bench(report)), soft_wrap=not out.is_terminal)
+    for table in bench_screen(report):
+        out.print()
+        out.print(table)
+    out.print()
+    said = [
+        "All figures are measured. Peak and activations are in MiB; activations are memory beyond weights, gradients "
+        "and layer inputs, and `layers only` leaves out the LM head. Ratios are relative to checkpointing."
+    ]
+    if report.objective != "sft":
+        said.append(
+            "Tokens are a prompt plus its longest completion; streaming shares prompts. tok/s counts each completion "
+            "with its prompt. The loss is the mean log-probability; no reference model runs."
+        )
+    for text in said:
+        out.print(Text(text, style="dim"), soft_wrap=not out.is_terminal)
+
+
+def _answer(report: BenchReport) -> str:
+    """Return how streaming compares with checkpointing at the longest length that both ran; empty if none."""
+    for length in sorted({row.length for row in report.rows}, reverse=True):
+        found = {row.mode: row for row in report.rows if row.length == length and row.layout == "row"}
+        ours, base = found.get("stream"), found.get("checkpoint")
+        if ours is None or base is None or not ours.peak_bytes or not base.peak_bytes or ours.ratio is None:
+            continue
+        peaks = f"{_mib(ours.peak_bytes)} MiB peak instead of {_mib(base.peak_bytes)}"
+        return f"Streaming at {length:,} tokens: {peaks} with checkpointing, in {ours.ratio:.2f}x its time (measured)"
+    return ""
 
 
 def describe_bench(report: BenchReport) -> str:
+    """Return one line about model, chunk size and machine."""
     env = report.env
     if not env:
         return "nothing could be measured"
@@ -213,30 +304,43 @@ def describe_bench(report: BenchReport) -> str:
     return f"{size}; chunks of {report.schedule.chunk_size:,}; {machine}"
 
 
-def bench_screen(report: BenchReport) -> Table:
-    """Return a table with a row for each length, layout and mode.
+def bench_screen(report: BenchReport) -> list[Table]:
+    """Return the comparison as tables with a row for each length, layout and mode; as many as the terminal needs.
 
     Ratios are relative to gradient checkpointing in the same run; in ``to 1 row``, to the same tokens as one row.
     """
     packed = report.packed_rows > 0
-    figures = ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time")
-    before_figures, after = ([Column("rows")], ["to 1 row"]) if packed else ([], [])
-    table = make_table("tokens", Column("mode"), *before_figures, *figures, *after, padding=ONE_BLANK)
+    headers = ["tokens", "mode", *(["rows"] if packed else []), *FIGURES, *(["to 1 row"] if packed else [])]
+    names = 3 if packed else 2
+    lines: list[tuple[list[str], bool, bool]] = []
     before = None
     for row in report.rows:
-        if before not in (None, row.length):
-            table.add_section()
+        begins = before not in (None, row.length)
         length = f"{row.length:,}" if row.length != before else ""
         before = row.length
         same = [r for r in report.rows if r.length == row.length and r.layout == row.layout]
         base = next((r for r in same if r.mode == "checkpoint"), None)
-        cells = _cells(row, base)
+        cells = [length, row.mode]
         if packed:
             count = report.packed_rows
-            rows = {"row": "1", "packed": f"{count} packed", "separate": f"{count} apart"}
-            cells = [rows[row.layout], *cells, f"{row.row_ratio:.3f}x" if row.row_ratio is not None else ""]
-        table.add_row(length, row.mode, *cells, style="bold" if row.mode == "stream" else None)
-    return table
+            cells.append({"row": "1", "packed": f"{count} packed", "separate": f"{count} apart"}[row.layout])
+        cells += _cells(row, base)
+        if packed:
+            cells.append(f"{row.row_ratio:.3f}x" if row.row_ratio is not None else "")
+        lines.append((cells, begins, row.mode == "stream"))
+    widths = [max(len(header), *(len(cells[i]) for cells, *_ in lines), 0) for i, header in enumerate(headers)]
+    tables = []
+    for group in _column_groups(widths, names):
+        table = make_table(
+            *(Column(headers[i], justify="left" if 0 < i < names else "right", no_wrap=True) for i in group),
+            padding=ONE_BLANK,
+        )
+        for cells, begins, is_streamed in lines:
+            if begins:
+                table.add_section()
+            table.add_row(*(cells[i] for i in group), style="bold" if is_streamed else None)
+        tables.append(table)
+    return tables
 
 
 def _cells(row: BenchRow, base: BenchRow | None) -> list[str]:

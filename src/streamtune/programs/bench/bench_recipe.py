@@ -1,4 +1,4 @@
-"""Run a benchmark, or a named table, on the model of a recipe."""
+"""Run a benchmark or a named table on the model of a recipe."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from streamtune.run.weight_choices import precise
 from streamtune.tasks import task_of
 
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
-"""Modes that score completions."""
+"""Modes that can score completions."""
 
-DECIDES = {
+DECISIVE_KEYS = {
     "model_name_or_path",
     "model",
     "dtype",
@@ -50,8 +50,8 @@ DECIDES = {
     "share_prefix",
     "ref_model_name_or_path",
 }
-"""Keys that the figures of a table depend on."""
-FREE = {
+"""Recipe keys on which the figures of a table depend."""
+FREE_KEYS = {
     # the rows, which are random here,
     "datasets", "eval_datasets", "mix_by", "on_bad_row", "max_bad_rows", "dataset_num_proc", "streaming",
     "shuffle_buffer", "cache", "max_length", "overlength", "truncate_side", "split_at", "split_overlap", "train_on",
@@ -68,8 +68,8 @@ FREE = {
     # and where it goes.
     "output_dir", "preset", "peak_flops",
 }  # fmt: skip
-"""Keys that no figure depends on. All other keys are compared if they are given, so a table that was begun before a key
-existed resumes where the key is not given."""
+"""Recipe keys on which no figure depends. All other keys are compared only if they are given. So a table begun before a
+key existed can still resume if the key is not given."""
 
 
 def bench_recipe(
@@ -81,16 +81,16 @@ def bench_recipe(
     packed_rows: int = 0,
     notify: Callable[[str], None] = lambda message: None,
 ) -> BenchReport:
-    """Measure the recipe's model with its schedule, precision, adapters and batch size on random tokens."""
+    """Measure the recipe's model on random tokens, with its schedule, precision, adapters and batch size."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
     check_options(lengths, modes, repeats, task.shortest)
     completions = None
     if recipe.objective != "sft":
         if packed_rows:
-            raise ArgumentError(f"--packed-rows has no meaning in {recipe.objective}", fix="leave it out")
-        if unfit := [mode for mode in modes if mode not in SCORING]:
+            raise ArgumentError(f"--packed-rows needs an sft recipe, found {recipe.objective}", fix="leave it out")
+        if unsupported := [mode for mode in modes if mode not in SCORING]:
             raise ArgumentError(
-                f"'{unfit[0]}' computes the loss of next tokens and knows no completions",
+                f"mode '{unsupported[0]}' cannot score the completions of {recipe.objective}",
                 fix=f"choose from {', '.join(SCORING)}",
             )
         device = choose_device(recipe.device)
@@ -100,7 +100,7 @@ def bench_recipe(
             completions = task.completions(share=share)
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
-            f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
+            f"--packed-rows must be from 2 to half of the smallest length, found {packed_rows}",
             fix="write --packed-rows 16 --lengths 16384",
         )
     report = BenchReport({}, make_schedule(recipe.engine), packed_rows=packed_rows, objective=recipe.objective)
@@ -109,16 +109,19 @@ def bench_recipe(
 
 
 def check_options(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
+    """Raise an ArgumentError if a length, a mode or the number of repeats is invalid."""
     if not lengths or any(length < shortest for length in lengths):
-        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", fix="write --lengths 2048,8192")
+        raise ArgumentError(
+            f"--lengths must be at least {shortest} tokens each, found {list(lengths)}", fix="write --lengths 2048,8192"
+        )
     if unknown := [mode for mode in modes if mode not in ALL_MODES]:
-        raise ArgumentError(f"--modes does not know {unknown[0]!r}", fix=f"choose from {', '.join(ALL_MODES)}")
+        raise ArgumentError(f"--modes: unknown mode {unknown[0]!r}", fix=f"choose from {', '.join(ALL_MODES)}")
     if repeats < 1:
-        raise ArgumentError("--repeats takes a number from 1 up")
+        raise ArgumentError(f"--repeats must be at least 1, found {repeats}")
 
 
 def make_job(recipe: Recipe) -> Job:
-    """Return the recipe's model and batch size, to be measured in other processes."""
+    """Return the recipe's model and batch size in a form that other processes can measure."""
     recipe = precise(recipe)
     make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
     return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
@@ -136,50 +139,52 @@ def table_recipe(
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
-    """Measure a table on the recipe's model, or the rows that a stopped one lacks."""
+    """Measure a named table on the recipe's model; a stopped table resumes with its missing rows."""
     recipe, job = loaded.recipe, make_job(loaded.recipe)
     schedule = make_schedule(recipe.engine)
-    asked: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "streamtune": __version__,
         "recipe": settings_of(recipe),
         "schedule_in_words": schedule.describe(),
     }
     if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
         raise ArgumentError(
-            f"--table {table} measures rows of supervised fine-tuning, and this is a recipe of {recipe.objective}",
+            f"--table {table} needs an sft recipe, found {recipe.objective}",
             where="--table",
-            fix="leave --table out, or write --table max-length, or prefix-sharing for the layouts of a shared prompt",
+            fix="leave --table out, or give --table max-length or --table prefix-sharing",
         )
     check_options(options.lengths or [4], options.modes, options.repeats, 2)
     if options.method not in ("measure", "simulate"):
-        raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
+        raise ArgumentError(f"--method must be measure or simulate, found {options.method!r}")
     simulated = table == "max-length" and options.method == "simulate"
     with blame_recipe(loaded):
         if files := fingerprints(recipe, weights=not simulated):
-            asked["files"] = files
+            settings["files"] = files
     if table == "max-length":
-        return lengths_report(recipe, job, options, asked, notify)
-    return run_table(table, job, schedule, options, {**asked, "repeats": options.repeats}, notify)
+        return lengths_report(recipe, job, options, settings, notify)
+    return run_table(table, job, schedule, options, {**settings, "repeats": options.repeats}, notify)
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of a recipe that the figures depend on."""
-    written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES}
+    """Return the recipe settings on which the figures depend."""
+    written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECISIVE_KEYS}
     if recipe.objective == "sft":  # older files have neither key
         del written["objective"]
         if recipe.loss_type == "nll":
             del written["loss_type"]
-    free = FREE if recipe.rope_scaling is None else FREE - {"max_length"}  # which may give its factor
-    given = recipe.model_dump(mode="json", exclude={*DECIDES, *free}, exclude_defaults=True)
+    free = (
+        FREE_KEYS if recipe.rope_scaling is None else FREE_KEYS - {"max_length"}
+    )  # max_length may set the factor of rope_scaling
+    given = recipe.model_dump(mode="json", exclude={*DECISIVE_KEYS, *free}, exclude_defaults=True)
     return {**written, **given}
 
 
 def fingerprints(recipe: Recipe, *, weights: bool) -> dict[str, str]:
-    """Return a hash of each model that the recipe names: another model may be at the same path.
+    """Return a hash of each model that the recipe names, because the model at a path may change.
 
     Args:
         recipe: The recipe.
-        weights: Include the weights, which loss and gradient norm depend on, besides the configurations.
+        weights: True to hash the weights too, on which loss and gradient norm depend; False for configurations only.
     """
     task = task_of(recipe)
     names = {key: getattr(recipe, key) for key in ("model_name_or_path", "adapter_name_or_path")}

@@ -1,8 +1,8 @@
-"""Measure the tables of a benchmark: rows in groups, each saved once it is measured, and not measured twice.
+"""Measure the named tables. Rows are measured in groups; each row is saved as soon as it is measured.
 
-One process holds one model and enters one mode after the other, so a table takes the memory of one model and compares
-the same weights. The steps of a group alternate; a ratio is the median over these rounds. The table of longest
-sequences searches the length for every schedule.
+One process holds one model and prepares it for one mode after the other. So a table needs the memory of one model, and
+all modes have the same weights. The steps of a group alternate, and a ratio is the median over these rounds. The table
+of longest sequences searches the length for every schedule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from streamtune.errors import ArgumentError, RunError
 from streamtune.plan.budget import Attempt, Budget, search_largest
 from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.workload import Mode
-from streamtune.programs.bench.bench import paired
-from streamtune.programs.bench.named_tables import TABLES, Wanted
+from streamtune.programs.bench.bench import median_ratio
+from streamtune.programs.bench.named_tables import TABLES, TableInputs
 from streamtune.programs.bench.subject import Job, Worker, env_of
 from streamtune.programs.bench.table_rows import (
     Entry,
@@ -44,21 +44,21 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import task_of
 
 MeasureGroup = Callable[[Sequence[Entry], Sequence[Entry]], Iterator[TableRow]]
-"""Measures the first entries, relative to the second; yields each row once it is known."""
+"""``(entries, references) -> rows``: measures entries relative to the references; yields each finished row."""
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options of a table on the command line.
+    """Command-line options of a table.
 
     Attributes:
-        lengths: Tokens of a row, or of a prompt that is shared.
-        modes: Modes to compare; an ablation compares schedules instead, a shared prompt layouts.
-        repeats: Timed steps of each row; the rows of a group alternate.
-        folder: Directory of its files; it exists.
+        lengths: Tokens of a row, or of a shared prompt.
+        modes: Modes to compare; ``ablation`` compares schedules instead, ``prefix-sharing`` layouts.
+        repeats: Number of timed steps of each row; the rows of a group alternate.
+        folder: Existing folder for the files of the table.
         command: Command line that measures the table again.
-        method: Search for the longest sequence: ``measure`` or ``simulate``.
-        sizes: Budget of the longest sequence on device, host and disk in bytes; None if not given.
+        method: How ``max-length`` runs its trials: ``measure`` or ``simulate``.
+        sizes: Budgets of ``max-length`` on device, host and disk, in bytes; None if not given.
     """
 
     lengths: Sequence[int]
@@ -78,15 +78,15 @@ def run_table(
     asked: dict[str, Any],
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
-    """Measure any table but ``max-length``, except for rows that its file has already.
+    """Measure a table other than ``max-length``; rows that its file already has are not measured again.
 
     Args:
         table: Name of the table.
-        job: The model.
+        job: The model and its batch size.
         schedule: Schedule of streamed steps.
         options: Options of the command line.
-        asked: Settings that the figures depend on, as JSON values.
-        notify: Called with the current measurement.
+        asked: Settings on which the figures depend, as JSON values.
+        notify: Called with text about the current measurement.
     """
     declared, worker = TABLES[table], Worker(job)
     try:
@@ -97,9 +97,9 @@ def run_table(
             report.absent = declared.absent(options.modes, env["device_type"])
             here = [mode for mode in options.modes if mode not in report.absent]
             assert declared.groups is not None
-            groups = declared.groups(Wanted(options.lengths, here, schedule, env["layers"], scratch))
+            groups = declared.groups(TableInputs(options.lengths, here, schedule, env["layers"], scratch))
             repeats = options.repeats if declared.timed else 0
-            fill(report, groups, _measured(worker, repeats, declared.memory, notify), folder=options.folder)
+            fill(report, groups, _measure_steps(worker, repeats, declared.memory, notify), folder=options.folder)
     finally:
         worker.close()
     return report
@@ -113,13 +113,13 @@ def _env(worker: Worker) -> dict[str, Any]:
 
 
 def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:
-    """Measure the rows that the file of a report lacks, and write it after each row.
+    """Measure the rows that are missing from the report's file, and write the file after each row.
 
     Args:
         report: The report, without rows.
-        groups: The entries, in groups whose steps alternate.
-        measure: Measures a group.
-        folder: Directory of the file; it exists.
+        groups: All entries, in groups whose steps alternate.
+        measure: Function that measures a group.
+        folder: Existing folder of the file.
     """
     report.check(folder)
     report.resume(folder)
@@ -135,14 +135,14 @@ def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: Measur
     report.save(folder)
 
 
-def _measured(worker: Worker, repeats: int, memory: bool, notify: Callable[[str], None]) -> MeasureGroup:
-    """Return a function that measures rows by real steps.
+def _measure_steps(worker: Worker, repeats: int, memory: bool, notify: Callable[[str], None]) -> MeasureGroup:
+    """Return a function that measures rows by running steps.
 
     Args:
         worker: The process with the model.
-        repeats: Alternating timed steps of each entry; 0 runs one step for its loss.
-        memory: Measure the memory of a step as well.
-        notify: Called with the current measurement.
+        repeats: Number of timed steps of each entry; 0 runs a single step for its loss.
+        memory: True to measure the memory of a step as well.
+        notify: Called with text about the current measurement.
     """
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
@@ -185,7 +185,7 @@ def _with_times(
     steps: dict[Entry, list[tuple[float, float]]],
 ) -> TableRow:
     compared: dict[str, Any] = {
-        name: paired(own, steps.get(entry, []))
+        name: median_ratio(own, steps.get(entry, []))
         for name in ("to_checkpoint", "to_default")
         for entry in references
         if getattr(entry, name)
@@ -201,28 +201,30 @@ MARGIN = 0.05
 """Fraction of the budget that a simulated step leaves free."""
 
 TRIAL_SECONDS = 1800.0
-"""Timeout of a measured trial."""
+"""Time limit of a measured trial, in seconds."""
 
 
 def lengths_report(
     recipe: TrainingSettings, job: Job, options: TableOptions, asked: dict[str, Any], notify: Callable[[str], None]
 ) -> TableReport:
-    """Make the table of longest sequences: whole training steps of the recipe, with its optimizer.
+    """Return the table of longest sequences, from whole training steps of the recipe with its optimizer.
 
     Args:
-        recipe: The recipe; the rows of other schedules change what their labels name.
-        job: Model of the recipe, to measure.
+        recipe: The recipe; a row with another schedule changes the fields that its label names.
+        job: Model of the recipe and its batch size.
         options: Options of the command line.
-        asked: Settings that the figures depend on, as JSON values.
-        notify: Called with the current trial.
+        asked: Settings on which the figures depend, as JSON values.
+        notify: Called with text about the current trial.
 
     Raises:
-        ArgumentError: There is no budget, and no device that has one.
+        ArgumentError: No device budget is given, and the trials are simulated or run on a CPU.
     """
     device_bytes, host_bytes, disk_bytes = options.sizes
     budget, simulates = Budget(device_bytes, host_bytes, disk_bytes), options.method == "simulate"
     if budget.device_bytes is None and (simulates or choose_device(recipe.device).type == "cpu"):
-        raise ArgumentError("there is no device to fill", fix="add --device-memory 80GiB, the size to keep to")
+        raise ArgumentError(
+            "--table max-length needs a device memory budget here", fix="add --device-memory, such as 80GiB"
+        )
     notify("building the model")
     env, attempt = (_simulated_lengths if simulates else _measured_lengths)(recipe, job, budget)
     asked = {**asked, "budget": str(budget), "method": options.method}
@@ -230,7 +232,7 @@ def lengths_report(
     with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
         entries = length_entries(make_schedule(recipe.engine), scratch)
         groups = [[entry] for entry in entries if entry.case.mode in options.modes]
-        fill(report, groups, longest_by(attempt, budget, notify), folder=options.folder)
+        fill(report, groups, search_longest(attempt, budget, notify), folder=options.folder)
     return report
 
 
@@ -264,18 +266,18 @@ def _simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tu
         found = simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
         filled = (1 + MARGIN) * (budget.share_of(found.peak_bytes, found.host_bytes, found.disk_bytes) or 0)
-        reason = f"a step takes {show_size(found.peak_bytes)} of the device"
+        reason = f"a step needs {show_size(found.peak_bytes)} of device memory"
         return outcome if filled <= 1 else replace(outcome, fits=False, reason=reason)
 
     return env, attempt
 
 
 TryLength = Callable[[Entry, int], Outcome]
-"""``(entry, length) -> outcome`` of a real or simulated step."""
+"""``(entry, length) -> outcome``: runs or simulates a step."""
 
 
-def longest_by(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
-    """Return a function that measures rows by a search over lengths."""
+def search_longest(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
+    """Return a function that measures rows by searching the longest length of each."""
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
         for entry in todo:
@@ -297,7 +299,7 @@ def _longest(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[
     found = search_largest(tried, LENGTHS).fits
     row = replace(entry.new_row(), max_length=found)
     if not found:
-        return replace(row, error=f"not even {min(failed):,} tokens: {failed[min(failed)].reason}")
+        return replace(row, error=f"{min(failed):,} tokens do not fit: {failed[min(failed)].reason}")
     best = fitted[found]
     return replace(
         row,

@@ -1,7 +1,7 @@
-"""The modes to compare: how each prepares a model, and what it needs to run.
+"""The modes to compare: how each one prepares a model, and what it needs to run.
 
-Peers are set up by their own functions, as their documentation does, on the same ``transformers`` model as all others;
-what they change is restored afterwards.
+Peers are set up by their own functions, as their documentation shows, on the same ``transformers`` model as all other
+modes. Their changes are undone afterwards.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from streamtune.schedule import Schedule
 Batch = dict[str, Any]
 """Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
 
-Scored completions have more: ``targets`` [batch, length], the token that each position predicts; ``count``, their
-number in all batches of a step; ``branches``, the layout of completions that share their prompt.
+Scored completions add ``targets`` [batch, length] (the token that each position predicts), ``count`` (number of targets
+in all batches of a step) and ``branches`` (the layout of completions with a shared prompt).
 """
 
 
 Loss = Callable[[Batch], Tensor]
-"""Mean loss of the next tokens of a batch."""
+"""Function that returns the mean next-token loss of a batch."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A model prepared for a mode.
+    """A model that is prepared for a mode.
 
     Attributes:
-        loss: Mean loss of the next tokens of a batch.
-        tiers: Counts of bytes kept on the host and on disk; None if the mode keeps none there.
+        loss: Function that returns the mean next-token loss of a batch.
+        tiers: Counters of the bytes on host and disk; None if the mode does not offload.
     """
 
     loss: Loss
@@ -53,18 +53,18 @@ class Ready:
 
 
 Entered = Callable[[Any, Schedule], AbstractContextManager[Ready]]
-"""Prepares a model in place, and restores it on leaving."""
+"""Context manager that prepares a model in place, and restores it on exit."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to compute the gradient.
+class ModeSetup:
+    """Setup of a mode: how it computes the gradient, and what it needs.
 
     Attributes:
-        entered: Prepares a model.
+        entered: Context manager that prepares a model.
         package: Package that must be installed; empty if none.
-        accelerator: Reason why it needs an accelerator; empty if it needs none.
-        alone: Reason why its process has no other peers and no streaming; empty if it may.
+        accelerator: Reason why the mode needs an accelerator; empty if it does not.
+        alone: Reason why the mode cannot share its process with streaming and other peers; empty if it can.
     """
 
     entered: Entered
@@ -73,7 +73,7 @@ class Way:
     alone: str = ""
 
     def lacks(self, device_type: str) -> str:
-        """Return the reason why it cannot run on a device type; empty if it can."""
+        """Return the reason why the mode cannot run on a device type; empty if it can."""
         if self.accelerator and device_type == "cpu":
             return f"not run here: {self.accelerator}"
         if self.package and find_spec(self.package) is None:
@@ -84,7 +84,7 @@ class Way:
 def _mode(
     prepared: Callable[[Any], AbstractContextManager[Tiers | None]], loss_of: Callable[[Any], Loss] | None = None
 ) -> Entered:
-    """Return a mode that reads nothing of the schedule; ``prepared`` yields the counts of bytes kept elsewhere."""
+    """Return a mode that ignores the schedule; ``prepared`` yields counters of offloaded bytes, or None."""
 
     @contextmanager
     def entered(model: Any, schedule: Schedule) -> Iterator[Ready]:
@@ -96,10 +96,10 @@ def _mode(
 
 @contextmanager
 def _inputs_on_host(model: Any) -> Iterator[Tiers | None]:
-    """Prepare checkpointing under torch's ``save_on_cpu``, which keeps the inputs of layers in pinned memory.
+    """Prepare checkpointing with torch's ``save_on_cpu``, which offloads layer inputs to pinned host memory.
 
-    On a CPU that would copy nothing. The inputs are then copied to memory that is counted as the host's, so that the
-    remaining bytes are what a device would hold.
+    On a CPU, ``save_on_cpu`` would copy nothing. There, layer inputs are copied to memory that counts as host memory,
+    so that the remaining bytes are those a device would need.
     """
     tiers = Tiers(Schedule(offload="host"))
     here = model_device(model)
@@ -116,9 +116,9 @@ def _inputs_on_host(model: Any) -> Iterator[Tiers | None]:
 
 @contextmanager
 def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    """Prepare checkpointing with DeepSpeed's ALST on one device: the MLP and the loss tile by tile.
+    """Prepare checkpointing with DeepSpeed's ALST on one device: MLP and loss are computed tile by tile.
 
-    An MLP tile has as many tokens as the model has channels, as ALST's documentation does; a loss tile is as long as a
+    An MLP tile has as many tokens as the model has channels, as in ALST's documentation. A loss tile is as long as a
     chunk of the streamed head.
     """
     with _tiled_mlps(decoder_layers(model)), checkpointing(model):
@@ -164,7 +164,7 @@ def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Restore on leaving: attributes and hooks of modules, names and classes of their source files."""
+    """Context manager: restore attributes and hooks of modules, and the names and classes of their source files."""
     modules = [vars(module) for module in model.modules()]
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     files = [vars(sys.modules[name]) for name in sorted(names) if name.startswith("transformers.models.")]
@@ -190,7 +190,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def imported(name: str) -> Iterator[None]:
-    """Turn a failing import, as with unknown versions of torch or ``transformers``, into UnsupportedModelError."""
+    """Context manager: turn a failed import into an UnsupportedModelError; versions may be incompatible."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -199,7 +199,7 @@ def imported(name: str) -> Iterator[None]:
 
 @contextmanager
 def liger(model: Any) -> Iterator[Loss]:
-    """Prepare checkpointing with all of Liger's kernels: RMSNorm, rotary embeddings, SwiGLU, loss without logits."""
+    """Prepare checkpointing with all of Liger's kernels: RMSNorm, rotary embeddings, SwiGLU and fused loss."""
     with imported("Liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
@@ -214,7 +214,7 @@ def liger(model: Any) -> Iterator[Loss]:
 
 @contextmanager
 def trl(model: Any) -> Iterator[Loss]:
-    """Prepare TRL's supervised trainer with activation offloading: checkpointing, and its head without logits."""
+    """Prepare checkpointing as in TRL's SFT trainer, with activation offloading and its fused LM head."""
     with imported("TRL"):  # older versions have no such head
         from trl.models import activation_offloading
         from trl.trainer.utils import add_fused_lm_head
@@ -234,9 +234,9 @@ def trl(model: Any) -> Iterator[Loss]:
 
 @contextmanager
 def unsloth(model: Any) -> Iterator[Loss]:
-    """Prepare Unsloth's checkpointing, which keeps the inputs of layers on the host, and its loss in chunks.
+    """Prepare Unsloth's checkpointing, which offloads layer inputs to the host, and its chunked loss.
 
-    Importing Unsloth changes ``transformers`` for the rest of the process; only later changes are restored.
+    Importing Unsloth changes ``transformers`` for the rest of the process; only later changes are undone.
     """
     with imported("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
         __import__("unsloth")
@@ -264,37 +264,37 @@ def unsloth(model: Any) -> Iterator[Loss]:
 # --- all modes --------------------------------------------------------------------------------------------------------
 
 
-UNSLOTH_ALONE = "it changes transformers in its process; --modes plain,checkpoint,unsloth measures it"
+UNSLOTH_ALONE = "it changes transformers in its process; measure it with --modes plain,checkpoint,unsloth"
 
-WAYS: dict[Mode, Way] = {
-    "plain": Way(_mode(lambda model: nullcontext())),
-    "checkpoint": Way(_mode(checkpointing)),
-    "checkpoint-offload": Way(_mode(_inputs_on_host)),
-    "deepspeed-tiled": Way(_tiled, package="deepspeed"),
-    "liger-loss": Way(_mode(checkpointing, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"),
-    "liger-loss-offload": Way(
+MODE_SETUPS: dict[Mode, ModeSetup] = {
+    "plain": ModeSetup(_mode(lambda model: nullcontext())),
+    "checkpoint": ModeSetup(_mode(checkpointing)),
+    "checkpoint-offload": ModeSetup(_mode(_inputs_on_host)),
+    "deepspeed-tiled": ModeSetup(_tiled, package="deepspeed"),
+    "liger-loss": ModeSetup(_mode(checkpointing, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"),
+    "liger-loss-offload": ModeSetup(
         _mode(_inputs_on_host, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
     ),
-    "liger": Way(_peer(liger), "liger_kernel", "Liger's kernels need an accelerator"),
-    "trl": Way(_peer(trl), "trl", "TRL's offloading needs an accelerator"),
-    "unsloth": Way(_peer(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
-    "stream": Way(_streamed),
-    "stream-keep-attention": Way(_keeping_attention),
+    "liger": ModeSetup(_peer(liger), "liger_kernel", "Liger's kernels need an accelerator"),
+    "trl": ModeSetup(_peer(trl), "trl", "TRL's offloading needs an accelerator"),
+    "unsloth": ModeSetup(_peer(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
+    "stream": ModeSetup(_streamed),
+    "stream-keep-attention": ModeSetup(_keeping_attention),
 }
 
 
 def absent(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-    """Return the modes that cannot run together on a device type, with the reason."""
-    lacks = {mode: WAYS[mode].lacks(device_type) for mode in modes}
+    """Return the reason for each mode that cannot run on a device type, or not together with the others."""
+    lacks = {mode: MODE_SETUPS[mode].lacks(device_type) for mode in modes}
     others = {mode for mode in modes if not lacks[mode]} - {"plain", "checkpoint"}
     for mode in others:
-        if WAYS[mode].alone and len(others) > 1:
-            lacks[mode] = f"not run here: {WAYS[mode].alone}"
+        if MODE_SETUPS[mode].alone and len(others) > 1:
+            lacks[mode] = f"not run here: {MODE_SETUPS[mode].alone}"
     return {mode: why for mode, why in lacks.items() if why}
 
 
 def last_hidden_state(model: Any, batch: Batch) -> Tensor:
-    """Return the output of the decoder, [batch, length, channels]."""
+    """Return the decoder's last hidden states, [batch, length, channels]."""
     hidden: Tensor = base_of(model).base_model(**batch, use_cache=False).last_hidden_state
     return hidden
 
@@ -316,7 +316,7 @@ def _own_loss(model: Any) -> Loss:
 
 
 def _scored_loss(model: Any, handle: StreamHandle) -> Loss:
-    """Return the same loss by the engine; completions are scored token by token, as an objective does."""
+    """Return a function that computes the same loss streamed; completions are scored as by an objective."""
     own = _own_loss(model)
 
     def loss(batch: Batch) -> Tensor:
@@ -334,7 +334,7 @@ def _tiled_mlps(layers: list[nn.Module]) -> Iterator[None]:
 
     mlps: list[Any] = [layer.mlp for layer in layers if hasattr(layer, "mlp")]
     if len(mlps) < len(layers):
-        raise UnsupportedModelError("its layers have no 'mlp' to tile")
+        raise UnsupportedModelError("the model's layers have no 'mlp' to tile")
 
     def tiled(mlp: Any) -> Callable[[Tensor], Tensor]:
         own = type(mlp).forward
@@ -372,5 +372,5 @@ def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
 
 
 def _next_tokens(batch: Batch) -> Tensor:
-    """Return the label of every position, [batch, length]."""
+    """Return the next-token label of every position, [batch, length]."""
     return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORE_INDEX)

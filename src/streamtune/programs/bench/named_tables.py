@@ -1,4 +1,4 @@
-"""The named tables: rows, columns, notes and plot of each, for screen, page and picture."""
+"""Declare the named tables: rows, columns, notes and plot of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streamtune.programs.bench.table_rows import (
 from streamtune.schedule import Schedule
 
 TURNS = 4
-"""Schedules of an ablation in one group, whose steps alternate with the baselines."""
+"""Number of schedules of an ablation in one group; the steps of a group alternate."""
 
 HEADS = {
     "activations": "activ.",
@@ -38,25 +38,28 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Column:
+    """A column of a table."""
+
     name: str
-    """The heading."""
+    """Heading of the column."""
     cell: Callable[[TableRow], str]
+    """Function that returns the text of a cell."""
     right: bool = True
-    """Align to the right, as figures are."""
+    """True to align to the right, as for figures."""
     page: bool = False
-    """Show it on pages only: a screen has no room for it."""
+    """True to show the column on pages only, not on the screen."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The request for a table's rows.
+class TableInputs:
+    """Facts from which a table chooses its rows.
 
     Attributes:
-        lengths: Tokens of a row, or of a prompt that is shared.
+        lengths: Tokens of a row, or of a shared prompt.
         modes: Modes that can run here.
-        schedule: The recipe's schedule.
-        layers: Decoder layers of the model.
-        folder: Directory for schedules that offload to disk.
+        schedule: Schedule of the recipe.
+        layers: Number of decoder layers of the model.
+        folder: Folder for schedules that offload to disk.
     """
 
     lengths: Sequence[int]
@@ -71,22 +74,23 @@ class Table:
     """The declaration of a table.
 
     Attributes:
-        columns: Returns the columns of figures; all tables share the columns of names and errors.
-        note: Returns the meaning of the columns.
-        draw: Draws the table into a matplotlib figure.
-        groups: Returns the rows to measure, in groups whose steps alternate; None for a search over lengths.
+        title: Title of page and picture.
+        columns: Function that returns the columns of figures; names and errors have the same columns in all tables.
+        note: Function that returns an explanation of the columns.
+        draw: Function that draws the table into a matplotlib figure.
+        groups: Function that returns the rows to measure, in groups whose steps alternate; None for a length search.
         rows: Heading of the column of names.
-        lengths: Heading of the column of lengths; empty to leave it out if there is only one length.
-        compares_modes: Rows are modes, some of which may not run here; notes explain the peers.
-        timed: Steps are timed.
-        memory: The memory of a step is measured.
+        lengths: Heading of the column of lengths; empty to omit the column if there is only one length.
+        compares_modes: True if the rows are modes. Some may not run here, and notes explain the peers.
+        timed: True if steps are timed.
+        memory: True if the memory of a step is measured.
     """
 
     title: str
     columns: Callable[[TableReport], list[Column]]
     note: Callable[[TableReport], str]
     draw: Callable[[TableReport, Any], None]
-    groups: Callable[[Wanted], list[list[Entry]]] | None = None
+    groups: Callable[[TableInputs], list[list[Entry]]] | None = None
     rows: str = "schedule"
     lengths: str = ""
     compares_modes: bool = False
@@ -94,11 +98,12 @@ class Table:
     memory: bool = True
 
     def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
+        """Return the reason for each mode that cannot run here."""
         return absent(modes, device_type) if self.compares_modes else {}
 
 
 def columns(report: TableReport) -> list[Column]:
-    """Return the columns of a table, without empty ones."""
+    """Return the columns of a table that have at least one cell with text."""
     table, lengths = TABLES[report.table], {row.length for row in report.rows}
     names = [Column(table.rows, lambda row: row.mode if table.compares_modes else row.label, right=False)]
     if table.lengths or len(lengths) > 1:
@@ -125,7 +130,7 @@ def _time_columns(report: TableReport) -> list[Column]:
 
 
 def _memory_columns(report: TableReport) -> list[Column]:
-    show = _shown(report)
+    show = _byte_format(report)
 
     def term(name: str) -> Callable[[TableRow], str]:
         return lambda row: show(row.terms.get(name) or None)
@@ -136,33 +141,33 @@ def _memory_columns(report: TableReport) -> list[Column]:
         *(Column(HEADS.get(name, name), term(name), page=name in ("weights", "gradients")) for name in terms),
         Column("most activ.", lambda row: show(row.activation_bytes)),
         Column("no head", lambda row: show(row.layer_activation_bytes), page=True),
-        *_elsewhere(report),
+        *_offload_columns(report),
     ]
 
 
 def _ablation_columns(report: TableReport) -> list[Column]:
-    show = _shown(report)
+    show = _byte_format(report)
     return [
         Column("time", lambda row: _ratio(row.to_checkpoint)),
         Column("to default", lambda row: _ratio(row.to_default)),
         Column("peak", lambda row: show(row.peak_bytes)),
         Column("activ.", lambda row: show(row.activation_bytes)),
-        *_elsewhere(report),
+        *_offload_columns(report),
     ]
 
 
 def _longest_columns(report: TableReport) -> list[Column]:
-    show = _shown(report)
+    show = _byte_format(report)
     return [
         Column("tokens", lambda row: "" if row.max_length is None else f"{row.max_length:,}"),
         Column("to checkpointing", lambda row: _times(report, row)),
         Column("peak", lambda row: show(row.peak_bytes)),
-        *_elsewhere(report),
+        *_offload_columns(report),
     ]
 
 
 def _sharing_columns(report: TableReport) -> list[Column]:
-    show = _shown(report)
+    show = _byte_format(report)
 
     def to_batch(figure: Callable[[TableRow], int | None]) -> Callable[[TableRow], str]:
         def ratio(row: TableRow) -> str:
@@ -180,7 +185,7 @@ def _sharing_columns(report: TableReport) -> list[Column]:
         Column("peak", lambda row: show(row.peak_bytes)),
         Column("memory", to_batch(lambda row: row.peak_bytes)),
         Column("activ.", lambda row: show(row.activation_bytes), page=True),
-        *_elsewhere(report),
+        *_offload_columns(report),
     ]
 
 
@@ -189,8 +194,8 @@ def _times(report: TableReport, row: TableRow) -> str:
     return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
 
 
-def _elsewhere(report: TableReport) -> list[Column]:
-    show = _shown(report)
+def _offload_columns(report: TableReport) -> list[Column]:
+    show = _byte_format(report)
     return [
         Column("host", lambda row: show(row.host_bytes or None)),
         Column("disk", lambda row: show(row.disk_bytes or None)),
@@ -198,13 +203,11 @@ def _elsewhere(report: TableReport) -> list[Column]:
 
 
 def notes(report: TableReport) -> list[str]:
-    """Return the meaning of the columns, and which peers are in the table or missing from it."""
+    """Return the notes of a table: what its columns mean, what its peers are, and which modes are absent."""
     table = TABLES[report.table]
     lines = [table.note(report)]
     if any(report.errors_of(row) for row in report.rows):
-        lines.append(
-            "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
-        )
+        lines.append("Loss and grad are the relative errors of loss and gradient norm against plain autograd.")
     if table.compares_modes:
         peers = dict.fromkeys(row.mode for row in report.rows if row.mode not in MODES)
         lines += [f"{mode}: {LABELS[mode]}." for mode in peers]
@@ -212,40 +215,47 @@ def notes(report: TableReport) -> list[str]:
 
 
 def _time_note(report: TableReport) -> str:
-    return "Seconds are medians; time is to gradient checkpointing, the median over steps that took turns."
+    return (
+        "Seconds are measured medians. Time is relative to gradient checkpointing: the median over alternating steps."
+    )
 
 
 def _memory_note(report: TableReport) -> str:
     return (
-        f"{report.unit[0]}. The parts are those of the peak; most activ. is what activations come to at their own peak "
-        "(beyond weights, gradients and layer inputs), no head the same of a step without the head."
+        f"All figures are measured, in {report.unit[0]}. The terms are those at the peak of the step. Activations may "
+        "peak at another time: most activ. is their own peak (beyond weights, gradients and layer inputs), and no head "
+        "is the same peak without the head."
     )
 
 
 def _ablation_note(report: TableReport) -> str:
     return (
-        "Times are to gradient checkpointing and to the recipe's schedule, medians over steps that took turns. Peak, "
-        f"activations (beyond weights, gradients and layer inputs), host and disk in {report.unit[0]}."
+        "Times are relative to gradient checkpointing (time) and to the recipe's schedule (to default): medians over "
+        "alternating steps. Peak, activations (beyond weights, gradients and layer inputs), host and disk are "
+        f"measured, in {report.unit[0]}."
     )
 
 
 def _longest_note(report: TableReport) -> str:
-    simulated = "Simulated, 5% of the budget left free. " if report.env["device_type"] == "meta" else ""
+    simulated = report.env["device_type"] == "meta"
+    how = "Simulated, with 5% of the budget left free." if simulated else "Measured."
     return (
-        f"{simulated}Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
-        f"tokens. Peak, host and disk in {report.unit[0]}."
+        f"{how} Tokens: the longest sequence whose step fits {report.asked.get('budget')}, to within 1% or 256 tokens. "
+        f"Peak, host and disk are in {report.unit[0]}."
     )
 
 
 def _sharing_note(report: TableReport) -> str:
+    batch = SHARING["batch"]
     return (
-        f"{COMPLETIONS} completions, each a fourth as long as the prompt; the loss is over their tokens. Time and "
-        f"memory (peak, in {report.unit[0]}) are to {SHARING['batch']}; times are medians over steps that took turns."
+        f"Each prompt has {COMPLETIONS} completions, a fourth as long as the prompt; the loss counts their tokens. "
+        f"Time and memory are relative to '{batch}'; times are medians over alternating steps. Peak, host and disk are "
+        f"measured, in {report.unit[0]}."
     )
 
 
 def markdown(report: TableReport) -> str:
-    """Return the page of a table: command, model and machine, table, notes, plot."""
+    """Return the Markdown page of a table: command, model, machine, table, notes and plot."""
     env, shown = report.env, columns(report)
     lines = [f"# {TABLES[report.table].title}", "", "```", report.command, "```", "", f"{report.describe()}."]
     lines += [f"transformers {env['transformers']}, Python {env['python']}."]
@@ -270,7 +280,7 @@ def markdown(report: TableReport) -> str:
 
 
 def cells(shown: list[Column], row: TableRow) -> list[str]:
-    """Return the cells of a row; an error is in the column after the name."""
+    """Return the texts of a row's cells; an error is in the column after the name."""
     found = [column.cell(row) for column in shown]
     if row.error:
         found[next(i for i, column in enumerate(shown) if not column.right) + 1] = row.error
@@ -290,8 +300,8 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def _shown(report: TableReport) -> Callable[[int | None], str]:
-    """Return a function that formats bytes in the unit of a table."""
+def _byte_format(report: TableReport) -> Callable[[int | None], str]:
+    """Return a function that formats bytes in the table's unit."""
     _, unit = report.unit
 
     def show(value: int | None) -> str:
@@ -303,16 +313,16 @@ def _shown(report: TableReport) -> Callable[[int | None], str]:
 # --- all tables -------------------------------------------------------------------------------------------------------
 
 
-def _mode_groups(wanted: Wanted) -> list[list[Entry]]:
+def _mode_groups(wanted: TableInputs) -> list[list[Entry]]:
     return [mode_entries(wanted.modes, length, wanted.schedule) for length in wanted.lengths]
 
 
-def _ablation_groups(wanted: Wanted) -> list[list[Entry]]:
+def _ablation_groups(wanted: TableInputs) -> list[list[Entry]]:
     rows = [ablation_entries(wanted.schedule, length, wanted.layers, wanted.folder) for length in wanted.lengths]
     return [part[start : start + TURNS] for part in rows for start in range(0, len(part), TURNS)]
 
 
-def _sharing_groups(wanted: Wanted) -> list[list[Entry]]:
+def _sharing_groups(wanted: TableInputs) -> list[list[Entry]]:
     return [sharing_entries(length, wanted.schedule) for length in wanted.lengths]
 
 
@@ -361,6 +371,7 @@ TABLES: dict[TableName, Table] = {
 
 @drawn_plainly
 def draw_table(report: TableReport) -> bytes:
+    """Return the picture of a table, as PNG."""
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
     table = TABLES[report.table]

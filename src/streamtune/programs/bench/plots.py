@@ -1,4 +1,4 @@
-"""Plots of the benchmark: a comparison over lengths, and each named table."""
+"""Draw the plots of the benchmark: the comparison over lengths, and each named table."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ MARKS: dict[Layout, dict[str, Any]] = {
     "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
     "separate": {"marker": "x", "linestyle": ":", "markersize": 8, "markeredgewidth": 2},
 }
-"""Packed and separate rows cost about the same: both marks stay visible on top of each other."""
+"""Markers and lines of the layouts. Packed and separate rows cost about the same, so one must not hide the other."""
 
 
 @drawn_plainly
 def draw_bench(report: BenchReport, *, title: str) -> bytes:
-    """Return a PNG of activation memory and step time against length."""
+    """Return a PNG with activation memory and step time by length."""
     from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
@@ -69,7 +69,7 @@ def draw_time(report: TableReport, figure: Any) -> None:
         line(seconds, [(row.length, row.step_s) for row in rows], style)
         line(ratio, [(row.length, row.to_checkpoint) for row in rows], style)
     dress(seconds, "Forward and backward (s)")
-    dress(ratio, "Time to gradient checkpointing")
+    dress(ratio, "Time relative to gradient checkpointing")
     known = [row.to_checkpoint for row in report.rows if row.to_checkpoint is not None]
     ratio.set_yscale("linear")
     ratio.yaxis.set_major_locator(MaxNLocator(8))
@@ -87,12 +87,12 @@ def draw_memory(report: TableReport, figure: Any) -> None:
     over.legend(frameon=False, labelcolor=INK, fontsize=8)
     longest = max((row.length for row in report.rows), default=0)
     _stack(parts, [row for row in report.rows if row.length == longest], unit)
-    parts.set_title(f"What it is made of at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
+    parts.set_title(f"Terms of the peak at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
     parts.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
 
 
 def draw_ablation(report: TableReport, figure: Any) -> None:
-    """Draw the time of each schedule as its distance from gradient checkpointing, and its memory by kind."""
+    """Draw the time of each schedule relative to gradient checkpointing, and its memory by term."""
     rows = report.rows
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
     time, places = _time_and_memory(report, rows, figure)
@@ -133,7 +133,7 @@ def draw_longest(report: TableReport, figure: Any) -> None:
 
 
 def draw_sharing(report: TableReport, figure: Any) -> None:
-    """Draw time relative to rows in one batch, and memory by kind, for each layout and prompt length."""
+    """Draw, for each layout and prompt length, time relative to rows in one batch, and memory by term."""
     rows = [
         replace(
             row,
@@ -162,7 +162,7 @@ def draw_sharing(report: TableReport, figure: Any) -> None:
 
 
 def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
-    """Draw the memory of rows on the right; return the left axes, for times, and the y position of each row."""
+    """Draw the memory of rows on the right; return the left axes (for times) and the y position of each row."""
     time, memory = figure.subplots(1, 2, sharey=True)
     places = _stack(memory, rows, report.unit[1], time)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
@@ -174,7 +174,7 @@ def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any)
 
 
 def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
-    """Return (rows, line style) of each mode."""
+    """Return (rows, line style) for each mode."""
     found = []
     for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
         style = {"color": COLOURS[mode], "marker": "o", "linewidth": 2.2, "label": label}
@@ -183,13 +183,13 @@ def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
 
 
 def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
-    """Draw stacked bars of bytes with a heading for each section; return the y position of each row.
+    """Draw a stacked bar of bytes for each row, under section headings; return the y position of each row.
 
     Args:
-        axes: The axes of the bars.
-        rows: A bar each.
-        unit: Bytes of the unit shown.
-        labelled: Axes for the row names; None is ``axes``.
+        axes: Axes of the bars.
+        rows: Rows to draw.
+        unit: Size of the shown unit, in bytes.
+        labelled: Axes with the row names; None is ``axes``.
     """
     places: list[float] = []
     labels: dict[float, str] = {}

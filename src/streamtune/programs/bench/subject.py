@@ -1,10 +1,10 @@
-"""The process that measures: its model, the cases it measures in turn, and the batches. Only it can run out of memory.
+"""The measuring process: its model, the cases it measures, and their batches. Only this process can run out of memory.
 
 A prompt with several completions, as in a preference pair or a group, is measured in three layouts:
 
-    shared   the prompt once, all completions behind it (``engine.Branches``)
-    batch    each completion behind its own prompt, as the rows of one batch
-    turns    the same rows, one forward and backward after the other
+    shared   the prompt once, followed by all completions (``engine.Branches``)
+    batch    each completion after its own copy of the prompt, as rows of one batch
+    turns    the same rows, each with its own forward and backward
 
 The loss is the same number in all layouts: the mean over all tokens of the completions.
 """
@@ -33,15 +33,14 @@ from streamtune.errors import RunError, StreamTuneError, UnsupportedModelError
 from streamtune.plan.simulate.memory import LiveBytes, held_bytes
 from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.workload import Mode
-from streamtune.programs.bench.modes import WAYS, Batch, Ready, last_hidden_state
+from streamtune.programs.bench.modes import MODE_SETUPS, Batch, Ready, last_hidden_state
 from streamtune.schedule import Schedule
 
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
-"""Tokens as one row, as several rows in one sequence, or as the same rows one by one; or a prompt with completions
-(:data:`SHARING`)."""
+"""Layout of the tokens: one row, several packed rows, or the same rows one by one; or a layout of :data:`SHARING`."""
 
 MakeModel = Callable[[], nn.Module]
-"""Builds the model, with the same weights in every process; must be picklable."""
+"""Function that builds the model, with the same weights in every process; must be picklable."""
 
 PLURALS = {
     "activation": "activations",
@@ -49,22 +48,22 @@ PLURALS = {
     "gradient": "gradients",
     "attention output": "attention outputs",
 }
-"""Kinds of live bytes, as terms of a peak are named."""
+"""Names of terms, for kinds of live bytes that are counted under another name."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The common part of all measurements of a process."""
+    """The model and the batches that all measurements of a process share."""
 
     make_model: MakeModel
     batch_size: int = 1
     autocast: bool = False
-    """Compute in bf16."""
+    """True to compute under bfloat16 autocast."""
     completions: Completions | None = None
-    """Returns the completions that a batch scores instead of rows; must be picklable."""
+    """Function that returns the completions to score; None to train on rows. Must be picklable."""
 
     def tokens(self, length: int) -> int:
-        """Return the number of tokens of a batch; each completion counts with its prompt."""
+        """Return how many tokens a batch has; each completion counts with its prompt."""
         if self.completions is None:
             return self.batch_size * length
         apart = self.completions(length, self.batch_size).apart()
@@ -73,7 +72,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: a mode at a length, in a layout; the schedule is for streaming."""
+    """One measurement: a mode, a length and a layout, with the schedule of streaming."""
 
     mode: Mode
     length: int
@@ -83,7 +82,7 @@ class Case:
 
 
 class MeasuredModel:
-    """One model, prepared for one mode at a time, and the batches it is measured on."""
+    """A model that is prepared for one mode at a time, and measured on random batches."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -95,10 +94,11 @@ class MeasuredModel:
         self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
+        """Return machine, versions and facts about the model."""
         return env_of(self.model, self.job, self.device)
 
     def memory(self, case: Case) -> dict[str, Any]:
-        """Return the peaks of a step with the head and of a step without it, in bytes, and the terms of the first."""
+        """Return the peaks in bytes of a step with the head and of a step without it, and the terms of the former."""
         batches = self._prepared(case)
         weights = held_bytes(self.model)
         layers = decoder_layers(self.model)
@@ -127,11 +127,11 @@ class MeasuredModel:
         }
 
     def time(self, case: Case) -> dict[str, Any]:
-        """Return seconds of the forwards and of the backwards of a step, its loss and gradient norm."""
+        """Return the seconds of a step's forwards and backwards, its loss and its gradient norm."""
         forward = backward = loss_sum = 0.0
         entered = self._entered
         batches = self._prepared(case)
-        if self.device.type == "cuda" and self._entered != entered:  # the allocator must learn the sizes first
+        if self.device.type == "cuda" and self._entered != entered:  # a first step fills the allocator's cache
             self._step(batches)
             self.model.zero_grad(set_to_none=True)
         for batch in batches:
@@ -151,16 +151,17 @@ class MeasuredModel:
         }
 
     def leave(self) -> None:
+        """Undo the preparation of the current mode."""
         self._exit.close()
         self._entered = None
         self.model.zero_grad(set_to_none=True)
 
     def _prepared(self, case: Case) -> list[Batch]:
-        """Put the model into the mode of a case, without gradients; return the batches."""
+        """Prepare the model for a case and clear its gradients; return the batches."""
         wanted = (case.mode, case.schedule)
         if self._entered != wanted:
             self.leave()
-            way = WAYS[case.mode]
+            way = MODE_SETUPS[case.mode]
             if lacks := way.lacks(self.device.type):
                 raise UnsupportedModelError(lacks)
             self._ready = self._exit.enter_context(way.entered(self.model, case.schedule))
@@ -175,7 +176,7 @@ class MeasuredModel:
             ids = torch.randint(0, self._vocabulary, (sharing_tokens(case.length),), device=self.device)
             return sharing_batches(ids, case.length, case.layout)
         ids = torch.randint(0, self._vocabulary, (self.job.batch_size, case.length), device=self.device)
-        return _laid_out(ids, case.layout, case.packed_rows)
+        return _lay_out(ids, case.layout, case.packed_rows)
 
     def _step(self, batches: list[Batch]) -> None:
         for batch in batches:
@@ -187,7 +188,7 @@ class MeasuredModel:
             return self._ready.loss(batch)
 
     def _autocast(self) -> torch.autocast:
-        """Return autocast as a run has it: without its cache, which would hold all weights cast at once."""
+        """Return autocast as in training: without its cache, which would hold a cast copy of all weights."""
         enabled = self.job.autocast
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
@@ -204,6 +205,7 @@ class MeasuredModel:
 
 
 def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
+    """Return machine, versions and facts about the model, as JSON values."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
         "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
@@ -220,8 +222,8 @@ def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
-    """Return the batches of a step; rows that run one by one have a batch each."""
+def _lay_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
+    """Return the batches of a step; separate rows get a batch each."""
     if layout == "row":
         return [{"input_ids": ids}]
     parts = torch.tensor_split(ids, rows, dim=1)
@@ -232,7 +234,7 @@ def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
 
 
 def _logical_size(parameter: Tensor) -> int:
-    """Return the number of weights of a parameter: bitsandbytes packs two into a byte."""
+    """Return how many weights a parameter has; bitsandbytes packs two 4-bit weights into a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
 
@@ -246,18 +248,18 @@ def _peak_rss() -> int | None:
 
 
 COMPLETIONS = 8
-"""Completions of a shared prompt."""
+"""Number of completions of a shared prompt."""
 
 SHARING = {
     "batch": f"{COMPLETIONS} rows, one batch",
     "turns": f"{COMPLETIONS} rows in turn",
     "shared": "prompt shared",
 }
-"""Labels of the layouts."""
+"""Labels of the layouts of a shared prompt."""
 
 
 def completion_length(prompt: int) -> int:
-    """Return how many tokens a completion has: a fourth of its prompt."""
+    """Return how many tokens a completion has: a fourth of its prompt, at least 2."""
     return max(2, prompt // 4)
 
 
@@ -270,9 +272,9 @@ def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, A
     """Return the batches of a step.
 
     Args:
-        ids_T: ``[sharing_tokens(prompt)]``, the prompt and then the completions.
-        prompt: Number of tokens of the prompt.
-        layout: ``shared``, ``batch`` or ``turns``.
+        ids_T: Token ids of the prompt, then of the completions, ``[sharing_tokens(prompt)]``.
+        prompt: Number of prompt tokens.
+        layout: Layout: ``shared``, ``batch`` or ``turns``.
     """
     shared, last = ids_T[: prompt - 1], ids_T[prompt - 1 : prompt]
     branches = [torch.cat([last, part]) for part in ids_T[prompt:].split(completion_length(prompt))]
@@ -299,12 +301,12 @@ def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, A
 
 
 class Worker:
-    """A process with a :class:`MeasuredModel`, whose methods it calls on request."""
+    """A process that holds a :class:`MeasuredModel` and calls its methods on request."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.failed = ""
-        """Reason why the last request has no answer; empty if it has one."""
+        """Reason why the last request failed; empty if it was answered."""
         self._start()
 
     def _start(self) -> None:
@@ -312,12 +314,12 @@ class Worker:
         self._busy = False
 
     def ask(self, request: str, *args: Any) -> dict[str, Any]:
-        """Return the answer to a request; empty if there is none, with the reason in ``failed``.
+        """Return the answer to a request; if it fails, return an empty dictionary and set ``failed`` to the reason.
 
         A process that has ended is started again.
 
         Raises:
-            RunError: The request failed because of a defect, not of a limit of the machine.
+            RunError: The request failed because of a bug, not because of a limit of the machine.
         """
         if not self._child.process.is_alive():
             self.close()
@@ -338,12 +340,12 @@ class Worker:
         return {} if self.failed else answer
 
     def close(self) -> None:
-        """End the process, without waiting for a running step."""
+        """End the process; a running step is not waited for."""
         self._child.close(seconds=0 if self._busy else 10)
 
 
 def _serve(connection: Connection, job: Job) -> None:
-    """Run in the process: build the model once, then measure on request until the other end closes."""
+    """Run in the worker process: build the model once, then measure on request until the connection closes."""
     subject: MeasuredModel | None = None
     answer: dict[str, Any]
     while True:
@@ -355,8 +357,10 @@ def _serve(connection: Connection, job: Job) -> None:
             subject = subject or MeasuredModel(job)
             answer = getattr(subject, request)(*args)
         except Exception as error:
-            answer = _refusal(error, any(isinstance(arg, Case) and WAYS[arg.mode].package for arg in args))
-        if subject is not None and "error" in answer:  # outside the handler, whose frames hold tensors
+            answer = _describe_failure(
+                error, any(isinstance(arg, Case) and MODE_SETUPS[arg.mode].package for arg in args)
+            )
+        if subject is not None and "error" in answer:  # not in the handler, whose frames reference tensors
             subject.leave()
             gc.collect()
         try:
@@ -365,8 +369,8 @@ def _serve(connection: Connection, job: Job) -> None:
             return
 
 
-def _refusal(error: Exception, of_peer: bool) -> dict[str, Any]:
-    """Return the reason of a failure; a defect is a fault, unless a peer failed."""
+def _describe_failure(error: Exception, of_peer: bool) -> dict[str, Any]:
+    """Return the reason of a failure as ``error``; a bug, unless in a peer, is returned as ``fault``."""
     text = str(error)
     if isinstance(error, StreamTuneError):  # the mode refuses this model, or a disk is full
         return {"error": error.what}

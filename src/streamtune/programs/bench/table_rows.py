@@ -1,4 +1,4 @@
-"""Tables of a benchmark as data: the rows to measure, their figures, and the file that a stopped table resumes from."""
+"""Rows of the named tables: what to measure, the figures, and the file from which a stopped table resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamtune.train.staging import check_outputs, write_output
 TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
 
 DEFAULT = "the recipe's schedule"
-"""Label of the row that an ablation compares the others with."""
+"""Label of the row with which an ablation compares the others."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Entry:
     """A row to measure.
 
     Attributes:
+        case: The measurement.
         label: Name of the row.
-        section: Heading above it; empty if the table has none.
-        to_checkpoint, to_default: The other rows of its group are compared with it.
+        section: Heading above the row; empty if the table has no sections.
+        to_checkpoint, to_default: True if other rows are compared with this one, as checkpointing or as the default.
     """
 
     case: Case
@@ -38,6 +39,7 @@ class Entry:
     to_default: bool = False
 
     def new_row(self) -> TableRow:
+        """Return a row for this entry, without figures."""
         case = self.case
         schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
         return TableRow(case.mode, case.length, self.label, self.section, schedule)
@@ -48,18 +50,18 @@ class TableRow:
     """The figures of an entry; None if not measured.
 
     Attributes:
-        schedule: Schedule of a streamed step; None for a mode without one.
-        error: Reason why there are no figures.
-        peak_bytes: Peak on the device, with weights and gradients.
-        terms: Bytes of the peak, by kind.
-        activation_bytes: Peak beyond weights, gradients and stored layer inputs, with the head.
+        schedule: Schedule of a streamed step; None for other modes.
+        error: Reason why there are no figures; empty if there are.
+        peak_bytes: Peak memory on the device, with weights and gradients.
+        terms: Bytes at the peak, by term.
+        activation_bytes: Peak beyond weights, gradients and stored layer inputs, including the head.
         layer_activation_bytes: The same peak without the head.
-        host_bytes, disk_bytes: Peaks of the bytes kept there.
-        forward_s, backward_s: Median seconds.
-        to_checkpoint, to_default: Step time relative to gradient checkpointing and to the default schedule, medians of
-            paired steps.
+        host_bytes, disk_bytes: Peaks of the bytes offloaded to host and disk.
+        forward_s, backward_s: Median seconds of the forward and of the backward.
+        to_checkpoint, to_default: Step time divided by gradient checkpointing's and by the default schedule's; medians
+            over paired steps.
         loss, grad_norm: Loss and gradient norm of the first step.
-        max_length: The longest sequence that fits, if searched.
+        max_length: Longest sequence that fits, in tokens; None if it was not searched.
     """
 
     mode: Mode
@@ -89,13 +91,15 @@ class TableRow:
 
 @dataclass
 class TableReport:
-    """A table with the origin of its figures.
+    """A measured table, with the command, the settings and the machine of its figures.
 
     Attributes:
-        command: Command line that measures it again.
-        asked: Settings that the figures depend on; a finished row is reused only if all are equal.
-        env: The machine and the versions.
-        absent: Modes that could not run here, with the reason.
+        table: Name of the table.
+        command: Command line that measures the table again.
+        asked: Settings on which the figures depend; finished rows are reused only if all are equal.
+        env: Machine and versions.
+        rows: Measured rows.
+        absent: Reason for each mode that could not run here.
     """
 
     table: TableName
@@ -107,18 +111,19 @@ class TableReport:
 
     @property
     def stem(self) -> str:
-        """Name of its files without extension: table, budget if any, device."""
+        """Name of the table's files without extension: table, budget (if any) and device."""
         device = "cpu" if self.env["device_type"] == "cpu" else self.env["device"]
         name = f"{self.table} {self.asked.get('budget', '')} {device}"
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
     @property
     def unit(self) -> tuple[str, int]:
-        """Unit of its bytes, as name and size: GiB if a peak is 16 GiB or more, else MiB."""
+        """Name and size of the unit of memory: GiB if a peak is 16 GiB or more, otherwise MiB."""
         largest = max((row.peak_bytes or 0 for row in self.rows), default=0)
         return ("GiB", 1 << 30) if largest >= 16 << 30 else ("MiB", 1 << 20)
 
     def describe(self) -> str:
+        """Return one line about model, batch size and machine."""
         env = self.env
         million = env["parameters"] / 1e6
         size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
@@ -131,11 +136,12 @@ class TableReport:
         return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
 
     def row(self, entry: Entry) -> TableRow | None:
+        """Return the measured row of an entry; None if it is not measured yet."""
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 
     def errors_of(self, row: TableRow) -> dict[str, float]:
-        """Return relative errors of loss and gradient norm, against plain autograd or else checkpointing."""
+        """Return the relative errors of loss and gradient norm against plain autograd (without it, checkpointing)."""
         for mode in ("plain", "checkpoint"):
             truth = next(
                 (r for r in self.rows if (r.mode, r.length) == (mode, row.length) and r.loss is not None), None
@@ -146,28 +152,28 @@ class TableReport:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document of ``streamtune bench --table NAME --json``."""
+        """Return the JSON document of ``streamtune bench --table NAME --json``."""
         return {**vars(self), "rows": [{**asdict(row), "errors": self.errors_of(row)} for row in self.rows]}
 
     def save(self, folder: Path) -> Path:
-        """Write the document atomically, and return its path."""
+        """Write the JSON document atomically; return its path."""
         path = folder / f"{self.stem}.json"
         write_output(path, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
         return path
 
     def check(self, folder: Path) -> None:
-        """Refuse a folder in which a file of the table cannot be written, or is a link or a folder."""
+        """Raise an error if a file of the table cannot be written, or is a link or a folder."""
         check_outputs(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
 
     def resume(self, folder: Path) -> None:
-        """Reuse the rows of an earlier run with the same settings on the same machine."""
+        """Take over the rows of an earlier run with the same settings on the same machine."""
         path = folder / f"{self.stem}.json"
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
             if before["asked"] == self.asked and before["env"] == self.env:
                 names = {f.name for f in fields(TableRow)}
                 self.rows = [TableRow(**{k: v for k, v in row.items() if k in names}) for row in before["rows"]]
-        except (OSError, ValueError, KeyError, TypeError):  # missing, or not our file
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or another file
             return
 
 
@@ -178,10 +184,10 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
     """Return the entries of an ablation: baselines, schedules that differ in one choice, and a few combinations.
 
     Args:
-        schedule: The schedule to compare with.
-        length: Tokens of a row.
-        layers: Decoder layers of the model.
-        folder: Directory for schedules that offload to disk.
+        schedule: Schedule with which the others are compared.
+        length: Number of tokens in a row.
+        layers: Number of decoder layers of the model.
+        folder: Folder for schedules that offload to disk.
     """
     entries = [
         Entry(Case("plain", length), LABELS["plain"], "compared with"),
@@ -198,7 +204,7 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
 
 
 def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (section, label, changed fields)."""
+    """Yield (section, label, changed fields) of each schedule of an ablation."""
     disk = {"offload": "disk", "offload_dir": folder}
     half = max(1, layers // 2)
     for size in _around(schedule.chunk_size, length):
@@ -230,7 +236,7 @@ def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Itera
 
 
 def _around(size: int, length: int) -> list[int]:
-    """Return 1/4, 1/2, 2 and 4 times a size, limited to the sequence."""
+    """Return 1/4, 1/2, 2 and 4 times a size, at most ``length`` and without the size itself."""
     return sorted({min(length, max(1, s)) for s in (size // 4, size // 2, 2 * size, 4 * size)} - {size})
 
 
@@ -238,8 +244,8 @@ def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
     """Return entries of plain autograd, gradient checkpointing, and streaming with several schedules.
 
     Args:
-        schedule: The base schedule; the others change the fields that their labels name.
-        folder: Directory for schedules that offload to disk.
+        schedule: Base schedule; the others change the fields that their labels name.
+        folder: Folder for schedules that offload to disk.
     """
     host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
     least = {"levels": 2, "stream_grads": True}
@@ -260,6 +266,7 @@ def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
 
 
 def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[Entry]:
+    """Return an entry for each mode at one length."""
     return [
         Entry(
             Case(mode, length, schedule),
@@ -272,7 +279,7 @@ def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list
 
 
 def sharing_entries(prompt: int, schedule: Schedule) -> list[Entry]:
-    """Return the entries of a shared prompt: each layout streamed, and the rows one by one with checkpointing."""
+    """Return the entries of one shared prompt: each layout streamed, and rows run in turn with checkpointing."""
     layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
     rows = [
         Entry(Case("stream", prompt, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch")

@@ -1,1 +1,1 @@
-"""Evaluate a trained model on a recipe's data, streamed as training streams."""
+"""Evaluate a trained model on the rows of a recipe, streamed as in training."""

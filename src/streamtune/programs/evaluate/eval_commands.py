@@ -1,8 +1,9 @@
-"""``streamtune eval`` and ``streamtune teach``: a run or a model on the rows of a recipe; a teacher's word on them."""
+"""``streamtune eval`` scores a model on the rows of a recipe; ``streamtune teach`` saves a teacher's top-k tokens."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from streamtune.base.privacy import plain
 from streamtune.base.text import show_size
-from streamtune.cli.console import err, loading_libraries, make_table, out, print_json, print_note
+from streamtune.cli.console import err, loading_libraries, make_table, out, print_hanging, print_json, print_note
 from streamtune.cli.options import AllowCodeOption, JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.cli.plan_screen import bar
 from streamtune.errors import ArgumentError
@@ -25,42 +26,49 @@ DEPTHS = "0,25,50,75,100"
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="A run, or a folder with a model or adapters.")],
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Whose rows; by default the run's own recipe.")
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Recipe whose rows are scored. [default: the run's]")
     ] = None,
-    checkpoint: Annotated[str | None, option("NAME|STEP", "A checkpoint of the run, such as step-000100.")] = None,
-    split: Annotated[str, option("held-out|train|all", "The rows to score.")] = "held-out",
-    max_rows: Annotated[int | None, option("N", "Score the first so many rows of a split.", least=1)] = None,
+    checkpoint: Annotated[
+        str | None,
+        option("NAME|STEP", "Checkpoint of the run to evaluate, such as step-000100. [default: the final model]"),
+    ] = None,
+    split: Annotated[str, option("held-out|train|all", "Rows to score. [default: held-out]")] = "held-out",
+    max_rows: Annotated[int | None, option("N", "Score only the first N rows of each split.", least=1)] = None,
     needle: Annotated[
-        bool, option(None, "Probe retrieval: hide a code in texts of the rows and ask for it.", "--needle")
+        bool, option(None, "Probe retrieval: hide a code in text of the rows and ask for it.", "--needle")
     ] = False,
     needle_lengths: Annotated[
-        str | None, option("N,N,...", "Tokens of its prompts; by default powers of two up to max_length.")
+        str | None, option("N,N,...", "Tokens of prompt plus answer. [default: powers of two up to max_length]")
     ] = None,
-    needle_depths: Annotated[str, option("X,X,...", f"Percent of the text before the code; {DEPTHS}.")] = DEPTHS,
-    needle_trials: Annotated[int, option("N", "Trials of each length and depth; 3 by default.", least=1)] = 3,
+    needle_depths: Annotated[
+        str, option("X,X,...", f"Percentages of the text before the code. [default: {DEPTHS}]")
+    ] = DEPTHS,
+    needle_trials: Annotated[int, option("N", "Trials for each length and depth. [default: 3]", least=1)] = 3,
     lm_eval: Annotated[
-        str | None, option("TASK,...", "Run tasks of lm-evaluation-harness, by name or YAML file, where installed.")
+        str | None, option("TASK,...", "Run tasks of lm-evaluation-harness (if installed), by name or YAML file.")
     ] = None,
     output: Annotated[
-        Path | None, option("DIR", "Write eval.json and pictures there, and not to RUN/eval; it must be new or empty.")
+        Path | None, option("DIR", "New or empty folder for eval.json and pictures. [default: RUN/eval]")
     ] = None,
     set_: SetOption = None,
     allow_code: AllowCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a trained model, streamed and without gradients.
+    """Evaluate a trained model on held-out rows, streamed and without gradients.
 
-    Loss by dataset and by position (sft), preference accuracy and margins (dpo), rewards (grpo), on held-out rows.
+    Reports loss by dataset and by position (sft), preference accuracy and margins (dpo), or rewards (grpo).
     """
     lengths = tuple(_whole(part) for part in _parts(needle_lengths))
     depths = tuple(_percent(part) for part in _parts(needle_depths))
     if (needle_lengths is not None or needle_depths != DEPTHS) and not needle:
-        raise ArgumentError("there is no needle probe", where="--needle-lengths", fix="add --needle")
+        raise ArgumentError(
+            "--needle-lengths and --needle-depths need --needle", where="--needle-lengths", fix="add --needle"
+        )
     if not model.is_dir():
-        raise ArgumentError(f"there is no folder {model}", fix="name a run, or a folder with a model or adapters")
+        raise ArgumentError(f"there is no folder {model}", fix="give a run, or a folder with a model or adapters")
     path = recipe or _own_recipe(model)
     if path is None:
-        raise ArgumentError(f"{model} is no run with a recipe.yaml", fix="name a recipe as second argument")
+        raise ArgumentError(f"{model} is not a run with a recipe.yaml", fix="give a recipe as second argument")
     tasks = tuple(_parts(lm_eval))
     loaded = read_recipe(path, [*(set_ or []), *(["allow_code=true"] if allow_code else [])], connects=bool(tasks))
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -97,11 +105,15 @@ def evaluate(
     print_evaluation(found)
     if written:
         others = "".join(f", {path.name}" for path in written[1:])
-        out.print(f"{written[0]}{others}", soft_wrap=True, markup=False)
+        out.print(f"written: {written[0]}{others}", soft_wrap=True, markup=False)
+    following = shlex.join(
+        ["streamtune", "generate", str(model), *(["--checkpoint", checkpoint] if checkpoint else [])]
+    )
+    print_hanging(Text("Next: ", style="bold"), Text(following))
 
 
 def _own_recipe(model: Path) -> Path | None:
-    """Return the recipe of a run, given the run, its model or a checkpoint; else None."""
+    """Return the recipe of the run that is, or contains, the folder ``model``; None if there is none."""
     here = model.resolve()
     for folder in (here, *list(here.parents)[:3]):
         if (folder / "run.json").is_file() and (folder / "recipe.yaml").is_file():
@@ -115,7 +127,9 @@ def _parts(text: str | None) -> list[str]:
 
 def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"'{text}' is no number of tokens", where="--needle-lengths", fix="write 1024,4096")
+        raise ArgumentError(
+            f"must be numbers of tokens, found '{text}'", where="--needle-lengths", fix="write 1024,4096"
+        )
     return int(text)
 
 
@@ -125,18 +139,31 @@ def _percent(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 100:
-        raise ArgumentError(f"'{text}' is no depth", where="--needle-depths", fix="write percents: 0,50,100")
+        raise ArgumentError(
+            f"must be percentages from 0 to 100, found '{text}'", where="--needle-depths", fix="write 0,50,100"
+        )
     return float(value)
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
+NEEDLE_TITLE = "needle, by depth and length"
 BAR = 16
-"""Columns of the longest bar"""
+"""Width of the longest bar, in columns."""
 
 
 def print_evaluation(found: Mapping[str, Any]) -> None:
+    """Print an evaluation: one line with the result of each part, then their tables.
+
+    Args:
+        found: The document from :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
+    """
+    for split, part in found["splits"].items():
+        print_hanging(Text(f"{split}: ", style="bold"), Text(_summary(part)))
+    if found.get("needle"):
+        print_hanging(Text("needle: ", style="bold"), Text(_needle_summary(found["needle"])))
+    out.print()
     for split, part in found["splits"].items():
         if "positions" in part:
             _print_losses(split, part)
@@ -146,6 +173,29 @@ def print_evaluation(found: Mapping[str, Any]) -> None:
         _print_needles(found["needle"])
     if found.get("lm_eval"):
         _print_harness(found["lm_eval"])
+
+
+def _summary(part: Mapping[str, Any]) -> str:
+    """Return the result of a split in one line."""
+    if "positions" in part:
+        error = "" if part["standard_error"] is None else f" +- {_number(part['standard_error'])} (standard error)"
+        tokens = f"{part['tokens']:,} trained tokens of {part['rows']:,} rows"
+        loss = f"loss {_number(part['loss'])}{error} nats per token"
+        return f"{loss}, perplexity {_number(part['perplexity'])}; {tokens}"
+    means = [
+        f"{name} {_number(part['metrics'][name]['mean'])}"
+        for name in ("loss", "rewards/accuracies", "reward")
+        if name in part["metrics"]
+    ]
+    return f"{', '.join(means)}; {part['rows']:,} rows"
+
+
+def _needle_summary(found: Mapping[str, Any]) -> str:
+    """Return the result of the needle probe in one line."""
+    cells = found["cells"]
+    matched, trials = sum(cell["matched"] for cell in cells), sum(cell["trials"] for cell in cells)
+    lengths = f"{min(found['lengths']):,} to {max(found['lengths']):,} tokens"
+    return f"{matched:,} of {trials:,} codes found by greedy decoding, in prompts of {lengths}"
 
 
 def _print_losses(split: str, part: Mapping[str, Any]) -> None:
@@ -167,25 +217,51 @@ def _print_losses(split: str, part: Mapping[str, Any]) -> None:
 
 
 def _print_metrics(split: str, part: Mapping[str, Any]) -> None:
-    """Print each metric with its standard error, and a column for each of several sets."""
+    """Print the mean and standard error of each metric, and its mean in each of several sets."""
     sets = part["sets"] if len(part["sets"]) > 1 else []
-    table = _table(f"{split}, {part['rows']:,} rows", "mean", "+-", *(plain(each["name"]) for each in sets))
-    for name, figure in part["metrics"].items():
-        own = [_number(each["metrics"].get(name, {}).get("mean")) for each in sets]
-        table.add_row(plain(name), _number(figure["mean"]), _number(figure["standard_error"]), *own)
-    _show(table)
+    first = max([len(plain(name)) for name in part["metrics"]] + [20]) + 24  # also the columns of mean and error
+    for number, group in enumerate(_fitting_groups([plain(each["name"]) for each in sets], first) or [range(0)]):
+        shown = [sets[index] for index in group]
+        totals = ("mean", "+-") if number == 0 else ()
+        table = _table(f"{split}, {part['rows']:,} rows", *totals, *(plain(each["name"]) for each in shown))
+        for name, figure in part["metrics"].items():
+            own = [_number(each["metrics"].get(name, {}).get("mean")) for each in shown]
+            total = [_number(figure["mean"]), _number(figure["standard_error"])] if number == 0 else []
+            table.add_row(plain(name), *total, *own)
+        _show(table)
 
 
 def _print_needles(found: Mapping[str, Any]) -> None:
     cells = {(cell["length"], cell["depth"]): cell for cell in found["cells"]}
-    table = _table("needle, by depth and length", *(f"{length:,}" for length in found["lengths"]))
-    for depth in found["depths"]:
-        row = [cells[length, depth] for length in found["lengths"]]
-        shown = [f"{each['matched']}/{each['trials']} {round(each['gain'], 2) + 0.0:+.2f}" for each in row]
-        table.add_row(f"{depth:g}%", *shown)
-    _show(table)
-    out.print(Text("Answers that match, and nats that the needle adds to the log-prob of an answer's token."))
+    names = [f"{length:,} tokens" for length in found["lengths"]]
+    for group in _fitting_groups(names, len(NEEDLE_TITLE)):
+        lengths = [found["lengths"][index] for index in group]
+        table = _table(NEEDLE_TITLE, *(names[index] for index in group))
+        for depth in found["depths"]:
+            row = [cells[length, depth] for length in lengths]
+            shown = [f"{each['matched']}/{each['trials']} {round(each['gain'], 2) + 0.0:+.2f}" for each in row]
+            table.add_row(f"{depth:g}%", *shown)
+        _show(table)
+    out.print(
+        Text(
+            "Each cell: trials whose greedy answer begins with the code, then how many nats the needle adds to the "
+            "log-probability of an answer token."
+        )
+    )
     out.print()
+
+
+def _fitting_groups(names: Sequence[str], first: int) -> list[range]:
+    """Return consecutive groups of columns, each as many as fit beside a first column of ``first`` characters."""
+    groups: list[range] = []
+    start, used = 0, first
+    for index, name in enumerate(names):
+        width = max(len(name), 10) + 2
+        if index > start and used + width > out.width:
+            groups.append(range(start, index))
+            start, used = index, first
+        used += width
+    return [*groups, range(start, len(names))] if names else groups
 
 
 def _print_harness(found: Mapping[str, Any]) -> None:
@@ -206,7 +282,7 @@ def _show(table: Table) -> None:
 
 
 def _bar(value: float, values: Sequence[float]) -> str:
-    """Return a bar between 1 column for the lowest of ``values`` and :data:`BAR` columns for the highest."""
+    """Return a bar: one column wide for the lowest of ``values``, :data:`BAR` columns for the highest."""
     low, high = min(values), max(values)
     part = (1 + (BAR - 1) * (value - low) / ((high - low) or 1.0)) / BAR
     if not out.encoding.lower().startswith("utf"):
@@ -224,23 +300,25 @@ def _number(value: float | None) -> str:
 
 def teach(
     recipe: RecipeArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help=f"The file to write, NAME{TEACHER_FILE}.")],
-    top_k: Annotated[int, option("K", "Tokens of each target; 64 by default.", least=1)] = 64,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help=f"File to write, NAME{TEACHER_FILE}.")],
+    top_k: Annotated[int, option("K", "Number of teacher tokens saved per position. [default: 64]", least=1)] = 64,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the likeliest next tokens of a recipe's teacher at each token that is trained on.
+    """Save the teacher's top-k log-probabilities at each trained token, for offline distillation.
 
-    A run with this file as its teacher learns from them without the model: --set teacher=OUT.
+    A run with `--set teacher=OUT` distils from the file and does not load the teacher model.
     """
     if not output.name.endswith(TEACHER_FILE):
         raise ArgumentError(
-            f"the name {output.name} does not end in {TEACHER_FILE}", where="OUT", fix=f"write {output}{TEACHER_FILE}"
+            f"the file name must end in {TEACHER_FILE}, found {output.name}",
+            where="OUT",
+            fix=f"write {output}{TEACHER_FILE}",
         )
     if output.exists():
-        raise ArgumentError(f"{output} is there already", where="OUT", fix="give another name, or remove it")
+        raise ArgumentError(f"{output} already exists", where="OUT", fix="give another name, or remove it")
     if not output.absolute().parent.is_dir():
-        raise ArgumentError(f"there is no folder {output.parent}", where="OUT", fix="make it first")
+        raise ArgumentError(f"there is no folder {output.parent}", where="OUT", fix="create it first")
     loaded = read_recipe(recipe, set_)
     with loading_libraries():
         from streamtune.programs.evaluate.evaluate import Feedback
@@ -257,9 +335,10 @@ def teach(
         print_json(found)
         return
     out.print(
-        f"{output}: {found['k']} likeliest tokens of {found['teacher']} at {found['targets']:,} targets of "
-        f"{int(found['rows']):,} rows, {show_size(found['bytes'])}",
+        f"written: {output}, {show_size(found['bytes'])}; the top {found['k']} tokens of {found['teacher']} at "
+        f"{found['targets']:,} targets of {int(found['rows']):,} rows",
         soft_wrap=True,
         markup=False,
     )
-    out.print(f"learn from it: --set teacher={output}", soft_wrap=True, markup=False)
+    options = [part for setting in [*(set_ or []), f"teacher={output}"] for part in ("--set", setting)]
+    print_hanging(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "sft", str(recipe), *options])))

@@ -1,4 +1,4 @@
-"""Files of an evaluation: eval.json, loss by position, and the needle probe as a heat map.
+"""Write the files of an evaluation: eval.json, a plot of loss by position, and a heat map of the needle probe.
 
 ``eval.json`` lists the files that were written with it. The next evaluation replaces these files and no others.
 """
@@ -25,28 +25,30 @@ FIX = "give another --output DIR"
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder for results, before hours are spent on them.
+    """Create the folder for results and check that it is writable, before hours are spent on the evaluation.
 
     Raises:
-        ArgumentError: The folder is not writable, or holds a file of this name that no evaluation wrote.
+        ArgumentError: The folder is not writable, or holds a file of the same name that no evaluation wrote.
     """
-    mine = _written_before(folder)
+    replaceable = _written_before(folder)
     for name in NAMES:
         path = folder / name
-        if (path.exists() or path.is_symlink()) and name not in mine:
-            raise ArgumentError(f"{path} is there, and no evaluation wrote it", where="--output", fix=FIX)
+        if (path.exists() or path.is_symlink()) and name not in replaceable:
+            raise ArgumentError(
+                f"{path} exists, and no evaluation wrote it; it is not overwritten", where="--output", fix=FIX
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / ".probe", b"", durably=False)
         (folder / ".probe").unlink()
     except OSError as error:
         raise ArgumentError(
-            f"nothing can be written to {folder}: {error.strerror or error}", where="--output", fix=FIX
+            f"cannot write to {folder}: {error.strerror or error}", where="--output", fix=FIX
         ) from error
 
 
 def _written_before(folder: Path) -> set[str]:
-    """Return the file names of the last evaluation in a folder."""
+    """Return the names of the files that the last evaluation wrote to a folder."""
     path = folder / DOCUMENT
     if path.is_symlink():
         return set()
@@ -57,15 +59,15 @@ def _written_before(folder: Path) -> set[str]:
 
 
 def write_results(folder: Path, found: dict[str, Any], *, title: str) -> list[Path]:
-    """Write a document and its pictures, remove stale pictures, and return the paths written.
+    """Write the document and its pictures, remove pictures of an earlier evaluation, and return the written paths.
 
     Args:
-        folder: Folder from :func:`check_folder`.
-        found: Document; ``files`` is added.
-        title: Name of the model, for the pictures.
+        folder: Folder that :func:`check_folder` has checked.
+        found: Document of the evaluation; its entry ``files`` is set.
+        title: Name of the model, shown on the pictures.
 
     Raises:
-        RunError: Writing failed.
+        RunError: A file cannot be written.
     """
     pictures = {POSITIONS: draw_positions(found["splits"], title=title)}
     if found.get("needle") is not None:
@@ -80,7 +82,7 @@ def write_results(folder: Path, found: dict[str, Any], *, title: str) -> list[Pa
         for name in stale:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"the result cannot be written to {folder}: {error.strerror or error}", fix=FIX) from error
+        raise RunError(f"cannot write the result to {folder}: {error.strerror or error}", fix=FIX) from error
     return [folder / name for name in found["files"]]
 
 
@@ -91,13 +93,13 @@ SPLIT_STYLES: dict[str, dict[str, Any]] = {
     "held-out": {"color": COLOURS["stream"], "marker": "o"},
     "train": {"color": COLOURS["checkpoint"], "marker": "s", "linestyle": "--"},
 }
-DARK = 0.55
-"""Probability above which a cell is dark and its text white."""
+WHITE_TEXT_ABOVE = 0.55
+"""Probability above which the text of a cell is white, because the cell is dark."""
 
 
 @drawn_plainly
 def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
-    """Return a PNG of loss by position with a band of two standard errors; None if no split has positions."""
+    """Return a PNG of loss by position, with a band of two standard errors; None if no split has positions."""
     # Slow to import, and only needed here. Figures made without pyplot need no display.
     from matplotlib.figure import Figure
 
@@ -116,7 +118,7 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     ends = sorted({end for buckets in drawn.values() for each in buckets for end in (each["from"], each["to"]) if end})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ends, [_short(end) for end in ends])
+    axes.set_xticks(ends, [_show_tokens(end) for end in ends])
     axes.minorticks_off()
     axes.set_xlabel("position in the row (tokens before)", color=INK)
     axes.set_ylabel("loss per trained token (nats)", color=INK)
@@ -130,8 +132,8 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
 def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
     """Return a PNG of the needle probe: a row for each depth, a column for each length.
 
-    The text of a cell is the trials that matched, and the gain in nats per answer token. The shade is the probability
-    of an answer token.
+    A cell shows how many trials matched, and the gain in nats per answer token. Its shade is the probability of an
+    answer token.
     """
     from matplotlib.figure import Figure
 
@@ -155,16 +157,18 @@ def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
                 ha="center",
                 va="center",
                 fontsize=8,
-                color="white" if shade[row][column] > DARK else INK,
+                color="white" if shade[row][column] > WHITE_TEXT_ABOVE else INK,
             )
-    axes.set_xticks(range(len(lengths)), [_short(length) for length in lengths])
+    axes.set_xticks(range(len(lengths)), [_show_tokens(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
     axes.set_xlabel("length (tokens)", color=INK)
     axes.set_ylabel("depth of the needle", color=INK)
     axes.tick_params(colors=INK, length=0)
     bar = figure.colorbar(image, ax=axes, pad=0.02)
     bar.set_label("probability of an answer token\n(geometric mean)", color=INK)
-    figure.supxlabel("in a cell: answers that match / trials, and the gain of the needle in nats a token", fontsize=8)
+    figure.supxlabel(
+        "in each cell: matching answers / trials, and the gain of the needle in nats per token", fontsize=8
+    )
     return _png(figure, axes, title)
 
 
@@ -176,14 +180,14 @@ def _plain_frame(axes: Any) -> None:
 def _png(figure: Any, axes: Any, title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    # A name is not a formula: `$` is shown as it is.
+    # A name is not a formula: show `$` unchanged.
     axes.set_title(plain(title), loc="left", parse_math=False, color=INK, fontsize=11, fontweight="bold", pad=10)
     picture = BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+        warnings.filterwarnings("ignore", "Glyph")  # the font may lack letters of the name
         FigureCanvasAgg(figure).print_png(picture)
     return picture.getvalue()
 
 
-def _short(tokens: int) -> str:
+def _show_tokens(tokens: int) -> str:
     return f"{tokens >> 10}k" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:,}"

@@ -1,9 +1,9 @@
-"""Scores of rows by named set: token losses by position, and the training metrics of pairs and prompts.
+"""Scores of rows by set: token losses by position, and the metrics of preference pairs and of prompts.
 
-sets        a file or a dataset
-positions   0 to 15, then by powers of two
-context     mean loss in the first third of a row's positions minus the last third, between its first and its last
-            trained token: a positive value says that more context helps
+set         the rows of one file or dataset
+positions   buckets: 0 to 15, then by powers of two
+context     mean loss in the first third of a row's trained positions minus the mean loss in the last third;
+            a positive value is a sign that more context helps
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from streamtune.tasks import Task
 from streamtune.tasks.task import Built
 
 DECISIVE = 2.0
-"""Standard errors between 0 and a significant difference."""
+"""Number of standard errors from which a difference counts as significant."""
 LEAST_TOKENS = 3
-"""Fewest trained tokens of a row with thirds."""
+"""Minimum number of trained tokens for a row to be split into thirds."""
 
 
 @dataclass(frozen=True)
 class ScoringModel:
-    """A streamed model that scores rows, on its device, in bfloat16 or the dtype of its weights."""
+    """A streamed model that scores rows, in bfloat16 or in the dtype of its weights."""
 
     handle: StreamHandle
     model: Any
@@ -38,12 +38,12 @@ class ScoringModel:
     bf16: bool
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of the model's calls."""
+        """Return the autocast context for calls of the model."""
         return train.autocast(self.device, self.bf16)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and its standard error, which is None for one value."""
+    """Return the mean and its standard error (None for a single value)."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -53,7 +53,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 @dataclass
 class LossSum:
-    """Count, sum and sum of squares of token losses."""
+    """Number, sum and sum of squares of token losses."""
 
     tokens: int = 0
     total: float = 0.0
@@ -67,7 +67,7 @@ class LossSum:
         self.squares += float(wide.square().sum())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the token count, mean loss in nats, standard error for independent tokens, and perplexity."""
+        """Return token count, mean loss in nats, its standard error if tokens were independent, and perplexity."""
         if not self.tokens:
             return {"tokens": 0, "loss": None, "standard_error": None, "perplexity": None}
         mean = self.total / self.tokens
@@ -79,17 +79,17 @@ class LossSum:
 
 @dataclass
 class LossSums:
-    """Losses of rows by set, by bucket of positions, and by third of the row."""
+    """Losses of rows by set, by position bucket, and by first and last third of a row."""
 
     rows: dict[str, int] = field(default_factory=dict)
     sets: dict[str, LossSum] = field(default_factory=dict)
     buckets: dict[int, LossSum] = field(default_factory=dict)
     whole: LossSum = field(default_factory=LossSum)
     thirds: list[tuple[float, float]] = field(default_factory=list)
-    """mean loss of the first and of the last third of each row's trained positions"""
+    """Mean loss in the first and in the last third of each row's trained positions."""
 
     def add(self, name: str, losses_K: torch.Tensor, positions_K: torch.Tensor) -> None:
-        """Add the trained tokens of a row of the set ``name``: losses, and ascending positions of their predictions."""
+        """Add the trained tokens of a row in set ``name``: losses, and the ascending positions that predict them."""
         self.rows[name] = self.rows.get(name, 0) + 1
         self.sets.setdefault(name, LossSum()).add(losses_K)
         self.whole.add(losses_K)
@@ -103,7 +103,7 @@ class LossSums:
             self.thirds.append((float(early.double().mean()), float(late.double().mean())))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of the document for one split."""
+        """Return the document's part for one split."""
         bounds = list(_buckets(1 << 62))
         return {
             "rows": sum(self.rows.values()),
@@ -117,9 +117,9 @@ class LossSums:
         }
 
     def _context(self) -> dict[str, Any] | None:
-        """Return the decrease of the loss from the first to the last third; None if no row is long enough.
+        """Return how much the loss decreases from the first to the last third; None if no row is long enough.
 
-        The standard error counts rows, not tokens: tokens of one row are correlated.
+        The standard error is over rows, not tokens, because tokens of one row are correlated.
         """
         count = len(self.thirds)
         if not count:
@@ -135,19 +135,23 @@ class LossSums:
 
 
 def context_sentence(context: dict[str, Any] | None) -> str:
-    """Return a sentence on whether more context helps, from ``context`` of a split."""
+    """Return a sentence that says whether more context helps.
+
+    Args:
+        context: The entry ``context`` of a split.
+    """
     if context is None:
-        return "Whether more context helps cannot be told: no row has three trained tokens."
+        return "Cannot tell whether more context helps: no row has three trained tokens."
     gain, error, rows = context["gain"], context["standard_error"], context["rows"]
     if error is None:
         return (
-            f"In the one row that tells, the loss of the last third of positions is {abs(gain):.3g} nats "
-            f"{'lower' if gain >= 0 else 'higher'} than that of the first; more rows would say if context helps."
+            f"Cannot tell from one row whether more context helps: its loss in the last third of positions is "
+            f"{abs(gain):.3g} nats {'lower' if gain >= 0 else 'higher'} than in the first third."
         )
-    figures = f"{abs(gain):.3g} +- {error:.2g} nats {'lower' if gain >= 0 else 'higher'} than in the first"
+    figures = f"{abs(gain):.3g} +- {error:.2g} nats {'lower' if gain >= 0 else 'higher'} than in the first third"
     where = f"in the last third of a row's trained part the loss is {figures} ({rows:,} rows)"
     if abs(gain) < DECISIVE * error or gain == 0:
-        return f"Whether more context helps cannot be told from these rows: {where}."
+        return f"Cannot tell from these rows whether more context helps: {where}."
     return f"More context {'seems' if gain > 0 else 'does not seem'} to help: {where}."
 
 
@@ -161,15 +165,18 @@ def score_rows(
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> LossSums:
-    """Return the losses of rows in batches, padded on the right. Packed rows do not see each other either.
+    """Return the losses of rows, scored in right-padded batches.
+
+    Rows that training packs are scored one by one. The losses are equal, because packed rows do not attend to each
+    other.
 
     Args:
-        streamed: Model in any mode, which is restored.
+        streamed: Model to score with; its training or evaluation mode is restored.
         rows: Rows to score.
-        batch_size: Rows of a batch.
-        pad_token_id: Padding of shorter rows.
-        rows_done: Callback after each batch: rows done, rows in all.
-        names: Set of each row; None takes the file or dataset of the row.
+        batch_size: Number of rows in a batch.
+        pad_token_id: Token that pads shorter rows.
+        rows_done: Called after each batch with the number of rows done and the total.
+        names: Set of each row; None uses the row's file or dataset.
     """
     sums = LossSums()
     model = streamed.model
@@ -192,14 +199,14 @@ def _collate(rows: Sequence[data.Example], pad_token_id: int) -> train.MicroBatc
 
 
 def name_of_set(origin: str) -> str:
-    """Return the file or dataset of an origin ``file:row``; the files of the standard library are one dataset."""
+    """Return the file or dataset of an origin ``file:row``; files of the standard library count as one dataset."""
     if origin.startswith("stdlib:"):
         return "python-stdlib"
     return origin.rpartition(":")[0] or origin
 
 
 def _buckets(length: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(number, first, end)`` of the position buckets: 0 to 15, then by powers of two."""
+    """Yield ``(number, first, end)`` of each position bucket below ``length``: 0 to 15, then by powers of two."""
     first, last, number = 0, 16, 0
     while first < length:
         yield number, first, last
@@ -214,7 +221,7 @@ SumAndCount = tuple[float, float]
 
 @dataclass
 class MetricSums:
-    """Metrics of batches as sums and counts."""
+    """Sums and counts of metrics, by batch."""
 
     batches: dict[str, list[SumAndCount]] = field(default_factory=dict)
     rows: int = 0
@@ -225,17 +232,18 @@ class MetricSums:
             self.batches.setdefault(name, []).append((float(part[0]), float(part[1])))
 
     def join(self, other: MetricSums) -> None:
+        """Add the batches and rows of another object."""
         for name, parts in other.batches.items():
             self.batches.setdefault(name, []).extend(parts)
         self.rows += other.rows
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row count, and the mean and standard error of each metric."""
+        """Return the row count, and mean and standard error of each metric."""
         return {"rows": self.rows, "metrics": {name: _mean(parts) for name, parts in self.batches.items()}}
 
 
 def _mean(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
-    """Return the mean, and its standard error over batches; None if unknown."""
+    """Return the mean and its standard error over batches; None for values that are unknown."""
     parts = [part for part in parts if part[1] > 0]
     count = math.fsum(size for _, size in parts)
     if not count:
@@ -257,15 +265,15 @@ def measure_rows(
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the part of the document for one split: the objective's metrics by set.
+    """Return the document's part for one split: the objective's metrics, by set.
 
     Args:
         task: Task of the recipe.
-        make_built: Returns the parts of a run with the given rows held out.
-        rows: Pairs, single completions, or prompts.
-        bf16: Compute in bfloat16.
-        rows_done: Callback after each batch: rows done, rows in all.
-        names: Set of each row; None takes the file or dataset of the row.
+        make_built: Returns the built parts of a run with the given rows held out.
+        rows: Preference pairs, single completions, or prompts.
+        bf16: True to compute in bfloat16.
+        rows_done: Called after each batch with the number of rows done and the total.
+        names: Set of each row; None uses the row's file or dataset.
     """
     groups: dict[str, list[Any]] = {}
     for place, row in enumerate(rows):
@@ -286,9 +294,9 @@ def measure_rows(
 
 @torch.no_grad()
 def _measure(task: Task[Any], built: Built, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
-    """Yield the metrics of each batch, with the loss, and its row count."""
+    """Yield the metrics of each batch, including the loss, and its number of rows."""
     training = task.training(built)
-    (make_batches,) = training.held_out.values()  # the rows are those of one set
+    (make_batches,) = training.held_out.values()  # all rows are of one set
     with train.evaluating(built.model), train.preserve_rng(), built.handle.routers.silenced():
         for batch in make_batches():
             moved = batch.to(built.device)

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model on the rows of a recipe, without gradients."""
+"""Evaluate a trained model on the rows of a recipe, without gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from streamtune.programs.evaluate.eval_scores import ScoringModel, measure_rows,
 from streamtune.programs.evaluate.model import (
     load_evaluated,
     load_evaluated_tokenizer,
-    load_held_reference,
+    load_second_model,
     make_scored_reference,
     plan_evaluation,
 )
@@ -38,21 +38,21 @@ from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built, chat_options
 
 SPLITS = ("held-out", "train", "all")
-"""Values of ``--split``."""
+"""Accepted values of ``--split``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """The parts of an evaluation."""
+    """Options of an evaluation."""
 
     split: str = "held-out"
-    """one of :data:`SPLITS`"""
+    """Split to score, one of :data:`SPLITS`."""
     max_rows: int | None = None
-    """most rows of each split"""
+    """Maximum number of rows of each split; None scores all."""
     needle: NeedleOptions | None = None
-    """None skips the needle probe"""
+    """Options of the needle probe; None skips it."""
     lm_eval: tuple[str, ...] = ()
-    """tasks of lm-evaluation-harness"""
+    """Tasks of lm-evaluation-harness to run."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Feedback:
     """Callbacks of an evaluation."""
 
     notify: Callable[[str], None] = lambda message: None
-    """messages for the user, one sentence each"""
+    """Called with each note for the user, one sentence."""
     doing: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext)
-    """context that shows a message during a long step"""
+    """Returns a context manager that shows a message during slow work."""
     progress: Callable[[str, int, int], None] = lambda name, done, total: None
-    """unit, number done, number in all"""
+    """Called with a unit, the number done and the total number."""
 
 
 def evaluate_model(
@@ -73,26 +73,26 @@ def evaluate_model(
     options: EvalOptions | None = None,
     feedback: Feedback | None = None,
 ) -> dict[str, Any]:
-    """Return the document of ``streamtune eval``.
+    """Evaluate a model and return the JSON document of ``streamtune eval``.
 
     Args:
         loaded: Recipe whose rows are scored.
         trained: Model from :func:`streamtune.programs.export.source.find_trained`.
-        options: Parts of the evaluation.
-        feedback: Callbacks.
+        options: What to evaluate.
+        feedback: Callbacks for notes and progress.
 
     Raises:
-        ArgumentError: The split has no rows, or an option does not fit the recipe.
-        UserError: Another error, with the line of the recipe.
+        ArgumentError: The split has no rows, or an option contradicts the recipe.
+        UserError: Another error, with the recipe's line.
     """
     options, feedback = options or EvalOptions(), feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
     if options.split not in SPLITS:
-        raise ArgumentError(f"--split does not know {options.split!r}", fix=f"choose from {', '.join(SPLITS)}")
+        raise ArgumentError(f"--split: unknown split {options.split!r}", fix=f"choose from {', '.join(SPLITS)}")
     if options.lm_eval:
         check_harness(options.lm_eval)
     with blame_recipe(loaded):
-        recipe = _here(as_before(loaded.recipe, trained.settings), notify)
+        recipe = _for_one_process(as_before(loaded.recipe, trained.settings), notify)
         task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
         device = choose_device(recipe.device)
         prepare_libraries(device)
@@ -101,7 +101,7 @@ def evaluate_model(
         with doing("reading the tokenizer"):
             tokenizer = load_evaluated_tokenizer(trained, recipe)
         prepared = task.prepare(sources, tokenizer, notify)
-        chosen = _choose(prepared, options)
+        chosen = _choose_splits(prepared, options)
         longest = task.longest(prepared)
         lengths = _needle_lengths(options, recipe)
         with doing("loading the model"):
@@ -109,7 +109,7 @@ def evaluate_model(
         if (note := models.check_positions(found.model, max([longest, *lengths]), training=False)) is not None:
             notify(note)
         with doing("loading the reference"):
-            held = load_held_reference(task, found, tokenizer, device)
+            held = load_second_model(task, found, tokenizer, device)
         share = task.scores and task.can_share(found.model, notify, beside=held)
         with doing("planning"):
             schedule = plan_evaluation(
@@ -125,13 +125,13 @@ def evaluate_model(
                 handle.check()
             reference = make_scored_reference(task, found.model, handle, held)
             evaluation = _Evaluation(task, found.model, tokenizer, prepared, handle, device, share, reference, feedback)
-            with _explained("the rows were scored", "lower per_device_eval_batch_size, or engine.chunk_size"):
+            with _explain_out_of_memory("scoring rows", "lower per_device_eval_batch_size or engine.chunk_size"):
                 splits = {name: evaluation.split(*rows) for name, rows in chosen.items()}
             chunk_size = handle.schedule.chunk_size
             needle = None
             if options.needle is not None:
-                # Training holds the keys and values of one layer at a time, generation of all layers.
-                with _explained("needles were asked for", "give shorter --needle-lengths"):
+                # Training stores the keys and values of one layer at a time, generation stores them for all layers.
+                with _explain_out_of_memory("running the needle probe", "give shorter --needle-lengths"):
                     needle = evaluation.needles(sources, options.needle, lengths)
         harness = None
         if options.lm_eval:
@@ -158,7 +158,7 @@ def evaluate_model(
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """The loaded parts of an evaluation."""
+    """The loaded model, tokenizer and rows of an evaluation."""
 
     task: Task[Any]
     model: Any
@@ -171,9 +171,8 @@ class _Evaluation:
     feedback: Feedback
 
     def split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
-        """Return the part of the document for one split; ``names`` are the sets of the rows."""
+        """Return the document's part for one split; ``names`` has the set of each row."""
         recipe = self.task.recipe
-
         rows_done = partial(self.feedback.progress, "rows")
         if self.task.scores:
             return measure_rows(self.task, self._built, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names)
@@ -191,7 +190,7 @@ class _Evaluation:
         return ScoringModel(self.handle, self.model, self.device, bool(self.task.recipe.bf16))
 
     def _built(self, rows: Sequence[Any]) -> Built:
-        """Return the parts of a run with these rows held out. Nothing is written into its directory."""
+        """Return the built parts of a run with these rows held out; nothing is written to its folder."""
         prepared = self.task.with_held_out(self.prepared, rows)
         batches = self.task.batches(prepared, self.tokenizer, share=self.share)
         world = train.WORLD
@@ -212,6 +211,7 @@ class _Evaluation:
         )
 
     def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
+        """Run the needle probe and return its part of the document."""
         recipe = self.task.recipe
         stack = gather_hay(
             data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
@@ -221,13 +221,13 @@ class _Evaluation:
             notify=self.feedback.notify,
             frame=data.first_frame(sources, chat_options(recipe)),
         )
-        cells_done = partial(self.feedback.progress, "cells of needles")
+        cells_done = partial(self.feedback.progress, "needle cells")
         return probe_needles(self._streamed, stack, options, lengths, seed=recipe.seed, cells_done=cells_done)
 
 
 @contextmanager
-def _explained(doing: str, fix: str) -> Iterator[None]:
-    """Turn an out-of-memory error inside into a UserError."""
+def _explain_out_of_memory(doing: str, fix: str) -> Iterator[None]:
+    """Context manager: turn a lack of memory into an OutOfMemoryError that says what was done and how to fix it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -236,19 +236,19 @@ def _explained(doing: str, fix: str) -> Iterator[None]:
         raise OutOfMemoryError(f"out of memory while {doing}", fix=fix) from error
 
 
-def _here(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
-    """Return the recipe for this one process, where transformers generates the completions."""
+def _for_one_process(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
+    """Return the recipe for a single process, in which transformers (not vLLM) generates completions."""
     changes: dict[str, Any] = {"train_batch_size": None, "dataloader_num_workers": 0}
     if getattr(recipe, "use_vllm", False):
-        notify("transformers writes the completions here, not vLLM")
+        notify("evaluation generates completions with transformers, not with vLLM")
         changes["use_vllm"] = False
     if getattr(recipe, "sft_steps", 0):
         changes["sft_steps"] = 0
     return recipe.model_copy(update=changes)
 
 
-def _choose(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
-    """Return the rows of each requested split, with the set names of the rows if the recipe has named sets."""
+def _choose_splits(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
+    """Return the rows of each requested split, with the set name of each row if the recipe names sets."""
     split = options.split
     found = {"held-out": prepared.validation, "train": prepared.train}
     chosen: dict[str, tuple[Sequence[Any], Sequence[str] | None]] = {
@@ -262,7 +262,7 @@ def _choose(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any
         raise ArgumentError(
             f"the recipe has no {split} rows",
             where="val_size" if split == "held-out" else "datasets",
-            fix="write val_size or eval_datasets in the recipe, or give --split train",
+            fix="set val_size or eval_datasets in the recipe, or give --split train",
         )
     return chosen
 
@@ -276,33 +276,37 @@ def _needle_lengths(options: EvalOptions, recipe: Recipe) -> tuple[int, ...]:
 # --- lm-evaluation-harness --------------------------------------------------------------------------------------------
 
 
-OPTION = "--lm-eval"
+LM_EVAL_OPTION = "--lm-eval"
 
 
 def check_harness(tasks: Sequence[str]) -> None:
-    """Raise ArgumentError if lm-evaluation-harness is not installed, or the file of a task is missing."""
+    """Raise an ArgumentError if lm-evaluation-harness is not installed, or a task file does not exist."""
     if find_spec("lm_eval") is None:
         raise ArgumentError(
             "lm-evaluation-harness is not installed",
-            where=OPTION,
+            where=LM_EVAL_OPTION,
             fix="pip install lm-eval, or leave --lm-eval out",
         )
     for task in tasks:
         if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
-            raise ArgumentError(f"there is no file {task}", where=OPTION, fix="name a task, or the file of one")
+            raise ArgumentError(
+                f"there is no file {task}",
+                where=LM_EVAL_OPTION,
+                fix="give the name of a task, or an existing YAML file",
+            )
 
 
 def run_harness(
     model: Any, tokenizer: Any, tasks: Sequence[str], *, max_length: int, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return task -> figures of lm-evaluation-harness. The model is not streamed.
+    """Run tasks of lm-evaluation-harness and return each task's figures by name. The model is not streamed.
 
     Args:
         model: Model in evaluation mode, with its adapters.
         tokenizer: Tokenizer of the model.
-        tasks: Names that the harness knows, or YAML files of tasks.
-        max_length: Most tokens of a request; longer requests lose their beginning.
-        limit: Most documents of each task.
+        tasks: Task names of the harness, or YAML files of tasks.
+        max_length: Maximum number of tokens in a request; longer requests are truncated on the left.
+        limit: Maximum number of documents of each task; None is all.
 
     Raises:
         ArgumentError: A task is unknown.
@@ -315,12 +319,12 @@ def run_harness(
     files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
     try:
         manager = TaskManager(include_path=sorted({str(file.parent.resolve()) for file in files}) or None)
-        names = [_name_of(task) for task in tasks]
+        names = [_task_name(task) for task in tasks]
         if unknown := [name for name in names if not manager.match_tasks([name])]:
             raise ArgumentError(
-                f"lm-evaluation-harness knows no task '{unknown[0]}'",
-                where=OPTION,
-                fix="`lm-eval ls tasks` lists those it knows; a task of your own is named by its YAML file",
+                f"unknown lm-evaluation-harness task '{unknown[0]}'",
+                where=LM_EVAL_OPTION,
+                fix="`lm-eval ls tasks` lists all names; for your own task, give its YAML file",
             )
         wrapped = HFLM(pretrained=base_of(model), tokenizer=tokenizer, max_length=max_length, batch_size=1)
         found = lm_eval.simple_evaluate(
@@ -331,25 +335,25 @@ def run_harness(
     except Exception as error:  # the package has errors of its own
         raise RunError(
             f"lm-evaluation-harness failed: {type(error).__name__}: {error}",
-            where=OPTION,
-            fix="--debug shows where; `lm-eval run` with the exported model tells if it is the task",
+            where=LM_EVAL_OPTION,
+            fix="--debug shows the traceback; run the task with `lm-eval run` on the exported model to compare",
         ) from error
-    return {name: _figures(figures) for name, figures in found["results"].items()}
+    return {name: _numbers(figures) for name, figures in found["results"].items()}
 
 
-def _name_of(task: str) -> str:
-    """Return the name of a task, given the name or a YAML file."""
+def _task_name(task: str) -> str:
+    """Return the name of a task that is given by its name or by its YAML file."""
     if not task.endswith((".yaml", ".yml")):
         return task
     for line in Path(task).read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
         if key == "task" and value.strip():
             return value.split("#")[0].strip().strip("'\"")
-    raise ArgumentError(f"{task} names no task", where=OPTION, fix="write `task: NAME` in it")
+    raise ArgumentError(f"{task} has no line `task: NAME`", where=LM_EVAL_OPTION, fix="add the line")
 
 
-def _figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers among the results of a task; ``acc,none`` becomes ``acc``."""
+def _numbers(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the numeric results of a task; ``acc,none`` becomes ``acc``."""
     return {
         name.removesuffix(",none"): value
         for name, value in found.items()

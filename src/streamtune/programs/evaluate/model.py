@@ -1,7 +1,7 @@
-"""Models and schedule of an evaluation: the trained model, the reference, and the engine's schedule.
+"""Load the models of an evaluation, the trained one and the reference, and plan its schedule.
 
-The model is loaded as in training (:mod:`streamtune.programs.export.source`), without trainable weights. A whole model
-is never quantised here, even for a QLoRA recipe.
+The model is loaded as in training (:mod:`streamtune.programs.export.source`), with all weights frozen. A model without
+adapters is never quantised here, even if the recipe uses QLoRA.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from streamtune.tasks import Task
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A trained model, frozen, on its device."""
+    """A trained model on its device, with all weights frozen."""
 
     model: Any
     adapters: bool
-    """True for adapters on a base: without them it is the model before training"""
+    """True if the model has adapters: without them it is the model before training."""
 
 
 def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys) -> Any:
-    """Load the tokenizer of a trained model, with the recipe's chat template if it lacks one."""
+    """Load the tokenizer of a trained model; if it has no chat template, it gets the recipe's."""
     tokenizer = load_trained_tokenizer(
         trained, recipe.model_name_or_path if trained.base is None else None, recipe.trust_remote_code
     )
@@ -55,21 +55,21 @@ def load_evaluated(
     *,
     notify: Notify = lambda text: None,
 ) -> EvaluatedModel:
-    """Load a trained model for the rows of a recipe.
+    """Load a trained model to score the rows of a recipe.
 
     Args:
         trained: Model from :func:`streamtune.programs.export.source.find_trained`.
-        recipe: Recipe with the dtype, and the base of adapters that name none.
+        recipe: Recipe that gives the dtype, and the base model of adapters that do not name one.
         tokenizer: Tokenizer from :func:`load_evaluated_tokenizer`.
         device: Device of the weights.
-        notify: Callback, called if the adapters' base is not the recipe's model.
+        notify: Called with a note if the adapters' base is not the recipe's model.
 
     Raises:
         ArgumentError: The model cannot be loaded, or its base is missing.
     """
     own = trained.loaded is not None and trained.settings.get("dtype") == recipe.dtype
     dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
-    base, unknown = _base(trained, recipe, notify)
+    base, unknown = _base_override(trained, recipe, notify)
     if unknown:
         made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.load(Path(trained.folder)))
         models.use_saved_ends(made, Path(trained.folder))
@@ -88,34 +88,39 @@ def load_evaluated(
         notify=notify,
     )
     if recipe.finetuning_type == "qlora" and not trained.adapters:
-        notify("this is a whole model: it is evaluated as it is, without the quantisation that the recipe trains on")
+        notify("this model has no adapters: it is evaluated as it is, without the quantisation of the recipe")
     return EvaluatedModel(model, trained.adapters)
 
 
-def _base(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
-    """Return the base that overrides the adapters' own (None: no override), and True if the recipe must make it."""
+def _base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
+    """Return the base model that overrides the adapters' recorded one, and whether the recipe must build it.
+
+    The base is None if nothing is overridden.
+    """
     if not trained.adapters:
         return None, False
-    named, asked = trained.base, recipe.model_name_or_path
+    named, recipe_base = trained.base, recipe.model_name_or_path
     if named is None:
         made = trained.settings.get("model")
         if made is None:
-            notify(f"nothing says which model the adapters in {trained.folder} belong to: they go on the recipe's")
-            return asked, asked is None
-        if asked is not None or recipe.model is None or recipe.model.init != made.get("init"):
-            notify("the recipe's model is another one: the adapters are evaluated on the base they were trained on")
+            notify(f"the adapters in {trained.folder} do not record their base model: the recipe's model is used")
+            return recipe_base, recipe_base is None
+        if recipe_base is not None or recipe.model is None or recipe.model.init != made.get("init"):
+            notify(
+                "the recipe's model is another one: the adapters are evaluated on the base model they were trained on"
+            )
         return None, False
-    if asked is not None and _same(named, asked):
+    if recipe_base is not None and _same_model(named, recipe_base):
         return None, False
-    if asked is not None and Path(named).is_absolute() and not models.is_folder(named):
-        notify(f"the adapters were trained on {named}, which is not here: they are put on the recipe's model, {asked}")
-        return asked, False
-    mine = asked if asked is not None else "made from a configuration"
-    notify(f"the adapters were trained on {named}, and evaluated on it; the recipe's model is another one: {mine}")
+    if recipe_base is not None and Path(named).is_absolute() and not models.is_folder(named):
+        notify(f"the adapters' base model {named} does not exist here: the recipe's model, {recipe_base}, is used")
+        return recipe_base, False
+    of_recipe = recipe_base if recipe_base is not None else "built from a configuration"
+    notify(f"the adapters are evaluated on their base model {named}; the recipe's model is another one: {of_recipe}")
     return None, False
 
 
-def _same(one: str, other: str) -> bool:
+def _same_model(one: str, other: str) -> bool:
     if models.is_folder(one) and models.is_folder(other):
         return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
     return one == other
@@ -124,29 +129,29 @@ def _same(one: str, other: str) -> bool:
 # --- references -----------------------------------------------------------------------------------------------------
 
 
-def load_held_reference(task: Task[Any], found: EvaluatedModel, tokenizer: Any, device: torch.device) -> Any | None:
+def load_second_model(task: Task[Any], found: EvaluatedModel, tokenizer: Any, device: torch.device) -> Any | None:
     """Load the reference as a second model; None without a reference, or if it is the model without its adapters.
 
-    The reference is the model that the task names, else the model before training.
+    The reference is the model that the recipe names, otherwise the model before training.
 
     Raises:
-        ArgumentError: There is no such model, or its vocabulary differs.
+        ArgumentError: The reference model does not exist, or its vocabulary differs.
     """
     if not task.compares or not task.scores or (found.adapters and task.reference_name is None):
         return None
-    held = load_reference(task, found.model, tokenizer, device)
-    if held is None:  # a recipe of adapters, and a whole model, such as a merged model
-        held = make_reference_model(task.recipe, tokenizer, device).requires_grad_(False).eval()
-    return held
+    second_model = load_reference(task, found.model, tokenizer, device)
+    if second_model is None:  # the recipe trains adapters, but this model has none: it may be merged
+        second_model = make_reference_model(task.recipe, tokenizer, device).requires_grad_(False).eval()
+    return second_model
 
 
 def make_scored_reference(
-    task: Task[Any], model: Any, handle: StreamHandle, held: Any | None
+    task: Task[Any], model: Any, handle: StreamHandle, second_model: Any | None
 ) -> train.ModelReference | None:
-    """Return the reference in the form that objectives call; None if the loss has none."""
-    if not task.compares or not task.scores:  # of sft it is a teacher, which evaluations do not ask
+    """Return the reference that the objective calls; None if the loss has none."""
+    if not task.compares or not task.scores:  # the teacher of sft is not used by evaluations
         return None
-    return reference_model(task, model, handle, held)
+    return reference_model(task, model, handle, second_model)
 
 
 # --- schedule -------------------------------------------------------------------------------------------------------
@@ -161,13 +166,13 @@ def plan_evaluation(
     completions: Completions | None = None,
     reference_bytes: int = 0,
 ) -> Schedule | None:
-    """Return the planner's schedule for rows of ``length`` tokens; None if the recipe fixes the schedule.
+    """Return the schedule that the planner chooses for rows of ``length`` tokens; None if the recipe fixes it.
 
-    The plan is for a training step of one small weight, without gradients and optimizer state of the others. It counts
-    layer inputs, which an evaluation does not hold, so it overestimates the memory.
+    The plan is for a training step in which one small weight is trained, so other weights have no gradient and no
+    optimizer state. The plan counts layer inputs. An evaluation does not store them, so its memory is overestimated.
 
     Raises:
-        ArgumentError: Nothing fits.
+        ArgumentError: No schedule fits.
     """
     if recipe.engine.schedule != "auto":
         return None

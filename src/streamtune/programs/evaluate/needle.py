@@ -1,13 +1,13 @@
-"""Needle probe of retrieval: a sentence with a random code in texts of the recipe, and a question for it at the end.
+"""Needle probe of retrieval: hide a sentence with a random code in text of the recipe, and ask for the code at the end.
 
     prompt   head, hay, needle, hay, question, tail     head and tail come from the chat template, if rows are messages
     answer   the code
 
-A cell is a length of prompt plus answer, and a depth of the needle in the hay. Key, code and place in the hay of a
-trial follow from the seed, the length and the trial's number, so the depths of a trial differ in the depth alone.
+A cell is a length (prompt plus answer) and a depth of the needle in the hay. Key, code and the start of the hay are
+drawn from the seed, the length and the trial's number. So the same trial at two depths differs in the depth alone.
 
     matched   the greedy completion begins with the code
-    gain      mean log-prob of an answer token, minus the log-prob with hay in place of the needle
+    gain      mean log-probability of an answer token, minus its value with hay in place of the needle
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ FIRST, SECOND = (
     ("amber", "cobalt", "crimson", "golden", "ivory", "olive", "silver", "violet"),
     ("badger", "falcon", "heron", "lynx", "otter", "raven", "salmon", "walrus"),
 )
-"""Words of a key, one of each."""
+"""Words of a key: one of the first list, one of the second."""
 MARK = "@@streamtune-needle@@"
-"""Placeholder of the user's text while the chat template is rendered."""
-LEAST_HAY = 16
-"""Fewest tokens of hay."""
+"""Placeholder for the user's text while the chat template is rendered."""
+MIN_HAY = 16
+"""Minimum number of hay tokens in a prompt."""
 SLACK = 8
-"""Tokens generated beyond the answer's length."""
+"""Number of tokens generated beyond the answer's length."""
 LONGEST_DEFAULT, SHORTEST_DEFAULT = 1024, 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeedleOptions:
-    """The cells of a probe."""
+    """Lengths, depths and number of trials of a needle probe."""
 
     lengths: tuple[int, ...] = ()
-    """tokens of prompt plus answer; empty takes :func:`default_lengths`"""
+    """Numbers of tokens in prompt plus answer; if empty, :func:`default_lengths`."""
     depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
-    """percent of the hay before the needle"""
+    """Percentages of the hay that come before the needle."""
     trials: int = 3
-    """trials of each cell"""
+    """Number of trials of each cell."""
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """Parts of the prompts, as token ids."""
+    """Parts of the needle prompts, as token ids."""
 
     hay: Ids
-    """concatenated texts, repeated if a prompt needs more"""
+    """Concatenated texts; a prompt repeats them if it needs more."""
     head: list[int]
     tail: list[int]
     chat: bool
-    """True if user and assistant talk; False if the answer continues the text"""
+    """True if the prompt is a user message; False if the answer continues plain text."""
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
@@ -75,19 +75,19 @@ class Haystack:
         return _encode(self.tokenizer, text)
 
     def trial(self, key: str, code: str) -> tuple[list[int], list[int], list[int]]:
-        """Return the needle, the question and the answer."""
+        """Return the token ids of needle, question and answer."""
         needle = self.encode(f"\nThe access code of the {key} is {code}.\n")
-        asked = f"\n\nWhat is the access code of the {key}?"
+        question_text = f"\n\nWhat is the access code of the {key}?"
         if self.chat:
-            return needle, self.encode(f"{asked} Answer with the code alone."), self.encode(code)
-        question = self.encode(f"{asked} The access code of the {key} is")
-        whole = self.encode(f"{asked} The access code of the {key} is {code}")
+            return needle, self.encode(f"{question_text} Answer with the code alone."), self.encode(code)
+        question = self.encode(f"{question_text} The access code of the {key} is")
+        whole = self.encode(f"{question_text} The access code of the {key} is {code}")
         if whole[: len(question)] == question:
             return needle, question, whole[len(question) :]
         return needle, question, self.encode(f" {code}")
 
     def prompt(self, needle: Sequence[int], question: Sequence[int], start: int, hay: int, depth: float) -> list[int]:
-        """Return a prompt with ``hay`` tokens from ``start``, and the needle at ``depth`` percent."""
+        """Return a prompt with ``hay`` tokens of hay from position ``start``, and the needle at ``depth`` percent."""
         before = round(hay * depth / 100)
         straw = np.take(self.hay, range(start, start + hay), mode="wrap").tolist()
         return [*self.head, *straw[:before], *needle, *straw[before:], *question, *self.tail]
@@ -95,6 +95,8 @@ class Haystack:
 
 @dataclass(frozen=True)
 class _NeedleTrial:
+    """A drawn trial: token ids of its parts, the code, and the start and length of its hay."""
+
     needle: list[int]
     question: list[int]
     answer: list[int]
@@ -104,7 +106,7 @@ class _NeedleTrial:
 
 
 def default_lengths(max_length: int) -> tuple[int, ...]:
-    """Return the powers of two from 1,024 to ``max_length``; from 64 if there were fewer than two."""
+    """Return the powers of two from 1,024 to ``max_length``; from 64 if that gives fewer than two."""
     first = LONGEST_DEFAULT if max_length >= 2 * LONGEST_DEFAULT else SHORTEST_DEFAULT
     return tuple(1 << power for power in range(first.bit_length() - 1, max_length.bit_length()))
 
@@ -118,18 +120,18 @@ def gather_hay(
     notify: Callable[[str], None],
     frame: data.ChatFrame | None = None,
 ) -> Haystack:
-    """Make a haystack of texts.
+    """Return a haystack made of the rows' texts.
 
     Args:
-        texts: Texts of rows.
+        texts: Texts of the rows.
         tokenizer: Tokenizer of the model.
-        chat: True for a model trained on messages, whose chat template frames the prompt.
-        tokens: Most tokens of hay.
-        notify: Callback, called if the texts are shorter and repeat.
+        chat: True if the model is trained on messages: the chat template then frames the prompt.
+        tokens: Maximum number of hay tokens.
+        notify: Called with a note if the texts are shorter than ``tokens`` and repeat.
         frame: System message, tools and variables of the chat template in training.
 
     Raises:
-        ArgumentError: There is no text.
+        ArgumentError: The rows have no text.
     """
     hay: list[int] = []
     for text in texts:
@@ -139,7 +141,7 @@ def gather_hay(
     if not hay:
         raise ArgumentError("the rows have no text to hide a needle in", where="datasets")
     if len(hay) < tokens:
-        notify(f"the rows come to {len(hay):,} tokens of text: the hay of the needle probe repeats them")
+        notify(f"the needle probe repeats the rows: they have only {len(hay):,} tokens of text")
     head, tail, chat = _frame(tokenizer, chat, frame or data.ChatFrame(), notify)
     return Haystack(np.array(hay[:tokens], dtype=np.int64), head, tail, chat, tokenizer)
 
@@ -151,26 +153,26 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 def _frame(
     tokenizer: Any, chat: bool, frame: data.ChatFrame, notify: Callable[[str], None]
 ) -> tuple[list[int], list[int], bool]:
-    """Return the tokens before and after the user's text, and True if the chat template made them."""
+    """Return the tokens before and after the user's text, and whether the chat template made them."""
     if chat and tokenizer.chat_template:
         messages = [*frame.system, {"role": "user", "content": MARK}]
         rendered = render_chat(tokenizer, ChatRequest(messages, frame.tools, True, frame.variables))
         if rendered.count(MARK) == 1:
             head, _, tail = rendered.partition(MARK)
             return _encode(tokenizer, head), _encode(tokenizer, tail), True
-        notify("the chat template does not show the user's text once as it is: needles are asked for in plain text")
+        notify("the chat template changes or repeats the user's text: the needle probe uses plain text")
     first = list(tokenizer("", verbose=False)["input_ids"])[:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     return first if begins else [], [], False
 
 
-def _trial(stack: Haystack, length: int, seed: int, number: int) -> _NeedleTrial | None:
-    """Return a random trial, or None if it does not fit into ``length`` tokens."""
+def _draw_trial(stack: Haystack, length: int, seed: int, number: int) -> _NeedleTrial | None:
+    """Return a random trial; None if it does not fit into ``length`` tokens."""
     draw = random.Random(f"needle {seed} {length} {number}")
     key, code = f"{draw.choice(FIRST)} {draw.choice(SECOND)}", str(draw.randrange(10**6, 10**7))
     needle, question, answer = stack.trial(key, code)
     hay = length - sum(map(len, (stack.head, needle, question, stack.tail, answer)))
-    if hay < LEAST_HAY:
+    if hay < MIN_HAY:
         return None
     return _NeedleTrial(needle, question, answer, code, draw.randrange(len(stack.hay)), hay)
 
@@ -184,27 +186,29 @@ def probe_needles(
     seed: int,
     cells_done: Callable[[int, int], None] = lambda done, cells: None,
 ) -> dict[str, Any]:
-    """Return the part of the document for the needle probe: cells with ``matched`` and ``gain``.
+    """Run the needle probe and return its part of the document: cells with ``matched`` and ``gain``.
 
     Args:
         streamed: Model to probe.
         stack: Parts of the prompts.
-        options: Lengths, depths and trials. A length of the user's that holds no trial is an error.
-        lengths: Tokens of prompt plus answer: the user's, or the default.
-        seed: Seed of keys, codes and places.
-        cells_done: Callback after each cell: cells done, cells in all.
+        options: Lengths, depths and number of trials. Default lengths that are too short are left out.
+        lengths: Numbers of tokens in prompt plus answer, from the options or by default.
+        seed: Seed of keys, codes and hay.
+        cells_done: Called after each cell with the number of cells done and the total.
 
     Raises:
-        ArgumentError: A length is too short.
+        ArgumentError: A length in ``options`` is too short for a trial, or every length is.
     """
-    drawn = {length: [_trial(stack, length, seed, number) for number in range(options.trials)] for length in lengths}
+    drawn = {
+        length: [_draw_trial(stack, length, seed, number) for number in range(options.trials)] for length in lengths
+    }
     fitting = {length: [each for each in found if each] for length, found in drawn.items() if all(found)}
     if not fitting or (options.lengths and len(fitting) < len(lengths)):
         short = min(length for length in lengths if length not in fitting)
         raise ArgumentError(
-            f"{short:,} tokens are too few for a needle, its question and {LEAST_HAY} tokens of hay",
+            f"a length of {short:,} tokens is too short for needle, question and {MIN_HAY} tokens of hay",
             where="--needle-lengths",
-            fix="give longer ones",
+            fix="give larger lengths",
         )
     model, handle, tokenizer = streamed.model, streamed.handle, stack.tokenizer
     writer = TransformersWriter(
@@ -227,7 +231,7 @@ def probe_needles(
                 prompts = [stack.prompt(each.needle, each.question, each.start, each.hay, depth) for each in trials]
                 pairs = list(zip(prompts, trials, strict=True))
                 found = [_mean_logprob(streamed, prompt, each.answer) for prompt, each in pairs]
-                matched = [_matches(writer, tokenizer, prompt, each) for prompt, each in pairs]
+                matched = [_finds_code(writer, tokenizer, prompt, each) for prompt, each in pairs]
                 cells.append({"length": length, "depth": depth, **_figures(matched, found, without)})
                 cells_done(len(cells), total)
     return {
@@ -241,7 +245,7 @@ def probe_needles(
 
 
 def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequence[int]) -> float:
-    """Return the mean log-prob of an answer's tokens after a prompt, streamed."""
+    """Return the mean log-probability of an answer's tokens after a prompt, computed by the streamed model."""
     ids_BT = torch.tensor([[*prompt, *answer[:-1]]], device=streamed.device)
     targets_BT = torch.full_like(ids_BT, IGNORE_INDEX)
     targets_BT[0, len(prompt) - 1 :] = torch.tensor(answer, device=streamed.device)
@@ -250,7 +254,7 @@ def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequenc
         return float(scores_BT[0, len(prompt) - 1 :].double().mean())
 
 
-def _matches(writer: TransformersWriter, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
+def _finds_code(writer: TransformersWriter, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
     """Return True if the first word of the greedy completion is the code."""
     [[written]] = writer.write([prompt], 1, Sampling(len(trial.answer) + SLACK, temperature=0.0))
     words = tokenizer.decode(written.token_ids, skip_special_tokens=True).split()
@@ -258,7 +262,7 @@ def _matches(writer: TransformersWriter, tokenizer: Any, prompt: list[int], tria
 
 
 def _figures(matched: Sequence[bool], found: Sequence[float], without: Sequence[float]) -> dict[str, Any]:
-    """Return the figures of a cell, from the mean log-probs of its trials with and without the needle."""
+    """Return the figures of a cell, from each trial's mean log-probability with and without the needle."""
     gain, error = mean_and_error([one - other for one, other in zip(found, without, strict=True)])
     return {
         "matched": sum(matched),

@@ -1,4 +1,4 @@
-"""Top-k log-probabilities of a teacher at each target of a recipe's rows, written to a file.
+"""Write a teacher's top-k log-probabilities at each target of a recipe's rows to a file.
 
 A run with ``teacher: FILE`` distils from the file without loading the teacher.
 """
@@ -27,17 +27,17 @@ from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, re
 
 
 def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
-    """Write the teacher's top-k at the targets of the training rows; return facts about the file.
+    """Write the teacher's top-k tokens at the targets of the training rows; return facts about the file.
 
     Args:
-        loaded: Recipe of ``sft`` with a model as teacher.
-        output: New file.
-        top_k: Tokens per target.
-        feedback: Callbacks.
+        loaded: An ``sft`` recipe with a model as teacher.
+        output: File to write; it must not exist.
+        top_k: Number of tokens saved per target.
+        feedback: Callbacks for notes and progress.
 
     Raises:
-        ArgumentError: The recipe has no teacher, has another objective, or the vocabulary is smaller than ``top_k``.
-        UserError: Another error, with the line of the recipe.
+        ArgumentError: The recipe has no teacher or another objective, or ``top_k`` is not below the vocabulary size.
+        UserError: Another error, with the recipe's line.
     """
     feedback = feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
@@ -46,9 +46,9 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         partial = stack.enter_context(reserved(output))
         task = task_of(recipe)
         if recipe.objective != "sft":
-            raise ArgumentError(f"{recipe.objective} has no rows that a teacher is asked of", where="objective")
+            raise ArgumentError(f"teach needs an sft recipe, found objective: {recipe.objective}", where="objective")
         if recipe.teacher is None or recipe.teacher_file is not None:
-            raise ArgumentError("the recipe names no model as teacher", where="teacher", fix="--set teacher=NAME")
+            raise ArgumentError("the recipe names no teacher model", where="teacher", fix="--set teacher=NAME")
         # Refuse now what a run with the file would refuse.
         for key, what, fix in recipe.model_copy(update={"teacher": str(output)}).refusals():
             raise ArgumentError(what, where=key, fix=fix)
@@ -65,9 +65,9 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         vocabulary = min(len(tokenizer), teacher.get_output_embeddings().weight.shape[0])
         if top_k >= vocabulary:
             raise ArgumentError(
-                f"the teacher has {vocabulary:,} tokens, and one class is for those that are left out",
+                f"--top-k must be below the teacher's {vocabulary:,} tokens, found {top_k:,}",
                 where="--top-k",
-                fix=f"give a number below {vocabulary:,}; 64 is usual",
+                fix="64 is usual",
             )
         with doing("planning"):
             alone = recipe.model_copy(update={"teacher": None})
@@ -90,7 +90,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
                 part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
                 tensors = data.collate(part, pad_token_id=tokenizer.pad_token_id)
                 batch = train.MicroBatch(**tensors, origins=tuple(row.origin for row in part)).to(device)
-                ids, logprobs = _ask(model, batch, top_k, vocabulary, recipe.kd_temperature)
+                ids, logprobs = _top_tokens(model, batch, top_k, vocabulary, recipe.kd_temperature)
                 place = 0
                 for row in part:
                     stop = place + num_targets(row)
@@ -100,10 +100,10 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
     return {**writer.facts, "file": str(output), "targets": int(writer.starts[-1]), "bytes": output.stat().st_size}
 
 
-def _ask(
+def _top_tokens(
     model: train.ModelReference, batch: train.MicroBatch, top_k: int, vocabulary: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids ``[K, k]`` and log-probs ``[K, k + 1]`` of the targets, with logits of one chunk at a time."""
+    """Return ids ``[K, k]`` and log-probabilities ``[K, k + 1]`` at the targets, from logits of one chunk at a time."""
     lazy = model.lazy_logits(batch)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     with lazy.owner.as_teacher(lazy, batch.shift_labels) as head:

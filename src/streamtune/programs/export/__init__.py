@@ -1,1 +1,1 @@
-"""Write a trained model the way every other tool reads it: adapters merged, checked against the model as it trained."""
+"""Export a trained model in Hugging Face format: merge its adapters, and compare the result with the trained model."""

@@ -1,8 +1,8 @@
-"""Comparison of a written model with the trained model: logits and greedy text, on the same rows.
+"""Compare a written model with the trained model: logits and greedy text, on the same rows.
 
-The weights that adapters changed may differ by one rounding each. No fixed bound on the effect fits all models, dtypes
-and depths, so the yardstick is measured: the trained model, its adapters unmerged, with each of these weights moved at
-random by one rounding of the written dtype. All is computed in fp32
+Merging may change each merged weight by one rounding. No fixed bound on the effect of such roundings fits all models,
+dtypes and depths, so the bound is measured. The yardstick is the trained model, adapters unmerged, with each of these
+weights moved at random by one rounding of the written dtype. All logits are computed in fp32
 (:func:`streamtune.programs.export.merge.widened`), because bfloat16 arithmetic would hide differences.
 
     R     logits of the trained model, in fp32                   [tokens, vocabulary]
@@ -10,11 +10,12 @@ random by one rounding of the written dtype. All is computed in fp32
     M     logits of the written model, in fp32
 
 A token's error is ``|M - R| / |R|`` over the vocabulary. The written model passes if the median error is at most 3
-times N's, and the largest at most 4 times. In mixtures of experts a rounding may route a token to another expert: there
-1 token in 20 may be further off. Greedy texts may differ only after two next tokens as close as that.
+times N's median, and the largest at most 4 times N's largest. In a mixture of experts, a rounding may route a token to
+another expert: there, 1 token in 20 may exceed the bound. The greedy texts may differ only where the logits of the two
+next tokens are closer than the rounding.
 
-A wrong merge is off by the effect of the adapters, which is measured as well. If the effect is below the yardstick, the
-rounding of the merge loses the adapters, and the report says so.
+A wrong merge has an error as large as the effect of the adapters, which is measured as well. If that effect is below
+the yardstick, rounding the merged weights loses the adapters, and a note says so.
 
 The rows are the first of the run's data, or random tokens.
 """
@@ -44,103 +45,101 @@ from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
 
 FLOOR = 2e-6
-"""Error of fp32 arithmetic alone, such as two ways to compute one product."""
+"""Error of fp32 arithmetic alone, such as two orders of summation."""
 MEDIAN, LARGEST = 3.0, 4.0
 """Allowed multiples of the yardstick for the median and the largest token error."""
 ROUTED = 0.05
-"""Share of tokens that may be routed to another expert."""
+"""Fraction of tokens that may be routed to another expert."""
 DRAWS = 2
-"""Random roundings of the yardstick."""
+"""Number of random roundings in the yardstick."""
 LOGITS_BYTES = 256 << 20
-"""Most bytes of kept logits."""
-COARSE = 0.3
-"""Yardstick above which the comparison is meaningless."""
+"""Maximum size of the stored logits, in bytes."""
+NO_VERDICT_FROM = 0.3
+"""Allowed median error from which a comparison proves nothing."""
 
 Doing = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class AsTrained:
-    """Logits and text of the trained model."""
+    """Logits and greedy text of the trained model, with the yardstick."""
 
     rows: list[Tensor]
-    """token ids, ``[1, T]`` each"""
+    """Token ids of each row, ``[1, T]``."""
     logits: list[Tensor]
-    """R: ``[T, vocabulary]`` per row, fp32"""
+    """R: logits of each row, ``[T, vocabulary]``, fp32."""
     yardstick: Tensor
-    """``[tokens]``: larger error of the roundings N"""
+    """Largest error of each token over the roundings N, ``[tokens]``."""
     margins: float
-    """largest change of one logit by a rounding"""
+    """Largest change of one logit by a rounding."""
     effect: float
-    """``|base - R| / |R|``, the effect of the adapters; 0 without adapters"""
+    """``|base - R| / |R|``: effect of the adapters; 0 without adapters."""
     own: float
-    """``|own - R| / |R|``, with the model in its own dtype"""
+    """``|own - R| / |R|``: error of computing in the model's own dtype."""
     own_margin: float
-    """largest difference of one logit between the model's own dtype and fp32"""
+    """Largest difference of one logit between the model's own dtype and fp32."""
     written: list[int]
-    """greedy tokens after the prompt"""
+    """Greedy tokens after the prompt."""
     scores: Tensor
-    """``[len(written), vocabulary]``: logits of the greedy tokens"""
+    """Logits at the greedy tokens, ``[len(written), vocabulary]``."""
     prompt: Tensor
-    """``[1, P]``"""
+    """Token ids of the prompt, ``[1, P]``."""
     routed: bool
-    """True for a mixture of experts."""
+    """True if the model is a mixture of experts."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences between the written and the trained model, with the allowed values."""
+    """Differences between the written and the trained model, and the allowed differences."""
 
     tokens: int
     median: float
-    """median token error ``|M - R| / |R|``"""
+    """Median token error ``|M - R| / |R|``."""
     largest: float
-    """largest token error"""
+    """Largest token error."""
     relative: float
-    """``|M - R| / |R|`` over all tokens"""
+    """``|M - R| / |R|`` over all tokens together."""
     largest_logit: float
-    """largest difference of one logit"""
+    """Largest difference of one logit."""
     allowed_median: float
     allowed_largest: float
     beyond: int
-    """tokens beyond ``allowed_largest``"""
+    """Number of tokens whose error exceeds ``allowed_largest``."""
     may_be_beyond: int
     effect: float
     own: float
-    """error of the trained model in its own dtype"""
+    """Error of the trained model in its own dtype."""
     own_after: float
-    """error of the written model in its own dtype"""
+    """Error of the written model in its own dtype."""
     text_parts_at: int | None
-    """first greedy token that differs, or None"""
+    """Position of the first greedy token that differs; None if all are equal."""
     text_tokens: int
     text_tie: bool
-    """True if a rounding explains the other token"""
+    """True if a rounding explains the first difference."""
     before: list[int]
     after: list[int]
 
     @property
     def passes(self) -> bool:
-        """True if the models are equal up to one rounding of the weights."""
+        """Return True if the models are equal up to one rounding of the weights."""
         near = self.median <= self.allowed_median and self.beyond <= self.may_be_beyond
-        return near and self.allowed_median < COARSE and (self.text_parts_at is None or self.text_tie)
+        return near and self.allowed_median < NO_VERDICT_FROM and (self.text_parts_at is None or self.text_tie)
 
     @property
     def why_not(self) -> str:
-        """First broken rule, in words; empty if the model passes."""
+        """Return the first violated rule as text; empty if the model passes."""
         if self.passes:
             return ""
-        if not self.allowed_median < COARSE:  # NaN as well
-            return (
-                f"one rounding of its weights moves the logits by {self.allowed_median / MEDIAN:.1g}: nothing to tell"
-            )
+        if not self.allowed_median < NO_VERDICT_FROM:  # NaN as well
+            return f"no verdict: one rounding of weights changes the logits by {self.allowed_median / MEDIAN:.1g}"
         if not self.median <= self.allowed_median:
             return (
-                f"its logits are off by {self.median:.1e} in the median, where one rounding of the weights explains "
+                f"the median error of its logits is {self.median:.1e}; one rounding of the weights explains at most "
                 f"{self.allowed_median:.1e}"
             )
         if self.beyond > self.may_be_beyond:
-            return f"{self.beyond} of {self.tokens} tokens are off by more than {self.allowed_largest:.1e}"
-        return f"its greedy text parts from the other at token {self.text_parts_at}, which was no close call"
+            return f"{self.beyond} of {self.tokens} tokens have an error above {self.allowed_largest:.1e}"
+        return f"its greedy text differs at token {self.text_parts_at}, and a rounding does not explain it"
 
 
 @torch.no_grad()
@@ -154,18 +153,18 @@ def measure(
     new_tokens: int = 24,
     doing: Doing = lambda text: nullcontext(),
 ) -> AsTrained:
-    """Compute logits, text and yardstick of the trained model.
+    """Compute logits, greedy text and yardstick of the trained model.
 
     Args:
-        model: Trained model with its adapters, in evaluation mode; it is left unchanged.
-        rows: Token ids, ``[1, T]`` each.
+        model: Trained model with its adapters, in evaluation mode; it is not changed.
+        rows: Token ids of each row, ``[1, T]``.
         prompt: Token ids to continue, ``[1, P]``.
-        dtype: Dtype of the written weights; None without rounding.
-        everything: Round all weights, not only those that adapters change.
-        new_tokens: Greedy tokens.
-        doing: Returns a context that shows a message.
+        dtype: Dtype of the written weights; None if writing does not round them.
+        everything: True to round all weights, not only the weights that adapters change.
+        new_tokens: Number of greedy tokens.
+        doing: Returns a context manager that shows a message during slow work.
     """
-    with doing("logits of the model as it trained"):
+    with doing("logits of the trained model"):
         with widened(model):
             logits = [row_logits(model, row) for row in rows]
         size = _norm(logits)
@@ -186,16 +185,26 @@ def measure(
         ):
             errors, largest = row_errors(model, rows, logits)
         yardstick, margin = torch.maximum(yardstick, errors), max(margin, largest)
-    with doing("greedy text of the model as it trained"):
+    with doing("greedy text of the trained model"):
         written, scores = _greedy(model, prompt, new_tokens)
     return AsTrained(
-        list(rows), logits, yardstick, margin, effect, own_error, own_margin, written, scores, prompt, _routes(model)
+        list(rows),
+        logits,
+        yardstick,
+        margin,
+        effect,
+        own_error,
+        own_margin,
+        written,
+        scores,
+        prompt,
+        _is_mixture(model),
     )
 
 
 @torch.no_grad()
 def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text: nullcontext()) -> Differences:
-    """Compare a written and loaded model, in evaluation mode, with the result of :func:`measure`."""
+    """Compare the written model, loaded in evaluation mode, with the result of :func:`measure`."""
     rows = trained.rows
     with doing("logits of the written model"):
         with widened(model):
@@ -235,7 +244,7 @@ def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text:
 
 
 def _is_tie(trained: AsTrained, written: list[int], at: int, margin: float) -> bool:
-    """Return True if the trained model's logits of the two tokens are closer together than roundings move them."""
+    """Return True if the trained model's logits for the two tokens differ by no more than roundings change them."""
     if at >= len(trained.written) or at >= len(written):
         return False
     scores = trained.scores[at]
@@ -250,7 +259,7 @@ def row_logits(model: Any, row: Tensor) -> Tensor:
 
 
 def row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """Return the relative error of each token, ``[tokens]``, and the largest logit difference."""
+    """Return the relative error of each token, ``[tokens]``, and the largest difference of one logit."""
     errors, largest = [], 0.0
     for row, want in zip(rows, logits, strict=True):
         difference = row_logits(model, row) - want
@@ -274,7 +283,7 @@ def _largest(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 def _greedy(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
     """Return the greedy tokens after a prompt, and their logits ``[N, vocabulary]``."""
     base = base_of(model)
-    # Without the checkpoint's generation settings: penalties and temperatures are not weights.
+    # Ignore the checkpoint's generation settings: penalties and temperatures are not weights.
     plain = with_generation(base, GenerationConfig(pad_token_id=0, eos_token_id=None))
     output = plain.generate(
         input_ids=prompt.to(base.device),
@@ -288,7 +297,7 @@ def _greedy(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Ten
     return output.sequences[0, prompt.shape[1] :].tolist(), torch.cat([each.float().cpu() for each in output.logits])
 
 
-def _routes(model: nn.Module) -> bool:
+def _is_mixture(model: nn.Module) -> bool:
     config = base_of(model).config.get_text_config(decoder=True)
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any(isinstance(getattr(config, name, None), int) and getattr(config, name) > 1 for name in names)
@@ -298,40 +307,43 @@ def _routes(model: nn.Module) -> bool:
 
 
 ROWS = 4
-"""Rows to compare."""
+"""Maximum number of rows to compare."""
 FIRST_ROWS = 16
-"""Rows read from each source."""
+"""Number of rows read from each source."""
 TOKENS = 256
-"""Most tokens of a row, from its start."""
+"""Maximum number of tokens used of each row, from its start."""
 PROMPT_TOKENS = 64
-"""Most tokens of the greedy text's prompt."""
+"""Maximum number of prompt tokens for the greedy text."""
 
 
 @dataclass(frozen=True)
 class CheckRows:
-    """Rows to compare on."""
+    """Rows on which the models are compared."""
 
     rows: list[Tensor]
-    """``[1, T]`` token ids each."""
+    """Token ids of each row, ``[1, T]``."""
     prompt: Tensor
-    """``[1, P]`` token ids to continue."""
+    """Token ids to continue, ``[1, P]``."""
     origin: str
-    """source of the rows, in words"""
+    """Description of where the rows come from."""
     own: bool
-    """True for rows of the run's data"""
+    """True if the rows are the run's data."""
 
 
 def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Callable[[str], None]) -> CheckRows:
-    """Return the first rows of the run's data, cut to a few hundred tokens; else the sample prompt or random tokens."""
+    """Return the first rows of the run's data, cut to a few hundred tokens; without data, random tokens.
+
+    Random tokens are joined by the recipe's sample prompt, if it has one.
+    """
     vocabulary = base_of(model).get_input_embeddings().weight.shape[0]
     at_most = max(16, min(ROWS * TOKENS, LOGITS_BYTES // (4 * vocabulary)))
     config = base_of(model).config.get_text_config(decoder=True)
     limit = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
     found: list[tuple[list[int], str]] = []
-    why = "there is no run that names its data"
+    why = "no run names its data"
     if trained.loaded is not None:
         try:
-            found = [each for each in _own_rows(trained, tokenizer) if max(each[0]) < vocabulary]
+            found = [each for each in _run_rows(trained, tokenizer) if max(each[0]) < vocabulary]
             why = "the run's data has no rows"
         except (StreamTuneError, OSError, ValueError) as error:
             why = f"the run's data cannot be read any more ({_first_line(error)})"
@@ -352,19 +364,19 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
         ids = _encode(tokenizer, recipe.sample.prompts[0], recipe)[:limit]
         if len(ids) >= 2:
             rows = [torch.tensor([ids]), drawn]
-            notify(f"{why}, so the sample prompt and random tokens are compared")
+            notify(f"{why}: the models are compared on the sample prompt and on random tokens")
             return CheckRows(rows, _prompt(rows[0], limit), "the sample prompt and random tokens", own=False)
-    notify(f"{why}, so random tokens are compared")
+    notify(f"{why}: the models are compared on random tokens")
     return CheckRows([drawn], _prompt(drawn, limit), f"{drawn.shape[1]:,} random tokens", own=False)
 
 
 def _prompt(row: Tensor, limit: int) -> Tensor:
-    """Return the first half of a row as a prompt."""
+    """Return the start of a row as a prompt: at most half of it, and :data:`PROMPT_TOKENS` tokens."""
     return row[:, : max(1, min(PROMPT_TOKENS, row.shape[1] // 2, limit - 32 if limit > 48 else 1))]
 
 
-def _own_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], str]]:
-    """Return token ids and origin of the first rows, prepared for the run's objective."""
+def _run_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], str]]:
+    """Return token ids and origin of the first rows, prepared as for training."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
                for source in make_sources(trained.loaded, evaluated=False)]  # fmt: skip
@@ -375,7 +387,7 @@ def _own_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
 
 
 def _ids(row: Any) -> list[int]:
-    """Return the token ids of a row; of a tree, the prompt with its first completion."""
+    """Return the token ids of a row; for a tree, of its prompt and first completion."""
     if isinstance(row, data.Tree):
         return [*row.prompt, *row.completions[0]]
     return [int(token) for token in row.input_ids]

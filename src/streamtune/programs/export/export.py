@@ -1,7 +1,7 @@
-"""Export of a trained model: load as in training, merge, write, load the written model, compare.
+"""Export a trained model: load it as in training, merge, write, load the written model, compare.
 
-Never are two models in memory: only logits of a few rows are kept of the trained model, and modules are merged one at a
-time.
+Two models are never in memory together: of the trained model, only the logits of a few rows are stored. Modules are
+merged one at a time.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Settings of an export."""
+    """Options of an export."""
 
     checkpoint: str | None = None
-    """name or step of a checkpoint, in place of the run's final model"""
+    """Name or step of a checkpoint; None is the run's final model."""
     merge: bool = True
-    """merge adapters; False exports them alone"""
+    """True to merge adapters; False to export them alone."""
     onto: str = "trained"
-    """``trained``: the dequantised base of training; ``original``: the base before quantisation"""
+    """Base to merge into: ``trained`` (dequantised) or ``original`` (before quantisation)."""
     base: str | None = None
-    """base of adapters in place of the run's"""
+    """Base model of the adapters; None is the one that the run records."""
     dtype: str | None = None
-    """one of :data:`DTYPES`; None is the dtype of training"""
+    """Dtype to write, one of :data:`DTYPES`; None is the dtype of training."""
     max_shard_size: int = 5 * 10**9
-    """most bytes of a file"""
+    """Maximum size of a weight file, in bytes."""
     check: bool = True
-    """compare the written model with the trained model"""
+    """True to compare the written model with the trained model."""
     device: str = "cpu"
-    """device of the comparison"""
+    """Device of the comparison."""
     gguf: str | None = None
-    """type of an additional GGUF file"""
+    """Type of a GGUF file to write as well."""
     llama_cpp: Path | None = None
-    """folder of llama.cpp"""
+    """Folder of llama.cpp."""
     push: str | None = None
-    """repository on the hub to upload to"""
+    """Repository on the hub to upload to."""
     private: bool = True
 
 
@@ -80,27 +80,27 @@ class ExportReport:
     source: str
     out: str
     kind: str
-    """``full``, ``merged`` or ``adapters``."""
+    """Kind of the exported model: ``full``, ``merged`` or ``adapters``."""
     base: str | None
     dtype: str
     quantization: str | None
     onto: str | None
-    """``trained`` or ``original``, for a merged model"""
+    """``trained`` or ``original`` for a model merged after QLoRA; None otherwise."""
     trained_base: bool | None
-    """False if the adapters trained on another base; None if unknown"""
+    """True if the adapters trained on this base, False if on another one; None if unknown."""
     weights: str
-    """content of the folder, in words"""
+    """Description of the folder's content."""
     files: list[str]
     bytes: int
     rows: str
-    """rows of the comparison, in words"""
+    """Description of the compared rows."""
     check: Differences | None
     text_before: str
     text_after: str
     gguf: str | None = None
-    """path of the GGUF file"""
+    """Path of the GGUF file."""
     gguf_check: GgufComparison | None = None
-    """comparison of the GGUF file with the written model"""
+    """Comparison of the GGUF file with the written model."""
     pushed: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -125,14 +125,14 @@ def export_model(
 
     Args:
         given: Run, checkpoint or folder.
-        out: New or empty folder.
-        options: Settings of the export.
-        notify: Callback for messages to the user, one sentence each.
-        doing: Returns a context that shows a message during a long step.
+        out: Folder to write; new or empty.
+        options: Options of the export.
+        notify: Called with each note for the user, one sentence.
+        doing: Returns a context manager that shows a message during slow work.
 
     Raises:
-        ArgumentError: The request is impossible; nothing is written.
-        RunError: The written model differs from the trained model and is kept as ``OUT.failed``; or writing failed.
+        ArgumentError: The model cannot be exported with these options; nothing is written.
+        RunError: The written model differs from the trained one and is kept as ``OUT.failed``; or writing failed.
     """
     check_target(out)
     prepare_libraries(choose_device(options.device))
@@ -141,27 +141,27 @@ def export_model(
         check_push(options.push)
     with doing("reading the run"):
         trained = find_trained(given, checkpoint=options.checkpoint, notify=notify)
-    _check(trained, options, notify)
+    _check_options(trained, options, notify)
     base = resolve_base(trained, options.base, notify)
     same_base = is_trained_base(trained, options.base)
     quantization = trained.quantization if options.onto == "trained" else None
-    with doing("loading the model as it trained"):
+    with doing("loading the trained model"):
         model, tokenizer = load_trained(
             trained, device=options.device, base=options.base, quantization=quantization, notify=notify
         )
     _check_model(model, trained, options)
     if converter is not None:
-        with doing("asking llama.cpp's converter for the vocabulary"):
+        with doing("testing llama.cpp's converter on configuration and vocabulary"):
             check_convertible(base_of(model).config, tokenizer, converter)
     merges = trained.adapters and options.merge
     own: torch.dtype = base_of(model).dtype
     dtype = DTYPES[options.dtype] if options.dtype is not None and DTYPES[options.dtype] != own else None
     rounded_to = dtype or (own if merges else None)
     rows = choose_rows(trained, model, tokenizer, notify) if options.check else None
-    kept = None
+    as_trained = None
     if rows is not None:
-        kept = measure(model, rows.rows, rows.prompt, dtype=rounded_to, everything=dtype is not None, doing=doing)
-        _tell_effect(kept, notify)
+        as_trained = measure(model, rows.rows, rows.prompt, dtype=rounded_to, everything=dtype is not None, doing=doing)
+        _warn_lost_adapters(as_trained, notify)
     needed = written_bytes(model, dtype) if merges or not trained.adapters else 0
     with staged(out, needed) as partial:
         with doing(f"writing {out}"):
@@ -172,22 +172,22 @@ def export_model(
         del model
         gc.collect()
         check = None
-        if kept is not None:
-            check = _compare(kept, partial, trained, options, quantization, doing)
+        if as_trained is not None:
+            check = _compare(as_trained, partial, trained, options, quantization, doing)
             if not check.passes:
                 failed = keep_failed(partial, out)
                 raise RunError(
-                    f"what was written is not the model that trained: {check.why_not}",
+                    f"the written model differs from the trained model: {check.why_not}",
                     where=str(failed),
-                    fix="it is kept there to be looked at; --no-merge copies the adapters apart"
+                    fix="inspect the kept folder; --no-merge exports the adapters alone"
                     if merges
-                    else "it is kept there to be looked at",
+                    else "inspect the kept folder",
                 )
-        weights = _describe(trained, merges, options, dtype or own, quantization)
+        weights = _describe_weights(trained, merges, options, dtype or own, quantization)
         card = model_card(
             trained,
             name=out.resolve().name,
-            base=base or _full_base(trained),
+            base=base or _start_model(trained),
             weights=weights,
             checked=describe_check(check, rows.origin if rows is not None else ""),
             adapters=trained.adapters and not merges,
@@ -219,7 +219,7 @@ def export_model(
         bytes=sum(path.stat().st_size for path in files),
         rows=rows.origin if rows is not None else "",
         check=check,
-        text_before=tokenizer.decode(kept.written) if kept is not None else "",
+        text_before=tokenizer.decode(as_trained.written) if as_trained is not None else "",
         text_after=tokenizer.decode(check.after) if check is not None else "",
         gguf=None if gguf is None else str(gguf),
         gguf_check=gguf_check,
@@ -227,56 +227,55 @@ def export_model(
     )
 
 
-def _check(trained: TrainedModel, options: ExportOptions, notify: Notify) -> None:
-    """Raise ArgumentError for options that do not fit the model, and for a model with its own code."""
+def _check_options(trained: TrainedModel, options: ExportOptions, notify: Notify) -> None:
+    """Raise an ArgumentError if an option contradicts the model, or the model has its own code."""
     if trained.trusts_code or _has_code(Path(trained.folder)):
         raise ArgumentError(
-            f"{trained.folder} runs Python that comes with it (trust_remote_code), which a folder of weights has not",
+            f"{trained.folder} needs its own Python code (trust_remote_code), which an export does not write",
             where="RUN",
-            fix="copy the folder as it is, with the code beside it",
+            fix="copy the whole folder, with its code",
         )
     if options.dtype is not None and options.dtype not in DTYPES:
-        raise ArgumentError(f"--dtype does not know '{options.dtype}'", fix=f"choose from {', '.join(DTYPES)}")
+        raise ArgumentError(f"--dtype: unknown dtype '{options.dtype}'", fix=f"choose from {', '.join(DTYPES)}")
     if not trained.adapters:
         for asked, name in ((not options.merge, "--no-merge"), (options.base is not None, "--base"),
                             (options.onto == "original", "--onto")):  # fmt: skip
             if asked:
-                raise ArgumentError(f"{name} is for adapters, and {trained.folder} holds all of its weights",
+                raise ArgumentError(f"{name} needs adapters, but {trained.folder} has none",
                                     where=name, fix="leave it out")  # fmt: skip
         return
     if not options.merge and (options.dtype is not None or options.gguf or options.onto == "original"):
         raise ArgumentError(
-            "--no-merge copies the adapters as they are",
+            "--no-merge excludes --dtype, --gguf and --onto: adapters are copied unchanged",
             where="--no-merge",
-            fix="leave --dtype, --gguf and --onto out",
+            fix="leave these options or --no-merge out",
         )
     if not options.merge and trained.base is None and options.base is None:
         raise ArgumentError(
-            "the base was made from a configuration and is in no folder, so adapters apart from it have none to name",
+            "the base model was built from a configuration, so exported adapters could not name a base model",
             where="--no-merge",
-            fix="leave --no-merge out, or name a base: --base PATH",
+            fix="leave --no-merge out, or give a base model: --base PATH",
         )
     if options.onto == "original" and trained.quantization is None:
-        notify("the base was not quantised while the adapters trained, so --onto original changes nothing")
+        notify("--onto original changes nothing: the base was not quantised during training")
     name = str(trained.settings.get("adapter_type"))
     if options.onto == "original" and name in ADAPTERS and ADAPTERS[name].start == "quantisation":
         raise ArgumentError(
-            f"adapters of kind {name} make up for what quantisation took from the base, and the original one lacks "
-            "nothing",
+            f"{name} adapters correct the base's quantisation error and do not fit the original base",
             where="--onto",
-            fix="leave --onto out: they are merged into the base as they trained on it",
+            fix="leave --onto out: the adapters are merged into the dequantised base",
         )
     if options.onto == "original" and trained.quantization is not None:
         notify(
-            f"the adapters trained on the base in {trained.quantization}; merged into the original one they make "
-            "another model than the one that trained, and no loss of the run is that model's"
+            f"the adapters trained on the base in {trained.quantization}; merged into the original base they give a "
+            "different model, for which no loss of the run holds"
         )
     if trained.base is None and options.base is None:
         versions = trained.identity.get("versions", {})
         if versions.get("torch") not in (None, torch.__version__):
             notify(
-                f"the base is drawn again from its seed; the run drew it with torch {versions['torch']}, and this is "
-                f"{torch.__version__}, which may draw other numbers"
+                f"the base is initialised again from its seed: torch {versions['torch']} was used for training, torch "
+                f"{torch.__version__} now, and random numbers may differ"
             )
 
 
@@ -288,44 +287,43 @@ def _has_code(folder: Path) -> bool:
 
 
 def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> None:
-    """Raise ArgumentError for a base that another library has quantised."""
+    """Raise an ArgumentError if another library has quantised the base."""
     kind = models.quantization(base_of(model))
     if kind not in (None, "nf4", "int8"):
         raise ArgumentError(
-            f"the weights of {options.base or trained.base or trained.folder} came quantised ({kind}), which is not "
-            "written out here",
+            f"export cannot dequantise the checkpoint {options.base or trained.base or trained.folder} ({kind})",
             where="RUN",
-            fix="--base with the checkpoint they were made from, or --no-merge" if trained.adapters else "copy it",
+            fix="give the unquantised checkpoint with --base, or --no-merge" if trained.adapters else "copy the folder",
         )
 
 
-def _tell_effect(kept: AsTrained, notify: Notify) -> None:
-    """Notify if one rounding moves the logits more than the adapters do."""
-    rounding = float(kept.yardstick.median())
-    if 0 < kept.effect < rounding:
+def _warn_lost_adapters(as_trained: AsTrained, notify: Notify) -> None:
+    """Notify if one rounding of the weights changes the logits more than the adapters do."""
+    rounding = float(as_trained.yardstick.median())
+    if 0 < as_trained.effect < rounding:
         notify(
-            f"the adapters move the logits by {kept.effect:.1e}, less than one rounding of the weights does "
-            f"({rounding:.1e}): merged in this dtype they are lost in it; --dtype float32 or --no-merge keeps them"
+            f"merging in this dtype loses the adapters: they change the logits by {as_trained.effect:.1e}, one "
+            f"rounding of the weights by {rounding:.1e}; use --dtype float32 or --no-merge"
         )
 
 
 def _compare(
-    kept: AsTrained,
+    as_trained: AsTrained,
     folder: Path,
     trained: TrainedModel,
     options: ExportOptions,
     quantization: str | None,
     doing: Doing,
 ) -> Differences:
-    """Load the written model with plain transformers, and compare it."""
-    with doing("loading what was written"):
+    """Load the written model with transformers (adapters as in training) and compare it."""
+    with doing("loading the written model"):
         written: Any
         if trained.adapters and not options.merge:
             copy = TrainedModel(str(folder), str(folder), True, trained.run, trained.loaded, trained.identity)
             written, _ = load_trained(copy, device=options.device, base=options.base, quantization=quantization)
         else:
             written = _load_written(folder, options.device)
-    return compare(kept, written, doing=doing)
+    return compare(as_trained, written, doing=doing)
 
 
 def _load_written(folder: Path, device: str) -> Any:
@@ -334,7 +332,7 @@ def _load_written(folder: Path, device: str) -> Any:
     written, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     lost = [key for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info.get(kind, ())]
     if lost:
-        raise RunError(f"what was written lacks or adds weights: {', '.join(map(str, lost[:4]))}")
+        raise RunError(f"the written model has missing or additional weights: {', '.join(map(str, lost[:4]))}")
     return written.to(device).eval()
 
 
@@ -344,46 +342,44 @@ def _compare_gguf(
     """Compare the GGUF file with the written model.
 
     Raises:
-        RunError: They differ. The file is moved out of the folder, as ``FILE.failed``.
+        RunError: They differ. The file is moved out of the folder, to ``FILE.failed``.
     """
-    with doing("loading what was written"):
+    with doing("loading the written model"):
         model = _load_written(folder, device)
     found = compare_gguf(file, model, tokenizer, rows, doing=doing)
     if not found.passes:
         failed = keep_failed(file, folder.absolute().parent / file.name)
         more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
         raise RunError(
-            f"the GGUF file is not the model that was exported: {found.problems[0]}{more}",
+            f"the GGUF file differs from the exported model: {found.problems[0]}{more}",
             where=str(failed),
-            fix=f"it is kept there to be looked at, and {folder} is whole; --no-check leaves it uncompared",
+            fix=f"inspect the kept file; {folder} is complete; --no-check skips the comparison",
         )
     return found
 
 
-def _describe(
+def _describe_weights(
     trained: TrainedModel, merges: bool, options: ExportOptions, dtype: torch.dtype, quantization: str | None
 ) -> str:
-    """Return the content of the folder, in words."""
+    """Return a description of the folder's content."""
     name = str(dtype).removeprefix("torch.")
     if not trained.adapters:
-        return f"all of the model, {name}"
+        return f"whole model, {name}"
     if not merges:
-        on = f", trained on it in {trained.quantization}" if trained.quantization else ""
-        return f"adapters, apart from their base{on}"
+        on = f", trained on a base in {trained.quantization}" if trained.quantization else ""
+        return f"adapters alone{on}"
     if quantization is not None:
-        return (
-            f"adapters merged into the base as they trained on it: quantised to {quantization} and written out, {name}"
-        )
+        return f"adapters merged into the base they trained on: quantised to {quantization}, dequantised to {name}"
     if trained.quantization is not None:
         return (
-            f"adapters that trained on the base in {trained.quantization}, merged into the base before it was "
-            f"quantised: another model than the one that trained, {name}"
+            f"adapters trained on the base in {trained.quantization}, merged into the unquantised base: a different "
+            f"model than the trained one, {name}"
         )
     return f"adapters merged into their base, {name}"
 
 
-def _full_base(trained: TrainedModel) -> str | None:
-    """Return the model from which full fine-tuning started."""
+def _start_model(trained: TrainedModel) -> str | None:
+    """Return the model from which full fine-tuning started; None for adapters or if unknown."""
     if trained.adapters or trained.loaded is None:
         return None
     return trained.loaded.recipe.model_name_or_path

@@ -1,7 +1,8 @@
-"""``streamtune export``: a trained model in Hugging Face format, compared with the model in training."""
+"""``streamtune export``: write a trained model in Hugging Face format and compare it with the trained model."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +10,16 @@ import typer
 from rich.text import Text
 
 from streamtune.base.text import parse_size, show_size
-from streamtune.cli.console import err, loading_libraries, out, print_json, print_note, print_rows, print_title
+from streamtune.cli.console import (
+    err,
+    loading_libraries,
+    out,
+    print_hanging,
+    print_json,
+    print_note,
+    print_rows,
+    print_title,
+)
 from streamtune.cli.options import JsonOption, option, wait_passively
 
 if TYPE_CHECKING:
@@ -21,51 +31,56 @@ def export(
         str,
         typer.Argument(
             metavar="RUN",
-            help="A run's directory, a checkpoint, or a folder with a model or adapters.",
+            help="A run, a checkpoint, or a folder with a model or adapters.",
             show_default=False,
         ),
     ],
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.", show_default=False)
+    ],
     checkpoint: Annotated[
-        str | None, option("NAME|STEP", "Export this checkpoint of the run in place of its final model.")
+        str | None, option("NAME|STEP", "Export this checkpoint of the run. [default: its final model]")
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge/--no-merge", help="Merge adapters into their base, or copy them apart.")
+        bool,
+        typer.Option("--merge/--no-merge", help="Merge adapters into their base model, or export the adapters alone."),
     ] = True,
     onto: Annotated[
         Literal["trained", "original"],
         option(
             "trained|original",
-            "Of a base that was quantised: merge into it as the adapters trained on it, written out (default), or into "
-            "the base as it was before, which is another model.",
+            "qlora only. trained: merge into the dequantised base that was trained on. original: merge into the "
+            "unquantised base, which is a different model. [default: trained]",
         ),
     ] = "trained",
-    base: Annotated[str | None, option("PATH", "The base of the adapters, where it is not where the run says.")] = None,
-    dtype: Annotated[str | None, option("float32|bfloat16|float16", "Write the weights in this dtype.")] = None,
-    max_shard_size: Annotated[str, option("SIZE", "Most bytes of a file; 5GB by default.")] = "5GB",
+    base: Annotated[
+        str | None, option("PATH", "Base model of the adapters. [default: the one that the run records]")
+    ] = None,
+    dtype: Annotated[
+        str | None, option("float32|bfloat16|float16", "Dtype of the written weights. [default: the dtype of training]")
+    ] = None,
+    max_shard_size: Annotated[str, option("SIZE", "Largest weight file. [default: 5GB]")] = "5GB",
     check: Annotated[
         bool,
         typer.Option(
             "--check/--no-check",
-            help="Compare logits and greedy text with the model as it trained; refuse a difference.",
+            help="Check that logits and greedy output match the trained model; fail if they do not.",
         ),
     ] = True,
-    device: Annotated[
-        Literal["cpu", "cuda"], option("cpu|cuda", "Where the models are loaded to be compared; cpu by default.")
-    ] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], option("cpu|cuda", "Device of the comparison. [default: cpu]")] = "cpu",
     gguf: Annotated[
-        str | None, option("TYPE", "Write a GGUF file as well, by llama.cpp's converter: f16, bf16, q8_0 ...")
+        str | None, option("TYPE", "Also write a GGUF file of this type, by llama.cpp's converter: f16, bf16, q8_0 ...")
     ] = None,
-    llama_cpp: Annotated[Path | None, option("DIR", "The folder of llama.cpp, if it is not on PATH.")] = None,
-    push: Annotated[str | None, option("NAME/MODEL", "Upload to this repository of the hub.")] = None,
+    llama_cpp: Annotated[Path | None, option("DIR", "Folder of llama.cpp, if its converter is not on PATH.")] = None,
+    push: Annotated[str | None, option("NAME/MODEL", "Upload to this repository on the hub.")] = None,
     public: Annotated[
-        bool, option(None, "Make a repository that --push creates public; private without it.", "--public")
+        bool, option(None, "Create the repository of --push as public. [default: private]", "--public")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a trained model the way every other tool reads it, adapters merged, and prove that it is the same model.
+    """Write a trained model in Hugging Face format, adapters merged, and check that it is the same model.
 
-    Exits with 1 if what was written differs from the model that trained by more than the rounding of its weights.
+    Exits with 1 if the written model differs from the trained model by more than the rounding of its weights.
     """
     shard = parse_size(max_shard_size, where="--max-shard-size")
     wait_passively()
@@ -94,8 +109,9 @@ def export(
 
 def _print_report(report: ExportReport) -> None:
     print_title(f"export {report.source}")
+    out.print(_verdict(report), soft_wrap=not out.is_terminal)
     shards = sum(name.endswith(".safetensors") for name in report.files)
-    files = f"{shards} file{'s' if shards > 1 else ''} of weights, {show_size(report.bytes)} in all"
+    files = f"{shards} weight file{'s' if shards > 1 else ''}, {show_size(report.bytes)} in total"
     rows = [
         *([("base", report.base)] if report.base else []),
         ("weights", report.weights),
@@ -103,39 +119,47 @@ def _print_report(report: ExportReport) -> None:
         *_check_rows(report),
         *_gguf_rows(report),
         *([("pushed", report.pushed)] if report.pushed else []),
-        ("load it", f'{_loader(report)}.from_pretrained("{report.out}")'),
-        ("try it", f"streamtune generate {report.out}"),
+        ("load with", f'{_loader(report)}.from_pretrained("{report.out}")'),
     ]
     print_rows(rows)
+    print_hanging(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "generate", str(report.out)])))
+
+
+def _verdict(report: ExportReport) -> Text:
+    """Return the answer of the comparison as one sentence."""
     if report.check is None:
-        out.print(Text.assemble(("not checked", "bold yellow"), ": --no-check"))
-        return
-    which = "the model that trained"
+        return Text.assemble(("not checked", "bold yellow"), ": --no-check")
+    model = "the trained model"
     if report.onto == "original":
-        which = "the adapters on the original base, which is not the model that trained"
+        model = "the adapters on the original base, which is not the trained model"
     if report.trained_base is not True:
-        known = "not the model they trained on" if report.trained_base is False else "as it was given"
-        which = f"the adapters on {report.base}, {known}"
-    out.print(Text.assemble(("the same model", "bold green"), f": logits and greedy text are those of {which}"))
+        known = "not the base they trained on" if report.trained_base is False else "the base that was given"
+        model = f"the adapters on {report.base}, {known}"
+    return Text.assemble(("the same model", "bold green"), f": logits and greedy text match {model}")
 
 
 def _check_rows(report: ExportReport) -> list[tuple[str, str]]:
     check = report.check
     if check is None:
         return []
-    rows = [("compared", f"{report.rows}, in fp32")]
+    rows = [("compared on", f"{report.rows}; in fp32")]
     if check.effect:
-        rows.append(("adapters", f"move the logits by {check.effect:.1e}, relative"))
+        rows.append(("adapters", f"change the logits by {check.effect:.1e} of their norm"))
     rows.append(
-        ("difference", f"{check.relative:.1e} of the logits; median of a token {check.median:.1e}, largest "
-         f"{check.largest:.1e}, allowed {check.allowed_median:.1e} and {check.allowed_largest:.1e}")
+        ("logits", f"relative difference {check.relative:.1e}; median of a token {check.median:.1e} (allowed "
+         f"{check.allowed_median:.1e}), largest {check.largest:.1e} (allowed {check.allowed_largest:.1e})")
     )  # fmt: skip
     if check.own > 0 and report.dtype != "float32":
-        rows.append(("arithmetic", f"in {report.dtype} {check.own:.1e} before and {check.own_after:.1e} after"))
+        rows.append(
+            (
+                "arithmetic",
+                f"computing in {report.dtype} changes logits by {check.own:.1e} before, {check.own_after:.1e} after",
+            )
+        )
     if check.text_parts_at is None:
-        rows.append(("text", f"{check.text_tokens} greedy tokens are the same"))
+        rows.append(("text", f"{check.text_tokens} greedy tokens are equal"))
     else:
-        rows.append(("text", f"the same up to token {check.text_parts_at}, where two were as close as the rounding"))
+        rows.append(("text", f"equal up to token {check.text_parts_at}, where two tokens are closer than the rounding"))
     return rows
 
 
@@ -146,14 +170,15 @@ def _gguf_rows(report: ExportReport) -> list[tuple[str, str]]:
     types = ", ".join(f"{count} {kind}" for kind, count in found.types.items())
     rows = [
         ("gguf", f"{report.gguf}: {types}"),
-        ("", f"{found.compared} weights compared; {found.worst} is furthest off, {found.worst_part:.2g} of a rounding"),
-        ("", f"logits off by {found.median:.1e} in the median, {found.largest:.1e} at most, allowed "
-         f"{found.allowed_median:.1e} and {found.allowed_largest:.1e}"),
+        ("", f"{found.compared} weights compared; largest difference: {found.worst_part:.2g} roundings, "
+         f"{found.worst}"),
+        ("", f"logits: median difference of a token {found.median:.1e} (allowed {found.allowed_median:.1e}), largest "
+         f"{found.largest:.1e} (allowed {found.allowed_largest:.1e})"),
     ]  # fmt: skip
     if found.reordered:
-        rows.append(("", f"{len(found.reordered)} hold the same numbers in an order that is not known here"))
+        rows.append(("", f"{len(found.reordered)} tensors have the same numbers in an unknown order"))
     if found.not_compared:
-        rows.append(("", f"not weights of the model, and not compared: {', '.join(found.not_compared[:4])}"))
+        rows.append(("", f"not compared, because the model has no such weight: {', '.join(found.not_compared[:4])}"))
     return rows
 
 

@@ -1,15 +1,16 @@
-"""Comparison of a GGUF file with its model: every weight, logits on the run's rows, configuration, vocabulary.
+"""Compare a GGUF file with its model: every weight, logits on the run's rows, configuration and vocabulary.
 
-A number of the file may differ by the rounding of its type alone. The logits must pass the rule for a merged model
+A number in the file may differ only by the rounding of its type. The logits must pass the rule for merged models
 (:mod:`streamtune.programs.export.check`), with the rounding of the file's types as yardstick. The file's values replace
-the model's one layer at a time, so that no second model is in memory.
+the model's weights one layer at a time, so that no second model is in memory.
 
     R     logits of the exported model, in fp32                     [tokens, vocabulary]
     N     logits with every weight moved by one rounding of the file's types
     M     logits with the values of the file
 
-llama.cpp has names of its own, which the package ``gguf`` knows, and stores some weights otherwise: permuted rows of
-rotary heads, norms plus one. ``transformers`` undoes this for the architectures of :data:`~GgufFile.known`.
+llama.cpp uses its own weight names, which the package ``gguf`` maps. It also stores some weights in another form, such
+as permuted rows of rotary heads, or norms plus one. ``transformers`` undoes this for known architectures
+(``GgufFile.known``).
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ FACTS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
 }
-"""Key of the file, after the architecture's name -> key of the configuration."""
+"""Mapping from the file's key (without the architecture's name) to the key of the configuration."""
 SCALED = {"linear": "rope.scaling.factor", "yarn": "rope.scaling.factor"}
-"""Type of RoPE scaling -> key of its factor."""
-MOVED = 0.05
-"""Share of differing numbers above which a weight is in another order."""
+"""Mapping from the type of RoPE scaling to the file's key of its factor."""
+REORDERED_FRACTION = 0.05
+"""Fraction of differing numbers above which a weight counts as reordered."""
 
 
 @dataclass
@@ -52,28 +53,28 @@ class GgufComparison:
     path: str
     architecture: str
     types: dict[str, int]
-    """type -> number of tensors"""
+    """Number of tensors of each type."""
     compared: int = 0
-    """number of weights compared number by number"""
+    """Number of weights that were compared element by element."""
     reordered: list[str] = field(default_factory=list)
-    """weights with the same numbers in an unknown order"""
+    """Weights with the same numbers in an unknown order."""
     not_compared: list[str] = field(default_factory=list)
-    """tensors of the file without a weight in the model, such as RoPE factors"""
+    """Tensors of the file that are not weights of the model, such as RoPE factors."""
     worst: str = ""
-    """weight with the largest difference, relative to the rounding of its type"""
+    """Weight with the largest difference, relative to the rounding of its type."""
     worst_part: float = 0.0
-    """this difference in roundings; above 1 it is an error"""
+    """Difference of ``worst``, in roundings; above 1 it is an error."""
     median: float | None = None
-    """median token error ``|M - R| / |R|``; None if a weight differs already"""
+    """Median token error ``|M - R| / |R|``; None if logits were not compared."""
     largest: float | None = None
     allowed_median: float | None = None
     allowed_largest: float | None = None
     problems: list[str] = field(default_factory=list)
-    """errors, in words"""
+    """Description of each error."""
 
     @property
     def passes(self) -> bool:
-        """True if the file equals the model up to the rounding of its types."""
+        """Return True if the file equals the model up to the rounding of its types."""
         return not self.problems
 
 
@@ -81,13 +82,13 @@ class GgufComparison:
 def compare_gguf(
     path: Path, model: Any, tokenizer: Any, rows: Sequence[Tensor], *, doing: Doing = lambda text: nullcontext()
 ) -> GgufComparison:
-    """Compare a file with its model in evaluation mode, on rows of token ids, ``[1, T]`` each."""
+    """Compare a GGUF file with its model, in evaluation mode, on rows of token ids (``[1, T]`` each)."""
     file = GgufFile(path, model)
     kinds = [file.type_of(place) for place in file.tensors]
     found = GgufComparison(path.name, file.architecture, {kind: kinds.count(kind) for kind in sorted(set(kinds))})
     with doing("weights of the GGUF file"):
         _compare_weights(file, model, found)
-    found.problems += [*_facts(file, model), *_vocabulary(file, tokenizer)]
+    found.problems += [*_config_differences(file, model), *_vocabulary_differences(file, tokenizer)]
     if found.problems:
         return found
     with doing("logits of the GGUF file"):
@@ -101,7 +102,7 @@ def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) ->
         places = file.places(name)
         used.update(places)
         if not places:
-            found.problems.append(f"it has no {name}")
+            found.problems.append(f"the weight {name} is missing")
             continue
         try:
             values, allowed = file.values(name)
@@ -109,9 +110,9 @@ def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) ->
             found.problems.append(f"{name} is {error}")
             continue
         weight = own.detach().float().cpu()
-        part = _part(values, weight, allowed)
-        if not part <= 1 and not file.known and _is_elsewhere(values, weight, allowed):
-            flat = _part(values.flatten().sort().values, weight.flatten().sort().values, allowed.max())
+        part = _relative_difference(values, weight, allowed)
+        if not part <= 1 and not file.known and _is_reordered(values, weight, allowed):
+            flat = _relative_difference(values.flatten().sort().values, weight.flatten().sort().values, allowed.max())
             if flat <= 1:
                 found.reordered.append(name)
                 continue
@@ -121,54 +122,57 @@ def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) ->
         if not part <= 1:
             shape = "" if values.shape == weight.shape else f": its shape is {list(values.shape)}"
             found.problems.append(
-                f"{name} differs by {part:.3g} times what {file.type_of(places[0])} rounds{shape}"
-                + ("" if file.known else ", or llama.cpp stores it in a way that is not known here")
+                f"{name} differs by {part:.3g} times the rounding of {file.type_of(places[0])}{shape}"
+                + ("" if file.known else ", or llama.cpp stores it in an unknown form")
             )
     found.not_compared = sorted(file.tensors.keys() - used)
 
 
-def _part(values: Tensor, own: Tensor, allowed: Tensor) -> float:
-    """Return the largest difference relative to ``allowed``; infinity if the shapes differ."""
+def _relative_difference(values: Tensor, own: Tensor, allowed: Tensor) -> float:
+    """Return the largest difference, divided by its allowed value; infinity if the shapes differ."""
     if values.shape != own.shape:
         return float("inf")
     difference = (values - own).abs()
     return float(torch.where(difference == 0, 0.0, difference / allowed.clamp_min(1e-38)).max())
 
 
-def _is_elsewhere(values: Tensor, own: Tensor, allowed: Tensor) -> bool:
-    """Return True if so many numbers differ that their order must differ."""
+def _is_reordered(values: Tensor, own: Tensor, allowed: Tensor) -> bool:
+    """Return True if so many numbers differ that they must be in another order."""
     if values.shape != own.shape:
         return values.numel() == own.numel()
-    return float(((values - own).abs() > allowed).float().mean()) > MOVED
+    return float(((values - own).abs() > allowed).float().mean()) > REORDERED_FRACTION
 
 
-def _facts(file: GgufFile, model: Any) -> list[str]:
-    """Return the differences between the file's configuration and the model's, for known architectures."""
+def _config_differences(file: GgufFile, model: Any) -> list[str]:
+    """Return descriptions of the differences between the file's configuration and the model's.
+
+    Some keys are compared for known architectures only.
+    """
     config = model.config.get_text_config(decoder=True)
     wrong = []
     for key, name in FACTS.items() if file.known else ():
-        there, own = file.fact(f"{file.architecture}.{key}"), getattr(config, name, None)
-        if not isinstance(there, (int, float)) or not isinstance(own, (int, float)):
+        stored, own = file.fact(f"{file.architecture}.{key}"), getattr(config, name, None)
+        if not isinstance(stored, (int, float)) or not isinstance(own, (int, float)):
             continue  # a number for each layer, or none
-        if abs(there - own) > 1e-6 * abs(own):
-            wrong.append(f"{key} is {there}, and {name} of the model {own}")
+        if abs(stored - own) > 1e-6 * abs(own):
+            wrong.append(f"{key} is {stored}, but {name} of the model is {own}")
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope  # layers with windows have another key or none
     base = rope.get("rope_theta")
-    there = file.fact(f"{file.architecture}.rope.freq_base")
-    if base is not None and abs((10000.0 if there is None else there) - base) > 1e-6 * base:
-        wrong.append(f"rope.freq_base is {there}, and rope_theta of the model {base}")
+    stored = file.fact(f"{file.architecture}.rope.freq_base")
+    if base is not None and abs((10000.0 if stored is None else stored) - base) > 1e-6 * base:
+        wrong.append(f"rope.freq_base is {stored}, but rope_theta of the model is {base}")
     kind = rope.get("rope_type", "default")
     if kind in SCALED and file.fact(f"{file.architecture}.{SCALED[kind]}") != rope.get("factor"):
-        there = file.fact(f"{file.architecture}.{SCALED[kind]}")
-        wrong.append(f"{SCALED[kind]} is {there}, and the {kind} factor of the model's rotations {rope.get('factor')}")
+        stored = file.fact(f"{file.architecture}.{SCALED[kind]}")
+        wrong.append(f"{SCALED[kind]} is {stored}, but the model's {kind} RoPE factor is {rope.get('factor')}")
     if kind == "llama3" and "rope_freqs.weight" not in file.tensors:
-        wrong.append("it has no rope_freqs.weight, and the model's rotations are scaled as Llama 3's")
+        wrong.append("rope_freqs.weight is missing, but the model uses Llama 3's RoPE scaling")
     return wrong
 
 
-def _vocabulary(file: GgufFile, tokenizer: Any) -> list[str]:
-    """Return the differences between the file's vocabulary, if any, and the tokenizer."""
+def _vocabulary_differences(file: GgufFile, tokenizer: Any) -> list[str]:
+    """Return descriptions of the differences between the file's vocabulary and the tokenizer."""
     if file.fact("tokenizer.ggml.model") not in ("gpt2", "llama"):
         return []
     tokens: list[str] = file.fact("tokenizer.ggml.tokens") or []
@@ -178,16 +182,16 @@ def _vocabulary(file: GgufFile, tokenizer: Any) -> list[str]:
         for token, number in tokenizer.get_vocab().items()
         if token not in added and (number >= len(tokens) or tokens[number] != token)
     ]
-    wrong = [f"{len(others)} tokens are others than the tokenizer's, such as {min(others)}"] if others else []
+    wrong = [f"{len(others)} tokens differ from the tokenizer's, such as {min(others)}"] if others else []
     for key, own in (("eos_token_id", tokenizer.eos_token_id), ("chat_template", tokenizer.chat_template)):
-        there = file.fact(f"tokenizer.{'ggml.' if key.endswith('id') else ''}{key}")
-        if isinstance(own, (int, str)) and there != own:
-            wrong.append(f"its {key} is not the tokenizer's" + (f": {there}" if isinstance(own, int) else ""))
+        stored = file.fact(f"tokenizer.{'ggml.' if key.endswith('id') else ''}{key}")
+        if isinstance(own, (int, str)) and stored != own:
+            wrong.append(f"{key} differs from the tokenizer's" + (f": {stored}" if isinstance(own, int) else ""))
     return wrong
 
 
 class _FileValues:
-    """A weight change to the values of the file, or to random roundings (with ``seed``)."""
+    """Changes weights to the values of the file, or (with ``seed``) by random roundings of the file's types."""
 
     def __init__(self, file: GgufFile, model: nn.Module, apart: Sequence[str], seed: int | None) -> None:
         self._file, self._apart = file, set(apart)
@@ -203,7 +207,7 @@ class _FileValues:
         found = {}
         for key, own in module._parameters.items():
             name = f"{self._prefixes[id(module)]}{key}"
-            if own is None or name in self._apart or not self._file.places(name):  # tied to one that has a place
+            if own is None or name in self._apart or not self._file.places(name):  # tied to a weight that the file has
                 continue
             values, allowed = self._file.values(name)
             if self._drawn is not None:
@@ -229,8 +233,8 @@ def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], found: G
     found.allowed_largest = LARGEST * float(yardstick.max())
     if not (found.median <= found.allowed_median and found.largest <= found.allowed_largest):  # NaN as well
         found.problems.append(
-            f"its logits are off by {found.median:.1e} in the median and {found.largest:.1e} at most, where the "
-            f"rounding explains {found.allowed_median:.1e} and {found.allowed_largest:.1e}"
+            f"the median error of its logits is {found.median:.1e} (allowed {found.allowed_median:.1e}), the largest "
+            f"{found.largest:.1e} (allowed {found.allowed_largest:.1e})"
         )
 
 
@@ -238,17 +242,17 @@ def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], found: G
 
 
 ROUNDINGS = {"F32": 2.0**-23, "F16": 2.0**-11, "BF16": 2.0**-8}
-"""Type without blocks -> half of the gap between neighbouring numbers, relative to the number."""
+"""Half of the gap between neighbouring numbers, relative to the number, for each type without blocks."""
 STEPS = {"Q8_0": (32, 0.6 / 127), "TQ1_0": (256, 0.51), "TQ2_0": (256, 0.51)}
-"""Type with blocks -> weights of a block, and the allowed error relative to the largest weight of the block: half a
-step, and the rounding of the scale, which is in fp16."""
+"""Block size and allowed error for each type with blocks. The error is relative to the largest weight of the block:
+half a quantisation step, plus the rounding of the scale to fp16."""
 SUBNORMAL = {"F16": 2.0**-25, "BF16": 0.0, "F32": 0.0}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
-"""Stacked experts of the model -> tensors of the file."""
+"""Mapping from the model's stacked experts to the tensors of the file."""
 
 
 class GgufFile:
-    """The tensors and the metadata of a file; ``model`` is its model, without adapters."""
+    """Tensors and metadata of a GGUF file; ``model`` is the exported model, without adapters."""
 
     def __init__(self, path: Path, model: Any) -> None:
         import gguf
@@ -257,7 +261,7 @@ class GgufFile:
         self.tensors = {each.name: each for each in self._reader.tensors}
         self.architecture = str(self.fact("general.architecture"))
         self.known = self.architecture in inside(GGUF_KNOWN)
-        """True if the order of the stored weights is known"""
+        """True if the order in which the file stores weights is known."""
         config = model.config.get_text_config(decoder=True)
         made = inside(GGUF_ORDERS).get(self.architecture, inside(GGUF_ORDER))
         self._order = made(config=config.to_dict()) if self.known else inside(GGUF_ORDER)()
@@ -272,7 +276,7 @@ class GgufFile:
         return None if found is None else found.contents()
 
     def places(self, name: str) -> tuple[str, ...]:
-        """Return the tensors of the file that hold a parameter, or its parts; empty if it is missing."""
+        """Return the names of the file's tensors that store a parameter or its parts; empty if it is missing."""
         if found := re.search(r"\blayers\.(\d+)\..*\bexperts\.(gate_up_proj|down_proj)(_bias)?$", name):
             ending = "bias" if found[3] else "weight"
             parts = tuple(f"blk.{found[1]}.{part}.{ending}" for part in EXPERTS[found[2]])
@@ -287,13 +291,13 @@ class GgufFile:
         return str(self.tensors[place].tensor_type.name)
 
     def values(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return a weight in the model's order, and the largest rounding of each number; fp32.
+        """Return a weight in the model's order, and the allowed rounding of each number; both fp32.
 
         Args:
-            name: Name of the model, with at least one place.
+            name: Name of a parameter that the file has.
 
         Raises:
-            ValueError: Its type is none that the converter writes.
+            ValueError: The type of a tensor is not supported.
         """
         parts = [self._read(place) for place in self.places(name)]
         values, allowed = zip(*parts, strict=True)
@@ -305,13 +309,13 @@ class GgufFile:
         tensor = self.tensors[place]
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
         allowed = _allowed(values, self.type_of(place))
-        # What adds or takes logarithms moves the bounds otherwise than the values.
+        # Reordering may add a constant or take a logarithm, so transform the bounds as well.
         ends = [self._in_order(each, place) for each in (values, values + allowed, values - allowed)]
         width = np.maximum(np.abs(ends[1] - ends[0]), np.abs(ends[2] - ends[0])) + 2.0**-23 * np.abs(ends[0])
         return torch.from_numpy(ends[0]).float(), torch.from_numpy(width).float()
 
     def _in_order(self, values: np.ndarray, place: str) -> np.ndarray:
-        """Return the values in the order of the model; values of experts are in that order already."""
+        """Return the values in the model's order; values of experts are already in it."""
         if "_exps." in place:
             return values
         apart: dict[str, Any] = {"tensors": {}}
@@ -321,7 +325,7 @@ class GgufFile:
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the saved buffers of a model; of tied parameters the first."""
+    """Yield the parameters and saved buffers of a model; tied parameters appear once."""
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     yield from ((name, x) for name, x in model.named_buffers() if name in saved)
@@ -331,7 +335,7 @@ def _allowed(values: np.ndarray, kind: str) -> np.ndarray:
     if kind in ROUNDINGS:
         return ROUNDINGS[kind] * np.abs(values) + SUBNORMAL[kind]
     if kind not in STEPS:
-        raise ValueError(f"a tensor of type {kind}, whose rounding is not known here")
+        raise ValueError(f"of type {kind}, whose rounding is unknown")
     block, part = STEPS[kind]
     largest = np.abs(values.reshape(-1, block)).max(axis=1, keepdims=True)
     found: np.ndarray = np.broadcast_to(part * largest, (largest.shape[0], block)).reshape(values.shape)

@@ -1,14 +1,14 @@
-"""Merged weights of a model with adapters, module by module; and computation of a model in fp32.
+"""Merge the weights of a model with adapters, module by module; and compute a model in fp32.
 
-peft's rules merge, so all its kinds are covered: LoRA on linear layers, embeddings, convolutions and stacked experts,
-DoRA, modules saved whole, and adapters on adapters. The rules are applied to a dequantised fp32 copy of one module's
-weights at a time, and the copy is rounded once, to the written dtype. The model is left unchanged:
+peft's own rules merge, so all its kinds are supported: LoRA on linear layers, embeddings, convolutions and stacked
+experts, DoRA, modules saved whole, and adapters on adapters. A rule is applied to a dequantised fp32 copy of one
+module's weights. The copy is rounded once, to the written dtype. The model is not changed:
 
     for name, weight in merged_weights(model):      # "model.layers.0.self_attn.q_proj.weight", [out, in]
 
-A comparison in bfloat16 would see nothing below the rounding of its arithmetic. In fp32 (:func:`widened`) only the
-rounding of weights is left, for the additional memory of one layer: weights are widened during the call of a layer. A
-random rounding may move them at the same time, for the yardstick of :mod:`streamtune.programs.export.check`.
+A comparison in bfloat16 would not show differences below the rounding of its arithmetic. In fp32 (:func:`widened`) only
+the rounding of the weights remains. It needs memory for one more layer, because weights are widened during the call of
+their layer. A random rounding may change them as well, for the yardstick of :mod:`streamtune.programs.export.check`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from streamtune.models.quantize import dequantised, is_quantised
 
 
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights and saved buffers by their names in the base model, merged and dequantised.
+    """Yield (name in the base model, value) of each weight and saved buffer, merged and dequantised.
 
-    Of tied weights one is yielded, or all if adapters changed one (:func:`must_untie`).
+    Tied weights are yielded once, or each on its own if adapters changed one (:func:`must_untie`).
 
     Args:
-        model: Model with or without adapters, unchanged at the end of the iteration.
-        dtype: Dtype of the floating-point weights; None keeps each dtype, and the model's dtype for quantised weights.
+        model: Model with or without adapters; unchanged after the iteration.
+        dtype: Dtype of floating-point weights; None keeps each dtype (for quantised weights, the model's dtype).
     """
     base, untied = base_of(model), must_untie(model)
     tied = {} if untied else tied_weights(base)
@@ -51,13 +51,13 @@ def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
 def _walk(
     module: Any, original: Any, prefix: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-    """Yield name, function that makes the value, and the parameter or buffer of the model.
+    """Yield name, function that computes the value, and the model's own parameter or buffer.
 
     Args:
         module: Module or its wrapper.
-        original: Module behind a trained copy, with the dtype to write; else ``module``.
+        original: Original module if ``module`` is a trained copy (it has the dtype to write); otherwise ``module``.
         prefix: Prefix of the names.
-        dtype: Dtype for quantised weights.
+        dtype: Dtype of dequantised weights.
     """
     original = getattr(module, "original_module", original)
     inner, chain = inner_module(module)
@@ -68,16 +68,16 @@ def _walk(
             continue
         like = originals._parameters.get(key)
         like = x if like is None else like
-        # A quantised weight has no dtype that could be written.
-        yield f"{prefix}{key}", _value(x, merged.get(key), dtype if is_quantised(like) else like.dtype), x
+        # The dtype of a quantised weight cannot be written.
+        yield f"{prefix}{key}", _value_maker(x, merged.get(key), dtype if is_quantised(like) else like.dtype), x
     for key, buffer in inner._buffers.items():
         if buffer is not None and key not in inner._non_persistent_buffers_set:
-            yield f"{prefix}{key}", _value(buffer, None, buffer.dtype), buffer
+            yield f"{prefix}{key}", _value_maker(buffer, None, buffer.dtype), buffer
     for key, child in inner.named_children():
         yield from _walk(child, originals._modules.get(key, child), f"{prefix}{key}.", dtype)
 
 
-def _value(own: Tensor, merged: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _value_maker(own: Tensor, merged: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
     def make() -> Tensor:
         if merged is not None:
             return merged.to(dtype)
@@ -87,23 +87,23 @@ def _value(own: Tensor, merged: Tensor | None, dtype: torch.dtype) -> Callable[[
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return module name -> outermost wrapper, for modules with adapters or saved whole.
+    """Return the outermost wrapper of each module that has adapters or is saved whole, by module name.
 
     Raises:
-        ArgumentError: The adapters have no weights to merge, such as a learnt prompt.
+        ArgumentError: The adapters are a learned prompt, which cannot be merged.
     """
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "is_prompt_learning", False):
             raise ArgumentError(
-                f"adapters of type {config.peft_type.value} are a learnt prompt, which no weight can hold",
+                f"adapters of type {config.peft_type.value} are a learned prompt, which cannot be merged into weights",
                 where="RUN",
-                fix="--no-merge copies them apart",
+                fix="--no-merge exports the adapters alone",
             )
     return dict(_adapted_inside(base_of(model), ""))
 
 
 def _adapted_inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the wrapped modules in a module, itself included, with their names."""
+    """Yield (name, module) of each wrapped module in a module, itself included."""
     inner, chain = inner_module(module)
     if chain or inner is not module:
         yield prefix, module
@@ -112,9 +112,9 @@ def _adapted_inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
-    """Return the module inside the wrappers, and the wrappers that merge, from the outermost inwards.
+    """Return the module inside the wrappers, and the wrappers with adapters, outermost first.
 
-    The trained copy is the inside of a module saved whole.
+    If a module is saved whole, its trained copy is returned.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -134,34 +134,34 @@ def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
 
 
 def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a wrapped module itself, in fp32, with the adapters of its outermost wrapper merged."""
+    """Return a wrapped module's own parameters in fp32, with the adapters of all its wrappers merged."""
     inner, chain = inner_module(wrapper)
-    with _in_float(inner, chain), torch.no_grad():
-        for layer in reversed(chain):  # adapters on adapters: the inner ones first
-            _merge(layer)
+    with _in_fp32(inner, chain), torch.no_grad():
+        for layer in reversed(chain):  # adapters on adapters: merge the inner ones first
+            _merge_adapters(layer)
         return {key: x.data for key, x in inner._parameters.items() if x is not None}
 
 
-def _merge(layer: Any) -> None:
-    """Merge the active adapters of one wrapper into the fp32 weights below it, by peft's rule.
+def _merge_adapters(layer: Any) -> None:
+    """Merge the active adapters of one wrapper into the fp32 weights below it, with peft's rule.
 
     Raises:
-        ArgumentError: peft has no rule, as for activated LoRA.
+        ArgumentError: peft has no rule for this kind, such as activated LoRA.
     """
     from peft.tuners import ia3, lora
 
-    # The rules of quantised layers would quantise the result again.
+    # The merge rules of quantised layers would quantise the result again.
     rule = type(layer).merge
     if type(layer).__name__ in ("Linear4bit", "TorchaoLoraLinear"):
         rule = (ia3.Linear if isinstance(layer, ia3.IA3Layer) else lora.Linear).merge
-    read = ("quantization_backend", "fan_in_fan_out")  # by the rule of plain layers
+    read = ("quantization_backend", "fan_in_fan_out")  # use the rule of plain layers
     before = {name: vars(layer)[name] for name in read if name in vars(layer)}
     layer.quantization_backend, layer.fan_in_fan_out = None, bool(before.get("fan_in_fan_out"))
     try:
         rule(layer)
     except (NotImplementedError, RuntimeError) as error:
         raise ArgumentError(
-            f"peft cannot merge these adapters: {error}", where="RUN", fix="--no-merge copies them apart"
+            f"peft cannot merge these adapters: {error}", where="RUN", fix="--no-merge exports the adapters alone"
         ) from error
     finally:
         for name in read:
@@ -172,8 +172,8 @@ def _merge(layer: Any) -> None:
 
 
 @contextmanager
-def _in_float(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
-    """Replace the parameters of a module by fp32 copies while inside, and widen 16-bit adapters."""
+def _in_fp32(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
+    """Context manager: replace a module's parameters by fp32 copies, and widen 16-bit adapters."""
     before = dict(inner._parameters)
     below = {id(x) for x in inner.parameters()}
     narrow = [x for layer in chain for x in layer.parameters() if id(x) not in below and x.dtype.itemsize == 2]
@@ -193,10 +193,10 @@ def _in_float(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
 
 
 def must_untie(model: nn.Module) -> bool:
-    """Return True if adapters made two tied weights differ, so that the merged model needs both.
+    """Return True if adapters make two tied weights differ, so that the merged model needs both.
 
     Raises:
-        ArgumentError: Other weights than embedding and head are tied; these alone can be untied.
+        ArgumentError: The tied weights are not embedding and LM head, so they cannot be untied.
     """
     base = base_of(model)
     adapted = set(adapted_modules(model)) if hasattr(base, "peft_config") or base is not model else set()
@@ -214,15 +214,15 @@ def must_untie(model: nn.Module) -> bool:
         module = base.get_submodule(name.rpartition(".")[0])
         if id(inner_module(module)[0]) not in ends:
             raise ArgumentError(
-                f"the adapters change {name}, which other parts of the model share",
+                f"the adapters change {name}, which is tied to another weight and cannot be untied",
                 where="RUN",
-                fix="--no-merge copies the adapters apart",
+                fix="--no-merge exports the adapters alone",
             )
     return True
 
 
 def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
-    """Return True if two tied weights were trained as one copy, without adapters to merge."""
+    """Return True if two tied weights were trained as one shared copy, without adapters to merge."""
     found = [(inner_module(base.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in pair]
     if any(chain for (_, chain), _ in found):
         return False
@@ -231,7 +231,7 @@ def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
 
 
 def _merged_digest(base: Any, name: str) -> bytes:
-    """Return the hash of a merged weight, so that tied weights need not be in memory together."""
+    """Return the hash of a merged weight; hashes are compared so that tied weights are not in memory together."""
     place, _, key = name.rpartition(".")
     module = base.get_submodule(place)
     inner, chain = inner_module(module)
@@ -243,25 +243,27 @@ def _merged_digest(base: Any, name: str) -> bytes:
 
 
 class WeightChange(Protocol):
-    """A change of weights during a call, such as :class:`Rounding`."""
+    """Change of weights during a call, such as :class:`Rounding`."""
 
     def moves(self, module: nn.Module) -> bool:
         """Return True if the module's own weights are changed."""
 
     def sizes(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return parameter name -> values for :meth:`move`; empty for the parameters' own values."""
+        """Return the values that :meth:`move` needs, by parameter name; empty to use the parameters' own values."""
 
     def move(self, weight: Tensor, size: Tensor) -> Tensor:
         """Return the changed weight, in fp32."""
 
 
 class Rounding:
-    """Moves each weight at random, by up to half of the gap between neighbouring numbers of a dtype.
+    """Changes each weight at random, by up to half of the gap between neighbouring numbers of a dtype.
+
+    The gap is taken at the merged value of the weight.
 
     Args:
         model: Trained model.
         dtype: Dtype of the rounding.
-        everything: Move all weights, not only those that adapters change. Gaps are at the merged values.
+        everything: True to change all weights, not only the weights that adapters change.
         seed: Random seed.
     """
 
@@ -278,7 +280,7 @@ class Rounding:
         return merged_parameters(wrapper) if wrapper is not None and inner_module(wrapper)[1] else {}
 
     def move(self, weight: Tensor, size: Tensor) -> Tensor:
-        """Return the weight moved by up to half of the gap at ``size``."""
+        """Return the weight, changed by up to half of the gap at ``size``."""
         gap = torch.finfo(self.dtype).eps * torch.exp2(torch.floor(torch.log2(size.abs().clamp_min(1e-37))))
         drawn = torch.rand(weight.shape, generator=self._generator).to(weight.device) - 0.5
         return weight + drawn * gap
@@ -286,18 +288,18 @@ class Rounding:
 
 @contextmanager
 def widened(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[None]:
-    """Let a model in evaluation mode compute in fp32 while inside, with the weight change ``rounding``."""
+    """Context manager: a model in evaluation mode computes in fp32, with the weight change ``rounding`` if given."""
     base = base_of(model)
     layers = decoder_layers(base)
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = [module for module in base.modules() if id(module) not in inside]
     with ExitStack() as undone:
-        undone.enter_context(_wide(outside, rounding))
+        undone.enter_context(_widened_modules(outside, rounding))
         open_layers: dict[int, ExitStack] = {}
 
         def enter(layer: nn.Module, *_: Any) -> None:
             stack = open_layers.setdefault(id(layer), ExitStack())
-            stack.enter_context(_wide(list(layer.modules()), rounding))
+            stack.enter_context(_widened_modules(list(layer.modules()), rounding))
 
         def leave(layer: nn.Module, *_: Any) -> None:
             open_layers.pop(id(layer)).close()
@@ -309,8 +311,8 @@ def widened(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[
 
 
 @contextmanager
-def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[None]:
-    """Widen the parameters and buffers of ``modules`` while inside."""
+def _widened_modules(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[None]:
+    """Context manager: widen the parameters and buffers of ``modules`` to fp32."""
     with ExitStack() as undone, torch.no_grad():
         plain: dict[int, nn.Linear] = {}
         done: set[int] = set()
@@ -324,7 +326,7 @@ def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[N
                 if is_quantised(x):
                     value = dequantised(x)
                     value = rounding.move(value, sizes.get(key, value)) if rounding is not None and moved else value
-                    if value.dim() == 3:  # experts, whose module computes with any tensor
+                    if value.dim() == 3:  # experts: their module accepts plain tensors
                         undone.callback(module._parameters.__setitem__, key, x)
                         module._parameters[key] = nn.Parameter(value, requires_grad=False)
                     else:
@@ -346,7 +348,7 @@ def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[N
 
 
 def _plain_linear(module: Any, weight: Tensor) -> nn.Linear:
-    """Return a linear layer with this weight and the module's bias, in fp32."""
+    """Return an fp32 linear layer with this weight and the module's bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     bias = module._parameters.get("bias")

@@ -1,9 +1,9 @@
-"""llama.cpp's converter with the pre-tokenizers of new vocabularies: ``python FILE CONVERTER ...``.
+"""Run llama.cpp's converter on models with a new vocabulary: ``python FILE CONVERTER ...``.
 
-llama.cpp has every pre-tokenizer pattern in its code, under a name that its converter finds by the hash of one encoded
-text, so only for released vocabularies. A newly trained vocabulary has another hash with the same pattern. Here
-tokenizer.json names two patterns. Run as a program by :mod:`streamtune.programs.export.elsewhere`; imports only the
-standard library and the converter.
+llama.cpp has each pre-tokenizer pattern in its code, under a name. Its converter finds the name by the hash of one
+encoded text, which works for released vocabularies only. A newly trained vocabulary has another hash with the same
+pattern. This program recognises two such patterns in tokenizer.json. It is run by
+:mod:`streamtune.programs.export.elsewhere`, and imports only the standard library and the converter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 def pattern_of(tokenizer: dict[str, Any]) -> str | None:
-    """Return llama.cpp's name of a tokenizer's pre-tokenizer pattern, or None; ``tokenizer`` is ``tokenizer.json``."""
+    """Return llama.cpp's name for the pre-tokenizer pattern of a parsed ``tokenizer.json``; None if unknown."""
     before = tokenizer.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", []) if before.get("type") == "Sequence" else [before]
     if tokenizer.get("normalizer") is not None or tokenizer.get("model", {}).get("type") != "BPE":
@@ -30,7 +30,7 @@ def pattern_of(tokenizer: dict[str, Any]) -> str | None:
 
 
 def _sorted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps with their keys in the order of :data:`BYTES` and :data:`DIGITS`."""
+    """Return the steps, with the keys of each in the order of :data:`BYTES` and :data:`DIGITS`."""
     order = [*BYTES, *DIGITS]
     return [{key: step[key] for key in sorted(step, key=lambda key: order.index(key) if key in order else 99)}
             for step in steps]  # fmt: skip
@@ -43,7 +43,7 @@ def _name_patterns(folder: Path) -> None:
         models: Any = import_module("conversion.base").TextModel
         known = models.get_vocab_base_pre
     except (OSError, ValueError, ImportError, AttributeError):
-        return  # no such file, or another version of the converter, which reports the unknown hash itself
+        return  # no such file, or another version of the converter: it reports the unknown hash
     if name is None:
         return
 
@@ -60,7 +60,7 @@ def _name_patterns(folder: Path) -> None:
 if __name__ == "__main__":
     converter = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(converter.parent))  # as if it had been run itself
+    sys.path.insert(0, str(converter.parent))  # as if the converter had been run directly
     local = converter.parent / "gguf-py"
     if local.is_dir():
         sys.path.insert(1, str(local))

@@ -1,10 +1,10 @@
-"""Trained models: found by run, checkpoint or folder, and loaded as in training.
+"""Find trained models by run, checkpoint or folder, and load them as in training.
 
     RUN                       run.json, recipe.yaml, final/, checkpoints/
     RUN/checkpoints/step-100  manifest.json, model/
-    a model or an adapter     config.json or adapter_config.json; the run, if any, is found above it
+    a model or an adapter     config.json or adapter_config.json; its run, if any, is a folder above it
 
-Models are saved gathered, in Hugging Face format, after DDP, ZeRO and FSDP2 alike. Adapters go on the base of their
+DDP, ZeRO and FSDP2 runs save whole models in Hugging Face format too. Adapters are loaded onto the base model of their
 run, with the quantisation of training.
 """
 
@@ -30,46 +30,46 @@ if TYPE_CHECKING:
 
 Notify = Callable[[str], None]
 USE_CHECKPOINT = "use a checkpoint of the run: --checkpoint"
-NAME_BASE = "name the model they were trained on: --base PATH"
+NAME_BASE = "give the model they were trained on: --base PATH"
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The folder of a trained model, with the records of its training."""
+    """The folder of a trained model, with the records of its run."""
 
     given: str
-    """the name that the user gave"""
+    """Name that the user gave."""
     folder: str
-    """folder in Hugging Face format, or name on the model hub"""
+    """Folder in Hugging Face format, or name on the hub."""
     adapters: bool
-    """True if the folder holds adapters without their base"""
+    """True if the folder has adapters without their base model."""
     run: train.RunDirectory | None = None
     loaded: LoadedRecipe | None = None
-    """recipe of the run, if readable"""
+    """Recipe of the run; None without a run or if it is unreadable."""
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """content of ``run.json``: settings, fingerprints and versions of the run"""
+    """Content of ``run.json``: settings, fingerprints and versions of the run."""
     step: int | None = None
-    """optimizer steps of a checkpoint; None for the final model"""
+    """Number of optimizer steps of a checkpoint; None for the final model."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Recipe keys that decided the result, as the run recorded them; empty without a run."""
+        """Recipe keys that decide the result, as the run recorded them; empty without a run."""
         found: Mapping[str, Any] = self.identity.get("recipe", {})
         return found
 
     @property
     def quantization(self) -> str | None:
-        """Quantisation of the frozen base in training, or None."""
+        """Quantisation of the frozen base during training; None without."""
         return self.settings.get("quantization") if self.adapters else None
 
     @property
     def trusts_code(self) -> bool:
-        """True if the run allowed the model's own Python code."""
+        """True if the run allowed the model's own Python code (trust_remote_code)."""
         return self.loaded is not None and self.loaded.recipe.trust_remote_code
 
     @property
     def base(self) -> str | None:
-        """Name of the base of adapters; None for a base made from a configuration, or unknown."""
+        """Name of the adapters' base model; None if it was built from a configuration, or is unknown."""
         if not self.adapters:
             return None
         if self.settings.get("model") is not None:
@@ -82,45 +82,46 @@ class TrainedModel:
         return named
 
     def describe(self) -> str:
+        """Return the folder, with the step of a checkpoint."""
         return self.folder if self.step is None else f"{self.folder}, after step {self.step:,}"
 
 
 def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False,
                  notify: Notify = lambda text: None) -> TrainedModel:  # fmt: skip
-    """Find a trained model without reading weights; the weights of a checkpoint are hashed.
+    """Find a trained model without loading it; the files of a checkpoint are hashed to check them.
 
     Args:
-        given: Run directory, checkpoint, folder with a model or adapters, or name on the hub.
-        checkpoint: Name (``step-000100``) or step of a checkpoint of the run, in place of the final model.
-        hub: Allow names on the hub.
-        notify: Callback for messages to the user.
+        given: Run, checkpoint, folder with a model or adapters, or name on the hub.
+        checkpoint: Name (``step-000100``) or step of a checkpoint of the run; None is the final model.
+        hub: True to accept names on the hub.
+        notify: Called with each note for the user.
 
     Raises:
-        ArgumentError: There is no such folder, or no model in it.
+        ArgumentError: The folder does not exist, or has no model.
         CheckpointError: The checkpoint is damaged.
     """
     path = Path(given).expanduser() if models.is_folder(given) else Path(given)
     if not models.is_folder(given):
         if hub and not _looks_local(given):
             return _refuse_checkpoint(TrainedModel(given, given, adapters=False), checkpoint)
-        raise _missing(path)
+        raise _missing_folder_error(path)
     if (path / "run.json").is_file():
-        return _of_run(given, train.RunDirectory(path), checkpoint, notify)
+        return _find_in_run(given, train.RunDirectory(path), checkpoint, notify)
     if (path / "manifest.json").is_file():
-        found = _of_checkpoint(given, open_checkpoint(path), _run_above(path, 2), notify)
+        found = _from_checkpoint(given, open_checkpoint(path), _run_above(path, 2), notify)
         return _refuse_checkpoint(found, checkpoint)
     if not ((path / "config.json").is_file() or (path / "adapter_config.json").is_file()):
         raise ArgumentError(
-            f"{path} holds neither a run nor a model: no run.json, config.json or adapter_config.json",
+            f"{path} is neither a run nor a model: it has no run.json, config.json or adapter_config.json",
             where="RUN",
-            fix="give a run's directory (runs/NAME), one of its checkpoints, or a folder with a model",
+            fix="give a run (runs/NAME), one of its checkpoints, or a folder with a model",
         )
     above = _run_above(path, 3) if path.name == "model" else _run_above(path, 1)
-    return _refuse_checkpoint(_made(given, path, above, notify), checkpoint)
+    return _refuse_checkpoint(_with_records(given, path, above, notify), checkpoint)
 
 
-def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify) -> TrainedModel:
-    """Return the requested checkpoint of a run, else its final model, else its newest checkpoint."""
+def _find_in_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify) -> TrainedModel:
+    """Return the requested checkpoint of a run; without one, its final model or its newest checkpoint."""
     if checkpoint is not None:
         name = f"step-{int(checkpoint):06d}" if checkpoint.isdecimal() else Path(checkpoint).name
         path = run.checkpoints / name
@@ -129,41 +130,42 @@ def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify:
             raise ArgumentError(
                 f"{run.path} has no checkpoint {name}",
                 where="--checkpoint",
-                fix=did_you_mean(name, names) or (f"it has {', '.join(names)}" if names else "it has none"),
+                fix=did_you_mean(name, names)
+                or (f"checkpoints: {', '.join(names)}" if names else "the run has no checkpoints"),
             )
-        return _of_checkpoint(given, open_checkpoint(path), run, notify)
+        return _from_checkpoint(given, open_checkpoint(path), run, notify)
     if run.final.is_dir():
-        _tell_newer(run, notify)
-        return _made(given, run.final, run, notify)
+        _notify_newer_checkpoint(run, notify)
+        return _with_records(given, run.final, run, notify)
     newest = newest_checkpoint(run.checkpoints, notify)
     if newest is None:
         raise ArgumentError(
             f"{run.path} has no model yet: neither final/ nor a checkpoint",
             where="RUN",
-            fix="train it first: save_steps saves checkpoints on the way",
+            fix="train it first; save_steps saves checkpoints during training",
         )
-    notify(f"the run is not done, so this is its newest checkpoint, after step {newest.step:,}")
-    return _of_checkpoint(given, newest, run, notify)
+    notify(f"the run has not finished: its newest checkpoint is used, after step {newest.step:,}")
+    return _from_checkpoint(given, newest, run, notify)
 
 
-def _of_checkpoint(given: str, opened: Checkpoint, run: train.RunDirectory | None, notify: Notify) -> TrainedModel:
-    return _made(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
+def _from_checkpoint(given: str, opened: Checkpoint, run: train.RunDirectory | None, notify: Notify) -> TrainedModel:
+    return _with_records(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
 
 
-def _tell_newer(run: train.RunDirectory, notify: Notify) -> None:
-    """Notify of a checkpoint newer than the final model, in a run that was continued."""
-    with suppress(StreamTuneError):  # unreadable events tell nothing
+def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
+    """Notify if a resumed run has a checkpoint that is newer than its final model."""
+    with suppress(StreamTuneError):  # without readable events there is no note
         ends = (event.get("step") for event in records_backwards(run.events) if event.get("event") == "finish")
         done = next(ends, None)
         later = [path for path in step_directories(run.checkpoints) if isinstance(done, int) and step_of(path) > done]
         if later:
             notify(
-                f"{run.final} is the model after step {done:,}, and the run goes on: --checkpoint "
-                f"{step_of(later[-1])} takes its newest"
+                f"{run.final} is the model after step {done:,}, but the run has a newer checkpoint: --checkpoint "
+                f"{step_of(later[-1])}"
             )
 
 
-def _made(
+def _with_records(
     given: str,
     folder: Path,
     run: train.RunDirectory | None,
@@ -172,28 +174,30 @@ def _made(
     step: int | None = None,
     identity: Any = None,
 ) -> TrainedModel:
-    """Return the model with the readable records of its run; a recipe of another version is skipped with a note."""
+    """Return the model with the records of its run; a recipe that cannot be read is skipped with a note."""
     loaded: LoadedRecipe | None = None
     if run is not None:
         try:
             now = run.read_identity()
         except StreamTuneError as error:
             raise ArgumentError(
-                error.what, where="RUN", fix=f"copy {folder} out of the run and export that; --base names its base"
+                error.what,
+                where="RUN",
+                fix=f"copy {folder} out of the run and export the copy; give the base model with --base",
             ) from error
         identity = identity if isinstance(identity, dict) and identity else now
         if run.recipe.is_file():
             try:
-                loaded = _as_then(load_recipe(run.recipe), identity, now)
-            except StreamTuneError as error:  # of another version, which had other keys
-                notify(f"{run.recipe} cannot be read by this version ({error.what}); only run.json is used")
+                loaded = _with_checkpoint_settings(load_recipe(run.recipe), identity, now)
+            except StreamTuneError as error:  # written by a version with other keys
+                notify(f"this version cannot read {run.recipe} ({error.what}); only run.json is used")
     adapters = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
     identity = identity if isinstance(identity, dict) else {}
     return TrainedModel(given, str(folder), adapters, run, loaded, identity, step)
 
 
-def _as_then(loaded: LoadedRecipe, then: Any, now: Any) -> LoadedRecipe:
-    """Return the run's recipe with the settings of a checkpoint, as the run may have continued with others."""
+def _with_checkpoint_settings(loaded: LoadedRecipe, then: Any, now: Any) -> LoadedRecipe:
+    """Return the run's recipe with the settings of a checkpoint; the run may have resumed with other settings."""
     settings, latest = ((each or {}).get("recipe", {}) for each in (then, now))
     changed = {key: value for key, value in settings.items() if key in latest and latest[key] != value}
     if not changed:
@@ -201,12 +205,12 @@ def _as_then(loaded: LoadedRecipe, then: Any, now: Any) -> LoadedRecipe:
     try:
         recipe = type(loaded.recipe).model_validate({**loaded.recipe.model_dump(), **changed})
     except ValueError as error:
-        raise RecipeError(f"the settings of the checkpoint are not valid: {error}", where=str(loaded.path)) from error
+        raise RecipeError(f"the checkpoint has invalid settings: {error}", where=str(loaded.path)) from error
     return replace(loaded, recipe=recipe)
 
 
 def _run_above(path: Path, levels: int) -> train.RunDirectory | None:
-    """Return the run ``levels`` above a folder, if there is one."""
+    """Return the run that is ``levels`` folders above a folder; None if that is not a run."""
     above = path.resolve()
     for _ in range(levels):
         above = above.parent
@@ -216,33 +220,33 @@ def _run_above(path: Path, levels: int) -> train.RunDirectory | None:
 def _refuse_checkpoint(found: TrainedModel, checkpoint: str | None) -> TrainedModel:
     if checkpoint is not None:
         raise ArgumentError(
-            f"{found.given} is no run, so it has no checkpoint {checkpoint}",
+            f"--checkpoint {checkpoint} needs a run, but {found.given} is not a run",
             where="--checkpoint",
-            fix="give the run's directory",
+            fix="give the folder of the run",
         )
     return found
 
 
 def _looks_local(given: str) -> bool:
-    """Return True for a name that a hub cannot have, or whose first part is a local folder."""
+    """Return True if a name is invalid on the hub, or its first part is a local folder."""
     if given.startswith((".", "/", "~")) or given.count("/") > 1:
         return True
     return "/" in given and Path(given).parent.is_dir()
 
 
-def _missing(path: Path) -> ArgumentError:
+def _missing_folder_error(path: Path) -> ArgumentError:
     siblings: list[str] = []
     with suppress(OSError, ValueError):  # not a file name
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     return ArgumentError(
         f"there is no folder {path}",
         where="RUN",
-        fix=did_you_mean(path.name, siblings) or "give a run's directory, such as runs/NAME, or a folder with a model",
+        fix=did_you_mean(path.name, siblings) or "give a run, such as runs/NAME, or a folder with a model",
     )
 
 
 def _named_base(folder: Path) -> str | None:
-    """Return the base in the adapters' own configuration."""
+    """Return the base model named in adapter_config.json; None if it names none."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -260,19 +264,19 @@ def load_trained(
     trust_remote_code: bool = False,
     notify: Notify = lambda text: None,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a model as in training, in evaluation mode, and its tokenizer.
+    """Load a model as in training, in evaluation mode, and its tokenizer; return both.
 
     Args:
         trained: Model to load.
         device: Device of the weights.
-        base: Base of adapters in place of the run's.
-        dtype: Dtype of the base or the whole model; None is the dtype of training.
-        quantization: ``nf4`` or ``int8`` of the frozen base, or None.
-        trust_remote_code: Allow the model's own Python code.
-        notify: Callback for messages to the user.
+        base: Base model of the adapters; None is the one that the run records.
+        dtype: Dtype of the base or of a model without adapters; None is the dtype of training.
+        quantization: Quantisation of the frozen base: ``nf4``, ``int8`` or None.
+        trust_remote_code: True to allow the model's own Python code.
+        notify: Called with each note for the user.
 
     Raises:
-        ArgumentError: The model cannot be loaded, or its base is missing.
+        ArgumentError: The model cannot be loaded, or its base model does not exist.
     """
     recipe = trained.loaded.recipe if trained.loaded is not None else None
     tokenizer = load_trained_tokenizer(trained, base, trust_remote_code)
@@ -285,16 +289,16 @@ def load_trained(
         )
         return model.requires_grad_(False).eval(), tokenizer
     if quantization is not None:
-        models.choose_quantization(quantization, torch.device(device))  # refuses where its package is missing
+        models.choose_quantization(quantization, torch.device(device))  # raises an error if its package is missing
     change = models.QuantisedBefore.load(Path(trained.folder)) if quantization is not None else None
     name = resolve_base(trained, base, notify)
     if is_trained_base(trained, base) is False:
-        notify(f"{base} is not the model that these adapters trained on: the result is another model")
+        notify(f"{base} is not the base model that these adapters trained on: the result is a different model")
     wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
     wanted = "auto" if wanted == "mixed" else wanted  # the base of adapters is as in its checkpoint
     options = models.ModelOptions(wanted, quantization, models.RopeChange.from_settings(trained.settings), change)
     if name is None:
-        made: Any = _made_again(trained, tokenizer, options, device)
+        made: Any = _init_base_again(trained, tokenizer, options, device)
     else:
         made = models.load_model(
             name,
@@ -312,7 +316,7 @@ def load_trained(
 
 
 def _rows_of_tokens(folder: Path) -> int:
-    """Return the number of embedding rows that tokens trained beside adapters need; 0 without such tokens."""
+    """Return how many embedding rows the adapters' trained tokens need; 0 without such tokens."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["trainable_token_indices"]
         tables = named.values() if isinstance(named, dict) else [named or []]
@@ -322,10 +326,10 @@ def _rows_of_tokens(folder: Path) -> int:
 
 
 def _load_adapters(base: Any, folder: Path) -> Any:
-    """Load the adapters of a folder onto their base.
+    """Load the adapters in a folder onto their base model and return the result.
 
     Raises:
-        ArgumentError: The file is damaged, or the adapters belong to another base or are of an unknown kind.
+        ArgumentError: A file is damaged, or the adapters do not fit the base or are of an unsupported kind.
     """
     from peft import PeftConfig
     from safetensors import SafetensorError
@@ -342,8 +346,10 @@ def _load_adapters(base: Any, folder: Path) -> Any:
             fix=USE_CHECKPOINT,
         ) from error
     if config.is_prompt_learning or getattr(config, "layer_replication", None):
-        kind = "a learnt prompt" if config.is_prompt_learning else "adapters of layers that are repeated"
-        raise ArgumentError(f"{folder} holds {kind}, which cannot be loaded here", where="RUN", fix="use peft itself")
+        kind = "prompt tuning" if config.is_prompt_learning else "layer replication"
+        raise ArgumentError(
+            f"{folder} has adapters with {kind}, which StreamTune cannot load", where="RUN", fix="load them with peft"
+        )
     try:
         adapted = models.load_lora(base, folder)
         _check_all_loaded(adapted, folder)
@@ -355,7 +361,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         ) from error
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
-            f"peft cannot put the adapters in {folder} on this base: {_first_line(error)}",
+            f"peft cannot load the adapters in {folder} onto this base: {_first_line(error)}",
             where="RUN",
             fix=NAME_BASE,
         ) from error
@@ -363,7 +369,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first useful line: a mismatch of sizes begins with a heading, and a line for each weight follows."""
+    """Return the first useful line of an error. A size mismatch starts with a heading, then has a line per weight."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[1]}" + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
@@ -371,29 +377,29 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify = lambda text: None) -> str | None:
-    """Return the base of adapters; None for a base made from a configuration.
+    """Return the adapters' base model; None if it was built from a configuration, or there are no adapters.
 
     Args:
         trained: Adapters and their run.
-        base: Base in place of the run's.
-        notify: Callback, called for adapters on adapters.
+        base: Base model given by the user; None is the one that the run records.
+        notify: Called with a note if the base is itself a folder of adapters.
 
     Raises:
-        ArgumentError: The base is missing, or its files have changed since the run.
+        ArgumentError: The base does not exist, or its files have changed since the run.
     """
     name = base or trained.base
     if name is None or not trained.adapters:
         return None
     _check_base(trained, name, named=base is not None)
-    return _below_adapters(trained, name, notify)
+    return _skip_adapter_base(trained, name, notify)
 
 
 def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
-    """Return True if adapters trained on the files of ``base``, False if on others, None if unknown.
+    """Return True if the adapters trained on the files of ``base``, False if on other files, None if unknown.
 
     Args:
         trained: Adapters and their run.
-        base: Name or folder given in place of the run's base; None is the run's base.
+        base: Name or folder that the user gave; None is the base that the run records.
     """
     if base is None:
         return True
@@ -407,10 +413,10 @@ def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
 def load_trained_tokenizer(
     trained: TrainedModel, base: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside the model, or the base's tokenizer for adapters saved without one.
+    """Load the model's tokenizer; for adapters saved without one, the base model's tokenizer.
 
     Raises:
-        ArgumentError: There is none.
+        ArgumentError: There is no tokenizer.
     """
     name = trained.folder
     if trained.adapters and not any(Path(name).glob("tokenizer*")):
@@ -418,18 +424,18 @@ def load_trained_tokenizer(
     return models.load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
-def _made_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOptions, device: str) -> Any:
-    """Make the base of adapters again, from the configuration and the seed of their run.
+def _init_base_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOptions, device: str) -> Any:
+    """Initialise the adapters' base model again, from the configuration and the seed of their run.
 
     Raises:
-        ArgumentError: The run has neither a configuration nor a name of the base.
+        ArgumentError: The run records neither a configuration nor a base model.
     """
     made = trained.settings.get("model")
     if not isinstance(made, dict):
         raise ArgumentError(
-            f"{trained.folder} holds adapters, and nothing says which model they belong to",
+            f"the base model of the adapters in {trained.folder} is unknown",
             where="RUN",
-            fix="name it: --base PATH",
+            fix="give it with --base PATH",
         )
     return models.init_model(
         made["init"],
@@ -442,29 +448,29 @@ def _made_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOpti
 
 
 def _check_base(trained: TrainedModel, name: str, *, named: bool) -> None:
-    """Raise ArgumentError for a base that is missing, or whose files differ from training."""
+    """Raise an ArgumentError if the base does not exist, or its files changed since training."""
     if _looks_local(name) and not models.is_folder(name):
         raise ArgumentError(
-            f"the base of the adapters in {trained.folder} is '{name}', which is no folder here",
+            f"the base of the adapters in {trained.folder} is '{name}', but this folder does not exist",
             where="--base" if named else "RUN",
-            fix="give another --base" if named else "name the place where it is now: --base PATH",
+            fix="give another --base" if named else "give its present path with --base PATH",
         )
     before = trained.identity.get("files", {}).get("base")
     if named or before is None or not models.is_folder(name):
         return
     if models.fingerprint_model(name, code=trained.trusts_code) != before:
         raise ArgumentError(
-            f"the files of {name} have changed since the adapters in {trained.folder} were trained on them",
+            f"the files of {name} have changed since the adapters in {trained.folder} were trained",
             where="RUN",
-            fix="name a copy of the model as it was: --base PATH; --base with this very folder takes it as it is",
+            fix="give an unchanged copy with --base PATH; --base with the same folder skips this check",
         )
 
 
-def _below_adapters(trained: TrainedModel, name: str, notify: Notify) -> str:
-    """Return the base to load; if the base is a folder of adapters, the base of these adapters.
+def _skip_adapter_base(trained: TrainedModel, name: str, notify: Notify) -> str:
+    """Return the base model to load; if the base is a folder of adapters, the base of those adapters.
 
     Raises:
-        ArgumentError: Another program put adapters on adapters, in an unknown order.
+        ArgumentError: Another program trained adapters on top of adapters.
     """
     folder = Path(name).expanduser()
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
@@ -472,28 +478,30 @@ def _below_adapters(trained: TrainedModel, name: str, notify: Notify) -> str:
     below = models.adapter_base(name)
     if trained.run is None or below is None:
         raise ArgumentError(
-            f"the base of the adapters in {trained.folder} is itself a folder of adapters, {name}",
+            f"the base of the adapters in {trained.folder} is itself a folder of adapters: {name}",
             where="--base",
-            fix=f"merge those first: `streamtune export {name} OUT`, then --base OUT",
+            fix=f"merge them first with `streamtune export {name} OUT`, then give --base OUT",
         )
-    # New adapters replaced those in the folder, which had the same name, until such runs were refused.
-    notify(f"the run put its adapters in the place of those in {name}: they are on {below} alone, and so they trained")
+    # Before such runs were refused, new adapters replaced the adapters in the folder, because both had the same name.
+    notify(
+        f"the run's adapters replaced the adapters in {name} and trained on {below} alone: they are loaded onto {below}"
+    )
     return below
 
 
 def _check_all_loaded(model: Any, folder: Path) -> None:
-    """Raise ArgumentError if some adapter weights have no place in the model, or some places no weights."""
+    """Raise an ArgumentError if adapter weights in the file and in the model do not match by name."""
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        there = set(file.keys())
+        stored = set(file.keys())
     # peft also writes the base's own weights of embeddings and heads with adapters
-    there = {name for name in there if not name.endswith(".base_layer.weight")}
+    stored = {name for name in stored if not name.endswith(".base_layer.weight")}
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
-    if lost := sorted(there ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
+    if lost := sorted(stored ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
         raise ArgumentError(
-            f"the adapters in {folder} are not those of this base: {len(lost)} weights do not match, such as {lost[0]}",
+            f"the adapters in {folder} do not fit this base: {len(lost)} weights do not match, such as {lost[0]}",
             where="RUN",
             fix=NAME_BASE,
         )

@@ -1,7 +1,7 @@
-"""The exported folder: weights in shards, configuration, tokenizer, model card; complete or not at all.
+"""Write the exported folder: weights in shards, configuration, tokenizer and model card.
 
-It is written as ``OUT.partial``, and renamed after the written model has passed its check. A folder that fails the
-check stays as ``OUT.failed``.
+The folder is written as ``OUT.partial`` and renamed to ``OUT`` after the written model has passed its check. A folder
+that fails the check is kept as ``OUT.failed``.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ MARK = ".streamtune-export"
 
 
 def check_target(out: Path) -> None:
-    """Raise ArgumentError for a target that is not empty, not a folder, or cannot be made."""
+    """Raise an ArgumentError if the target is a file, a link, a folder that is not empty, or unreadable."""
     try:
         is_folder = out.is_dir() and not out.is_symlink()
         taken = any(out.iterdir()) if is_folder else out.exists() or out.is_symlink()
     except OSError as error:
-        raise ArgumentError(
-            f"{out} cannot be looked at: {error.strerror}", where="OUT", fix="name a new folder"
-        ) from error
+        raise ArgumentError(f"cannot read {out}: {error.strerror}", where="OUT", fix="give a new folder") from error
     if taken:
         what = "a link" if out.is_symlink() else "a folder that is not empty" if is_folder else "a file"
-        raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", fix="name a new folder")
+        raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", fix="give a new folder")
     partial = _beside(out, "partial")
-    if os.path.lexists(partial) and not _is_ours(partial):
-        raise ArgumentError(f"{partial} is in the way", where="OUT", fix="move it, or name another folder")
+    if os.path.lexists(partial) and not _is_export(partial):
+        raise ArgumentError(
+            f"{partial} exists, and no export wrote it", where="OUT", fix="move it, or give another folder"
+        )
 
 
-def _is_ours(partial: Path) -> bool:
-    """Return True if an export made the folder: it has the mark, or is empty, because the mark is written first."""
+def _is_export(partial: Path) -> bool:
+    """Return True if an export created the folder: it has the marker file, or is empty (the marker comes first)."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     return (partial / MARK).is_file() or not any(partial.iterdir())
@@ -63,13 +63,14 @@ def _is_ours(partial: Path) -> bool:
 
 @contextmanager
 def staged(out: Path, needed: int) -> Iterator[Path]:
-    """Make ``OUT.partial``, and rename it to ``out`` at the end; remove it on an error.
+    """Context manager: yield ``OUT.partial``; rename it to ``out`` at the end, or remove it on an error.
 
     Args:
         out: Target folder.
-        needed: Bytes of the folder, about.
+        needed: Approximate size of the folder, in bytes.
 
     Raises:
+        ArgumentError: Another export is writing to the same folder.
         RunError: The disk is full or not writable.
     """
     partial = _beside(out, "partial")
@@ -78,23 +79,23 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         free = free_bytes(out)
         if needed > free:
             raise OSError(errno.ENOSPC, "No space left on device")
-        lock = _own(partial, out)
+        lock = _lock_partial(partial, out)
         interrupts.remove_too(str(partial))
         yield partial
-        if partial.exists():  # else it was kept as OUT.failed
+        if partial.exists():  # otherwise it was kept as OUT.failed
             if out.is_dir():
                 out.rmdir()
             partial.rename(out)
-            (out / MARK).unlink()  # last, so that the folder of a killed export is recognised
+            (out / MARK).unlink()  # last: the marker identifies the folder of a killed export
     except BaseException as error:
-        if lock is not None:  # else it is another export's
+        if lock is not None:  # otherwise it belongs to another export
             interrupts.remove_folder(str(partial))
         if _is_disk_error(error):
             if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
-                raise RunError(f"cannot write {out}: {error}", fix="name a folder that can be written to") from error
+                raise RunError(f"cannot write {out}: {error}", fix="give a writable folder") from error
             raise RunError(
-                f"cannot write {out}: {error}; it takes {show_size(needed)} and {show_size(free_bytes(out))} are free",
-                fix="make room, or name a folder on another disk",
+                f"cannot write {out}: {error}; it needs {show_size(needed)}, {show_size(free_bytes(out))} are free",
+                fix="free disk space, or give a folder on another disk",
             ) from error
         raise
     finally:
@@ -102,20 +103,20 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
             os.close(lock)
 
 
-def _own(partial: Path, out: Path) -> int:
-    """Make an empty ``OUT.partial``, and return the descriptor of its locked mark.
+def _lock_partial(partial: Path, out: Path) -> int:
+    """Create an empty ``OUT.partial``, and return the descriptor of its locked marker file.
 
     Raises:
-        ArgumentError: Another export is writing there.
+        ArgumentError: Another export is writing to it.
     """
     lock = -1
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        if not _is_ours(partial):
-            raise FileExistsError(errno.EEXIST, "it was put there meanwhile", str(partial))
+        if not _is_export(partial):
+            raise FileExistsError(errno.EEXIST, "it was created meanwhile", str(partial))
         lock = os.open(partial / MARK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
         try_lock(lock)
-        if not is_open_at(lock, partial / MARK):  # the export that had it is done
+        if not is_open_at(lock, partial / MARK):  # the export that owned it has ended
             raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(partial / MARK))
         for path in partial.iterdir():
             if path.name != MARK:
@@ -124,13 +125,13 @@ def _own(partial: Path, out: Path) -> int:
         with suppress(OSError):
             os.close(lock)
         raise ArgumentError(
-            f"another export is writing {out}", where="OUT", fix="wait for its end, or name another folder"
+            f"another export is writing {out}", where="OUT", fix="wait for it to end, or give another folder"
         ) from error
     return lock
 
 
 def keep_failed(partial: Path, out: Path) -> Path:
-    """Rename a failed folder or file to ``OUT.failed``, or the first free ``OUT.failed-N``, and return this path."""
+    """Rename a failed folder or file to ``OUT.failed``, or to the first free ``OUT.failed-N``; return the new path."""
     number, target = 1, _beside(out, "failed")
     while os.path.lexists(target):
         number += 1
@@ -154,23 +155,23 @@ def _is_disk_error(error: BaseException) -> bool:
 def write_merged(
     model: nn.Module, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None, shard_bytes: int
 ) -> None:
-    """Write the merged weights of ``model``, module by module, its configuration and its tokenizer.
+    """Write the merged weights of ``model`` module by module, with its configuration and tokenizer.
 
     Args:
-        model: Model with or without adapters, left unchanged.
+        model: Model with or without adapters; it is not changed.
         tokenizer: Tokenizer with the chat template.
         folder: Folder to write into.
-        dtype: Dtype of the weights; None keeps the present dtypes.
-        shard_bytes: Most bytes of a file.
+        dtype: Dtype of the written weights; None keeps each weight's dtype.
+        shard_bytes: Maximum size of a weight file, in bytes.
     """
     base, untied = base_of(model), must_untie(model)
-    names = _names(model, dtype)
+    names = _cpu_weights(model, dtype)
     models.write_shards(base, names, folder, shard_bytes, untied=untied)
     _write_configuration(base, folder, dtype, untied=untied)
     models.SavedTokenizer(tokenizer).save_pretrained(folder)
 
 
-def _names(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _cpu_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for name, values in merged_weights(model, dtype=dtype):
         yield name, values.cpu()
 
@@ -188,12 +189,12 @@ def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, 
     config.save_pretrained(folder)
     models.add_old_names(folder)
     if base.generation_config is not None and base.can_generate():
-        with suppress(ValueError):  # an inconsistent generation config is left out
+        with suppress(ValueError):  # an inconsistent generation config is not written
             base.generation_config.save_pretrained(folder)
 
 
 def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
-    """Return the bytes of the merged weights, about."""
+    """Return the approximate size of the merged weights, in bytes."""
     base = base_of(model)
     size = (dtype or base.dtype).itemsize
     own = [x for name, x in base.named_parameters() if not is_of_adapters(name)]
@@ -201,7 +202,7 @@ def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
 
 
 def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
-    """Copy adapters in peft's format from ``source`` with their tokenizer, and write down their base, if given."""
+    """Copy adapters in peft's format from ``source``, write their tokenizer, and record ``base`` if it is given."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(source / name, folder / name)
     for name in (models.LOFTQ_FILE, "generation_config.json"):
@@ -218,7 +219,7 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
 
 
 LEFT_OUT = frozenset({"model_name_or_path", "model", "tokenizer", "chat_template", "objective", "quantization"})
-"""Recipe keys with a place of their own on the card, or with paths and long texts."""
+"""Recipe keys that the card shows elsewhere, or that contain paths or long texts."""
 
 
 def model_card(
@@ -230,24 +231,24 @@ def model_card(
     checked: str,
     adapters: bool,
 ) -> str:
-    """Return the text of ``README.md``.
+    """Return the text of the model card, ``README.md``.
 
     Args:
         trained: Model and its run.
-        name: Title.
-        base: Model from which training started; None for a configuration.
-        weights: Content of the folder, in words.
-        checked: Comparison with the trained model, in words.
-        adapters: True for a folder of adapters in peft's format.
+        name: Title of the card.
+        base: Model from which training started; None if it was built from a configuration.
+        weights: Description of the folder's content.
+        checked: Description of the comparison with the trained model.
+        adapters: True if the folder has adapters in peft's format.
     """
     head = {"library_name": "peft" if adapters else "transformers", "tags": ["streamtune"]}
     if base is not None and not _is_path(base):
         head["base_model"] = base
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())
-    facts = [("base", _shown(base) if base else "random weights, from a configuration"), ("weights", weights)]
+    facts = [("base", _public_name(base) if base else "random weights, from a configuration"), ("weights", weights)]
     facts += _run_facts(trained)
     facts += [("checked", checked)]
-    table = "".join(f"| {key} | {_cell(value)} |\n" for key, value in facts if value)
+    table = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in facts if value)
     settings = {key: value for key, value in trained.settings.items() if key not in LEFT_OUT and value is not None}
     recipe = "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
     block = f"\n## Recipe\n\n```yaml\n{recipe}```\n" if recipe else ""
@@ -258,14 +259,14 @@ def model_card(
 
 
 def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
-    """Return the recorded objective, data, steps, losses and versions."""
+    """Return (name, value) pairs of the run: objective, data, steps, losses and versions."""
     if trained.run is None:
         return []
     facts = []
     recipe = trained.loaded.recipe if trained.loaded is not None else None
     if recipe is not None:
         facts.append(("objective", f"{recipe.objective}, {recipe.finetuning_type}"))
-        facts.append(("data", ", ".join(_shown(each.path) for each in recipe.datasets)))
+        facts.append(("data", ", ".join(_public_name(each.path) for each in recipe.datasets)))
     records = train.read_records(trained.run.metrics)
     steps = [r for r in records if "loss" in r and (trained.step is None or r.get("step", 0) <= trained.step)]
     held = [r for r in records if "eval_loss" in r and (trained.step is None or r.get("step", 0) <= trained.step)]
@@ -284,13 +285,12 @@ def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
 
 
 def describe_check(check: Differences | None, compared: str) -> str:
-    """Describe the comparison with the trained model, on the rows ``compared``."""
+    """Return text that describes the comparison with the trained model; ``compared`` describes the rows."""
     if check is None:
         return "no"
     return (
-        f"logits of this folder against the model as it trained, in fp32 on {compared}: relative difference "
-        f"{check.relative:.1e}, median of a token {check.median:.1e} (one rounding of the weights allows "
-        f"{check.allowed_median:.1e})"
+        f"logits compared with the trained model's, in fp32 on {compared}: relative difference {check.relative:.1e}, "
+        f"median of a token {check.median:.1e} (one rounding of the weights allows {check.allowed_median:.1e})"
     )
 
 
@@ -298,8 +298,8 @@ def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
 
 
-def _shown(path: str) -> str:
-    """Return a name unchanged, and the last part of a path: the rest may tell a user's name."""
+def _public_name(path: str) -> str:
+    """Return a name unchanged, and of a path its last part, because the rest may contain a user's name."""
     return Path(path).name if _is_path(path) else path
 
 
@@ -307,5 +307,5 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
 
 
-def _cell(value: str) -> str:
+def _table_cell(value: str) -> str:
     return " ".join(value.split()).replace("|", "\\|")

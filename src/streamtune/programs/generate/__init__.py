@@ -1,1 +1,1 @@
-"""Generation with a trained model: prompts from the command line, a file or a terminal."""
+"""Generate with a trained model: prompts come from the command line, a file or the terminal."""

@@ -1,7 +1,8 @@
 """Generation from a trained model, loaded as in training: adapters on their base, with the same quantisation.
 
-Long prompts are prefilled in chunks (:mod:`streamtune.tasks.rollout.writers`). A conversation reuses the KV cache of
-the longest common prefix if every layer attends to all tokens: the cache of a window or a state cannot be cut.
+Long prompts are prefilled in chunks (:mod:`streamtune.tasks.rollout.writers`). In a conversation, the KV cache of the
+longest common prefix is reused if every layer attends to all tokens. The cache of a sliding window or of a recurrent
+state cannot be truncated.
 """
 
 from __future__ import annotations
@@ -23,45 +24,45 @@ from streamtune.engine.hf_names import STREAMER, inside
 from streamtune.errors import ArgumentError
 from streamtune.models import end_tokens, load_tokenizer
 from streamtune.programs.export.source import find_trained, load_trained
-from streamtune.programs.generate.prompt_files import Asked, ToolPrompt
+from streamtune.programs.generate.prompt_files import Prompt, ToolPrompt
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
 
 PREFILL_CHUNK = 2048
-"""Tokens of a prefill chunk."""
+"""Number of tokens in a prefill chunk."""
 TEMPERATURE = 0.7
-"""Default if neither the user nor the model's generation config gives one."""
+"""Default temperature if neither the user nor the model's generation config sets one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Settings of generation."""
+    """Options of generation."""
 
     checkpoint: str | None = None
-    """checkpoint of the run in place of its final model"""
+    """Checkpoint of the run to use; None is its final model."""
     base: str | None = None
-    """base of adapters in place of the run's"""
+    """Base model of the adapters; None is the one that the run records."""
     device: str = "auto"
     dtype: str | None = None
-    """weight dtype; None is the dtype of training"""
+    """Weight dtype; None is the dtype of training."""
     max_new_tokens: int = 512
     temperature: float | None = None
-    """0 is greedy; None is the model's generation config, or 0.7"""
+    """Sampling temperature; 0 is greedy, None is the model's generation config or 0.7."""
     top_p: float | None = None
     top_k: int | None = None
     seed: int = 0
     system: str | None = None
-    """system message; None is the default of the run's recipe"""
+    """System message; None is the default of the run's recipe."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """variables of the chat template"""
+    """Variables of the chat template."""
     raw: bool = False
-    """continue prompts as text, without the chat template"""
+    """True to continue prompts as plain text, without the chat template."""
     split_special_tokens: bool = False
-    """treat special tokens in a prompt as text"""
+    """True to encode special tokens in a prompt as plain text."""
 
     def trained_by(self, recipe: TrainedTokenKeys) -> GenerateOptions:
-        """Return the options with the recipe's system message and variables where they have none."""
+        """Return the options with the recipe's system message, template variables and special-token setting."""
         return replace(
             self,
             system=recipe.default_system if self.system is None else self.system,
@@ -72,30 +73,30 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated answer, with counts and times."""
+    """A generated answer, with token counts and times."""
 
     text: str
     prompt_tokens: int
     read_tokens: int
-    """tokens of the prompt that were computed; the others were in the cache"""
+    """Number of prompt tokens that were prefilled; the others were in the KV cache."""
     tokens: int
     finished: bool
-    """True if the model ended the answer, not the longest length or the user"""
+    """True if the model ended the answer; False if it was truncated or stopped."""
     stopped: bool
-    """True if the user ended the answer"""
+    """True if the user stopped the answer."""
     prompt_seconds: float
-    """seconds to the first token"""
+    """Seconds to the first token."""
     seconds: float
-    """seconds for all tokens after the first"""
+    """Seconds for all tokens after the first."""
 
     @property
     def rate(self) -> float:
-        """Tokens per second after the first token."""
+        """Generated tokens per second, after the first token; 0 if unknown."""
         return (self.tokens - 1) / self.seconds if self.tokens > 1 and self.seconds > 0 else 0.0
 
 
 class _Printer(inside(STREAMER)):  # type: ignore[misc]
-    """Streams the text of tokens. A character may need several tokens: text is shown once it is complete."""
+    """Shows text as it is generated. A character may need several tokens, so only complete characters are shown."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
@@ -106,7 +107,7 @@ class _Printer(inside(STREAMER)):  # type: ignore[misc]
         self._shown = ""
 
     def put(self, value: Tensor) -> None:
-        """See ``transformers``: the prompt comes first, then each token."""
+        """Take the next token ids; transformers passes the prompt first, then each generated token."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -114,13 +115,13 @@ class _Printer(inside(STREAMER)):  # type: ignore[misc]
         self.first = self.first if self.written else self.last
         self.written += value.reshape(-1).tolist()
         self._line += value.reshape(-1).tolist()
-        self._hand_on(whole=False)
+        self._show_complete(whole=False)
 
     def end(self) -> None:
-        self._hand_on(whole=True)
+        self._show_complete(whole=True)
         self._is_prompt = True
 
-    def _hand_on(self, *, whole: bool) -> None:
+    def _show_complete(self, *, whole: bool) -> None:
         text = self.tokenizer.decode(self._line, skip_special_tokens=True)
         if not whole and (text.endswith("\ufffd") or not text.startswith(self._shown)):
             return
@@ -132,7 +133,7 @@ class _Printer(inside(STREAMER)):  # type: ignore[misc]
 
 
 class _ReusingWriter(TransformersWriter):
-    """A writer that reuses the cache of a common prefix."""
+    """Writer that reuses the KV cache of the prefix that two successive prompts share."""
 
     cache: DynamicCache | None = None
     known: list[int] = []  # noqa: RUF012 (replaced, never changed)
@@ -142,7 +143,7 @@ class _ReusingWriter(TransformersWriter):
     def _read(self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0) -> DynamicCache:
         ids = ids_PT[0].tolist()
         same = 0
-        if self.cache is not None and self._can_cut(self.cache):
+        if self.cache is not None and self._can_truncate(self.cache):
             cache = self.cache
             known = self.known[: cache.get_seq_length()]
             while same < min(len(known), len(ids) - 1) and known[same] == ids[same]:
@@ -155,8 +156,8 @@ class _ReusingWriter(TransformersWriter):
         return self.cache
 
     @staticmethod
-    def _can_cut(cache: DynamicCache) -> bool:
-        """Return True if the cache can be cut at its end: a layer with a window has dropped its first tokens."""
+    def _can_truncate(cache: DynamicCache) -> bool:
+        """Return True if the cache can be truncated; a sliding-window layer has already dropped its first tokens."""
         return all(not getattr(layer, "is_sliding", False) for layer in cache.layers)
 
     def on_read(self, done: int, total: int) -> None:
@@ -164,7 +165,7 @@ class _ReusingWriter(TransformersWriter):
 
 
 class PromptEncoder:
-    """Renders prompts as in training."""
+    """Renders and encodes prompts as in training."""
 
     def __init__(self, tokenizer: Any, options: GenerateOptions) -> None:
         self._templated, self._raw = bool(tokenizer.chat_template) and not options.raw, options.raw
@@ -175,33 +176,36 @@ class PromptEncoder:
         )
         self._render = data.PromptRenderer(tokenizer, chat=chat)
 
-    def __call__(self, asked: Asked) -> list[int]:
+    def __call__(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt.
 
         Raises:
-            ArgumentError: Messages without a chat template, or an empty prompt.
-            DataError: The chat template refuses the messages.
+            ArgumentError: Messages are given without a chat template, or the prompt is empty.
+            DataError: The chat template rejects the messages.
         """
-        if not self._templated and not isinstance(asked, str):
+        if not self._templated and not isinstance(prompt, str):
             raise ArgumentError(
-                "messages need a chat template, and the tokenizer of this model has none"
+                "messages need a chat template, but this model's tokenizer has none"
                 if not self._raw
-                else "--raw continues text, and these are messages",
+                else "--raw needs plain text, found messages",
                 where="--file",
                 fix="give the prompt as text",
             )
-        if not asked:
-            raise ArgumentError("the prompt has no tokens", where="--prompt", fix="write something")
-        if isinstance(asked, str):
-            given: str | list[dict[str, Any]] = [{"role": "user", "content": asked}] if self._templated else asked
+        if not prompt:
+            raise ArgumentError("the prompt is empty", where="--prompt", fix="write a prompt")
+        if isinstance(prompt, str):
+            given: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if self._templated else prompt
             return self._render(given, None, "--prompt")
-        if isinstance(asked, ToolPrompt):
-            return self._render(asked.messages, asked.tools, "--file", asked.variables)
-        return self._render(asked, None, "--file")
+        if isinstance(prompt, ToolPrompt):
+            return self._render(prompt.messages, prompt.tools, "--file", prompt.variables)
+        return self._render(prompt, None, "--file")
 
 
 class Answerer:
-    """A loaded model that answers prompts; a signal handler sets ``stopping`` to end the present answer."""
+    """A loaded model that answers prompts.
+
+    A signal handler sets ``stopping`` to end the current answer.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, options: GenerateOptions, description: str) -> None:
         self.model, self.tokenizer, self.options, self.description = model, tokenizer, options, description
@@ -219,20 +223,21 @@ class Answerer:
         self.sampling = _sampling(base.generation_config, options)
         self.vocabulary: int = base.get_input_embeddings().weight.shape[0]
         self.positions = models.position_limit(base.config)
-        self.ends = _ends(base, self.positions)
-        """True for a table of positions, which ends"""
+        self.has_position_table = _has_position_table(base, self.positions)
+        """True if the model has a position table, which limits the length."""
         torch.manual_seed(options.seed)
 
-    def encode(self, asked: Asked) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt, rendered by the chat template if there is one.
 
         Raises:
-            ArgumentError: Messages without a chat template, an empty prompt, or a tokenizer of another model.
+            ArgumentError: Messages are given without a chat template, the prompt is empty, or the tokenizer does not
+                belong to the model.
         """
-        ids = self._encoder(asked)
+        ids = self._encoder(prompt)
         if max(ids) >= self.vocabulary:
             raise ArgumentError(
-                f"the tokenizer writes token {max(ids):,}, and the model knows {self.vocabulary:,}",
+                f"the tokenizer produces token {max(ids):,}, but the model has {self.vocabulary:,} embeddings",
                 where="MODEL",
                 fix="use the tokenizer that belongs to the model",
             )
@@ -240,18 +245,18 @@ class Answerer:
 
     def answer(
         self,
-        asked: Asked,
+        prompt: Prompt,
         show: Callable[[str], None] = lambda text: None,
         reading: Callable[[int, int], None] = lambda done, total: None,
     ) -> Answer:
         """Answer a prompt.
 
         Args:
-            asked: Prompt.
-            show: Callback for each piece of text.
-            reading: Callback during prefill: tokens done, tokens in all.
+            prompt: Prompt to answer.
+            show: Called with each part of the text.
+            reading: Called during the prefill with the number of tokens done and the total.
         """
-        ids = self.encode(asked)
+        ids = self.encode(prompt)
         sampling = self._sampling_after(len(ids))
         printer = _Printer(self.tokenizer, show)
         writer = self._writer
@@ -277,40 +282,40 @@ class Answerer:
         )
 
     def _sampling_after(self, length: int) -> Sampling:
-        """Return the settings for an answer to ``length`` tokens, which ends with the model's table of positions."""
-        if not self.ends or not isinstance(self.positions, int):
+        """Return the sampling settings for a prompt of ``length`` tokens; a position table may shorten the answer."""
+        if not self.has_position_table or not isinstance(self.positions, int):
             return self.sampling
         if length >= self.positions:
             raise ArgumentError(
-                f"the prompt has {length:,} tokens; the model's table of positions ends at {self.positions:,}",
+                f"the prompt has {length:,} tokens, but the model's position table has only {self.positions:,}",
                 where="--prompt",
-                fix="shorten it, or /reset the conversation",
+                fix="shorten the prompt, or start a new conversation with /reset",
             )
         return replace(
             self.sampling, max_completion_length=min(self.sampling.max_completion_length, self.positions - length)
         )
 
     def forget(self) -> None:
-        """Drop the cache."""
+        """Drop the KV cache."""
         self._writer.cache, self._writer.known = None, []
 
-    def check_length(self, asked: Sequence[Asked]) -> str | None:
-        """Return a warning if prompt and answer exceed the positions of the model's training, else None."""
-        longest = max(len(self.encode(each)) for each in asked)
+    def check_length(self, prompts: Sequence[Prompt]) -> str | None:
+        """Return a warning if prompt and answer exceed the model's max_position_embeddings, otherwise None."""
+        longest = max(len(self.encode(each)) for each in prompts)
         if (
-            self.ends
+            self.has_position_table
             or not isinstance(self.positions, int)
             or longest + self.sampling.max_completion_length <= self.positions
         ):
             return None
         return (
-            f"prompt and answer may have {longest + self.sampling.max_completion_length:,} tokens; the model was made "
-            f"for {self.positions:,} (max_position_embeddings)"
+            f"prompt and answer may reach {longest + self.sampling.max_completion_length:,} tokens, beyond the model's "
+            f"{self.positions:,} (max_position_embeddings)"
         )
 
 
-def _ends(base: Any, positions: Any) -> bool:
-    """Return True for a model with a table of positions."""
+def _has_position_table(base: Any, positions: Any) -> bool:
+    """Return True if the model has a position table of fixed length."""
     try:
         models.check_positions(base, positions + 1 if isinstance(positions, int) else 0, training=False)
     except ArgumentError:
@@ -319,12 +324,12 @@ def _ends(base: Any, positions: Any) -> bool:
 
 
 def _sampling(configured: Any, options: GenerateOptions) -> Sampling:
-    """Return the sampling settings: the user's, else a generation config's if it samples."""
+    """Return the sampling settings: the user's, otherwise those in the generation config if it samples."""
     draws = bool(getattr(configured, "do_sample", False))
 
-    def chosen(asked: Any, name: str, otherwise: Any) -> Any:
+    def chosen(given: Any, name: str, otherwise: Any) -> Any:
         found = getattr(configured, name, None) if draws else None
-        return asked if asked is not None else found if found is not None else otherwise
+        return given if given is not None else found if found is not None else otherwise
 
     return Sampling(
         max_completion_length=options.max_new_tokens,
@@ -341,13 +346,13 @@ def load_answerer(
     notify: Callable[[str], None] = lambda text: None,
     doing: Callable[[str], AbstractContextManager[Any]] = lambda text: nullcontext(),
 ) -> Answerer:
-    """Load the model of a run, a checkpoint, a folder or the hub.
+    """Load the model of a run, a checkpoint, a folder or the hub, ready to answer.
 
     Args:
-        given: Name of the run, checkpoint, folder or hub model.
-        options: Settings of generation.
-        notify: Callback for messages to the user.
-        doing: Returns a context that shows a message during a long step.
+        given: Run, checkpoint, folder or name on the hub.
+        options: Options of generation.
+        notify: Called with each note for the user.
+        doing: Returns a context manager that shows a message during slow work.
 
     Raises:
         ArgumentError: The model cannot be loaded.
@@ -377,28 +382,28 @@ def load_answerer(
 
 
 def check_vllm() -> None:
-    """Raise ArgumentError if vLLM is not installed."""
+    """Raise an ArgumentError if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise ArgumentError(
             "--vllm needs vLLM, which is not installed",
             where="--vllm",
-            fix="pip install vllm, or leave --vllm out: transformers writes the answer then",
+            fix="pip install vllm, or leave --vllm out to generate with transformers",
         )
 
 
-def answer_with_vllm(given: str, asked: Sequence[Asked], options: GenerateOptions) -> list[dict[str, Any]]:
-    """Answer prompts with vLLM, in one batch: ``text``, ``prompt_tokens``, ``tokens`` and ``finished`` of each.
+def answer_with_vllm(given: str, prompts: Sequence[Prompt], options: GenerateOptions) -> list[dict[str, Any]]:
+    """Answer prompts with vLLM in one batch; return ``text``, ``prompt_tokens``, ``tokens`` and ``finished`` of each.
 
     Raises:
-        ArgumentError: vLLM is not installed, or the model consists of adapters.
+        ArgumentError: vLLM is not installed, or the model has adapters.
     """
     check_vllm()
     trained = find_trained(given, checkpoint=options.checkpoint, hub=True)
     if trained.adapters:
         raise ArgumentError(
-            f"{trained.folder} holds adapters, and vLLM gets whole models here",
+            f"--vllm needs a merged model, but {trained.folder} has adapters",
             where="--vllm",
-            fix=f"`streamtune export {given} OUT` merges them; then `streamtune generate OUT --vllm`",
+            fix=f"merge them with `streamtune export {given} OUT`, then run `streamtune generate OUT --vllm`",
         )
     import vllm  # type: ignore[import-not-found, unused-ignore]
 
@@ -411,7 +416,7 @@ def answer_with_vllm(given: str, asked: Sequence[Asked], options: GenerateOption
     if trained.loaded is not None:
         options = options.trained_by(trained.loaded.recipe)
     encode = PromptEncoder(load_tokenizer(trained.folder, trust_remote_code=trained.trusts_code), options)
-    outputs: Any = engine.generate([{"prompt_token_ids": encode(each)} for each in asked], settings)
+    outputs: Any = engine.generate([{"prompt_token_ids": encode(each)} for each in prompts], settings)
     return [
         {
             "text": output.outputs[0].text,

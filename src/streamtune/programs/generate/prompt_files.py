@@ -1,4 +1,4 @@
-"""Prompts from a file: text, or messages in JSON."""
+"""Read prompts from a file: text, or messages in JSON."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from streamtune.errors import DataError
 
 @dataclass(frozen=True)
 class ToolPrompt:
-    """The messages of a conversation, with tools and variables for the chat template."""
+    """A conversation to answer, with tools and variables for the chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas"""
+    """JSON schemas of the tools; None without tools."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """variables of the chat template (``chat_template_kwargs``)"""
+    """Variables of the chat template (``chat_template_kwargs``)."""
 
 
-Asked = str | list[dict[str, Any]] | ToolPrompt
-"""A prompt: text, or the messages of a conversation."""
+Prompt = str | list[dict[str, Any]] | ToolPrompt
+"""A prompt: text, the messages of a conversation, or messages with tools and variables."""
 
 MAX_BYTES = 1 << 30
-"""Largest file of prompts; a million tokens are some megabytes."""
+"""Maximum size of a file of prompts, in bytes. A million tokens are a few megabytes."""
 
 
-def read_prompts(path: Path) -> list[Asked]:
-    """Read the prompts of a file.
+def read_prompts(path: Path) -> list[Prompt]:
+    """Return the prompts in a file.
 
-    A ``.json`` file holds a list of messages, an object with ``messages`` or ``prompt``, or a list of such objects. A
-    ``.jsonl`` file holds one of these per line. Any other file is one prompt. An answer at the end of a conversation is
-    dropped. The columns ``system``, ``tools`` and ``chat_template_kwargs`` of an object are used as in training.
+    A ``.json`` file has a list of messages, an object with ``messages`` or ``prompt``, or a list of such objects. A
+    ``.jsonl`` file has one of these on each line. Any other file is one prompt. An assistant message at the end of a
+    conversation is dropped. The keys ``system``, ``tools`` and ``chat_template_kwargs`` of an object are used as in
+    training.
 
     Raises:
-        DataError: The file cannot be read, or holds something other than prompts.
+        DataError: The file cannot be read, or its content is not prompts.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise DataError(f"{path} has more than 1 GiB, which is no prompt", where="--file")
+            raise DataError(f"{path} is larger than 1 GiB, the limit for prompts", where="--file")
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(
-            f"cannot read {path}: {error.strerror}", where="--file", fix="name a text or JSON file"
+            f"cannot read {path}: {error.strerror}", where="--file", fix="give a text or JSON file"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text", where="--file") from error
     ending = path.suffix.lower()
     if ending == ".json":
-        found = list(_of_document(_parse_json(text, str(path)), str(path)))
+        found = list(_document_prompts(_parse_json(text, str(path)), str(path)))
     elif ending == ".jsonl":
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         found = [_prompt(_parse_json(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
@@ -68,12 +69,12 @@ def _parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"this is no JSON: {error}", where=where, fix="a prompt in plain text needs a .txt file"
+            f"invalid JSON: {error}", where=where, fix="write valid JSON, or put a plain-text prompt into a .txt file"
         ) from error
 
 
-def _of_document(value: Any, where: str) -> Iterator[Asked]:
-    """Yield the prompts of a JSON file: one, or a list of them."""
+def _document_prompts(value: Any, where: str) -> Iterator[Prompt]:
+    """Yield the prompts of a JSON document: one prompt, or a list of prompts."""
     if isinstance(value, list) and value and not _is_message(value[0]):
         for number, item in enumerate(value):
             yield _prompt(item, f"{where}[{number}]")
@@ -81,8 +82,8 @@ def _of_document(value: Any, where: str) -> Iterator[Asked]:
         yield _prompt(value, where)
 
 
-def _prompt(value: Any, where: str) -> Asked:
-    """Return one prompt, from a text, a list of messages, or an object with ``messages`` or ``prompt``."""
+def _prompt(value: Any, where: str) -> Prompt:
+    """Return one prompt, made from text, a list of messages, or an object with ``messages`` or ``prompt``."""
     if isinstance(value, Mapping) and not _is_message(value):
         for key in ("messages", "prompt", "conversations"):
             if key in value:
@@ -95,27 +96,27 @@ def _prompt(value: Any, where: str) -> Asked:
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise DataError(
-            "this is neither text nor a list of messages", where=where, fix='write {"role": "user", "content": "..."}'
+            "expected text or a list of messages", where=where, fix='write {"role": "user", "content": "..."}'
         )
-    asked = [_checked(message, f"messages[{index}]", where) for index, message in enumerate(messages)]
-    if asked[-1]["role"] == "assistant":
-        asked = asked[:-1]
-    if not asked or asked[-1]["role"] == "assistant":
-        raise DataError("this asks nothing: it ends with what the assistant says", where=where)
-    return asked
+    prompt = [_training_message(message, f"messages[{index}]", where) for index, message in enumerate(messages)]
+    if prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt or prompt[-1]["role"] == "assistant":
+        raise DataError("the conversation has nothing to answer: it ends with an assistant message", where=where)
+    return prompt
 
 
-def _with_columns(asked: Asked, columns: Mapping[str, Any], where: str) -> Asked:
-    """Add the system message, tools and variables of an object to its conversation."""
-    if not isinstance(asked, list):
-        return asked
-    messages, _ = with_system(asked, columns, where)
+def _with_columns(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Prompt:
+    """Return a conversation with the system message, tools and variables of its JSON object."""
+    if not isinstance(prompt, list):
+        return prompt
+    messages, _ = with_system(prompt, columns, where)
     tools, variables = tools_of(columns.get("tools"), where), variables_of(columns.get("chat_template_kwargs"), where)
     return ToolPrompt(messages, tools, variables) if tools or variables else messages
 
 
-def _checked(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
-    """Return a message as in training, without its training flags."""
+def _training_message(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
+    """Return a message in the form that training uses, without its training flag ``weight``."""
     own = dict(message)
     checked = check_message(from_sharegpt(own, place, where) if "from" in own else own, place, where)
     checked.pop("weight", None)

@@ -1,1 +1,1 @@
-"""A page about one run or several: one HTML file without references to anything else."""
+"""Write a page about one run or several: a single self-contained HTML file."""

@@ -1,4 +1,4 @@
-"""Charts as SVG: curves over steps, and bytes by purpose. Readable in print, without colour, without scripts."""
+"""Draw SVG charts: curves over steps, and memory by purpose. They are readable in print and without colour."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from html import escape
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 PARTS = 220
-"""Intervals of a long curve; at most four points of each are drawn."""
+"""Number of intervals of a long curve; at most four points of each are drawn."""
 STYLES = 6
-"""Styles of curves, ``s0`` to ``s5``: they differ in dashes and in colour."""
+"""Number of curve styles, ``s0`` to ``s5``; they differ in dashes and colour."""
 GIB = 1024**3
 
 Points = Sequence[tuple[float, float]]
@@ -21,17 +21,19 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
+    """A named curve of a chart."""
+
     name: str
     points: Points
-    """(step, value) with ascending steps."""
+    """(step, value) pairs with ascending steps."""
     style: int
-    """Number of the style; a run has the same style in every chart."""
+    """Number of the curve style; a run has the same style in every chart."""
     marked: bool = False
-    """Mark each point: for curves with few points, such as evaluations."""
+    """True to mark each point, for curves with few points such as evaluations."""
 
 
-def thin(points: Points, parts: int = PARTS) -> list[tuple[float, float]]:
-    """Return the first, lowest, highest and last point of each of ``parts`` intervals, so that no spike is lost."""
+def downsample(points: Points, parts: int = PARTS) -> list[tuple[float, float]]:
+    """Return a downsampled curve: first, lowest, highest and last point of each of ``parts`` intervals."""
     if len(points) <= 4 * parts:
         return list(points)
     kept: list[tuple[float, float]] = []
@@ -44,15 +46,17 @@ def thin(points: Points, parts: int = PARTS) -> list[tuple[float, float]]:
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero: bool = False) -> str:
-    """Return a figure of curves over steps; empty if no curve has a point.
+    """Return an HTML figure of curves over steps; empty if no curve has a point.
 
     Args:
         title: Title of the figure.
-        curves: The curves.
+        curves: Curves to draw.
         unit: Unit of the values, shown with the title.
-        from_zero: Start the value axis at 0.
+        from_zero: True to start the value axis at 0.
     """
-    curves = [Curve(curve.name, thin(curve.points), curve.style, curve.marked) for curve in curves if curve.points]
+    curves = [
+        Curve(curve.name, downsample(curve.points), curve.style, curve.marked) for curve in curves if curve.points
+    ]
     if not curves:
         return ""
     steps = [x for curve in curves for x, _ in curve.points]
@@ -89,7 +93,10 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
             ]
     data = {
         "box": [LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM, x_low, x_high, y_low, y_high],
-        "curves": [{"name": curve.name, "points": [[short(x), short(y)] for x, y in curve.points]} for curve in curves],
+        "curves": [
+            {"name": curve.name, "points": [[round_to_six(x), round_to_six(y)] for x, y in curve.points]}
+            for curve in curves
+        ],
     }
     label = escape(
         f"{title}: {', '.join(f'{c.name} from {number(c.points[0][1])} to {number(c.points[-1][1])}' for c in curves)}"
@@ -110,13 +117,13 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
 def memory_chart(
     terms: Mapping[str, float], measured: float | None, available: float | None, *, of_process: bool = False
 ) -> str:
-    """Return a figure of predicted bytes by purpose, above the measured peak.
+    """Return an HTML figure of predicted memory by purpose, with the measured peak below it.
 
     Args:
         terms: Predicted bytes at the peak of a step, by purpose.
-        measured: Highest measured peak in bytes; None if nothing was measured.
-        available: Bytes of the device; None if unknown.
-        of_process: The measured peak is the memory of the whole process, libraries included (on a CPU).
+        measured: Highest measured peak in bytes; None without a measurement.
+        available: Memory of the device in bytes; None if unknown.
+        of_process: True if the measured peak is the memory of the whole process, libraries included (on a CPU).
     """
     shown = sorted(((name, size) for name, size in terms.items() if size > 0), key=lambda item: -item[1])
     predicted = sum(size for _, size in shown)
@@ -142,7 +149,7 @@ def memory_chart(
         what = "measured peak of the process, libraries included" if of_process else "measured peak"
         parts.append(f'<text class="tick" x="4" y="74">{what}, {gib(measured)}</text>')
         parts.append(f'<rect class="block measured" x="4" y="80" width="{measured * scale:.1f}" height="18"/>')
-    of = f" <small>of {gib(available)} of the device</small>" if available else ""
+    of = f" <small>of {gib(available)} device memory</small>" if available else ""
     rows = "".join(f"<tr><td>{escape(name)}</td><td class=n>{gib(size)}</td></tr>" for name, size in shown)
     return (
         f"<figure><figcaption>Memory at the peak of a step{of}</figcaption>"
@@ -152,7 +159,7 @@ def memory_chart(
 
 
 def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
-    """Return about ``count`` round numbers, the first at or below ``low``, the last at or above ``high``."""
+    """Return about ``count`` round numbers for an axis, from at or below ``low`` to at or above ``high``."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / count
@@ -172,8 +179,8 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def short(value: float) -> float:
-    """Round to six digits, to keep the page small."""
+def round_to_six(value: float) -> float:
+    """Return the number rounded to six significant digits, to keep the page small."""
     return float(f"{value:.6g}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -12,21 +13,23 @@ from typing import Annotated, Any
 
 import typer
 import yaml
+from rich.text import Text
 
 from streamtune.base.text import set_names
-from streamtune.cli.console import out, print_note, replace_page
+from streamtune.cli.console import out, print_hanging, print_note, replace_page
 from streamtune.cli.options import option
 from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
 from streamtune.programs.report.run_records import RunRecords, read_run
 
-MOST_SAMPLES, MOST_EVENTS = 60, 300
-"""Limits for each run: the newest samples; the first and the newest events."""
-MOST_CHARTS = 100
-"""Limit of further metrics, beyond the known ones."""
+MAX_SAMPLES, MAX_EVENTS = 60, 300
+"""Maximum numbers of samples (the newest) and of events (the first and the newest) of each run."""
+MAX_CHARTS = 100
+"""Maximum number of charts of other metrics."""
 FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of preferences"}
-"""First metrics on the page, with their titles."""
+"""Metrics that come first on the page, with their titles."""
 LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Balance loss of the routers"}
-OF_SPEED = {
+"""Metrics that come last, with their titles."""
+NOT_DRAWN = {
     "step",
     "tokens",
     "supervised_tokens",
@@ -38,51 +41,53 @@ OF_SPEED = {
     "mfu",
     "seconds",
 }
-"""Numbers of a step that are not drawn as training metrics."""
+"""Fields of a step that are not drawn as training metrics."""
 QUIET = ("start", "finish", "checkpoint")
 """Events that are not highlighted."""
-
-
 PAGE = "report.html"
 
 
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.", show_default=False),
+        typer.Argument(metavar="RUN...", help="Runs; several are compared on one page.", show_default=False),
     ],
     output: Annotated[
-        Path | None, option("FILE", "The page to write; without it, report.html in the run, or here for several runs.")
+        Path | None,
+        option("FILE", "Page to write. [default: report.html in the run; for several runs, in this folder]"),
     ] = None,
-    open_: Annotated[bool, option(None, "Show the page in the browser.", "--open")] = False,
+    open_: Annotated[bool, option(None, "Open the page in the browser.", "--open")] = False,
 ) -> None:
-    """Write report.html: curves, memory, speed, samples, events and recipe of runs, in one file without network."""
+    """Write report.html about runs: curves, memory, speed, samples, events and recipes, in one self-contained file."""
     found = [read_run(run) for run in runs]
     page = output or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     _write_page(found, page)
-    out.print(f"{page}  {page.stat().st_size / 1024:,.0f} KiB", soft_wrap=True, markup=False)
+    out.print(f"written: {page} ({page.stat().st_size / 1024:,.0f} KiB)", soft_wrap=True, markup=False)
     if open_:
         webbrowser.open(page.resolve().as_uri())
+        return
+    command = ["streamtune", "report", *map(str, runs), *(["--output", str(output)] if output else []), "--open"]
+    print_hanging(Text("Next: ", style="bold"), Text(shlex.join(command)))
 
 
 def write_report(run: Path) -> Path | None:
-    """Write the page of a run at its end; a failure is printed as a note and never fails the run."""
+    """Write the page of a run when it ends, and return its path; a failure becomes a note and None."""
     page = run / PAGE
     try:
         _write_page([read_run(run)], page)
     except Exception as error:
-        print_note(f"{page} was not written: {getattr(error, 'what', error)}")
+        print_note(f"could not write {page}: {getattr(error, 'what', error)}")
         return None
     return page
 
 
 def _write_page(runs: Sequence[RunRecords], page: Path) -> None:
-    """Replace an earlier page; refuse a file that this command did not write."""
+    """Write the page; an existing file that this command did not write is refused."""
     replace_page(render_page(runs).encode("utf-8"), page, "--output")
 
 
 def render_page(runs: Sequence[RunRecords]) -> str:
-    """Return the HTML page about one run or more; curves of several runs share charts."""
+    """Return the HTML page about runs; several runs share charts."""
     names = _names(runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     sections = [
@@ -118,20 +123,20 @@ def _facts(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
         if len(runs) > 1:
             yield f"<h2>{escape(name)}</h2>"
         yield f"<p class=dim>{escape(_headline(run))}</p>"
-        if run.torn:
-            yield f"<p class=bad>Not read: {escape('; '.join(run.torn))}</p>"
-        facts = "".join(f"<div>{escape(title)}<b>{escape(value)}</b></div>" for title, value in _numbers(run))
+        if run.unreadable:
+            yield f"<p class=bad>Unreadable: {escape('; '.join(run.unreadable))}</p>"
+        facts = "".join(f"<div>{escape(title)}<b>{escape(value)}</b></div>" for title, value in _key_figures(run))
         yield f"<div class=facts>{facts}</div>"
 
 
 def _headline(run: RunRecords) -> str:
-    """Return objective, model, adapters, datasets and state in one line."""
+    """Return one line with objective, model, adapters, datasets and state of a run."""
     recipe = run.recipe
-    model = recipe.get("model_name_or_path") or _inner(recipe, "model", "init", "model_type") or "a model"
+    model = recipe.get("model_name_or_path") or _nested(recipe, "model", "init", "model_type") or "a model"
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
     if recipe.get("finetuning_type", "full") != "full":
         parts.append(f"{recipe['finetuning_type']} of rank {recipe.get('lora_r')}")
-    sources = [str(each.get("path")) for each in _list(recipe.get("datasets")) if isinstance(each, Mapping)]
+    sources = [str(each.get("path")) for each in _sequence(recipe.get("datasets")) if isinstance(each, Mapping)]
     if sources:
         parts.append(f"on {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}")
     parts.append(_state(run))
@@ -139,7 +144,7 @@ def _headline(run: RunRecords) -> str:
 
 
 def _state(run: RunRecords) -> str:
-    states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": "going on", "resume": "going on"}
+    states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": "running", "resume": "running"}
     found = [event for event in run.events if str(event.get("event")) in states]
     if not found:
         return "no events"
@@ -148,7 +153,7 @@ def _state(run: RunRecords) -> str:
     return f"{states[str(last['event'])]}{f': {why}' if why else ''}"
 
 
-def _numbers(run: RunRecords) -> Iterator[tuple[str, str]]:
+def _key_figures(run: RunRecords) -> Iterator[tuple[str, str]]:
     if run.steps:
         yield "steps", _count(run.steps[-1].get("step"))
     for key, held_out, title in (
@@ -170,18 +175,18 @@ def _numbers(run: RunRecords) -> Iterator[tuple[str, str]]:
         yield "tokens trained", f"{tokens:,}"
     if seconds:
         yield "time in steps", _duration(seconds)
-        yield "tokens a second", f"{tokens / seconds:,.0f}"
+        yield "tokens per second", f"{tokens / seconds:,.0f}"
     peaks = [value for _, value in run.series("peak_mem_gib")]
     if peaks:
         yield "peak memory", gib(max(peaks) * GIB)
-    longest, most = _inner(run.data, "length_percentiles", "max"), _limit(run)
+    longest, most = _nested(run.data, "length_percentiles", "max"), _limit(run)
     if isinstance(longest, int):
         cut = f" ({longest:,} in the data)" if most is not None and longest > most else ""
         yield "longest row", f"{longest if most is None else min(longest, most):,} tokens{cut}"
 
 
 def _limit(run: RunRecords) -> int | None:
-    """Return the length limit of a row in tokens; of a prompt for grpo."""
+    """Return the maximum length of a row in tokens (of a prompt for grpo); None if unknown."""
     key = "max_prompt_length" if run.recipe.get("objective") == "grpo" else "max_length"
     limit = run.recipe.get(key)
     return limit if isinstance(limit, int) else None
@@ -197,7 +202,7 @@ def _duration(seconds: float) -> str:
 
 
 def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
-    """Return charts of all metrics: known ones first, then others by name."""
+    """Return a chart for each metric: first :data:`FIRST`, then others by name, last :data:`LATER`."""
     found: dict[str, None] = {}
     for run in runs:
         for record in run.steps:
@@ -206,8 +211,8 @@ def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
         for record in run.evaluations:
             keys = (key.removeprefix("eval_") for key in record)
             found |= dict.fromkeys(key for key in keys if not key.startswith(named))
-    others = {key: key for key in sorted(found) if key not in FIRST and key not in LATER and key not in OF_SPEED}
-    others = dict(list(others.items())[:MOST_CHARTS])
+    others = {key: key for key in sorted(found) if key not in FIRST and key not in LATER and key not in NOT_DRAWN}
+    others = dict(list(others.items())[:MAX_CHARTS])
     return [_metric(key, title, runs, names) for key, title in {**FIRST, **others, **LATER}.items() if key in found]
 
 
@@ -240,12 +245,12 @@ def _speed(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
             key: float(size) for key, size in _mapping(run.plan.get("terms")).items() if isinstance(size, int | float)
         }
         peaks = [value for _, value in run.series("peak_mem_gib")]
-        device = _inner(run.plan, "limits", "device_bytes")
+        device = _nested(run.plan, "limits", "device_bytes")
         chart = memory_chart(
             terms,
             max(peaks) * GIB if peaks else None,
             device if isinstance(device, int) else None,
-            of_process=_inner(run.plan, "limits", "shared") is True,
+            of_process=_nested(run.plan, "limits", "shared") is True,
         )
         charts.append(chart.replace("<figcaption>", f"<figcaption>{escape(name)}: ", 1) if len(runs) > 1 else chart)
     steps: list[Curve] = []
@@ -265,7 +270,7 @@ def _speed(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
     return [
         *charts,
         line_chart("Time of a step", steps, unit="seconds", from_zero=True),
-        line_chart("Speed", rates, unit="tokens a second", from_zero=True),
+        line_chart("Speed", rates, unit="tokens per second", from_zero=True),
         line_chart("Peak memory", memory, unit="GiB", from_zero=True),
         line_chart("Model FLOPs utilisation", use, from_zero=True),
     ]
@@ -285,11 +290,11 @@ def _lengths(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     if rows:
         head = "".join(f"<th class=n>{escape(key)}</th>" for key in ("rows", *keys))
         table = f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
-        yield f"<h2>Lengths of rows in the data, in tokens</h2><div class=box>{table}</div>"
+        yield f"<h2>Row lengths in the data, in tokens</h2><div class=box>{table}</div>"
 
 
 def _count(value: Any) -> str:
-    """Format an integer; anything else (a changed file) is a question mark."""
+    """Return an integer as text; anything else, which only a changed file has, becomes a question mark."""
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
@@ -298,7 +303,7 @@ def _samples(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
         if not run.samples:
             continue
         yield f"<h2>Samples{'' if len(runs) == 1 else f', {escape(name)}'}</h2>"
-        for number_of, sample in enumerate(reversed(run.samples[-MOST_SAMPLES:])):
+        for number_of, sample in enumerate(reversed(run.samples[-MAX_SAMPLES:])):
             step, prompt, text = (str(sample.get(key, "")) for key in ("step", "prompt", "completion"))
             if "right" in sample:
                 verdict = "right" if sample["right"] else f"wrong, expected {sample.get('expected', '')}"
@@ -314,9 +319,9 @@ def _events(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     rows = []
     for run, name in zip(runs, names, strict=True):
         shown = list(run.events)
-        left_out = len(shown) - MOST_EVENTS
+        left_out = len(shown) - MAX_EVENTS
         if left_out > 0:
-            shown = [*shown[: MOST_EVENTS // 2], *shown[-MOST_EVENTS // 2 :]]
+            shown = [*shown[: MAX_EVENTS // 2], *shown[-MAX_EVENTS // 2 :]]
         for event in shown:
             kind = str(event.get("event", ""))
             details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("event", "time"))
@@ -337,22 +342,20 @@ def _time(value: Any) -> str:
 
 
 def _recipes(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
-    """Yield a table of differing keys if there are several runs, and each recipe."""
+    """Yield each run's recipe; for several runs, first a table of the keys that differ."""
     if len(runs) > 1:
-        flat = [dict(_flat(run.recipe)) for run in runs]
+        flat = [dict(_flatten(run.recipe)) for run in runs]
         keys = dict.fromkeys(key for each in flat for key in each)
         rows = [
-            _row([key, *(each.get(key, "") for each in flat)])
+            _html_row([key, *(each.get(key, "") for each in flat)])
             for key in keys
             if len({each.get(key) for each in flat}) > 1
         ]
         head = "".join(f"<th>{escape(name)}</th>" for name in names)
         table = (
-            f"<table><tr><th>key</th>{head}</tr>{''.join(rows)}</table>"
-            if rows
-            else "<p>Their recipes are the same.</p>"
+            f"<table><tr><th>key</th>{head}</tr>{''.join(rows)}</table>" if rows else "<p>The recipes are equal.</p>"
         )
-        yield f"<h2>Differences of the recipes</h2><div class=box>{table}</div>"
+        yield f"<h2>Differences between the recipes</h2><div class=box>{table}</div>"
     recipes = [(run, name) for run, name in zip(runs, names, strict=True) if run.recipe]
     if recipes:
         yield "<h2>Recipe</h2>"
@@ -361,20 +364,20 @@ def _recipes(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
         yield f"<details><summary>{escape(name)}</summary><pre>{escape(text)}</pre></details>"
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
         for index, inner in enumerate(value):
-            yield from _flat(inner, f"{prefix}.{index}")
+            yield from _flatten(inner, f"{prefix}.{index}")
     else:
         yield prefix, "" if value is None else str(value)
 
 
 def _versions(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     rows = [
-        _row([name, ", ".join(f"{key} {value}" for key, value in run.versions.items())])
+        _html_row([name, ", ".join(f"{key} {value}" for key, value in run.versions.items())])
         for run, name in zip(runs, names, strict=True)
         if run.versions
     ]
@@ -382,7 +385,7 @@ def _versions(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]
         yield f"<h2>Versions</h2><div class=box><table>{''.join(rows)}</table></div>"
 
 
-def _row(cells: Sequence[str]) -> str:
+def _html_row(cells: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
@@ -390,11 +393,11 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _list(value: Any) -> Sequence[Any]:
+def _sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _inner(value: Any, *keys: str) -> Any:
+def _nested(value: Any, *keys: str) -> Any:
     for key in keys:
         value = _mapping(value).get(key)
     return value

@@ -1,4 +1,4 @@
-"""HTML page about the rows of a recipe: counts, lengths, and sampled rows with their tokens marked."""
+"""Write an HTML page about the rows of a recipe: counts, lengths, and sampled rows with their tokens marked."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
 from streamtune.run.build import Inspection
 
-MOST_TOKENS = 600
-"""Tokens shown of a row; longer rows have gaps."""
-MOST_BYTES = 1_400_000
-"""Limit for all rows together: a page is read in a browser, and sent to others."""
+MAX_TOKENS = 600
+"""Maximum number of tokens shown of a row; longer rows have gaps."""
+MAX_BYTES = 1_400_000
+"""Maximum size of all shown rows together, in bytes."""
 
 
 def render_rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
     """Return the page as HTML.
 
     Args:
-        found: The rows of a recipe.
-        views: (reason, row) of each row to show; the reason may be empty. Rows beyond :data:`MOST_BYTES` are left out.
+        found: The inspected rows of a recipe.
+        views: (reason, row) pairs to show; a reason may be empty. Rows beyond :data:`MAX_BYTES` are left out.
     """
     title = f"Rows of {plain(found.loaded.path.name)}"
     body = [
@@ -32,8 +32,8 @@ def render_rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
         f"<p class=dim>{escape(plain(found.prepared.report.describe()))}</p>",
         f"<div class=facts>{''.join(f'<div>{name}<b>{value}</b></div>' for name, value in _facts(found))}</div>",
         f"<h2>Datasets</h2><div class=box>{_sources(found)}</div>",
-        f"<h2>Lengths of rows <small>tokens, before any cut</small></h2><div class=box>{_histogram(found)}</div>",
-        f"<h2>With other lengths</h2><div class=box>{_choices(found)}</div>",
+        f"<h2>Row lengths <small>tokens, before truncation</small></h2><div class=box>{_histogram(found)}</div>",
+        f"<h2>With other limits</h2><div class=box>{_choices(found)}</div>",
         "<h2>Rows as the model sees them</h2><p class=dim>",
         "<span class=tokens>masked</span>, <span class=t>trained</span>, <span class=x>special token</span>, "
         "<span class='t x'>special token that is trained</span></p>",
@@ -56,7 +56,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "duplicates", f"{report.duplicates:,}"
     if batches is not None:
         yield f"padding, batches of {batches.batch_size}", f"{batches.padding:.1%}"
-        yield "fill of packs" if batches.packing else "fill if packed", f"{batches.pack_fill:.1%}"
+        yield "pack fill" if batches.packing else "pack fill if packed", f"{batches.pack_fill:.1%}"
         yield "attention of concat-and-chunk", f"{batches.attention_ratio:.2f}x"
 
 
@@ -71,14 +71,14 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
 
 
 def _sources(found: Inspection) -> str:
-    """Return the table of datasets, without counts of zero, and the table of an epoch if datasets have weights."""
+    """Return the table of datasets, without columns of zeros; if datasets have weights, also the table of an epoch."""
     report = found.prepared.report
     names = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
     counts = [name for name in names if getattr(report, name)]
     points = ("min", "p50", "p90", "p99", "max")
     rows = []
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
-        name = source.title if isinstance(source, SourceReport) else "in all"
+        name = source.title if isinstance(source, SourceReport) else "total"
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
         lengths = [f"{source.length_percentiles[point]:,}" if source.length_percentiles else "-" for point in points]
         counted = [f"{getattr(source, count):,}" for count in counts]
@@ -109,7 +109,7 @@ def _histogram(found: Inspection) -> str:
 
 def _choices(found: Inspection) -> str:
     cut = any(each.lost_if_truncated is not None for each in found.choices)
-    head = [found.limit_name, "rows over", *(["tokens lost if cut"] if cut else []), "tokens lost if dropped"]
+    head = [found.limit_name, "rows over", *(["tokens lost if truncated"] if cut else []), "tokens lost if dropped"]
     if found.batches is not None:
         head += [f"padding, batches of {found.batches.batch_size}", "packs", "packs full"]
     rows = []
@@ -124,29 +124,29 @@ def _choices(found: Inspection) -> str:
 
 
 def _rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
-    left = MOST_BYTES
+    left = MAX_BYTES
     for place, (reason, view) in enumerate(views):
         facts: list[Any] = [view.origin, f"{view.tokens:,} tokens"]
         facts += [f"{view.trained:,} trained ({view.trained / view.tokens:.1%})"] if view.trained else []
         facts += ["held out"] if view.held_out else []
-        facts += [f"{view.lost:,} cut off"] if view.lost else []
+        facts += [f"{view.lost:,} truncated"] if view.lost else []
         summary = f"row {view.number:,} <small>{escape(plain(', '.join(facts)))}</small>"
         summary += f" <b>{escape(reason)}</b>" if reason else ""
         parts = "".join(_part(found, part, named=len(view.parts) > 1) for part in view.parts)
         text = f"<details{' open' if place < 4 else ''}><summary>{summary}</summary>{parts}</details>"
         left -= len(text.encode())
         if left < 0:
-            yield f"<p class=dim>{len(views) - place:,} more rows would make the page too long.</p>"
+            yield f"<p class=dim>{len(views) - place:,} more rows are left out: the page would be too large.</p>"
             return
         yield text
 
 
 def _part(found: Inspection, part: RowPart, *, named: bool) -> str:
     name = f"<p class=dim>{part.name}, {len(part.input_ids):,} tokens</p>" if named else ""
-    return f"{name}<pre class=tokens>{''.join(_run(each) for each in found.rows.runs(part, MOST_TOKENS))}</pre>"
+    return f"{name}<pre class=tokens>{''.join(_token_run(each) for each in found.rows.runs(part, MAX_TOKENS))}</pre>"
 
 
-def _run(run: Any) -> str:
+def _token_run(run: Any) -> str:
     if isinstance(run, TokenGap):
         trained = f", {run.trained:,} of them trained" if run.trained else ""
         return f"<span class=gap>... {run.tokens:,} tokens{trained} ...</span>"

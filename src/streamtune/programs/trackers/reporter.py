@@ -1,12 +1,12 @@
-"""A listener that passes everything to one tracker, on its own thread, so that no tracker stops or slows a run.
+"""Send a run's records to trackers, each on its own thread, so that no tracker stops or slows the run.
 
-    training thread    step  step  step ...  finished, waits FLUSH_SECONDS at most
+    training thread    step  step  step ...  finished, waits at most FLUSH_SECONDS
                          |     |     |
                        a queue of at most QUEUED calls
                          |     |     |
     tracker's thread   start, log, log, text ...  close
 
-The first error, or a full queue, drops the tracker: noted once on the screen and in ``events.jsonl``. The run goes on.
+The first error or a full queue drops the tracker. The screen and ``events.jsonl`` get one note, and the run continues.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ from streamtune.programs.trackers.services import CLASSES, Tracker, numbers
 from streamtune.train.progress import Listener, Listeners, RunFacts
 
 MakeTracker = Callable[[RunFacts, dict[str, Any], bool], Tracker]
-"""``(facts, ids, offline) -> tracker``, as the class itself."""
+"""``(facts, ids, offline) -> tracker``, such as a tracker's class."""
 QUEUED = 10_000
+"""Maximum number of waiting calls."""
 FLUSH_SECONDS = 30.0
+"""Seconds that the end of a run waits for all trackers together."""
 _ids_lock = threading.Lock()
 
 
 class Reporter(Listener):
-    """The calls of a run, queued for one tracker.
+    """Listener that queues the calls of a run for one tracker.
 
     Args:
-        make: Makes the tracker, in the thread.
-        name: Name in ``report_to``.
-        offline: Write local files only.
-        notify: Called with a message for the user if the tracker is dropped.
+        make: Function that creates the tracker, called on the tracker's thread.
+        name: Name of the tracker in ``report_to``.
+        offline: True to write local files only.
+        notify: Called with a note for the user if the tracker is dropped.
     """
 
     def __init__(self, make: MakeTracker, name: str, *, offline: bool, notify: Callable[[str], None]) -> None:
@@ -50,9 +52,9 @@ class Reporter(Listener):
         self._thread: threading.Thread | None = None
         self._run: train.RunDirectory | None = None
         self._step = 0
-        self._once = threading.Lock()
+        self._drop_lock = threading.Lock()
         self.dropped = False
-        """True once the tracker has failed; it gets no more calls."""
+        """True after the tracker has failed; it gets no more calls."""
 
     def started(self, facts: RunFacts) -> None:
         self._run, self._step = train.RunDirectory(facts.directory), facts.step
@@ -79,7 +81,7 @@ class Reporter(Listener):
         self._put(lambda tracker: tracker.note(name, cleaned))
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Queue the end of the run; :meth:`wait` waits for it."""
+        """Queue the end of the run; :meth:`wait` waits until it is processed."""
         plot = self._run.loss_plot if self._run is not None else None
         if plot is not None and plot.is_file():
             self._put(lambda tracker: tracker.picture(self._step, plot))
@@ -88,12 +90,12 @@ class Reporter(Listener):
             self._calls.put_nowait(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until the queue is empty; drop the tracker if that takes longer."""
+        """Wait until the tracker has processed all calls; drop it if that takes longer than ``seconds``."""
         if self._thread is None:
             return
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive() and not self.dropped:
-            self._drop("it has not taken everything by the time that the end of a run waits for it")
+            self._drop("it did not accept all records in time at the end of the run")
 
     def _put(self, call: Callable[[Tracker], None]) -> None:
         if self.dropped or self._thread is None:
@@ -101,7 +103,7 @@ class Reporter(Listener):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop(f"{QUEUED:,} records wait for it")
+            self._drop(f"its queue is full ({QUEUED:,} records)")
 
     def _work(self, facts: RunFacts) -> None:
         try:
@@ -110,11 +112,11 @@ class Reporter(Listener):
             while (call := self._calls.get()) is not None and not self.dropped:
                 call(tracker)
         except BaseException as error:  # a package may call sys.exit()
-            self._drop(_message(error))
+            self._drop(_describe_error(error))
 
     def _drop(self, why: str) -> None:
         """Drop the tracker and notify the user, once."""
-        with self._once:
+        with self._drop_lock:
             if self.dropped:
                 return
             self.dropped = True
@@ -125,30 +127,30 @@ class Reporter(Listener):
                 break
         with suppress(queue.Full):
             self._calls.put_nowait(None)
-        self._notify(f"{self.name} gets nothing more of this run, which goes on: {why}")
+        self._notify(f"{self.name} gets no more records of this run (the run continues): {why}")
         if self._run is not None:
             with suppress(StreamTuneError, OSError):
                 train.append_event(self._run.events, "tracker_failed", tracker=self.name, why=why)
 
     def _read_ids(self) -> dict[str, Any]:
         assert self._run is not None
-        return _read(self._run.trackers).get(self.name, {})
+        return _read_all_ids(self._run.trackers).get(self.name, {})
 
     def _save_ids(self, ids: dict[str, Any]) -> None:
-        """Write the ids at once, so that a killed run resumes as the same run."""
+        """Save the ids at once, so that a killed run resumes as the same run of the tracker."""
         assert self._run is not None
         with _ids_lock:
-            kept = {**_read(self._run.trackers), self.name: ids}
+            kept = {**_read_all_ids(self._run.trackers), self.name: ids}
             train.write_durably(self._run.trackers, json.dumps(kept, indent=1) + "\n")
 
 
 @dataclass
 class Reporters(Listeners):
-    """The trackers of a run.
+    """All trackers of a run.
 
     Args:
-        doing: Returns a context that shows a message while something takes long.
-        seconds: Time that the end of the run waits for all of them together.
+        doing: Returns a context manager that shows a message during slow work.
+        seconds: Time that the end of the run waits for all trackers together.
     """
 
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -163,8 +165,8 @@ class Reporters(Listeners):
                     listener.wait(until - time.monotonic())
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the ids in ``trackers.json`` by tracker; empty if the file is missing or damaged."""
+def _read_all_ids(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the ids saved in ``trackers.json``, by tracker; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -174,7 +176,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     return {name: ids for name, ids in found.items() if isinstance(ids, dict)}
 
 
-def _message(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     text = plain(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
 
@@ -186,12 +188,12 @@ def make_reporters(
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Reporters:
-    """Return a listener for the named trackers; their packages are not imported yet.
+    """Return a listener for the named trackers; their packages are imported later.
 
     Args:
         names: Keys of :data:`CLASSES`.
-        offline: Write local files only.
-        notify: Called with a message for the user, from another thread.
-        doing: Returns a context that shows a message while something takes long.
+        offline: True to write local files only.
+        notify: Called with a note for the user, from another thread.
+        doing: Returns a context manager that shows a message during slow work.
     """
     return Reporters([Reporter(CLASSES[name], name, offline=offline, notify=notify) for name in names], doing=doing)

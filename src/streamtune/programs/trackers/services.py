@@ -1,9 +1,9 @@
-"""The four trackers behind one contract, and whether their packages are installed.
+"""The four trackers with a common interface, and the check that their packages are installed.
 
     start -> (log | text | note)* -> picture* -> close
 
-Every method is called in one thread, in order. An error that a method raises drops the tracker for the rest of the run.
-The module is light: a package is imported by :meth:`Tracker.start`, or by the first method that needs it.
+All methods are called on one thread, in this order. If a method raises an error, the tracker is dropped for the rest of
+the run. Importing this module imports no tracker's package: :meth:`Tracker.start` or a later method does.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ PACKAGES = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "trackio": ("trackio", "trackio"),
 }
-"""Name in ``report_to``: the module to import, and the package that has it."""
+"""(module to import, package to install) of each tracker, by its name in ``report_to``."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Refuse trackers whose package is not installed.
+    """Raise an error if the package of a tracker is not installed.
 
     Args:
         names: Keys of :data:`PACKAGES`.
+
+    Raises:
+        ArgumentError: A package is not installed.
     """
     missing = [name for name in names if not _is_installed(PACKAGES[name][0])]
     if missing:
@@ -48,7 +51,7 @@ def check_installed(names: Sequence[str]) -> None:
         raise ArgumentError(
             f"report_to names {named}, which {'is' if len(missing) == 1 else 'are'} not installed",
             where="report_to",
-            fix=f"pip install 'streamtune[trackers]' (or only: pip install {packages}), or take it out of report_to",
+            fix=f"pip install 'streamtune[trackers]' (or only: pip install {packages}), or remove it from report_to",
         )
 
 
@@ -67,9 +70,9 @@ class Tracker(ABC):
     """One run at one tracker.
 
     Args:
-        facts: The run.
-        ids: Result of :meth:`start` when the run was started; empty the first time.
-        offline: Write local files only.
+        facts: Facts about the run.
+        ids: Ids that :meth:`start` returned when the run began; empty for a new run.
+        offline: True to write local files only.
     """
 
     facts: RunFacts
@@ -77,19 +80,21 @@ class Tracker(ABC):
     offline: bool
 
     name: ClassVar[str] = ""
-    """Name in ``report_to``."""
+    """Name of the tracker in ``report_to``."""
 
     @property
     def resumed(self) -> bool:
+        """True if the run was started before."""
         return bool(self.ids)
 
     @property
     def folder(self) -> Path:
+        """Folder of the tracker in the run directory."""
         return self.facts.directory / self.name
 
     @abstractmethod
     def start(self) -> dict[str, Any]:
-        """Open or resume the run, log recipe, versions and plan, and return the ids to keep."""
+        """Open or resume the run, log recipe, versions and plan, and return the ids to save."""
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -97,18 +102,18 @@ class Tracker(ABC):
 
     @abstractmethod
     def text(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Log completions of the model."""
+        """Log sampled completions of the model."""
 
     @abstractmethod
     def picture(self, step: int, path: Path) -> None:
         """Log a PNG file."""
 
-    def note(self, name: str, details: Mapping[str, Any]) -> None:  # noqa: B027 (not every tracker has a place for it)
+    def note(self, name: str, details: Mapping[str, Any]) -> None:  # noqa: B027 (not every tracker supports events)
         """Log an event of the run."""
 
     @abstractmethod
     def close(self, status: str) -> None:
-        """Flush, and end the run as ``finished``, ``stopped`` or ``failed``."""
+        """Flush and end the run; ``status`` is ``finished``, ``stopped`` or ``failed``."""
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -117,13 +122,13 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def facts_of(facts: RunFacts) -> dict[str, Any]:
-    """Return recipe, versions and plan: logged once, at the start."""
+    """Return recipe, versions, plan, run id and total steps, which are logged once at the start."""
     more = {"run": facts.run, "total_steps": facts.total_steps}
     return {"recipe": dict(facts.recipe), "versions": dict(facts.versions), "plan": dict(facts.plan), **more}
 
 
 def flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of every leaf; a list is one leaf."""
+    """Yield (dotted name, value) of every leaf of nested mappings; a list is a leaf."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{before}{name}.")
@@ -136,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 def project_name(*variables: str) -> str:
-    """Return the first environment variable that is set, or ``streamtune``."""
+    """Return the value of the first environment variable that is set, otherwise ``streamtune``."""
     return next((os.environ[name] for name in variables if os.environ.get(name)), PROJECT)
 
 
@@ -144,7 +149,7 @@ def project_name(*variables: str) -> str:
 
 
 class TensorboardTracker(Tracker):
-    """Event files in ``RUN/tensorboard``, online or offline. Repeated steps of a resumed run replace the first ones."""
+    """Writes event files in ``RUN/tensorboard``. After a resume, repeated steps replace the earlier ones."""
 
     name = "tensorboard"
     _writer: Any
@@ -152,7 +157,7 @@ class TensorboardTracker(Tracker):
     def start(self) -> dict[str, Any]:
         from torch.utils.tensorboard import SummaryWriter
 
-        # From the second purge_step of a run on, readers drop steps of earlier files from there.
+        # From a run's second file on, readers drop steps of earlier files that are at or after purge_step.
         self._writer = SummaryWriter(str(self.folder), purge_step=self.facts.step + 1, flush_secs=10)
         for part, values in facts_of(self.facts).items():
             if isinstance(values, Mapping):
@@ -194,13 +199,13 @@ def _cell(value: Any) -> str:
 
 
 WANDB_SECONDS = 25
-"""Timeout of the service: to answer at the start, and to take the rest at the end."""
+"""Timeouts in seconds: for the service's answer at the start, and for the upload of the rest at the end."""
 
 
 class WandbTracker(Tracker):
-    """Files in ``RUN/wandb``, sent to the service unless offline. A resumed run has the same id.
+    """Writes files in ``RUN/wandb`` and sends them to the service unless offline. A resumed run keeps its id.
 
-    Charts are drawn over the metric ``step``. The service cannot change rows: repeated steps of a resumed run are there
+    Charts use the metric ``step`` as x axis. The service cannot change rows, so repeated steps of a resumed run appear
     twice, with the same ``step``.
     """
 
@@ -214,10 +219,10 @@ class WandbTracker(Tracker):
         import wandb
 
         settings = wandb.Settings(
-            console="off",  # the run directory has our own lines
+            console="off",  # the run directory already has the output
             disable_git=True,
             disable_code=True,
-            x_disable_meta=True,  # arguments and environment may hold secrets
+            x_disable_meta=True,  # arguments and environment may contain secrets
             silent=True,
             init_timeout=WANDB_SECONDS,
             finish_timeout=WANDB_SECONDS,
@@ -260,25 +265,28 @@ class WandbTracker(Tracker):
 
 
 def _check_wandb_settings() -> None:
-    """Refuse ``wandb/settings`` of the working directory if it sets an address or a key: the run would be sent there.
+    """Raise an error if ``wandb/settings`` in the working directory sets an address or a key.
 
-    Variables of the environment take precedence, so they are allowed.
+    The run would be sent to that address or account. Environment variables take precedence, so they are allowed.
+
+    Raises:
+        ArgumentError: The file sets ``base_url`` or ``api_key``, and the environment does not.
     """
     file = Path(os.environ.get("WANDB_DIR") or ".") / "wandb" / "settings"
     settings = ConfigParser(interpolation=None)
     try:
         settings.read(file)
         found = dict(settings.items("default"))
-    except (OSError, ValueError, ConfigParserError):  # wandb does not read it either
+    except (OSError, ValueError, ConfigParserError):  # wandb cannot read it either
         return
     for name, value in found.items():
         variable = f"WANDB_{name.upper()}"
         if variable in ("WANDB_BASE_URL", "WANDB_API_KEY") and variable not in os.environ:
             shown = value if variable == "WANDB_BASE_URL" else "a key of its own"
             raise ArgumentError(
-                f"{file} of the working directory sets {name} to {shown}: the run would be logged there",
+                f"{file} in the working directory sets {name} to {shown}: the run would be logged there",
                 where="report_to",
-                fix=f"set {variable} yourself if that is meant, or remove the line",
+                fix=f"set {variable} yourself if you want this, or remove the line",
             )
 
 
@@ -286,24 +294,25 @@ def _check_wandb_settings() -> None:
 
 
 PARAMETER_CHARACTERS = 500
-"""Length limit of a parameter that every store and version accepts."""
+"""Maximum length of a parameter that every store and version accepts."""
 PARAMETERS_PER_CALL = 90
-"""MLflow takes 100."""
+"""Number of parameters per call; MLflow accepts at most 100."""
 MLFLOW_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_FILE_STORE": "true",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-"""Environment variables set where the user has not: a server that does not answer is given up within a minute."""
+"""Environment variables that are set if the user has not set them. A server that does not answer is given up within a
+minute."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker(Tracker):
-    """A file store in ``RUN/mlflow``, or the server of ``MLFLOW_TRACKING_URI`` unless offline. A run resumes by its id.
+    """Writes a file store in ``RUN/mlflow``, or to the server of ``MLFLOW_TRACKING_URI`` unless offline.
 
-    MLflow keeps every logged value: repeated steps of a resumed run are there twice, the later one with a later time.
-    Parameters cannot change either: one that differs at a resumption becomes a tag.
+    A run resumes by its id. MLflow keeps every logged value, so repeated steps of a resumed run appear twice, the later
+    one with a later time. Parameters cannot change either: a parameter that differs after a resume becomes a tag.
     """
 
     name = "mlflow"
@@ -328,7 +337,7 @@ class MlflowTracker(Tracker):
             experiment_id = found.experiment_id if found is not None else self._client.create_experiment(project)
             self._id = self._client.create_run(experiment_id, run_name=self.facts.name).info.run_id
         before = self._client.get_run(self._id).data.params
-        values = {key: _short(value) for key, value in flatten(facts_of(self.facts))}
+        values = {key: _shorten(value) for key, value in flatten(facts_of(self.facts))}
         fresh = [Param(key, value) for key, value in values.items() if key not in before]
         changed = [RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
         for first in range(0, len(fresh), PARAMETERS_PER_CALL):
@@ -338,7 +347,7 @@ class MlflowTracker(Tracker):
         return {"run_id": self._id, "tracking_uri": uri}
 
     def _uri(self) -> str:
-        """Return the store: the user's, MLflow's default, or files if that default needs SQLAlchemy and has none."""
+        """Return the store's URI: the user's, MLflow's default, or files in the run (if offline or no SQLAlchemy)."""
         import mlflow
 
         if not self.offline and os.environ.get("MLFLOW_TRACKING_URI"):
@@ -365,7 +374,7 @@ class MlflowTracker(Tracker):
         self._client.set_terminated(self._id, status=MLFLOW_STATUS[status])
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = _text(value)
     return text if len(text) <= PARAMETER_CHARACTERS else text[: PARAMETER_CHARACTERS - 3] + "..."
 
@@ -377,9 +386,9 @@ TRACKIO_REMOTES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_UR
 
 
 class TrackioTracker(Tracker):
-    """The local database (``TRACKIO_DIR``), or the user's Space or server unless offline. Rows cannot be replaced.
+    """Writes to the local database (``TRACKIO_DIR``), or to the user's Space or server unless offline.
 
-    A run resumes by its name, which ends in a part of our run's id.
+    Rows cannot be replaced. A run resumes by its name, which ends in a part of StreamTune's run id.
     """
 
     name = "trackio"
@@ -388,7 +397,7 @@ class TrackioTracker(Tracker):
     def start(self) -> dict[str, Any]:
         import trackio
 
-        # Trackio prints to stdout, which a program may read.
+        # Trackio prints to stdout, which another program may parse.
         for module in [found for key, found in sys.modules.items() if key.partition(".")[0] == "trackio"]:
             module.print = _print_nothing  # type: ignore[attr-defined]
         if self.offline:
@@ -420,10 +429,10 @@ class TrackioTracker(Tracker):
 
 
 def _print_nothing(*values: Any, **options: Any) -> None:
-    """Replace ``print``."""
+    """Print nothing; replaces ``print`` in Trackio."""
 
 
 CLASSES: dict[str, type[Tracker]] = {
     kind.name: kind for kind in (TensorboardTracker, WandbTracker, MlflowTracker, TrackioTracker)
 }
-"""The trackers by their name in ``report_to``."""
+"""Class of each tracker, by its name in ``report_to``."""

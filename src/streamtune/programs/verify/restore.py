@@ -168,5 +168,5 @@ def why_not_widened(model: nn.Module) -> str:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Return True if a parameter's name shows that the model has_experts tokens to experts."""
+    """Return True if a parameter's name shows that the model routes tokens to experts."""
     return any(part in name for name, _ in model.named_parameters() for part in ("expert", "router", "moe"))
