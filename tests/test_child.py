@@ -1,4 +1,4 @@
-"""A process for measurements: both directions of its pipe, its end, and Ctrl-C, which it leaves to its parent."""
+"""The child process of measurements: its pipe in both directions, its end, and Ctrl-C, which it ignores."""
 
 from __future__ import annotations
 

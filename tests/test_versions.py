@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from streamtune.base import libraries
-from streamtune.base.libraries import TESTED, lacks, untested
+from streamtune.base.libraries import TESTED, missing_name_error, untested_note
 from streamtune.cli import main
 from tests import canary
 from tests import versions as sets
@@ -58,12 +58,12 @@ def test_a_version_is_untested_if_its_minor_version_is_newer(
     found: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, **found)
-    assert untested() == said
+    assert untested_note() == said
 
 
 def test_two_newer_libraries_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, transformers="5.30.1", torch="3.0.0")
-    assert untested() == (
+    assert untested_note() == (
         "not tested with transformers 5.30.1 (tested: 5.17 to 5.24) and torch 3.0.0 (tested: 2.11 to 2.14)"
     )
     assert libraries.pip_install() == "pip install 'transformers<5.25' 'torch<2.15'"
@@ -72,7 +72,7 @@ def test_two_newer_libraries_are_named_together(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("version", "fix"), [("5.31.0", "'transformers<5.25'"), ("5.3.0", "'transformers>=5.17'")])
 def test_what_a_version_lacks_is_mended_by_another(version: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, transformers=version)
-    error = lacks("transformers", "transformers.cache_utils.Cache")
+    error = missing_name_error("transformers", "transformers.cache_utils.Cache")
     assert error.what.startswith(f"transformers {version} has no transformers.cache_utils.Cache")
     assert error.fix == f"pip install {fix}"
     assert error.exit_code == 2
@@ -105,7 +105,7 @@ def test_doctor_compares_the_versions(monkeypatch: pytest.MonkeyPatch, capsys: A
         "check": "versions",
         "status": "advice",
         "found": "not tested with transformers 5.30.0 (tested: 5.17 to 5.24)",
-        "mend": "pip install 'transformers<5.25', where something does not work",
+        "mend": "if something fails: pip install 'transformers<5.25'",
     }
 
 

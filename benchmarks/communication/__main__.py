@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.communication.tables import CHUNKS, ENGINES, TABLES, Row, broken, measured, reference
-from streamtune.base.palette import INK, png_of
+from streamtune.base.palette import INK, to_png
 
 Tables = dict[str, tuple[list[Row], str | None]]
 
@@ -170,7 +170,7 @@ def draw(counted: list[Row], wired: list[Row], path: Path) -> None:
         few = [(mode, chunks) for mode, chunks in bars if mode != "streaming" or chunks == 8]
         _bars(axes, wired, few, "sent", "Sent over the cable between two nodes in a step (MiB)")
     left.legend(frameon=False, labelcolor=INK, loc="upper left")
-    path.write_bytes(png_of(figure, "What ranks send in a step"))
+    path.write_bytes(to_png(figure, "What ranks send in a step"))
 
 
 def _bars(axes: Any, rows: list[Row], bars: list[tuple[str, int]], what: str, title: str) -> None:

@@ -22,11 +22,11 @@ def main() -> None:
     keep_streams()
     interrupts.install(for_good=True)
     gc.disable()  # imports make no garbage
-    from streamtune.base.libraries import own_process
+    from streamtune.base.libraries import mark_own_process
     from streamtune.cli import main as run
 
     gc.enable()
-    own_process()
+    mark_own_process()
     run()
 
 

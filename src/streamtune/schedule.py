@@ -64,8 +64,8 @@ class Schedule:
     Bytes below are per token. C is the hidden size, L the number of layers, e the bytes of an element.
 
     Args:
-        chunk_size: Most tokens whose layer activations exist at once.
-        head_chunk_size: Most tokens whose logits exist at once.
+        chunk_size: Maximum number of tokens whose layer activations exist at once.
+        head_chunk_size: Maximum number of tokens whose logits exist at once.
         offload: Memory that stores the layer inputs for the backward: C e L bytes.
         offload_dir: Directory of the file for ``offload="disk"``. The open file has no name, so it disappears with the
             process, also after a crash.
@@ -239,12 +239,12 @@ class Schedule:
         chunks: list[slice] = []
         start = 0
         while start < length or not chunks:
-            stop = self._cut(start, length, cuts)
+            stop = self._chunk_end(start, length, cuts)
             chunks.append(slice(start, stop))
             start = stop
         return chunks
 
-    def _cut(self, start: int, length: int, cuts: Sequence[int]) -> int:
+    def _chunk_end(self, start: int, length: int, cuts: Sequence[int]) -> int:
         """Return the end of the chunk that begins at ``start``."""
         count = -(-(length - start) // self.chunk_size)
         if count <= 1:

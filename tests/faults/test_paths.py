@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from streamtune.base.paths import escape_of
+from streamtune.base.paths import unsafe_name_reason
 from streamtune.errors import ArgumentError, CheckpointError, StreamTuneError
 from streamtune.models import ModelOptions, init_model, load_model
 from streamtune.train.checkpoint import MANIFEST, NEEDED, Manifest, _text, open_checkpoint, supersede, write_manifest
@@ -42,7 +42,7 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
         (checkpoint / name).write_text("{}")
     state = {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
     for payload in PAYLOADS:
-        assert escape_of(payload), payload
+        assert unsafe_name_reason(payload), payload
         index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), payload)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ArgumentError, match="names a file that"):
@@ -55,7 +55,7 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
             (checkpoint / MANIFEST).write_text(text)
             with pytest.raises(CheckpointError, match=r"which is no file of a checkpoint|is missing"):
                 open_checkpoint(checkpoint)
-    assert [name for name in PLAIN if escape_of(name)] == []
+    assert [name for name in PLAIN if unsafe_name_reason(name)] == []
     tell("path_payloads", confined, len(PAYLOADS))
 
 

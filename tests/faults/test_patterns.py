@@ -12,7 +12,7 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from streamtune.base.patterns import find_matches, is_found, wrong_pattern
+from streamtune.base.patterns import find_matches, pattern_error, search_within_limit
 from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, load_tokenizer, train_tokenizer
@@ -48,11 +48,11 @@ def test_a_pattern_is_given_up_after_seconds_by_its_key(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", NONE, ids=range(len(NONE)))
 def test_what_is_no_pattern_says_so(pattern: str) -> None:
-    assert wrong_pattern(pattern)
+    assert pattern_error(pattern)
     with pytest.raises(ArgumentError, match="is not a regular expression"):
         find_matches([pattern], NAMES, where="k")
     with pytest.raises(ValueError, match="not a regular expression"):
-        is_found(pattern, "text")
+        search_within_limit(pattern, "text")
 
 
 @pytest.mark.parametrize("how", ["search", "match", "fullmatch"])
@@ -135,8 +135,8 @@ def test_searches_are_those_of_re() -> None:
 
     for pattern in [r"^[0-9]+$", r"\bend\b", "(?i)YES", r"(a)\1", "a{,2}b", "a||b", "[ab&]+", "(?s).*"]:
         for text in ["12", "the end", "yes", "aa", "[a]", "a||b", "b", "a&&b", ""]:
-            assert is_found(pattern, text) == bool(re.search(pattern, text)), (pattern, text)
-            assert is_found(pattern, text, whole=True) == bool(re.fullmatch(pattern, text)), (pattern, text)
+            assert search_within_limit(pattern, text) == bool(re.search(pattern, text)), (pattern, text)
+            assert search_within_limit(pattern, text, whole=True) == bool(re.fullmatch(pattern, text)), (pattern, text)
 
 
 def tokenizer_with(pattern: str, folder: Path) -> str:

@@ -209,7 +209,7 @@ def test_every_picture_is_drawn_with_the_settings_of_matplotlib_itself() -> None
         for function in ast.parse(file.read_text()).body:
             if isinstance(function, ast.FunctionDef) and "Figure(" in ast.unparse(function):
                 decorated = [ast.unparse(each) for each in function.decorator_list]
-                assert decorated == ["drawn_plainly"], f"{file}:{function.lineno}"
+                assert decorated == ["with_default_style"], f"{file}:{function.lineno}"
 
 
 NO_HOME = """

@@ -1,4 +1,4 @@
-"""``StreamTuneCallback`` in the real trainers: the run is that of the plain model, and its logs have the figures."""
+"""``StreamTuneCallback`` in the real trainers: the run equals the plain model's, and its logs have the figures."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_log_of_training_has_the_figures(tokenizer: PreTrainedTokenizerFas
 
 
 class Recorder(TrainerCallback):
-    """A tracker: keeps the logs it is given."""
+    """A tracker that stores its logs."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -114,7 +114,7 @@ def test_attached_in_front_trackers_have_the_figures_too(
 
 @pytest.mark.full
 def test_the_planner_chooses_under_autocast(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """With ``bf16`` accelerate puts a function in the place of ``forward`` before training begins."""
+    """With ``bf16`` accelerate replaces ``forward`` before training begins."""
     runs = []
     for callbacks in ([], [StreamTuneCallback(max_length=64)]):
         trainer = hf_trainer(model_for(tokenizer), tokenizer, tmp_path, bf16=True)

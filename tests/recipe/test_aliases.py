@@ -1,4 +1,4 @@
-"""Names from other trainers."""
+"""Aliases of other trainers' keys and values."""
 
 from __future__ import annotations
 

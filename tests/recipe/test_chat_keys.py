@@ -1,4 +1,4 @@
-"""Keys about chats: what they take, what contradicts, and other trainers' names for them."""
+"""Keys of chats: values, contradictions, and aliases of other trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line ``runs code``: Python that comes with a model, where it can come with any."""
+"""``code_of``: Python code of a model is named if the model can bring any."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_folder_without_python_runs_none(files: dict[str, object], said: bool,
 
 
 def test_a_configuration_in_other_letters_is_read(tmp_path: Path) -> None:
-    """JSON may write a key with escapes; a file that is no JSON says nothing about what it names."""
+    """JSON keys may have escapes; a file that is not JSON counts as naming code."""
     for text in ('{"\\u0061uto_map": {}}', "{"):
         (tmp_path / "config.json").write_text(text)
         recipe = Recipe.model_validate(

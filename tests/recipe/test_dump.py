@@ -1,4 +1,4 @@
-"""A recipe back to YAML."""
+"""Recipes written as YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe file to a ``Recipe``, and every way a file can be wrong."""
+"""Reading of recipe files, and the errors of wrong files."""
 
 from __future__ import annotations
 
@@ -497,7 +497,7 @@ def test_adapter_keys_of_a_full_run_are_noted(write):
 
 
 def test_mistakes_of_several_rules_are_told_at_once(refused):
-    """A rule about several keys stops at its first mistake; the others are found without the key of that one."""
+    """Rules about several keys stop at the first mistake; others are found after its key is removed."""
     error = refused(
         "eval_steps: 5\nfsdp: true\ndeepspeed: zero2\nlr_layer_decay: 2.0\nwarmup_ratio: 0.1\nwarmup_steps: 3\n"
     )

@@ -1,4 +1,4 @@
-"""Which recipe a file is: what it says, what the command says, and where the two disagree."""
+"""The objective of a recipe: from the file, from the command, and in conflict."""
 
 from __future__ import annotations
 

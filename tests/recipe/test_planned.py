@@ -1,4 +1,4 @@
-"""Shipped recipes of one model on one device: the header is what the planner says, and the page what headers say."""
+"""Shipped recipes for a model and a device: headers match the planner, and the page matches the headers."""
 
 from __future__ import annotations
 

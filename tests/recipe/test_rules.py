@@ -1,4 +1,4 @@
-"""The rule tables: their rows name keys that are there, and each kind of row says what it should."""
+"""Rule tables: rows name existing keys, and each kind of row yields its error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS: tuple[type[Spec], ...] = (*RECIPES.values(), DatasetSpec, EngineSpec, Tok
 
 
 class Lunch(Spec):
-    """A few keys to write rules about."""
+    """Keys for the rules of these tests."""
 
     objective: str = "sft"
     soup: str = "none"
@@ -38,7 +38,7 @@ class Lunch(Spec):
 
 
 def rows(rules: Iterable[KeyRule]) -> Iterator[KeyRule]:
-    """All rows of a table, those below a condition too."""
+    """Yield all rows of a table, including rows under a condition."""
     for rule in rules:
         yield rule
         if isinstance(rule, Where):
@@ -46,7 +46,7 @@ def rows(rules: Iterable[KeyRule]) -> Iterator[KeyRule]:
 
 
 def names_of(rule: KeyRule) -> Iterator[str]:
-    """The keys that a row names, in its conditions and in the braces of its texts."""
+    """Return the keys that a row names, in conditions and in the braces of its texts."""
     if isinstance(rule, Clash):
         yield from (*rule.when, *placeholders(rule.what + rule.fix))
     if isinstance(rule, Where):
@@ -62,7 +62,7 @@ def placeholders(text: str) -> list[str]:
 
 
 def is_key(kind: type[Spec], name: str) -> bool:
-    """True if a name is a key or a property; of a group but ``engine``, only its first part is looked at."""
+    """Return True if a name is a key or property; of groups other than ``engine`` only the first part is checked."""
     first, _, rest = name.partition(".")
     if first == "engine" and rest:
         return is_key(EngineSpec, rest)

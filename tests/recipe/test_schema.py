@@ -77,7 +77,7 @@ def test_leaf_names_are_unique_but_for_path_like_ones(kind):
 
 @pytest.mark.parametrize("objective", RECIPES)
 def test_a_file_is_held_to_the_recipe_of_its_objective(objective):
-    """Followed by hand: a validator of JSON schemas is no dependency of ours."""
+    """Followed by hand, because a JSON schema validator is not a dependency."""
     node = json_schema()
     while "if" in node:
         holds = node["if"]["properties"]["objective"]["const"] == objective

@@ -1,4 +1,4 @@
-"""Keys of rows that are chosen by their gradients: each combination that has no meaning is one error, at its line."""
+"""Keys of row selection by gradients: each impossible combination is one error, at its line."""
 
 from __future__ import annotations
 

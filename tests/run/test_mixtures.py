@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.base.text import set_names
+from streamtune.base.text import eval_set_names
 from streamtune.cli import main
 from streamtune.data import concat_squares
 from streamtune.recipe import load_recipe
@@ -80,7 +80,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path, mo
     assert [record["step"] for record in evaluated] == [2, 4]
     names = ["held_out", "code", "prose"] if "val_size" in more else ["code", "prose"]
     assert list(evaluated[0]) == ["step", "eval_loss", *(f"eval_{name}_loss" for name in names)]
-    assert set_names(whole, "loss") == names
+    assert eval_set_names(whole, "loss") == names
     low, *_, high = sorted(evaluated[0][f"eval_{name}_loss"] for name in names)
     assert low < evaluated[0]["eval_loss"] < high
     page = Path("run/report.html").read_text()
@@ -129,7 +129,7 @@ def test_preferences_have_the_metrics_of_every_set(folder: Path, more: dict[str,
     write_recipe(folder, keys)
     assert run("--output-dir", "run", command="dpo") == 0
     whole = records("run")
-    assert set_names(whole, "loss") == ["code", "prose"]
+    assert eval_set_names(whole, "loss") == ["code", "prose"]
     found = whole[-1]
     assert found["eval_loss"] == pytest.approx((4 * found["eval_code_loss"] + 5 * found["eval_prose_loss"]) / 9)
     assert "eval_prose_rewards/accuracies" in found

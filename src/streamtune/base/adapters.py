@@ -201,6 +201,6 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def is_of_adapters(name: str) -> bool:
+def is_adapter_name(name: str) -> bool:
     """Return True if a parameter or buffer of a wrapped model belongs to its adapters."""
     return any(part in name for part in NAME_PARTS)

@@ -61,11 +61,11 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
         return lambda: None
     _state.__init__()  # type: ignore[misc]  # a fork starts with a fresh state, not the parent's
     _state.owner = os.getpid()
-    previous = {signum: signal.signal(signum, _leave) for signum in SIGNALS if not is_ignored(signum)}
+    previous = {signum: signal.signal(signum, _exit_on_signal) for signum in SIGNALS if not is_ignored(signum)}
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watching = threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True)
+    watching = threading.Thread(target=_exit_if_late, args=(reading,), name="signals", daemon=True)
     watching.start()
     if hasattr(signal, "pthread_sigmask"):  # a rank's launcher has blocked them
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -93,7 +93,7 @@ def is_ignored(signum: int) -> bool:
 
 
 @contextmanager
-def saying(text: str) -> Iterator[None]:
+def say_on_signal(text: str) -> Iterator[None]:
     """Context manager: print ``text`` in place of ``Stopped.`` if a signal ends the process."""
     before, _state.text = _state.text, text
     try:
@@ -102,7 +102,7 @@ def saying(text: str) -> Iterator[None]:
         _state.text = before
 
 
-def remove_too(folder: str) -> None:
+def remove_on_signal(folder: str) -> None:
     """Also remove this folder if a signal ends the process; it may be gone by then."""
     _state.folders.append(folder)
 
@@ -113,7 +113,7 @@ def temporary_directory(**options: Any) -> Iterator[str]:
     import tempfile
 
     with tempfile.TemporaryDirectory(**options) as folder:
-        remove_too(folder)
+        remove_on_signal(folder)
         try:
             yield folder
         finally:
@@ -121,8 +121,8 @@ def temporary_directory(**options: Any) -> Iterator[str]:
 
 
 @contextmanager
-def postponed() -> Iterator[None]:
-    """Context manager: the first Ctrl-C waits for :func:`check`, for two seconds at most."""
+def postpone_ctrl_c() -> Iterator[None]:
+    """Context manager: the first Ctrl-C waits for :func:`raise_if_postponed`, for two seconds at most."""
     _state.postponed, _state.asked = True, False
     try:
         yield
@@ -130,7 +130,7 @@ def postponed() -> Iterator[None]:
         _state.postponed = False
 
 
-def check() -> None:
+def raise_if_postponed() -> None:
     """Raise ``KeyboardInterrupt`` if a postponed Ctrl-C waits. Call it where only Python code runs."""
     if _state.asked:
         _state.asked = _state.postponed = False
@@ -138,8 +138,8 @@ def check() -> None:
 
 
 @contextmanager
-def stopping() -> Iterator[None]:
-    """Context manager: other handlers are installed, which call :func:`handled`; the second thread then waits
+def handled_elsewhere() -> Iterator[None]:
+    """Context manager: other handlers are installed, which call :func:`record_handled`; the second thread then waits
     longer."""
     _state.stopping = True
     try:
@@ -148,13 +148,13 @@ def stopping() -> Iterator[None]:
         _state.stopping = False
 
 
-def handled() -> None:
+def record_handled() -> None:
     """Record that the main thread has run a handler."""
     _state.seen += 1
 
 
 @contextmanager
-def blocked() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Context manager: block signals. They arrive when it ends; in a process started inside, when that process unblocks
     them."""
     if not hasattr(signal, "pthread_sigmask"):
@@ -167,12 +167,12 @@ def blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _leave(signum: int, frame: FrameType | None) -> None:
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
     if _state.owner != os.getpid():  # a fork made by a library: its parent decides, and the fork ends silently
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
         return
-    handled()
+    record_handled()
     if _state.postponed and signum == signal.SIGINT and not _state.asked:
         _state.asked = True
         return
@@ -197,7 +197,7 @@ def remove_folder(folder: str) -> None:
         os.rmdir(folder)  # noqa: PTH106
 
 
-def _watch(reading: int) -> None:
+def _exit_if_late(reading: int) -> None:
     """End the process after a signal if the main thread, inside a library call, runs no handler."""
     while came := os.read(reading, 1):
         signum = came[0]
@@ -258,10 +258,10 @@ def _descendants() -> set[int]:
     found: set[int] = set()
     while new := {child for child, parent in parents.items() if parent in found or parent == os.getpid()} - found:
         found |= new
-    return found - {_tracker()}
+    return found - {_resource_tracker_pid()}
 
 
-def _tracker() -> int | None:
+def _resource_tracker_pid() -> int | None:
     """Return the id of multiprocessing's resource tracker, which removes semaphores and ends after this process; None
     without one."""
     module = sys.modules.get("multiprocessing.resource_tracker")

@@ -26,18 +26,18 @@ def installed(package: str) -> str:
         return ""
 
 
-def untested() -> str:
+def untested_note() -> str:
     """Return a message that names installed libraries newer than the tested versions; empty if there are none."""
-    found = _newer()
-    return f"not tested with {' and '.join(map(_described, found))}" if found else ""
+    found = _newer_than_tested()
+    return f"not tested with {' and '.join(map(_describe_version, found))}" if found else ""
 
 
 def pip_install() -> str:
     """Return the command that replaces newer versions by tested ones."""
-    return " ".join(["pip install", *(f"'{name}<{_after(TESTED[name][1])}'" for name in _newer())])
+    return " ".join(["pip install", *(f"'{name}<{_next_minor(TESTED[name][1])}'" for name in _newer_than_tested())])
 
 
-def lacks(package: str, what: str) -> VersionError:
+def missing_name_error(package: str, what: str) -> VersionError:
     """Return the error that ``package`` lacks ``what``, whatever version is installed."""
     oldest, newest = TESTED[package]
     version = installed(package)
@@ -45,28 +45,28 @@ def lacks(package: str, what: str) -> VersionError:
     return VersionError(
         f"{package} {version} has no {what}, which StreamTune needs",
         where=f"{package} {version}; tested: {oldest} to {newest}",
-        fix=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_after(newest)}'",
+        fix=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_next_minor(newest)}'",
     )
 
 
 @contextmanager
-def blamed() -> Iterator[None]:
+def blame_untested() -> Iterator[None]:
     """Context manager: if an untested version is installed, add to a model's refusal that it is the likely cause."""
     try:
         yield
     except UnsupportedModelError as error:
-        if (text := untested()) and text not in error.what:
+        if (text := untested_note()) and text not in error.what:
             error.what = f"{error.what}; {text}, which is the likely cause"
             error.fix = "; ".join(filter(None, [pip_install(), error.fix and f"or {error.fix}"]))
             error.args = (error.what,)
         raise
 
 
-def _newer() -> list[str]:
+def _newer_than_tested() -> list[str]:
     return [name for name, (_, newest) in TESTED.items() if _minor(installed(name)) > _minor(newest)]
 
 
-def _described(name: str) -> str:
+def _describe_version(name: str) -> str:
     oldest, newest = TESTED[name]
     return f"{name} {installed(name)} (tested: {oldest} to {newest})"
 
@@ -76,7 +76,7 @@ def _minor(version: str) -> tuple[int, ...]:
     return (*parts, *[0] * (2 - len(parts)))
 
 
-def _after(newest: str) -> str:
+def _next_minor(newest: str) -> str:
     """Return the minor version after the newest tested one, the upper bound of an install."""
     major, minor = _minor(newest)
     return f"{major}.{minor + 1}"
@@ -102,14 +102,14 @@ def imports_are_quiet() -> bool:
 _own = False
 
 
-def own_process() -> None:
+def mark_own_process() -> None:
     """Record that this process runs one command and then ends."""
     global _own
     _own = True
 
 
-def process_is_own() -> bool:
-    """Return True if :func:`own_process` was called."""
+def is_own_process() -> bool:
+    """Return True if :func:`mark_own_process` was called."""
     return _own
 
 

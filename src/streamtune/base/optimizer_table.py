@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from streamtune.base.patterns import wrong_pattern
+from streamtune.base.patterns import pattern_error
 from streamtune.base.text import Status
 from streamtune.errors import ArgumentError, did_you_mean
 
@@ -121,7 +121,7 @@ def _count(shape: Shape) -> int:
     return math.prod(shape)
 
 
-def _moments(number: int, *, scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+def _moments_size(number: int, *, scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
     """Return the size function of ``number`` tensors of the weight's shape and dtype, plus ``scalars`` values."""
     return lambda shape, width, _: (number * _count(shape) + scalars) * width
 
@@ -134,17 +134,17 @@ def _sgd(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     return _count(shape) * width if args["momentum"] else 0
 
 
-def _edges(shape: Shape) -> int:
+def _mean_count(shape: Shape) -> int:
     """Return how many values the row and column means of the last two dimensions have."""
     return _count(shape[:-1]) + _count((*shape[:-2], shape[-1]))
 
 
 def _adafactor(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    return STEP + (_edges(shape) if len(shape) > 1 else _count(shape)) * width
+    return STEP + (_mean_count(shape) if len(shape) > 1 else _count(shape)) * width
 
 
 def _came(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    means = 2 * _edges(shape) if len(shape) > 1 else _count(shape)
+    means = 2 * _mean_count(shape) if len(shape) > 1 else _count(shape)
     return (_count(shape) + means + 1) * width
 
 
@@ -158,7 +158,7 @@ SMALLEST_QUANTISED = 4096
 """Least values of a weight whose states bitsandbytes and torchao quantise."""
 
 
-def _in_8_bits(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+def _bitsandbytes_size(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
     """Return the size function of ``number`` bitsandbytes states: blocks of 256 with a scale, and a table of 256
     values."""
 
@@ -171,7 +171,7 @@ def _in_8_bits(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
     return size
 
 
-def _of_torchao(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+def _torchao_size(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
     """Return the size function of torchao's two moments: blocks with a scale, and a table of ``table`` values."""
 
     def size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
@@ -214,7 +214,7 @@ def _badam_ratio(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (width < 4))
 
 
-def _in_expanded_fp8(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _coat_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     """Return the bytes of COAT's two moments: groups with one byte per value and two float32 numbers."""
     return STEP + 2 * -(-_count(shape) // args["group_size"]) * (args["group_size"] + 8)
 
@@ -230,31 +230,31 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "adamw_8bit": OptimizerEntry(
         "AdamW with 8-bit moments, in blocks of 256",
-        "bitsandbytes", _in_8_bits(2), made_by="AdamW8bit", extra="quant", is_adam=True, not_divided=_BLOCKS,
+        "bitsandbytes", _bitsandbytes_size(2), made_by="AdamW8bit", extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "paged_adamw_8bit": OptimizerEntry(
         "adamw_8bit in CUDA unified memory, which moves to the host when the device is full",
-        "bitsandbytes", _in_8_bits(2), extra="quant", is_adam=True, only_on="cuda", not_divided=_BLOCKS,
+        "bitsandbytes", _bitsandbytes_size(2), extra="quant", is_adam=True, only_on="cuda", not_divided=_BLOCKS,
         scratch=lambda shape, width: 0,
     ),
     "adamw_torch_8bit": OptimizerEntry(
         "AdamW with 8-bit moments; optional stochastic rounding of bfloat16 weights",
-        "torchao", _of_torchao(8, 256), {"block_size": 256, "bf16_stochastic_round": False},
+        "torchao", _torchao_size(8, 256), {"block_size": 256, "bf16_stochastic_round": False},
         extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "adamw_torch_4bit": OptimizerEntry(
         "AdamW with 4-bit moments",
-        "torchao", _of_torchao(4, 16), {"block_size": 128, "bf16_stochastic_round": False},
+        "torchao", _torchao_size(4, 16), {"block_size": 128, "bf16_stochastic_round": False},
         extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "adamw_torch_fp8": OptimizerEntry(
         "AdamW with float8 moments",
-        "torchao", _of_torchao(8, 0), {"block_size": 256, "bf16_stochastic_round": False},
+        "torchao", _torchao_size(8, 0), {"block_size": 256, "bf16_stochastic_round": False},
         extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "adamw_coat": OptimizerEntry(
         "AdamW with float8 moments of expanded range, in groups of 128 (2410.19313)",
-        "streamtune", _in_expanded_fp8, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS, status="experimental",
+        "streamtune", _coat_size, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS, status="experimental",
     ),
     "adafactor": OptimizerEntry(
         "factored second moment (rows and columns), steps relative to the weight (1804.04235)",
@@ -263,12 +263,12 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "adan": OptimizerEntry(
         "Nesterov momentum from differences of gradients (2208.06677)",
-        "pytorch_optimizer", _moments(4), {"betas": [0.98, 0.92, 0.99], "eps": 1e-8},
+        "pytorch_optimizer", _moments_size(4), {"betas": [0.98, 0.92, 0.99], "eps": 1e-8},
         made_by="Adan", extra="optim",
     ),
     "adopt": OptimizerEntry(
         "Adam that converges with any beta2 (2411.02853)",
-        "pytorch_optimizer", _moments(2), {"betas": [0.9, 0.9999], "eps": 1e-6},
+        "pytorch_optimizer", _moments_size(2), {"betas": [0.9, 0.9999], "eps": 1e-6},
         extra="optim",
     ),
     "apollo": OptimizerEntry(
@@ -305,27 +305,28 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "lamb": OptimizerEntry(
         "AdamW with a trust ratio per weight, for large batches (1904.00962)",
-        "pytorch_optimizer", _moments(2, scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
+        "pytorch_optimizer", _moments_size(2, scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
         extra="optim", not_divided="its trust ratio uses norms of whole weights, and each rank has a part of them",
     ),
     "lion": OptimizerEntry(
         "sign of the momentum; use a third to a tenth of AdamW's rate (2302.06675)",
-        "pytorch_optimizer", _moments(1), {"betas": [0.9, 0.99]},
+        "pytorch_optimizer", _moments_size(1), {"betas": [0.9, 0.99]},
         made_by="Lion", extra="optim",
     ),
     "lion_8bit": OptimizerEntry(
         "Lion with 8-bit momentum, in blocks of 256",
-        "bitsandbytes", _in_8_bits(1), {"betas": [0.9, 0.99]}, made_by="Lion8bit", extra="quant", not_divided=_BLOCKS,
+        "bitsandbytes", _bitsandbytes_size(1), {"betas": [0.9, 0.99]}, made_by="Lion8bit", extra="quant",
+        not_divided=_BLOCKS,
     ),
     "mezo": OptimizerEntry(
         "SGD along random directions, two losses for each and no backward: the memory of a forward (2305.17333)",
-        "streamtune", _moments(0), {"eps": 1e-3, "n": 1},
+        "streamtune", _moments_size(0), {"eps": 1e-3, "n": 1},
         step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n",
         not_divided="it perturbs and steps whole weights, which must be equal on all ranks", status="experimental",
     ),
     "muon": OptimizerEntry(
         "orthogonalised momentum for matrices of layers; AdamW for the rest",
-        "torch", _moments(1),
+        "torch", _moments_size(1),
         {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"},
         adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
@@ -338,7 +339,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "schedule_free": OptimizerEntry(
         "AdamW that evaluates and saves an average of the weights instead of decaying the rate (2405.15682)",
-        "schedulefree", _moments(2), {"r": 0.0, "weight_lr_power": 2.0}, extra="optim", is_adam=True, averages=True,
+        "schedulefree", _moments_size(2), {"r": 0.0, "weight_lr_power": 2.0}, extra="optim", is_adam=True,
+        averages=True,
         not_divided=_AVERAGE,
     ),
     "sgd": OptimizerEntry(
@@ -347,7 +349,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "sinkgd": OptimizerEntry(
         "gradients normalised by rows and columns, without state, for matrices of layers; AdamW for the rest",
-        "torch", _moments(0), {"iterations": 5, "scale": 1.0}, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+        "torch", _moments_size(0), {"iterations": 5, "scale": 1.0}, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
 }  # fmt: skip
 """Name -> entry. ``optim.libraries`` builds each, under the same name."""
@@ -386,10 +388,10 @@ def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str
             if OPTIMIZERS[name].is_adam and key in ("betas", "eps"):
                 listed = "write adam_beta1, adam_beta2 and adam_epsilon at the top level"
             return key, f"'{name}' has no option '{key}'", did_you_mean(key, options) or listed
-        if not _is_like(value, options[key]):
+        if not _has_type_of(value, options[key]):
             return (
                 key,
-                f"'{key}' of '{name}' must be {_kind(options[key])}; found {value!r}",
+                f"'{key}' of '{name}' must be {_describe_type(options[key])}; found {value!r}",
                 f"write a value such as {options[key]}",
             )
         low, high = LIMITS.get(f"{name}.{key}", LIMITS.get(key, (-math.inf, math.inf)))
@@ -399,7 +401,7 @@ def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str
                 f"'{key}' of '{name}' must be from {low:g} to {high:g}; found {value!r}",
                 f"write a value such as {options[key]}",
             )
-        if key == "blocks" and (wrong := next(filter(None, map(_wrong_pattern, value)), None)):
+        if key == "blocks" and (wrong := next(filter(None, map(_pattern_mistake, value)), None)):
             return key, wrong, "write part of a name, such as mlp"
         known = CHOICES.get(key, ())
         if known and value not in known:
@@ -455,7 +457,7 @@ CHOICES = {
 """Option -> the words that it accepts."""
 
 
-def _is_like(value: Any, default: Any) -> bool:
+def _has_type_of(value: Any, default: Any) -> bool:
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     if default == []:
@@ -473,12 +475,12 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
-def _wrong_pattern(pattern: str) -> str | None:
-    reason = wrong_pattern(pattern)
+def _pattern_mistake(pattern: str) -> str | None:
+    reason = pattern_error(pattern)
     return None if reason is None else f"'{pattern}' is not a regular expression: {reason}"
 
 
-def _kind(default: Any) -> str:
+def _describe_type(default: Any) -> str:
     if default == []:
         return "a list of texts"
     if isinstance(default, list):

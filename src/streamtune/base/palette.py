@@ -28,7 +28,7 @@ COLOURS: dict[str, str] = {
 INK = "#1f2430"
 
 
-def drawn_plainly(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
+def with_default_style(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
     """Make a function draw with matplotlib's default settings, and restore the user's settings afterwards.
 
     matplotlib reads a ``matplotlibrc`` in the working directory, which may come from someone else: with ``text.usetex``
@@ -46,7 +46,7 @@ def drawn_plainly(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
     return drawing
 
 
-def png_of(figure: Any, title: str) -> bytes:
+def to_png(figure: Any, title: str) -> bytes:
     """Add a title to a figure and return it as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -55,13 +55,13 @@ def png_of(figure: Any, title: str) -> bytes:
     return picture.getvalue()
 
 
-def line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
+def draw_line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
     """Draw the known points of a line."""
     if known := [(x, y) for x, y in points if y]:
         axes.plot(*zip(*known, strict=True), **style)
 
 
-def dress(axes: Any, title: str) -> None:
+def style_axes(axes: Any, title: str) -> None:
     """Set title, logarithmic axes and ticks of a plot over length. The y-axis ends at labelled ticks outside the
     data."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)

@@ -44,7 +44,7 @@ def check_descriptors(error: OSError) -> None:
         ) from error
 
 
-def escape_of(name: object) -> str | None:
+def unsafe_name_reason(name: object) -> str | None:
     """Return the reason why a name from a file does not name a file below its folder; None if it does.
 
     Refused on every system: absolute names, ``..``, backslashes, drives, addresses, ``~``, control characters, empty
@@ -64,6 +64,6 @@ def escape_of(name: object) -> str | None:
     return "is too long" if len(name) > 1024 else None
 
 
-def open_at_once(path: str, flags: int) -> int:
+def open_nonblocking(path: str, flags: int) -> int:
     """Open a file without waiting, as an opener for ``open``: a pipe without a writer would block forever."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -44,7 +44,7 @@ class PatternError(ValueError):
     """A pattern that is not a regular expression, or takes too long on a text."""
 
 
-def wrong_pattern(pattern: str) -> str | None:
+def pattern_error(pattern: str) -> str | None:
     """Return the reason why a text is not a regular expression; None if it is one."""
     try:
         re.compile(pattern)
@@ -76,12 +76,12 @@ def find_matches(
         ArgumentError: A pattern is not a regular expression, or takes more than :data:`SECONDS` of CPU time.
     """
     for pattern in patterns:
-        if reason := wrong_pattern(pattern):
+        if reason := pattern_error(pattern):
             raise ArgumentError(f"'{pattern[:80]}' is not a regular expression: {reason}", where=where, fix=FIX)
     whole = [form.replace("{}", pattern) for pattern in patterns]
     if all(PLAIN.fullmatch(pattern) for pattern in patterns):
         return [[number for number, name in enumerate(names) if getattr(re, how)(one, name)] for one in whole]
-    output, ended = _run([sys.executable, "-I", "-S", "-c", PROGRAM], [how, whole, list(names)])
+    output, ended = _run_with_input([sys.executable, "-I", "-S", "-c", PROGRAM], [how, whole, list(names)])
     answers = output.splitlines()
     if not ended:
         raise ArgumentError(
@@ -93,7 +93,7 @@ def find_matches(
     return [json.loads(answer) for answer in answers]
 
 
-def _run(command: Sequence[str], message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
+def _run_with_input(command: Sequence[str], message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """Run a command with a message as input; return its output, and True if it ended without an error."""
     try:
         done = subprocess.run(
@@ -127,8 +127,8 @@ for pattern in patterns:
 """
 REPEATED = re.compile(r"\)\s*(?:[*+]|\{\d*,?\d*\})")
 """A repeated group. Without one, a pattern's time is at most a power of the text's length."""
-PIECES = ("a", "A", "1", " ", "\n", "!", "_", "'", "é", "中", "a1", "a ", "aA", "ab", "\t ")
-TRIED = [piece * 120 + end for piece in PIECES for end in ("", "\0", "!", "x", "!x")]
+FRAGMENTS = ("a", "A", "1", " ", "\n", "!", "_", "'", "é", "中", "a1", "a ", "aA", "ab", "\t ")
+SAMPLE_TEXTS = [piece * 120 + end for piece in FRAGMENTS for end in ("", "\0", "!", "x", "!x")]
 
 
 def check_splits(patterns: Sequence[str], *, where: str) -> None:
@@ -141,7 +141,7 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
     if not tried:
         return
     environment = {**safe_environment(), "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    output, ended = _run([sys.executable, "-P", "-c", SPLITS], [tried, TRIED], env=environment)
+    output, ended = _run_with_input([sys.executable, "-P", "-c", SPLITS], [tried, SAMPLE_TEXTS], env=environment)
     if not ended:
         pattern = tried[output.count("\n")]
         raise ArgumentError(
@@ -151,7 +151,7 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
         )
 
 
-def of_tokenizer(error: BaseException) -> ArgumentError | None:
+def tokenizer_error(error: BaseException) -> ArgumentError | None:
     """Return the error to show if a tokenizer's library failed (``PanicException``); None for other errors."""
     if type(error).__name__ != "PanicException":
         return None
@@ -162,13 +162,13 @@ def of_tokenizer(error: BaseException) -> ArgumentError | None:
     )
 
 
-def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2.0) -> bool:
+def search_within_limit(pattern: str, text: str, *, whole: bool = False, seconds: float = 2.0) -> bool:
     """Return True if a regular expression of Python's ``re`` is found in a text.
 
     Raises:
         PatternError: The pattern is not a regular expression, or takes too long.
     """
-    if reason := wrong_pattern(pattern):
+    if reason := pattern_error(pattern):
         raise PatternError(f"the pattern {pattern[:60]!r} is not a regular expression: {reason}")
     import regex  # type: ignore[import-untyped, unused-ignore]  # slow to import, and needed by few
 

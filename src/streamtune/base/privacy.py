@@ -81,12 +81,12 @@ def find_secret(text: str) -> str | None:
         for kind, form in _COMPILED.items():
             if form.search(text):
                 return kind
-    return next((f"the value of ${name}" for name, value in _from_environment().items() if value in text), None)
+    return next((f"the value of ${name}" for name, value in _secrets_in_environment().items() if value in text), None)
 
 
 def redact(text: str) -> str:
     """Return the text with each secret replaced by its kind in brackets."""
-    for name, value in _from_environment().items():
+    for name, value in _secrets_in_environment().items():
         if value in text:
             text = text.replace(value, f"[the value of ${name}]")
     if _HINT.search(text):
@@ -106,7 +106,7 @@ def redact_values(value: Any) -> Any:
     return value
 
 
-def _from_environment() -> dict[str, str]:
+def _secrets_in_environment() -> dict[str, str]:
     """Return variables that are named like secrets -> value; longest values first, so that none is replaced in part."""
     found = {
         name: value
@@ -162,7 +162,7 @@ _PRIVATE = {
 }
 _OFF_THE_HUB = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _guarded = False
-_talking = threading.local()
+_thread = threading.local()
 
 
 class OfflineError(RunError):
@@ -213,7 +213,7 @@ def go_offline() -> None:
     stay_off_the_hub()
     os.environ[OFFLINE] = "1"
     if not _guarded:
-        sys.addaudithook(_refuse)
+        sys.addaudithook(_refuse_connection)
         _guarded = True
 
 
@@ -223,30 +223,30 @@ def is_offline() -> bool:
 
 
 @contextmanager
-def among_ranks() -> Iterator[None]:
+def allow_rank_connections() -> Iterator[None]:
     """Context manager: allow connections of this thread, which are between the ranks of a run."""
-    before = getattr(_talking, "to_ranks", False)
-    _talking.to_ranks = True
+    before = getattr(_thread, "to_ranks", False)
+    _thread.to_ranks = True
     try:
         yield
     finally:
-        _talking.to_ranks = before
+        _thread.to_ranks = before
 
 
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+def _refuse_connection(event: str, arguments: tuple[Any, ...]) -> None:
     """Audit hook that refuses connections to other machines. A hook cannot be removed, so it checks first whether it
     applies."""
-    if not event.startswith("socket.") or not is_offline() or getattr(_talking, "to_ranks", False):
+    if not event.startswith("socket.") or not is_offline() or getattr(_thread, "to_ranks", False):
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
         address = arguments[1]
-        if address is not None and not _is_here(address):
+        if address is not None and not _is_local(address):
             raise _offline_error(address[0] if isinstance(address, tuple) else address)
-    elif event in ("socket.getaddrinfo", "socket.gethostbyname") and not _is_here((arguments[0],)):
+    elif event in ("socket.getaddrinfo", "socket.gethostbyname") and not _is_local((arguments[0],)):
         raise _offline_error(arguments[0])
 
 
-def _is_here(address: Any) -> bool:
+def _is_local(address: Any) -> bool:
     """Return True for an address on this machine: a Unix socket, the loopback, or no host."""
     if not isinstance(address, tuple):
         return True  # a path, or an address family without hosts

@@ -38,7 +38,7 @@ from typing import IO, Any
 
 import xxhash
 
-from streamtune.base.paths import cache_folder, open_at_once
+from streamtune.base.paths import cache_folder, open_nonblocking
 from streamtune.base.text import show_size
 from streamtune.errors import StorageError
 
@@ -52,7 +52,7 @@ _PACKAGES = (
     *("bitsandbytes", "torchao", "pytorch-optimizer", "apollo-torch", "schedulefree", "deepspeed"),
 )
 """Packages that compute a step: operators, quantised weights, optimizers."""
-_CHOOSES = ("triton", "flash_attn", "flash_attn_interface", "causal_conv1d", "fla", "mamba_ssm")
+_OPTIONAL_MODULES = ("triton", "flash_attn", "flash_attn_interface", "causal_conv1d", "fla", "mamba_ssm")
 """Modules whose presence may decide the operators of a step, whatever package provides them."""
 _BLOCK = 1 << 20
 LOCK_SECONDS = 10.0
@@ -114,11 +114,11 @@ class CacheFile:
         Raises:
             ValueError: The file is damaged.
         """
-        with open(self.path, "rb", opener=open_at_once) as file:
+        with open(self.path, "rb", opener=open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError("not a regular file")
             line, content = file.readline(4096), file.read()
-        if line != self._line(content):
+        if line != self._first_line(content):
             begins = line.startswith(f"{MAGIC} ".encode())
             raise ValueError("its checksum does not match" if begins else "unknown file format")
         return content
@@ -133,7 +133,7 @@ class CacheFile:
         staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
         try:
             with staged.open("xb") as file:
-                file.write(self._line(content) + content)
+                file.write(self._first_line(content) + content)
                 if durably:
                     file.flush()
                     os.fsync(file.fileno())
@@ -157,7 +157,7 @@ class CacheFile:
         with locked(self.path):
             self.write(json.dumps(change(self.read_json(lambda message: None)), indent=1).encode() + b"\n")
 
-    def _line(self, content: bytes) -> bytes:
+    def _first_line(self, content: bytes) -> bytes:
         digest = new_checksum(f"{MAGIC} {self.key}\n".encode())
         digest.update(content)
         return f"{MAGIC} {self.key} {digest.hexdigest()}\n".encode()
@@ -176,13 +176,13 @@ def cached_result(
 
 def read_cached(kind: str, key: str, notify: Notify = log.warning) -> dict[str, Any] | None:
     """Return the result cached under a key; None if it does not exist or is damaged."""
-    return _file(kind, key).read_json(notify) or None
+    return _cache_file(kind, key).read_json(notify) or None
 
 
 def write_cached(kind: str, key: str, found: dict[str, Any]) -> None:
     """Cache a result under a key, if its file can be written."""
     with suppress(OSError):
-        _file(kind, key).write(json.dumps(found).encode())
+        _cache_file(kind, key).write(json.dumps(found).encode())
 
 
 def hash_of(facts: Any) -> str:
@@ -197,7 +197,7 @@ def versions() -> list[str]:
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
-    found += [name for name in _CHOOSES if util.find_spec(name) is not None]
+    found += [name for name in _OPTIONAL_MODULES if util.find_spec(name) is not None]
     package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -205,7 +205,7 @@ def versions() -> list[str]:
     return [*found, code.hexdigest()]
 
 
-def _file(kind: str, key: str) -> CacheFile:
+def _cache_file(kind: str, key: str) -> CacheFile:
     return CacheFile(cache_folder() / kind / f"{key}.json", f"{kind}/{key}")
 
 
@@ -231,7 +231,7 @@ class WatchedFile:
         self.path, self.fix, self._checksum = path, fix, checksum
         self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
-        self._state = self._now()
+        self._state = self._file_state()
         self.size = self._state[0]
 
     def check(self) -> None:
@@ -240,7 +240,7 @@ class WatchedFile:
         Raises:
             StorageError: The file is shorter, or its content has changed.
         """
-        now = self._now()
+        now = self._file_state()
         if now == self._state:
             return
         if now[0] < self.size:
@@ -251,7 +251,7 @@ class WatchedFile:
             raise StorageError(what, where=str(self.path), fix=self.fix)
         self._state = now
 
-    def _now(self) -> tuple[int, int, int]:
+    def _file_state(self) -> tuple[int, int, int]:
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

@@ -49,12 +49,12 @@ def keep_streams() -> Callable[[], None]:
     of libraries.
     """
     global _output
-    _open_all()
+    _open_closed_descriptors()
     before = sys.stdout, sys.stderr
-    out = _replaced("stdout", 1)
+    out = _replace_stream("stdout", 1)
     if out is not None:
         _output = out
-    _replaced("stderr", 2)
+    _replace_stream("stderr", 2)
 
     def undo() -> None:
         global _output
@@ -79,7 +79,7 @@ def reader_is_gone() -> bool:
     return error is not None and error.errno == errno.EPIPE
 
 
-def _open_all() -> None:
+def _open_closed_descriptors() -> None:
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -87,7 +87,7 @@ def _open_all() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
 
 
-def _replaced(name: str, descriptor: int) -> _Descriptor | None:
+def _replace_stream(name: str, descriptor: int) -> _Descriptor | None:
     """Replace ``sys.NAME`` by a stream that never raises. Return its descriptor; None if it is not the interpreter's
     own."""
     stream: TextIO | None = getattr(sys, name)

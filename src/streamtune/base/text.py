@@ -26,7 +26,7 @@ def look_up(name: str, known: Mapping[str, T], kind: str, *, where: str) -> T:
     return known[name]
 
 
-def set_names(records: Iterable[Mapping[str, Any]], metric: str) -> list[str]:
+def eval_set_names(records: Iterable[Mapping[str, Any]], metric: str) -> list[str]:
     """Return the names of the eval sets with a metric in the records: ``NAME`` in keys ``eval_NAME_loss``."""
     pattern = re.compile(rf"eval_(.+)_{re.escape(metric)}")
     keys = dict.fromkeys(key for record in records for key in record)

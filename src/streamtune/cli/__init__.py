@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from streamtune.base import interrupts
-from streamtune.base.libraries import pip_install, quiet_imports, untested
-from streamtune.base.patterns import of_tokenizer
+from streamtune.base.libraries import pip_install, quiet_imports, untested_note
+from streamtune.base.patterns import tokenizer_error
 from streamtune.base.privacy import go_offline, is_offline, keep_private
 from streamtune.base.streams import keep_streams, lost_output, reader_is_gone
 from streamtune.cli.console import is_needed, need_output, print_note
@@ -65,9 +65,9 @@ def _run(given: list[str]) -> None:
                 _check_output()
             raise
     except BaseException as error:
-        if not isinstance(error, Exception) and of_tokenizer(error) is None:
+        if not isinstance(error, Exception) and tokenizer_error(error) is None:
             raise
-        known = error if isinstance(error, StreamTuneError) else of_tokenizer(error) or _unexpected(error)
+        known = error if isinstance(error, StreamTuneError) else tokenizer_error(error) or _unexpected(error)
         name_locale(known)
         if debug:
             note_failure(known)
@@ -82,7 +82,7 @@ def _run(given: list[str]) -> None:
 def _note_versions(arguments: list[str]) -> None:
     """Print a note on libraries that are newer than the tested ones, before a command that computes with them."""
     computes = bool(arguments) and arguments[0] not in WITHOUT and "--help" not in arguments
-    if computes and os.environ.get("RANK", "0") == "0" and (text := untested()):
+    if computes and os.environ.get("RANK", "0") == "0" and (text := untested_note()):
         print_note(text)
 
 
@@ -104,6 +104,6 @@ def _unexpected(error: BaseException) -> StreamTuneError:
     if known is not None:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
-    if text := untested():
+    if text := untested_note():
         return StreamTuneError(f"{what}; {text}, which is the likely cause", fix=f"{pip_install()}; --debug shows more")
     return StreamTuneError(what, fix="run it again with --debug for the traceback, and report it: this is a defect")

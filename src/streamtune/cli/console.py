@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune import __version__
-from streamtune.base.paths import open_at_once
+from streamtune.base.paths import open_nonblocking
 from streamtune.base.privacy import plain, redact_values
 from streamtune.errors import ArgumentError, RecipeError, StreamTuneError, UserError
 
@@ -237,7 +237,7 @@ def _source_line(where: str) -> str:
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
         return ""
     try:
-        with open(file, encoding="utf-8-sig", opener=open_at_once) as lines:
+        with open(file, encoding="utf-8-sig", opener=open_nonblocking) as lines:
             return lines.read(SHOWN_BYTES).splitlines()[int(number) - 1].strip()
     except (OSError, ValueError, IndexError):
         return ""

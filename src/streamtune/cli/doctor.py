@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from streamtune.base.libraries import TESTED, pip_install, untested
+from streamtune.base.libraries import TESTED, pip_install, untested_note
 from streamtune.base.privacy import is_offline, plain
 from streamtune.base.text import show_size
 
@@ -286,7 +286,7 @@ def _versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Compare the versions of torch and transformers with the tested versions."""
     shown = ", ".join(f"{name} {found['versions'][name]}" for name in TESTED)
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
-    if text := untested():
+    if text := untested_note():
         yield CheckResult("versions", "advice", text, f"if something fails: {pip_install()}")
     else:
         yield CheckResult("versions", "ok", f"{shown} (tested: {tested})")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streamtune.base.palette import INK, drawn_plainly
+from streamtune.base.palette import INK, with_default_style
 from streamtune.data.batches.optimizer_steps import EpochSteps
 from streamtune.data.batches.sampler import Mixture, Numbers, ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
@@ -187,7 +187,7 @@ def fewest_packs(lengths: Numbers, max_length: int) -> int:
     return -(-int(lengths.sum()) // max_length)
 
 
-@drawn_plainly
+@with_default_style
 def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
     """Return the histogram as a PNG image, with the limit marked.
 

@@ -35,7 +35,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 
 from streamtune import __version__
 from streamtune.base import interrupts
-from streamtune.base.paths import open_at_once
+from streamtune.base.paths import open_nonblocking
 from streamtune.base.result_cache import CacheFile, Notify, checksum_of, locked
 from streamtune.base.text import show_size
 from streamtune.data.fit import LengthFit
@@ -206,7 +206,7 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
     try:
         facts = json.loads(_entry_file(entry, entry.name).load())
         for name, (size, checksum) in facts["files"].items():
-            with open(entry / name, "rb", opener=open_at_once) as file:
+            with open(entry / name, "rb", opener=open_nonblocking) as file:
                 if os.fstat(file.fileno()).st_size != size or checksum_of(file) != checksum:
                     raise ValueError(f"{name} has changed")
                 if name == ROWS:
@@ -264,7 +264,7 @@ def _new_folder(root: Path) -> Path | None:
                 if time.time() - old.lstat().st_mtime > STALE:
                     _remove(old)
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=root)
-        interrupts.remove_too(unfinished)
+        interrupts.remove_on_signal(unfinished)
         return Path(unfinished)
     except OSError:
         return None

@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from streamtune import __version__
-from streamtune.base.privacy import among_ranks
+from streamtune.base.privacy import allow_rank_connections
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.failure import Failure
 from streamtune.distributed.hosts import listen_at
@@ -199,7 +199,7 @@ def _call_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
     for leader in leaders:
         if leader["rank"] != rank:
             try:
-                with among_ranks():
+                with allow_rank_connections():
                     socket.create_connection((leader["address"], leader["port"]), timeout=REACH_SECONDS / 2).close()
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)

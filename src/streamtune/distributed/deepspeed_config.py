@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.paths import open_at_once
+from streamtune.base.paths import open_nonblocking
 from streamtune.base.privacy import find_secret, is_named_like_secret, redact
 from streamtune.errors import ArgumentError, did_you_mean
 
@@ -124,7 +124,7 @@ def stage_of(config: Mapping[str, Any]) -> int:
 def _read(name: str, where: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     try:
-        with open(path, "rb", opener=open_at_once) as file:  # a pipe has nothing to read
+        with open(path, "rb", opener=open_nonblocking) as file:  # a pipe has nothing to read
             text = file.read().decode("utf-8")
         config = json.loads(text)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
-from streamtune.base.privacy import among_ranks
+from streamtune.base.privacy import allow_rank_connections
 from streamtune.distributed.hosts import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 
@@ -266,7 +266,7 @@ def interface_to(host: str) -> str | None:
     import psutil  # 20 ms
 
     try:
-        with among_ranks():
+        with allow_rank_connections():
             address = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
             with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
                 probe.connect((address[4][0], 9))  # a datagram socket sends nothing here, it only chooses the route

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamtune.base.privacy import among_ranks
+from streamtune.base.privacy import allow_rank_connections
 from streamtune.errors import ArgumentError
 
 SIDE_PORTS = 8
@@ -56,7 +56,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     interfaces: it is unknown on which one the calls arrive. OSError if the port is taken.
     """
     places: list[tuple[int, str]] = []
-    with suppress(OSError), among_ranks():
+    with suppress(OSError), allow_rank_connections():
         places += [
             (int(family), str(address[0]))
             for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[:1]

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from streamtune.base import interrupts
-from streamtune.base.privacy import among_ranks
+from streamtune.base.privacy import allow_rank_connections
 from streamtune.base.safe_path import safe_environment
 from streamtune.base.streams import reader_is_gone
 from streamtune.distributed.environment import read_environment
@@ -153,7 +153,7 @@ def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups:
         if here:
             command = [sys.executable, "-P", "-m", "streamtune", *arguments]
             name = socket.gethostname() if alone else host.address
-            with interrupts.blocked():  # until they can be ended
+            with interrupts.block_signals():  # until they can be ended
                 groups.append(LocalRanks(command, first_rank, host.slots, {**safe_environment(), **environment}, name))
         else:
             remotes[host.name].start(arguments, first_rank, host.slots, {**passed_on(), **environment})
@@ -165,7 +165,7 @@ def _is_this_machine(host: Host) -> bool:
     if "@" in host.name:
         return False
     try:
-        with among_ranks():
+        with allow_rank_connections():
             addresses = socket.getaddrinfo(host.address, 0, type=socket.SOCK_DGRAM)
         for family, kind, _, _, address in addresses:
             with socket.socket(family, kind) as probe:
@@ -254,7 +254,7 @@ class _Signals:
         self._entered = ExitStack()
 
     def __enter__(self) -> _Signals:
-        self._entered.enter_context(interrupts.stopping())
+        self._entered.enter_context(interrupts.handled_elsewhere())
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if not interrupts.is_ignored(signum):
                 self._previous[signum] = signal.signal(signum, self._keep)
@@ -280,7 +280,7 @@ class _Signals:
             if callable(before):
                 before(signum, frame)
             raise KeyboardInterrupt
-        interrupts.handled()
+        interrupts.record_handled()
         if signum != signal.SIGHUP:
             self.ask(signum)
         elif self.first is None:  # a closed terminal sends it several times: it never counts as the second signal

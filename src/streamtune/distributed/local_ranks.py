@@ -19,7 +19,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
-from streamtune.base.interrupts import blocked, remove_too
+from streamtune.base.interrupts import block_signals, remove_on_signal
 from streamtune.distributed.environment import RankEnvironment, usable_cpus
 from streamtune.distributed.failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
 from streamtune.errors import ArgumentError
@@ -51,11 +51,11 @@ class LocalRanks:
     ) -> None:
         self.host = host
         self._folder = tempfile.TemporaryDirectory(prefix="streamtune-ranks-")
-        remove_too(self._folder.name)
+        remove_on_signal(self._folder.name)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._sent: list[int] = []
         try:
-            with blocked():  # until a rank handles signals: before, the interpreter shows a traceback
+            with block_signals():  # until a rank handles signals: before, the interpreter shows a traceback
                 for local_rank in range(count):
                     rank = first_rank + local_rank
                     variables = self._environment(environment, rank, local_rank, count)

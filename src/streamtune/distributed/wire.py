@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamtune.base.privacy import among_ranks
+from streamtune.base.privacy import allow_rank_connections
 from streamtune.distributed.environment import RankEnvironment
 from streamtune.distributed.hosts import listen_at, side_ports
 from streamtune.errors import DistributedError
@@ -150,7 +150,7 @@ def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seco
 
 
 def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Line:
-    with among_ranks():
+    with allow_rank_connections():
         line = Line(socket.create_connection((env.master_addr, port), timeout=seconds))
     nonce = secrets.token_hex(16)
     try:

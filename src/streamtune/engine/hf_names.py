@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streamtune.base.libraries import installed, lacks
+from streamtune.base.libraries import installed, missing_name_error
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of the file of weights in a folder, and of its index."""
@@ -234,7 +234,7 @@ def _found(name: str) -> Any:
     try:
         return getattr(import_module(f"transformers.{module}"), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
-        raise lacks("transformers", f"transformers.{name}") from error
+        raise missing_name_error("transformers", f"transformers.{name}") from error
 
 
 def replace_inside(name: str, function: Callable[..., Any]) -> None:
@@ -341,13 +341,13 @@ def check_names() -> None:
     ]
     for owner, name, called in wanted:
         if not hasattr(owner, name):
-            raise lacks("transformers", f"{called}.{name}")
+            raise missing_name_error("transformers", f"{called}.{name}")
     for name, since in MASKS.items():
         maker, _, inner = name.partition(".<locals>.")
         if _is_there(since):
             held = _closure_of(getattr(masking_utils, maker, None), inner)
             if not set(HELD[name]) <= held:
-                raise lacks("transformers", f"masking_utils.{maker} that holds {' and '.join(HELD[name])}")
+                raise missing_name_error("transformers", f"masking_utils.{maker} that holds {' and '.join(HELD[name])}")
 
 
 def _is_there(since: str) -> bool:

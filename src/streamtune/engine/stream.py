@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.libraries import blamed, untested
+from streamtune.base.libraries import blame_untested, untested_note
 from streamtune.base.model_facts import model_device
 from streamtune.engine.call_hooks import SHORT, StreamedCalls
 from streamtune.engine.hf_names import check_names
@@ -99,9 +99,9 @@ class StreamHandle(StreamedCalls):
         short: Schedule | None = None,
     ) -> None:
         check_names()
-        if text := untested():
+        if text := untested_note():
             warnings.warn(text, stacklevel=3)
-        with blamed():
+        with blame_untested():
             super().__init__(model, schedule, head, router_loss, sequence_parallel, short)
 
     def logprobs(
@@ -210,7 +210,7 @@ class StreamHandle(StreamedCalls):
         Raises:
             UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
         """
-        with blamed():
+        with blame_untested():
             check_exact(self)
             check_order(self)
             if self.sequence_parallel is not None:

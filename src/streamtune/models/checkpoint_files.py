@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from streamtune.base.paths import cache_folder, escape_of
+from streamtune.base.paths import cache_folder, unsafe_name_reason
 from streamtune.base.result_cache import CacheFile
 from streamtune.engine.hf_names import (
     ANY_OF,
@@ -317,7 +317,7 @@ def _names(folder: Path, patterns: Iterable[str]) -> list[str]:
 
 def _commit_of(name: str) -> str | None:
     """Return the commit of the hub model that this name loads; None if it cannot be found."""
-    if escape_of(name):
+    if unsafe_name_reason(name):
         return None
     try:
         found = inside(HUB_FILE)(

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.paths import escape_of
+from streamtune.base.paths import unsafe_name_reason
 from streamtune.base.patterns import find_matches
 from streamtune.base.result_cache import checksum_of
 from streamtune.engine.hf_names import SAFE_OPEN, inside, replace_inside
@@ -61,7 +61,7 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights
         _check_index(index, shards=reads_weights)
     config = _read(folder / "config.json")
     explicit = config.get("transformers_weights")
-    if explicit is not None and (escape_of(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
+    if explicit is not None and (unsafe_name_reason(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
         what = f"transformers_weights must name safetensors beside the config.json, found {str(explicit)[:80]!r}"
         raise ArgumentError(what, where=WHERE, fix=f"remove the key from {folder / 'config.json'}")
     if (folder / "adapter_config.json").is_file():
@@ -88,7 +88,7 @@ def _check_index(path: Path, *, shards: bool) -> None:
     if not isinstance(listed, dict) or not isinstance(index.get("metadata", {}), dict):
         raise ArgumentError(f"{path} lists no weights", where=WHERE, fix=WHOLE_COPY)
     for name in listed.values():
-        if why := escape_of(name):
+        if why := unsafe_name_reason(name):
             what = f"{path} names a file that {why}: {str(name)[:80]!r}"
             raise ArgumentError(what, where=WHERE, fix="use another copy: this one is damaged or malicious")
     whole = path.name.replace(".index.json", "")

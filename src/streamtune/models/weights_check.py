@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamtune.base.adapters import is_of_adapters
+from streamtune.base.adapters import is_adapter_name
 from streamtune.errors import ArgumentError
 from streamtune.models.config import key_place, keys_of_size
 from streamtune.models.folder import READ
@@ -73,7 +73,7 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
 
     lost = sorted(name for name in unused if matrix_of(name))
     if lost:
-        adapters = any(is_of_adapters(name) or ".base_layer." in name for name in lost)
+        adapters = any(is_adapter_name(name) or ".base_layer." in name for name in lost)
         raise ArgumentError(
             f"the checkpoint '{name_or_path}' has {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
             f"which {type(model).__name__} with this configuration would leave out",

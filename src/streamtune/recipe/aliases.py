@@ -245,12 +245,12 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
-    _spell_out_datasets(tree, marks, notes, mistakes)
+    _expand_datasets(tree, marks, notes, mistakes)
     for key, fix in INSTEAD.items():
         if key in tree:
             del tree[key]
             mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", fix))
-    _apply_choices(tree, marks, notes, mistakes)
+    _rename_choices(tree, marks, notes, mistakes)
     for key in [key for key in tree if key in SWITCHES]:
         ours, stands_for = SWITCHES[key]
         switch = tree.pop(key)
@@ -292,7 +292,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
     return notes, mistakes
 
 
-def _apply_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+def _rename_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
     """Rename the keys of :data:`CHOICES`."""
     for key in [key for key in tree if key in CHOICES]:
         given = tree.pop(key)
@@ -313,16 +313,16 @@ def _apply_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistake
             notes.append(f"'{key}: {value}' is read as '{meant[0]}: {meant[1]}'")
 
 
-def _spell_out_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+def _expand_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
     """Write all entries of ``datasets`` and ``eval_datasets`` as ``{path: ...}``, and rename other trainers' keys."""
-    _name_eval_sets(tree, marks, mistakes)
-    _spell_out(tree.get("datasets"), ("datasets",), marks, notes, mistakes)
+    _expand_eval_sets(tree, marks, mistakes)
+    _expand_entries(tree.get("datasets"), ("datasets",), marks, notes, mistakes)
     sets = tree.get("eval_datasets")
     for name, entries in sets.items() if isinstance(sets, dict) else ():
-        _spell_out(entries, ("eval_datasets", name), marks, notes, mistakes)
+        _expand_entries(entries, ("eval_datasets", name), marks, notes, mistakes)
 
 
-def _name_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake]) -> None:
+def _expand_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake]) -> None:
     """Write ``eval_datasets`` as a mapping of names to lists, whether it is a list of named entries or has single
     entries."""
     given = tree.get("eval_datasets")
@@ -352,7 +352,7 @@ def _name_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake])
         mistakes.append(Mistake(("eval_datasets",), what, "write eval_datasets: {NAME: PATH, ...}"))
 
 
-def _spell_out(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+def _expand_entries(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
     """Write entries that are only a path as ``{path: ...}``, and rename the keys of the others."""
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         if isinstance(entry, str):

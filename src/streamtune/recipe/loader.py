@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from streamtune.base.paths import open_at_once
+from streamtune.base.paths import open_nonblocking
 from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import unread_adapter_keys
@@ -99,7 +99,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
         raise to_error(mistakes + find_mistakes(tree, kind), marks) from None
     if mistakes:
         raise to_error(mistakes, marks)
-    notes += _without_effect(recipe)
+    notes += _notes_on_unread_keys(recipe)
     return LoadedRecipe(_find_files(recipe, path.parent, marks), path, tuple(notes), marks)
 
 
@@ -159,7 +159,7 @@ def _shipped_or_file(path: Path) -> Path:
 def read_text(path: Path) -> str:
     """Return the text of a recipe file, which is UTF-8 with or without a byte-order mark."""
     try:
-        with open(path, "rb", opener=open_at_once) as file:
+        with open(path, "rb", opener=open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise RecipeError(
                     "expected a file; found a pipe or a device", where=str(path), fix="write the recipe to a file"
@@ -199,7 +199,7 @@ def _nearest_file(path: Path) -> str:
     )
 
 
-def _without_effect(recipe: Recipe) -> list[str]:
+def _notes_on_unread_keys(recipe: Recipe) -> list[str]:
     """Return notes on keys without effect. They are not errors, because ``--set`` may have changed the setting."""
     return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
 
@@ -208,9 +208,9 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
     """Return the recipe with its local paths resolved; other names stay unchanged."""
 
     def find(value: str, *key: str | int) -> str:
-        beside = folder / _expand(value, marks.where(*key))
+        beside = folder / _expand_home(value, marks.where(*key))
         of_rows = key[0] in ("datasets", "eval_datasets")
-        is_here = path_exists(beside, broken=True) or (of_rows and _matches(folder, value))
+        is_here = path_exists(beside, broken=True) or (of_rows and _has_match(folder, value))
         return str(beside) if value not in BUILT_IN and is_here else value
 
     def found(specs: Sequence[DatasetSpec], *key: str) -> tuple[DatasetSpec, ...]:
@@ -235,7 +235,7 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def _matches(folder: Path, pattern: str) -> bool:
+def _has_match(folder: Path, pattern: str) -> bool:
     """Return True if a file name pattern has a match below a folder."""
     if not re.search(r"[*?\[]", pattern) or "://" in pattern:
         return False
@@ -245,7 +245,7 @@ def _matches(folder: Path, pattern: str) -> bool:
         return False
 
 
-def _expand(path: str, where: str) -> Path:
+def _expand_home(path: str, where: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -270,7 +270,7 @@ def _find_code(spec: str, folder: Path, marks: Marks, key: str) -> str:
     """Return a reward or callback with the absolute path of its file: the run's copy of the recipe is in another
     folder."""
     file, suffix, function = spec.partition(".py:")
-    beside = folder / (_expand(f"{file}.py", marks.where(key)) if suffix else Path(spec))
+    beside = folder / (_expand_home(f"{file}.py", marks.where(key)) if suffix else Path(spec))
     return f"{beside.absolute()}:{function}" if suffix and path_exists(beside) else spec
 
 
@@ -283,7 +283,7 @@ def path_exists(path: Path, *, broken: bool = False) -> bool:
         return False
 
 
-def own_rewards(recipe: RunKeys) -> list[str]:
+def user_rewards(recipe: RunKeys) -> list[str]:
     """Return the user's reward functions, without options: ``path.py:function``, ``module:function``."""
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
 
@@ -291,18 +291,18 @@ def own_rewards(recipe: RunKeys) -> list[str]:
 CONFIGURATIONS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
-def _brings_code(name: str) -> bool:
+def _has_code(name: str) -> bool:
     """Return False if a model or tokenizer is a local folder without Python code. Any hub name returns True."""
     try:
         folder = Path(name).expanduser()
         if not folder.is_dir() or any(folder.glob("*.py")) or (folder / "adapter_config.json").exists():
             return True
-        return any(_names_code(folder / each) for each in CONFIGURATIONS if (folder / each).exists())
+        return any(_names_remote_code(folder / each) for each in CONFIGURATIONS if (folder / each).exists())
     except (OSError, ValueError, RuntimeError):
         return True
 
 
-def _names_code(path: Path) -> bool:
+def _names_remote_code(path: Path) -> bool:
     """Return True if a configuration names classes in ``auto_map``, which may be on a hub, or if it cannot be read."""
     try:
         return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
@@ -315,9 +315,9 @@ def code_of(recipe: Recipe) -> list[str]:
     found = []
     tokenizer = recipe.tokenizer.path if recipe.tokenizer is not None else None
     models = (recipe.model_name_or_path, tokenizer, getattr(recipe, "ref_model_name_or_path", None))
-    if recipe.trust_remote_code and (named := [name for name in models if name and _brings_code(name)]):
+    if recipe.trust_remote_code and (named := [name for name in models if name and _has_code(name)]):
         found.append(f"Python code of {' and '.join(named)} (trust_remote_code)")
-    if own := own_rewards(recipe):
+    if own := user_rewards(recipe):
         found.append(f"{', '.join(own)} (reward_funcs)")
     if recipe.callbacks:
         found.append(f"{', '.join(recipe.callbacks)} (callbacks)")
@@ -361,7 +361,7 @@ def apply_overrides(
             notes.append(f"'{name}' is read as '{ALIASES[name]}'")
             name = ALIASES[name]
         path = _find_key(name, tree, setting, kind)
-        _write(tree, path, value, marks, setting)
+        _set_value(tree, path, value, marks, setting)
     return notes
 
 
@@ -383,7 +383,7 @@ def _find_key(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe])
         return parts
     if name in {str(paths[0][0]) for paths in leaves.values()}:  # 'engine', 'tokenizer': whole groups
         return parts
-    configuration = _configuration(tree)
+    configuration = _model_configuration(tree)
     places = leaves.get(name, []) + ([("model", "init", name)] if name in configuration else [])
     if len(places) == 1:
         return places[0]
@@ -408,13 +408,13 @@ def _find_key(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe])
     raise RecipeError(f"unknown key '{name}'", where=setting, fix=fix or "`streamtune schema` lists every key")
 
 
-def _configuration(tree: dict[str, Any]) -> dict[str, Any]:
+def _model_configuration(tree: dict[str, Any]) -> dict[str, Any]:
     model = tree.get("model")
     init = model.get("init") if isinstance(model, dict) else None
     return init if isinstance(init, dict) else {}
 
 
-def _write(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
+def _set_value(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
     """Set the value at a path and create missing mappings; everything new is marked with the setting."""
     here: Any = tree
     for depth, part in enumerate(path):

@@ -59,11 +59,11 @@ def find_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
         new = [each for each in mistakes if each.path not in gone and not named.search(f"{each.what} {each.fix}")]
         found += new
         gone |= {each.path for each in new}
-        if not new or not all(_leave_out(tree, each.path) for each in new):
+        if not new or not all(_remove_key(tree, each.path) for each in new):
             return found
 
 
-def _leave_out(tree: Any, path: KeyPath) -> bool:
+def _remove_key(tree: Any, path: KeyPath) -> bool:
     """Remove a key; return False if it does not exist."""
     try:
         for part in path[:-1]:
@@ -90,10 +90,10 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
             mistake = Mistake(loc, f"'{show_path(loc)}' is missing", fix)
         elif detail["type"] == TOO_LARGE:
             # The other branches of a union refuse the number too; only this one has the reason.
-            mistake = _too_large(loc, tree, kind, context["limit"])
+            mistake = _size_mistake(loc, tree, kind, context["limit"])
             found.pop(mistake.path, None)
         else:
-            mistake = _wrong_value(loc, tree, kind)
+            mistake = _value_mistake(loc, tree, kind)
         found.setdefault(mistake.path, mistake)
     # A list with a wrong entry is also reported as too short; the entry's mistake is clearer.
     outer = {path[:end] for path in found for end in range(len(path))}
@@ -125,7 +125,7 @@ def _where(mistake: Mistake, marks: Marks) -> str:
     return f"{marks.file}:{mistake.line}" if mistake.line else marks.where(*mistake.path)
 
 
-def _wrong_value(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mistake:
+def _value_mistake(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mistake:
     path, fragment = field_at(loc, kind)
     value = _value_at(path, tree)
     name = show_path(path)
@@ -133,15 +133,15 @@ def _wrong_value(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mist
         return Mistake(
             path, f"'{name}' has no value; it must be {expected(fragment)}", "write a value, or delete the line"
         )
-    what = f"'{name}' must be {expected(fragment)}; found {_show(value)}"
-    return Mistake(path, what, _fix(fragment, value))
+    what = f"'{name}' must be {expected(fragment)}; found {_describe_value(value)}"
+    return Mistake(path, what, _suggest_fix(fragment, value))
 
 
-def _too_large(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe], limit: int) -> Mistake:
+def _size_mistake(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe], limit: int) -> Mistake:
     path, _ = field_at(loc, kind)
     return Mistake(
         path,
-        f"'{show_path(path)}' must be at most {limit:,}; found {_show(_value_at(path, tree))}",
+        f"'{show_path(path)}' must be at most {limit:,}; found {_describe_value(_value_at(path, tree))}",
         "write a smaller number",
     )
 
@@ -154,7 +154,7 @@ def _value_at(path: KeyPath, tree: Any) -> Any:
     return tree
 
 
-def _show(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     match value:
         case bool():
             return str(value).lower()
@@ -170,12 +170,12 @@ def _show(value: Any) -> str:
             return str(value) if len(str(value)) <= 60 else f"a number of {len(str(value))} digits"
 
 
-def _fix(fragment: dict[str, Any], value: Any) -> str:
+def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
     """Return the value to write after a common slip; empty for other values."""
     takes = {choice.get("type") for choice in fragment.get("anyOf", [fragment])}
-    if "boolean" in takes and isinstance(value, str) and value.lower() in _TRUE_FALSE:
-        return f"write {_TRUE_FALSE[value.lower()]}"
-    if takes & {"integer", "number"} and (number := _meant(value)) is not None:
+    if "boolean" in takes and isinstance(value, str) and value.lower() in _BOOLEANS:
+        return f"write {_BOOLEANS[value.lower()]}"
+    if takes & {"integer", "number"} and (number := _parse_number(value)) is not None:
         return f"write {number}"
     if "integer" in takes and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
@@ -194,12 +194,12 @@ def _fix(fragment: dict[str, Any], value: Any) -> str:
     return ""
 
 
-_TRUE_FALSE = {"yes": "true", "on": "true", "y": "true", "true": "true",
+_BOOLEANS = {"yes": "true", "on": "true", "y": "true", "true": "true",
                "no": "false", "off": "false", "n": "false", "false": "false"}  # fmt: skip
 _SUFFIXES = {"": 1, "k": 1024, "m": 1024**2}
 
 
-def _meant(value: Any) -> int | float | None:
+def _parse_number(value: Any) -> int | float | None:
     """Return the number meant by ``8_192``, ``"8192"``, ``8,192`` or ``8k``; None for other values."""
     if not isinstance(value, str):
         return None
@@ -247,9 +247,9 @@ def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragm
     for depth, part in enumerate(path):
         if isinstance(part, str) and part in fragment.get("properties", {}):
             fragment = fragment["properties"][part]
-        elif isinstance(part, int) and (items := _items(fragment)) is not None:
+        elif isinstance(part, int) and (items := _item_schema(fragment)) is not None:
             fragment = items
-        elif isinstance(part, str) and (named := _named(fragment)) is not None:
+        elif isinstance(part, str) and (named := _value_schema(fragment)) is not None:
             fragment = named
         else:
             return path[:depth], fragment
@@ -277,7 +277,7 @@ def expected(fragment: Fragment) -> str:
     if "anyOf" in fragment:
         return ", or ".join(dict.fromkeys(expected(choice) for choice in fragment["anyOf"]))
     if "enum" in fragment:
-        return _either([_quote(value) for value in fragment["enum"]])
+        return _join_with_or([_quote(value) for value in fragment["enum"]])
     if "const" in fragment:
         return _quote(fragment["const"])
     match fragment.get("type"):
@@ -289,9 +289,9 @@ def expected(fragment: Fragment) -> str:
         case "boolean":
             return "true or false"
         case "integer":
-            return f"a whole number{_range(fragment)}"
+            return f"a whole number{_describe_range(fragment)}"
         case "number":
-            return f"a number{_range(fragment)}"
+            return f"a number{_describe_range(fragment)}"
         case _:
             return f"a size such as {fragment['examples'][0]}" if fragment.get("pattern") == SIZE_PATTERN else "text"
 
@@ -314,7 +314,7 @@ def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
     return found
 
 
-def _items(fragment: Fragment) -> Fragment | None:
+def _item_schema(fragment: Fragment) -> Fragment | None:
     for choice in fragment.get("anyOf", [fragment]):
         if "items" in choice:
             items: Fragment = choice["items"]
@@ -322,13 +322,13 @@ def _items(fragment: Fragment) -> Fragment | None:
     return None
 
 
-def _named(fragment: Fragment) -> Fragment | None:
+def _value_schema(fragment: Fragment) -> Fragment | None:
     """Return the schema of the values of a mapping whose keys the user chooses; None for other schemas."""
     named = fragment.get("additionalProperties")
     return named if isinstance(named, dict) else None
 
 
-def _range(fragment: Fragment) -> str:
+def _describe_range(fragment: Fragment) -> str:
     low, above = fragment.get("minimum"), fragment.get("exclusiveMinimum")
     high, below = fragment.get("maximum"), fragment.get("exclusiveMaximum")
     parts = []
@@ -343,7 +343,7 @@ def _range(fragment: Fragment) -> str:
     return " " + " and ".join(parts) if parts else ""
 
 
-def _either(words: list[str]) -> str:
+def _join_with_or(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 

@@ -192,10 +192,10 @@ def refusals_of(spec: Any, rules: Iterable[KeyRule]) -> Iterator[Refusal]:
 
 def holds(spec: Any, when: Condition) -> bool:
     """Return True if every key of a condition has its value."""
-    return all(_is(spec, key, wanted) for key, wanted in when.items())
+    return all(_meets(spec, key, wanted) for key, wanted in when.items())
 
 
-def _is(spec: Any, key: str, wanted: object) -> bool:
+def _meets(spec: Any, key: str, wanted: object) -> bool:
     match wanted:
         case Given():
             return is_given(spec, key)

@@ -179,20 +179,20 @@ def json_schema() -> dict[str, Any]:
         condition = {"properties": {"objective": {"const": objective}}, "required": ["objective"]}
         held_to = {"if": condition, "then": {"$ref": f"#/$defs/{kind.__name__}"}, "else": held_to}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "StreamTune recipe", "type": "object"}
-    return {**head, **held_to, "$defs": _tidy(definitions, names=True)}
+    return {**head, **held_to, "$defs": _drop_titles(definitions, names=True)}
 
 
-def _tidy(node: Any, *, names: bool = False) -> Any:
+def _drop_titles(node: Any, *, names: bool = False) -> Any:
     """Drop the titles that pydantic makes from names. With ``names``, the keys of ``node`` are the recipe's own and
     stay."""
     if isinstance(node, list):
-        return [_tidy(item) for item in node]
+        return [_drop_titles(item) for item in node]
     if not isinstance(node, dict):
         return node
     return {
         key: " ".join(value.split())  # join the lines of a docstring
         if key == "description" and isinstance(value, str)
-        else _tidy(value, names=key in ("properties", "$defs"))
+        else _drop_titles(value, names=key in ("properties", "$defs"))
         for key, value in node.items()
         if names or key != "title" or not isinstance(value, str)
     }

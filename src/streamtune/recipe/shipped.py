@@ -45,7 +45,7 @@ class ShippedRecipe:
 
 def shipped_recipes() -> list[ShippedRecipe]:
     """Return all shipped recipes, in the order of :func:`shipped_names`."""
-    return [_read(_file(name)) for name in shipped_names()]
+    return [_read_recipe(_recipe_path(name)) for name in shipped_names()]
 
 
 def shipped_names() -> list[str]:
@@ -53,9 +53,9 @@ def shipped_names() -> list[str]:
 
     Recipes for no particular model come first. Numbers in names are sorted by value: 8b before 14b.
     """
-    folder = _folder()
+    folder = _recipe_folder()
     paths = [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]
-    return sorted((path.relative_to(folder).as_posix().removesuffix(".yaml") for path in paths), key=_order)
+    return sorted((path.relative_to(folder).as_posix().removesuffix(".yaml") for path in paths), key=_sort_key)
 
 
 def read_shipped(name: str) -> ShippedRecipe:
@@ -69,7 +69,7 @@ def read_shipped(name: str) -> ShippedRecipe:
     if stem not in names:
         fix = did_you_mean(stem, names) or "`streamtune recipes ls` lists the shipped recipes"
         raise ArgumentError(f"unknown shipped recipe '{name}'", fix=fix)
-    return _read(_file(stem))
+    return _read_recipe(_recipe_path(stem))
 
 
 def with_schema(text: str, folder: Path) -> str:
@@ -93,27 +93,27 @@ def schema_file() -> Path | None:
     return None
 
 
-def _folder() -> Path:
+def _recipe_folder() -> Path:
     installed = _PACKAGE / "_recipes"
     return installed if installed.is_dir() else _SOURCE_TREE / "recipes"
 
 
-def _order(name: str) -> tuple[bool, list[tuple[float, str]]]:
+def _sort_key(name: str) -> tuple[bool, list[tuple[float, str]]]:
     all_devices = DEVICE.sub(lambda found: f"-{int(found[1] or 1) * int(found[2])}gb", name)
-    return "/" in name, list(_parts(all_devices))
+    return "/" in name, list(_split_numbers(all_devices))
 
 
-def _parts(name: str) -> Iterator[tuple[float, str]]:
+def _split_numbers(name: str) -> Iterator[tuple[float, str]]:
     for number, word in re.findall(r"(\d+(?:\.\d+)?)|(\D+)", name):
         yield (float(number), "") if number else (-1.0, word)
 
 
-def _file(name: str) -> Path:
-    return _folder() / f"{name}.yaml"
+def _recipe_path(name: str) -> Path:
+    return _recipe_folder() / f"{name}.yaml"
 
 
-def _read(path: Path) -> ShippedRecipe:
+def _read_recipe(path: Path) -> ShippedRecipe:
     text = path.read_text(encoding="utf-8")
     comments = (line for line in text.splitlines() if line.startswith("# ") and not line.startswith(HEADER))
-    name = path.relative_to(_folder()).as_posix().removesuffix(".yaml")
+    name = path.relative_to(_recipe_folder()).as_posix().removesuffix(".yaml")
     return ShippedRecipe(name, next(comments, "").removeprefix("# "), path, text)

@@ -27,10 +27,10 @@ KeyPath = tuple[str | int, ...]
 MAX_BYTES = 64 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 2048
-"""Most keys and values. A large recipe has about a hundred."""
+"""Maximum number of keys and values. A large recipe has about a hundred."""
 MAX_DIGITS = 1000
 MAX_KEY = 200
-"""Most characters of a key."""
+"""Maximum number of characters of a key."""
 
 # The YAML 1.2 core schema (yaml.org/spec/1.2.2, section 10.3.2).
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -38,7 +38,7 @@ _TRUE = re.compile(r"true|True|TRUE")
 _FALSE = re.compile(r"false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_FORBIDDEN = re.compile("[\0\ud800-\udfff]")
 _INFINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
@@ -203,7 +203,7 @@ class _Reader:
         if isinstance(event, yaml.SequenceStartEvent):
             return self.sequence(path)
         assert isinstance(event, yaml.ScalarEvent), event
-        if wrong := _NO_TEXT.search(event.value):  # written as an escape: "\\0"
+        if wrong := _FORBIDDEN.search(event.value):  # written as an escape: "\\0"
             raise self.refuse(event, f"the character U+{ord(wrong[0]):04X} is not allowed in text", "delete it")
         return parse_scalar(event.value) if event.implicit[0] else event.value
 
@@ -307,7 +307,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = None
     folded = any(character in text for character in "\r\x85\u2028\u2029")  # line breaks a reader would fold
     if folded or text.endswith("\n\n") or text.isspace():  # a block of which the end cannot be seen
@@ -319,4 +319,4 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)

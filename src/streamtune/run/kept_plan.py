@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.paths import open_at_once
+from streamtune.base.paths import open_nonblocking
 from streamtune.base.result_cache import hash_of, versions
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -95,7 +95,7 @@ def _describe_deepspeed(recipe: Recipe) -> str | None:
 
 
 def _hash_of(path: Path) -> str:
-    with open(path, "rb", opener=open_at_once) as file:
+    with open(path, "rb", opener=open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is no plain file")
         return hashlib.file_digest(file, "sha256").hexdigest()

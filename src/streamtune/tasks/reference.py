@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from streamtune import data, train
-from streamtune.base.adapters import is_of_adapters
+from streamtune.base.adapters import is_adapter_name
 from streamtune.base.paths import cache_folder
 from streamtune.base.result_cache import CacheFile, Notify, hash_of, versions
 from streamtune.base.text import show_size
@@ -64,7 +64,7 @@ def configuration(model: nn.Module, *, adapters: bool) -> str:
     for name, added in sorted(getattr(model, "peft_config", {}).items()) if adapters else ():
         digest.update(repr((name, _sorted(added.to_dict()))).encode())
     for name, buffer in sorted(model.named_buffers()):
-        if (adapters or not is_of_adapters(name)) and not buffer.is_meta:
+        if (adapters or not is_adapter_name(name)) and not buffer.is_meta:
             digest.update(f"{name.rpartition('.')[2]} {buffer.dtype} {tuple(buffer.shape)}".encode())
             _add_tensor(digest.update, buffer.detach())
     for module in sorted({type(each).__module__ for each in model.modules()}):
@@ -89,7 +89,7 @@ def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.T
     """
     digest = hashlib.blake2b(digest_size=20)
     for name, parameter in weights:
-        if (adapters or not is_of_adapters(name)) and parameter is not None:
+        if (adapters or not is_adapter_name(name)) and parameter is not None:
             own = name.replace(".base_layer", "").replace(".original_module", "")
             digest.update(f"{own} {parameter.dtype} {tuple(parameter.shape)}".encode())
             _add_tensor(digest.update, parameter.detach())

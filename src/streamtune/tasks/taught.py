@@ -240,7 +240,7 @@ def reserved(path: Path) -> Iterator[Path]:
     """
     folder = path.with_name(f".{path.name}.writing")
     descriptor = _locked_folder(folder, path)
-    interrupts.remove_too(str(folder))
+    interrupts.remove_on_signal(str(folder))
     try:
         if os.path.lexists(path):
             raise ArgumentError(f"{path} is there already", where="OUT", fix="give another name, or remove it")

@@ -127,7 +127,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         self._owner = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            self._entered.enter_context(interrupts.stopping())
+            self._entered.enter_context(interrupts.handled_elsewhere())
             for signum in interrupts.SIGNALS:
                 if not interrupts.is_ignored(signum):
                     self._previous[signum] = signal.signal(signum, self._handle)
@@ -140,7 +140,7 @@ class StopRequest:
         self._entered.close()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        interrupts.handled()
+        interrupts.record_handled()
         if os.getpid() != self._owner:  # a fork of a library's: its parent decides
             return
         self.signum = signum

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from streamtune.base.palette import drawn_plainly
+from streamtune.base.palette import with_default_style
 from streamtune.base.privacy import plain
-from streamtune.base.text import set_names
+from streamtune.base.text import eval_set_names
 from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.staging import replace_file
@@ -102,7 +102,7 @@ class Progress:
         self.activity("")
         names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
         for metric in ("loss", "reward"):
-            for name in set_names([self._record, found], metric):
+            for name in eval_set_names([self._record, found], metric):
                 called = name if metric == "loss" and self.console.is_terminal else f"{name}_{metric}"
                 names[f"eval_{name}_{metric}"] = called
         shown = {called: f"{found[name]:.4f}" for name, called in names.items() if name in found}
@@ -277,7 +277,7 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
     return smoothed
 
 
-@drawn_plainly
+@with_default_style
 def draw_loss(records: Records, path: Path, *, title: str) -> None:
     """Draw the training loss, its moving average and the held-out loss; below them the metrics of :data:`PANELS`."""
     # Slow to import, and only needed here. Figures made without pyplot need no display and leave nothing behind.
@@ -317,7 +317,7 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
         smoothed = smooth(values, window=len(values) / 20)
         axes.plot(steps, smoothed, color=colour, linewidth=2.2, label=f"{name}training (smoothed)  {smoothed[-1]:.3f}")
         steps, values = _course(records, f"eval_{metric}")
-        sets = set_names(records, metric)
+        sets = eval_set_names(records, metric)
         if steps:
             shape = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linewidth": 1.4}
             whole = f"{name}all held out" if sets else f"{name}held out"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from streamtune.base.paths import check_descriptors, open_at_once
+from streamtune.base.paths import check_descriptors, open_nonblocking
 from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
 
@@ -102,7 +102,7 @@ def local_file(path: Path, shown: str) -> DataFile:
 def _open_local(path: Path, shown: str) -> IO[bytes]:
     try:
         _check_regular(path.stat().st_mode, shown)  # before opening: opening a device may have an effect
-        file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 - the reader closes it
+        file = open(path, "rb", opener=open_nonblocking)  # noqa: SIM115 - the reader closes it
     except OSError as error:
         check_descriptors(error)
         if path.is_symlink() and isinstance(error, FileNotFoundError):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.base.palette import drawn_plainly, png_of
+from streamtune.base.palette import to_png, with_default_style
 from streamtune.plan.simulate.workload import LABELS, MODES, Mode
 from streamtune.programs.bench import plots
 from streamtune.programs.bench.modes import absent
@@ -369,7 +369,7 @@ TABLES: dict[TableName, Table] = {
 }
 
 
-@drawn_plainly
+@with_default_style
 def draw_table(report: TableReport) -> bytes:
     """Return the picture of a table, as PNG."""
     from matplotlib.figure import Figure  # slow to import, and only needed here
@@ -378,4 +378,4 @@ def draw_table(report: TableReport) -> bytes:
     figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
     table.draw(report, figure)
     figure.supxlabel(report.describe(), x=0.01, ha="left", color="#5d6470", fontsize=8)
-    return png_of(figure, table.title)
+    return to_png(figure, table.title)

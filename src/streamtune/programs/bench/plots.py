@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from streamtune.base.palette import COLOURS, INK, drawn_plainly, dress, line, png_of
+from streamtune.base.palette import COLOURS, INK, draw_line, style_axes, to_png, with_default_style
 from streamtune.plan.simulate.workload import LABELS
 from streamtune.programs.bench.bench import BenchReport, BenchRow
 from streamtune.programs.bench.subject import Layout
@@ -36,7 +36,7 @@ MARKS: dict[Layout, dict[str, Any]] = {
 """Markers and lines of the layouts. Packed and separate rows cost about the same, so one must not hide the other."""
 
 
-@drawn_plainly
+@with_default_style
 def draw_bench(report: BenchReport, *, title: str) -> bytes:
     """Return a PNG with activation memory and step time by length."""
     from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
@@ -49,12 +49,12 @@ def draw_bench(report: BenchReport, *, title: str) -> bytes:
         if report.packed_rows:
             tokens = {"row": "one row", "packed": "packed rows", "separate": "rows apart"}[layout]
             style["label"] += f", {tokens if layout == 'row' else f'{report.packed_rows} {tokens}'}"
-        line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], style)
-        line(seconds, [(row.length, _step_seconds(row)) for row in rows], style)
-    dress(memory, "Activation memory of a step (MiB)")
-    dress(seconds, "Forward and backward of a step (s)")
+        draw_line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], style)
+        draw_line(seconds, [(row.length, _step_seconds(row)) for row in rows], style)
+    style_axes(memory, "Activation memory of a step (MiB)")
+    style_axes(seconds, "Forward and backward of a step (s)")
     memory.legend(frameon=False, labelcolor=INK, loc="best")
-    return png_of(figure, title)
+    return to_png(figure, title)
 
 
 def _step_seconds(row: BenchRow) -> float | None:
@@ -66,10 +66,10 @@ def draw_time(report: TableReport, figure: Any) -> None:
 
     seconds, ratio = figure.subplots(1, 2)
     for rows, style in _lines(report):
-        line(seconds, [(row.length, row.step_s) for row in rows], style)
-        line(ratio, [(row.length, row.to_checkpoint) for row in rows], style)
-    dress(seconds, "Forward and backward (s)")
-    dress(ratio, "Time relative to gradient checkpointing")
+        draw_line(seconds, [(row.length, row.step_s) for row in rows], style)
+        draw_line(ratio, [(row.length, row.to_checkpoint) for row in rows], style)
+    style_axes(seconds, "Forward and backward (s)")
+    style_axes(ratio, "Time relative to gradient checkpointing")
     known = [row.to_checkpoint for row in report.rows if row.to_checkpoint is not None]
     ratio.set_yscale("linear")
     ratio.yaxis.set_major_locator(MaxNLocator(8))
@@ -82,8 +82,8 @@ def draw_memory(report: TableReport, figure: Any) -> None:
     over, parts = figure.subplots(1, 2)
     name, unit = report.unit
     for rows, style in _lines(report):
-        line(over, [(row.length, row.peak_bytes and row.peak_bytes / unit) for row in rows], style)
-    dress(over, f"Peak of a step on the device ({name})")
+        draw_line(over, [(row.length, row.peak_bytes and row.peak_bytes / unit) for row in rows], style)
+    style_axes(over, f"Peak of a step on the device ({name})")
     over.legend(frameon=False, labelcolor=INK, fontsize=8)
     longest = max((row.length for row in report.rows), default=0)
     _stack(parts, [row for row in report.rows if row.length == longest], unit)

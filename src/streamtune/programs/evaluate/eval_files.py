@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.palette import COLOURS, INK, drawn_plainly
+from streamtune.base.palette import COLOURS, INK, with_default_style
 from streamtune.base.privacy import plain
 from streamtune.errors import ArgumentError, RunError
 from streamtune.train.staging import replace_file, write_durably
@@ -97,7 +97,7 @@ WHITE_TEXT_ABOVE = 0.55
 """Probability above which the text of a cell is white, because the cell is dark."""
 
 
-@drawn_plainly
+@with_default_style
 def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
     """Return a PNG of loss by position, with a band of two standard errors; None if no split has positions."""
     # Slow to import, and only needed here. Figures made without pyplot need no display.
@@ -128,7 +128,7 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
     return _png(figure, axes, title)
 
 
-@drawn_plainly
+@with_default_style
 def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
     """Return a PNG of the needle probe: a row for each depth, a column for each length.
 

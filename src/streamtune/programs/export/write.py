@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from streamtune import __version__, models, train
 from streamtune.base import interrupts
-from streamtune.base.adapters import base_of, is_of_adapters
+from streamtune.base.adapters import base_of, is_adapter_name
 from streamtune.base.result_cache import is_open_at, try_lock
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
@@ -80,7 +80,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         if needed > free:
             raise OSError(errno.ENOSPC, "No space left on device")
         lock = _lock_partial(partial, out)
-        interrupts.remove_too(str(partial))
+        interrupts.remove_on_signal(str(partial))
         yield partial
         if partial.exists():  # otherwise it was kept as OUT.failed
             if out.is_dir():
@@ -197,7 +197,7 @@ def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Return the approximate size of the merged weights, in bytes."""
     base = base_of(model)
     size = (dtype or base.dtype).itemsize
-    own = [x for name, x in base.named_parameters() if not is_of_adapters(name)]
+    own = [x for name, x in base.named_parameters() if not is_adapter_name(name)]
     return sum(logical_size(x) * (size if dtype or is_quantised(x) else x.element_size()) for x in own)
 
 

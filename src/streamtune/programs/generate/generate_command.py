@@ -232,7 +232,7 @@ def _stop_on_interrupt(answerer: Answerer) -> Iterator[None]:
     """Context manager: Ctrl-C stops the answer; a second Ctrl-C ends the command."""
 
     def stop(signum: int, frame: Any) -> None:
-        interrupts.handled()
+        interrupts.record_handled()
         if answerer.stopping:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
@@ -244,7 +244,7 @@ def _stop_on_interrupt(answerer: Answerer) -> Iterator[None]:
         yield
         return
     try:
-        with interrupts.stopping():
+        with interrupts.handled_elsewhere():
             yield
     finally:
         signal.signal(signal.SIGINT, before)
@@ -317,7 +317,7 @@ def _read_line() -> str | None:
         before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGINT)
 
         def interrupt(signum: int, frame: Any) -> None:
-            interrupts.handled()
+            interrupts.record_handled()
             raise KeyboardInterrupt
 
         with suppress(ValueError):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from streamtune.base import interrupts
-from streamtune.base.palette import COLOURS, INK, drawn_plainly, png_of
+from streamtune.base.palette import COLOURS, INK, to_png, with_default_style
 from streamtune.plan.budget import Attempt, Budget, Range, search_largest
 from streamtune.plan.simulate.workload import LABELS, Mode
 from streamtune.programs.probe.trial import Outcome, PrepareStep, Shape, run_trial
@@ -182,7 +182,7 @@ def run_probe(
     """
     report = ProbeReport(task)
     try:
-        with interrupts.postponed():
+        with interrupts.postpone_ctrl_c():
             for mode in task.modes:
                 _search(task, mode, run, report, notify, tried)
     except KeyboardInterrupt:
@@ -206,7 +206,7 @@ def _search(
         )
         progress("")
         outcome = run(shape, progress)
-        interrupts.check()
+        interrupts.raise_if_postponed()
         report.env = report.env or outcome.env
         trial = Trial(shape, outcome)
         report.trials.append(trial)
@@ -256,7 +256,7 @@ class _Progress:
     notify: Callable[[str], None]
 
     def __call__(self, phase: str) -> None:
-        interrupts.check()
+        interrupts.raise_if_postponed()
         known = f" (fits: {self.fits:,} {self.unit})" if self.fits else ""
         self.notify(f"{self.trying}{f': {phase}' if phase else ''}{known}")
 
@@ -264,7 +264,7 @@ class _Progress:
 GIB, MIB = 1 << 30, 1 << 20
 
 
-@drawn_plainly
+@with_default_style
 def draw_probe(report: ProbeReport, *, title: str) -> bytes:
     """Return a PNG: on the left a bar for each mode, on the right the device memory of each trial and the budget."""
     from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
@@ -273,7 +273,7 @@ def draw_probe(report: ProbeReport, *, title: str) -> bytes:
     bars, bytes_ = figure.subplots(1, 2)
     _draw_bars(bars, report)
     _draw_trials(bytes_, report)
-    return png_of(figure, title)
+    return to_png(figure, title)
 
 
 def _draw_bars(axes: Any, report: ProbeReport) -> None:

@@ -120,7 +120,7 @@ def run_trial(
 def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
     """Pass the process's messages to ``tell``; return its outcome when it sends one or ends."""
     while True:
-        interrupts.check()
+        interrupts.raise_if_postponed()
         try:
             if child.connection.poll(POLL_SECONDS):
                 message = child.connection.recv()

@@ -15,7 +15,7 @@ import typer
 import yaml
 from rich.text import Text
 
-from streamtune.base.text import set_names
+from streamtune.base.text import eval_set_names
 from streamtune.cli.console import out, print_hanging, print_note, replace_page
 from streamtune.cli.options import option
 from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
@@ -218,7 +218,7 @@ def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
 
 def _set_names(run: RunRecords) -> list[str]:
     records = [*run.steps, *run.evaluations]
-    return list(dict.fromkeys(name for metric in ("loss", "reward") for name in set_names(records, metric)))
+    return list(dict.fromkeys(name for metric in ("loss", "reward") for name in eval_set_names(records, metric)))
 
 
 def _metric(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[str]) -> str:

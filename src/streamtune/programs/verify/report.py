@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.base.adapters import is_of_adapters
+from streamtune.base.adapters import is_adapter_name
 from streamtune.schedule import Schedule
 
 
@@ -223,7 +223,7 @@ def module_of(parameter: str) -> str:
     'self_attn.q_proj'
     """
     parts = parameter.split(".")
-    for wrapper in (index for index, part in enumerate(parts) if is_of_adapters(f".{part}.")):
+    for wrapper in (index for index, part in enumerate(parts) if is_adapter_name(f".{part}.")):
         parts = parts[:wrapper]
         break
     else:

@@ -73,8 +73,8 @@ class BatchKeys(Spec):
     (dataset decomposition, arXiv 2405.13226)."""
 
     select_rows: Literal["colm"] | None = None
-    """`sft`: train each step on few representative rows (`colm`, arXiv 2407.19580). For each step, `select_from` times
-    its rows are drawn and run forward. In each dataset the rows whose gradients best represent all drawn rows are
+    """`sft`: train each step on a few representative rows (`colm`, arXiv 2407.19580). For each step, `select_from`
+    times its rows are drawn and run forward. In each dataset the rows whose gradients best represent all drawn rows are
     chosen. All drawn rows of datasets smaller than the mean are kept. `selected.jsonl` lists the choices."""
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2

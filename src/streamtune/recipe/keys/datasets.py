@@ -71,7 +71,7 @@ class DatasetSpec(Spec):
     use one newline: `"\\n"`."""
 
     max_rows: Count | None = None
-    """Most rows to use: the first ones, or with `shuffle` a random choice."""
+    """Maximum number of rows to use: the first ones, or with `shuffle` a random choice."""
 
     shuffle: bool = False
     """Draw the `max_rows` rows at random from all rows of this entry, by the recipe's `seed`."""
@@ -125,10 +125,10 @@ class DataKeys(Spec):
     `skip` leaves them out and lists them in `bad_rows.json`."""
 
     max_bad_rows: Steps = 100
-    """Most rows that `on_bad_row: skip` leaves out; one more is an error."""
+    """Maximum number of rows that `on_bad_row: skip` leaves out; one more is an error."""
 
     dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes that render and tokenise rows. Their number does not change the rows."""
+    """Number of processes that render and tokenise rows. It does not change the rows."""
 
     streaming: bool = False
     """`sft`: read, render and fit rows during training, for data that does not fit on disk. It needs `max_steps`. No

@@ -73,14 +73,14 @@ class EngineSpec(Spec):
     """Streaming of the sequence. Every choice gives the same gradient; choices differ in memory and time."""
 
     schedule: Literal["auto", "fixed"] = "auto"
-    """`auto`: the planner picks the fastest schedule that fits, and keeps the choices written below. `fixed`: without
-    the planner; choices not written below have the default of `fixed`."""
+    """`auto`: the planner picks the fastest schedule that fits, and keeps the choices that the recipe sets. `fixed`: no
+    planner; choices that the recipe does not set have their default with `fixed`."""
 
     chunk_size: Count | Auto = "auto"
-    """Most tokens of the sequence that a layer processes at once. Default with `fixed`: 2048."""
+    """Maximum number of tokens of the sequence that a layer processes at once. Default with `fixed`: 2048."""
 
     head_chunk_size: Count | Auto = "auto"
-    """Most tokens whose logits exist at once in the loss. Default with `fixed`: 1024."""
+    """Maximum number of tokens whose logits exist at once in the loss. Default with `fixed`: 1024."""
 
     offload: Literal[Auto, Tier] = "auto"
     """Memory that stores the layer inputs until the backward. The planner chooses `disk` only if `offload_dir` is set.
@@ -266,8 +266,8 @@ class DeviceKeys(Spec):
 
     deepspeed: Text | None = None
     """Share optimizer, gradients and weights between ranks with DeepSpeed: `zero1`, `zero2`, `zero3`, `zero3_offload`
-    (weights and optimizer on the host), or the path of a DeepSpeed configuration; its `auto` values are filled from the
-    recipe. Default: each rank has a whole model (DDP)."""
+    (weights and optimizer on the host), or the path of a DeepSpeed configuration, whose `auto` values are filled from
+    the recipe. Default: each rank has a whole model (DDP)."""
 
     fsdp: bool = False
     """Share weights, gradients and optimizer between ranks with PyTorch's FSDP2, instead of DeepSpeed."""

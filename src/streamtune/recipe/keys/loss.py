@@ -35,7 +35,8 @@ class LossKeys(Spec):
     always evaluated with `nll`; `metrics.jsonl` has `nll` too if `loss` is another."""
 
     focal_gamma: Annotated[float, Field(ge=0), at_most(100)] = 2.0
-    """`sft`: exponent of `loss_type: focal`. The larger it is, the less well-predicted tokens count."""
+    """`sft`: exponent of `loss_type: focal`. Larger values reduce the weight of tokens that are already predicted
+    well."""
 
     label_smoothing_factor: Fraction = 0.0
     """`sft`: fraction of a target's probability that is spread evenly over the vocabulary."""

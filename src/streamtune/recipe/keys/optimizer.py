@@ -64,8 +64,9 @@ class OptimizerKeys(Spec):
     learning_rate: 1.0e-6}]`. LoRA+ is `[{match: lora_B, learning_rate: ...}]` with 16 times `learning_rate`."""
 
     lr_layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor of the learning rate from each layer to the layer below. The head has `learning_rate`, the last layer this
-    factor times that; the embeddings have the lowest rate. A rate in `lr_groups` is not changed."""
+    """Factor of the learning rate from each layer to the layer below. The head has `learning_rate`, the last layer
+    `learning_rate` times this factor, and so on; the embeddings have the lowest rate. A rate in `lr_groups` is not
+    changed."""
 
     optim_states: Literal["param", "float32", "bfloat16"] = "param"
     """Dtype of AdamW's two moments. `param`: the dtype of the weight. `bfloat16` takes half the bytes of float32 and is
@@ -237,8 +238,8 @@ FORWARD_RULES = Where(
     ),
     Clash(
         {"objective": "grpo"},
-        "'optim: {optim}' compares losses at different weights, and the loss of grpo has a value that does not depend "
-        "on the weights: only its gradient does",
+        "'optim: {optim}' compares losses at different weights, and the value of grpo's loss does not depend on the "
+        "weights: only its gradient does",
         USE_ADAMW,
         key="optim",
     ),

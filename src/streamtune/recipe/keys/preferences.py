@@ -160,10 +160,11 @@ class PreferenceKeys(LossKeys):
     # --- data --------------------------------------------------------------------------------------------------
 
     max_prompt_length: Count | None = None
-    """Most tokens of a prompt, as part of `max_length`. Default: no separate limit."""
+    """Maximum number of tokens of a prompt, as part of `max_length`. Default: no separate limit."""
 
     identical_pairs: Literal["error", "drop"] = "error"
-    """Action on a pair whose chosen and rejected completions are equal: refuse it, or leave it out and count it."""
+    """Action on a pair with equal chosen and rejected completions. `error` refuses it, `drop` leaves it out and counts
+    it."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
     """Compute a prompt, and the prefix that its completions share, once for all of them: the same gradient in less time

@@ -58,11 +58,11 @@ class RolloutKeys(StepKeys):
     """Completions per prompt. They form the group over which advantages are computed."""
 
     max_prompt_length: Count = 512
-    """Most tokens of a prompt; `overlength` decides about longer ones. `truncate` keeps the end of a prompt, or its
-    beginning and end with `truncate_side: middle`."""
+    """Maximum number of tokens of a prompt; `overlength` decides about longer ones. `truncate` keeps the end of a
+    prompt, or its beginning and end with `truncate_side: middle`."""
 
     max_completion_length: Count = 512
-    """Most tokens of a completion. One without EOS by then is truncated."""
+    """Maximum number of tokens of a completion. One without EOS by then is truncated."""
 
     temperature: Positive = 1.0
     """Temperature of sampling, and of the trained log-probs. With `loss_type: gkd` the divergence uses `kd_temperature`
@@ -116,8 +116,8 @@ class RolloutKeys(StepKeys):
     """Smallest reward with which a completion passes, for `prompts: pass_rate` and `middle`, and for `allocation`."""
 
     skip_limit: Count = 20
-    """Most batches in a row in which the rewards of every group are equal, so that nothing can be learnt. Such a batch
-    is counted and drawn again; after this many the run ends with an error."""
+    """Maximum number of batches in a row in which the rewards of every group are equal, so that nothing can be learnt.
+    Such a batch is counted and drawn again; after this many the run ends with an error."""
 
     sft_steps: Steps = 0
     """Optimizer steps of supervised fine-tuning on the rows' own completions before the first rollout."""

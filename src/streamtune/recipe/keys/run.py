@@ -21,7 +21,7 @@ class SampleSpec(Spec):
     the correct answers."""
 
     max_new_tokens: Count = 64
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -55,9 +55,9 @@ class RunKeys(Spec):
     needs more than half of the free memory, training waits instead."""
 
     metric_for_best_model: Text | None = None
-    """Metric by which the best checkpoints are kept too: a name in `metrics.jsonl`, with its value when the checkpoint
-    was saved, such as `eval_loss`. If an evaluation metric (`eval_...`) is among the best so far, a checkpoint is saved
-    whatever `save_steps` says."""
+    """Metric by which the best checkpoints are kept besides the newest: a name in `metrics.jsonl`, such as `eval_loss`.
+    A checkpoint counts with the metric's value when it was saved. If an evaluation metric (`eval_...`) is among the
+    best so far, a checkpoint is saved whatever `save_steps` says."""
 
     greater_is_better: bool | None = None
     """True if a higher `metric_for_best_model` is better. Default: true unless its name ends in `loss`."""
@@ -67,16 +67,17 @@ class RunKeys(Spec):
     disables early stopping. The final model has the weights of the last step; the best weights are in a checkpoint."""
 
     early_stopping_threshold: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """`early_stopping_patience`: smallest improvement of the metric that counts as better; it must be exceeded."""
+    """`early_stopping_patience`: a metric must improve by more than this to count as better."""
 
     save_best_limit: Count = 1
     """Number of best checkpoints to keep, besides the newest."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """Action on a NaN or infinite loss or gradient: stop before the weights change, or skip the step and continue."""
+    """Action on a NaN or infinite loss or gradient. `stop` ends the run before the weights change; `skip` drops the
+    step and continues."""
 
     max_skips: Steps = 10
-    """Most steps of the whole run that `on_nan: skip` may skip."""
+    """Maximum number of steps in the whole run that `on_nan: skip` may drop."""
 
     on_oom: Literal["stop", "replan"] = "stop"
     """Action if memory runs out in a step. `stop` ends the run and names the schedule that the planner would choose
@@ -87,14 +88,15 @@ class RunKeys(Spec):
     bit-identical there. On the CPU training is always deterministic."""
 
     dataloader_num_workers: Annotated[int, Field(ge=0), at_most(1000)] = 0
-    """Threads that prepare the batches of coming steps. 0 prepares each batch when it is needed. The rows are the
-    same."""
+    """Number of threads that prepare the batches of coming steps. 0 prepares each batch when it is needed. The number
+    does not change the rows."""
 
     eval_steps: Steps = 0
     """Number of steps between evaluations on the held-out rows. 0 evaluates only at the end."""
 
     logging_steps: Count = 1
-    """Number of steps between printed lines, without a terminal. `metrics.jsonl` has every step."""
+    """Number of steps between printed lines when the output is not a terminal. `metrics.jsonl` always has every
+    step."""
 
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
     """Experiment trackers that get everything in `metrics.jsonl`, through their own packages (`pip install
@@ -112,8 +114,8 @@ class RunKeys(Spec):
     `on_step`, `on_evaluate`, `on_end`. They need `allow_code`."""
 
     allow_code: bool = False
-    """Run code that the recipe names: `callbacks`, and in grpo your reward functions and the code that the model writes
-    (`unit_tests`), the latter in a subprocess with limits on time and memory. `--allow-code` does the same."""
+    """Run code that the recipe names: `callbacks` and, in grpo, your reward functions. Also run code that the model
+    writes (`unit_tests`), in a subprocess with limits on time and memory. `--allow-code` does the same."""
 
     @field_validator("report_to")
     @classmethod

@@ -31,11 +31,11 @@ class TrainedTokenKeys(Spec):
     """Length of a row, and which of its tokens are trained."""
 
     max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
-    """Most tokens of a row."""
+    """Maximum number of tokens of a row."""
 
     overlength: Literal["error", "truncate", "drop", "split"] = "error"
-    """Action on a row longer than `max_length`: refuse it (`error`), cut a part off, leave it out (`drop`), or make
-    several rows of it."""
+    """Action on a row longer than `max_length`. `error` refuses it, `truncate` cuts a part off, `drop` leaves it out,
+    `split` makes several rows of it."""
 
     truncate_side: Literal["auto", "left", "right", "middle"] = "auto"
     """Part of a row that `overlength: truncate` cuts off. `auto` keeps the beginning of a document, and the last answer
@@ -43,15 +43,15 @@ class TrainedTokenKeys(Spec):
     message stays. Not for `dpo`. For the prompts of `grpo`, `auto` is `left`."""
 
     split_at: Literal["turn", "paragraph", "line", "token"] = "turn"
-    """`overlength: split`: preferred place of a cut. `turn` is the start of an exchange in a chat. If a row has no such
-    place, it is cut at a blank line, else at the end of a line, else at any token."""
+    """`overlength: split`: preferred place of a cut. `turn` is the start of an exchange in a chat; rows without one are
+    cut at a blank line, else at the end of a line, else at any token."""
 
     split_overlap: Annotated[int, Field(ge=0), at_most(10**12)] = 0
     """`overlength: split`: tokens of context repeated at the start of each later piece. They are not trained twice."""
 
     train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
-    """Tokens that count in the loss: the assistant's turns, the completion (in a chat the last turn), only the last
-    turn, or every token."""
+    """Tokens that count in the loss. `assistant`: the assistant's turns. `completion`: the completion (in a chat, the
+    last turn). `last`: only the last turn. `all`: every token."""
 
     roles_to_train: Annotated[
         tuple[Literal["assistant", "user", "system", "developer", "tool"], ...], Field(min_length=1, strict=False)
@@ -59,8 +59,8 @@ class TrainedTokenKeys(Spec):
     """`sft`: roles whose messages are trained. A message with `train: false` is never trained."""
 
     train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
-    """`sft`: end-of-turn tokens that are trained: of trained turns, of all turns, only the last one of the chat, or
-    none."""
+    """`sft`: end-of-turn tokens that are trained. `turn`: of trained turns. `all`: of all turns. `last`: only the last
+    one of the chat."""
 
     reasoning: Literal["template", "keep", "error", "per_turn"] = "template"
     """Action on the reasoning of a trained answer (`<think>`, `reasoning_content`, `reasoning`, `thinking`) that the
@@ -69,8 +69,8 @@ class TrainedTokenKeys(Spec):
     this turn; prefixes that turns share are computed once."""
 
     on_empty: Literal["error", "drop", "train"] = "error"
-    """`sft`: action on a row whose answer is empty or only whitespace: refuse it, leave it out, or train the empty
-    answer."""
+    """`sft`: action on a row whose answer is empty or only whitespace. `error` refuses it, `drop` leaves it out,
+    `train` trains the empty answer."""
 
     default_system: Text | None = None
     """System message of conversations without one."""

@@ -18,7 +18,7 @@ import torch
 from streamtune import data, train
 from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.rollouts import RewardKeys
-from streamtune.recipe.loader import own_rewards
+from streamtune.recipe.loader import user_rewards
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
@@ -276,7 +276,7 @@ def load_functions(
     """
     if not recipe.reward_funcs:
         return rewards.Rewards({}, ())
-    own = own_rewards(recipe)
+    own = user_rewards(recipe)
     if own and not recipe.allow_code:
         raise ArgumentError(
             f"the reward '{own[0]}' is Python code that the recipe names, and it would run here",

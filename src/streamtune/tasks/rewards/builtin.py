@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base import interrupts
-from streamtune.base.patterns import PatternError, is_found
+from streamtune.base.patterns import PatternError, search_within_limit
 from streamtune.errors import ArgumentError
 from streamtune.tasks.rewards.json_check import check_schema, conforms
 
@@ -128,7 +128,7 @@ def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
     Raises:
         ValueError: The pattern is malformed, or takes more than two seconds on this completion.
     """
-    return float(is_found(str(pattern), completion.strip() if whole else completion, whole=whole))
+    return float(search_within_limit(str(pattern), completion.strip() if whole else completion, whole=whole))
 
 
 def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from fractions import Fraction
 from typing import Any
 
-from streamtune.base.patterns import is_found, wrong_pattern
+from streamtune.base.patterns import pattern_error, search_within_limit
 
 DESCRIBES = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "format"}
 
@@ -74,7 +74,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool] | None, Callable[[Any, Any], bool]
     "uniqueItems": (TYPES["array"], lambda value, wanted: not wanted or _distinct(value)),
     "minLength": (TYPES["string"], lambda value, least: len(value) >= least),
     "maxLength": (TYPES["string"], lambda value, most: len(value) <= most),
-    "pattern": (TYPES["string"], lambda value, pattern: is_found(pattern, value)),
+    "pattern": (TYPES["string"], lambda value, pattern: search_within_limit(pattern, value)),
     "minimum": (_is_number, lambda value, least: value >= least),
     "maximum": (_is_number, lambda value, most: value <= most),
     "exclusiveMinimum": (_is_number, lambda value, least: value > least),
@@ -134,7 +134,7 @@ def _check_word(word: str, value: Any, path: str) -> None:
         "enum": lambda: isinstance(value, list),
         "required": lambda: isinstance(value, list) and all(isinstance(key, str) for key in value),
         "uniqueItems": lambda: isinstance(value, bool),
-        "pattern": lambda: isinstance(value, str) and wrong_pattern(value) is None,
+        "pattern": lambda: isinstance(value, str) and pattern_error(value) is None,
         **{bound: lambda: _is_number(value) and (word != "multipleOf" or value > 0) for bound in BOUNDS},
         **{count: lambda: isinstance(value, int) and not isinstance(value, bool) and value >= 0 for count in COUNTS},
     }
