@@ -196,9 +196,7 @@ def lost(imported: ImportedRecipe) -> set[str]:
 @pytest.mark.parametrize("trainer", WANTED)
 def test_a_recipe_of_each_trainer(trainer: str, theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert call("recipes", "import", str(theirs[trainer]), "ours.yaml") == 0
-    assert (
-        f"wrote ours.yaml; train with `streamtune {WANTED[trainer].get('objective', 'sft')} " in capsys.readouterr().err
-    )
+    assert f"written: ours.yaml\nNext: streamtune {WANTED[trainer].get('objective', 'sft')} " in capsys.readouterr().err
     recipe = load_recipe("ours.yaml").recipe
     assert {key: getattr(recipe, key) for key in WANTED[trainer]} == WANTED[trainer]
     assert recipe.model_fields_set - {"datasets", "output_dir"} <= WANTED[trainer].keys()
@@ -264,7 +262,7 @@ def test_json(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> No
     assert (document["from"], document["objective"], document["path"]) == ("trl", "grpo", "ours.yaml")
     assert document["changes_training"] == 1
     (fp16,) = document["lost"]
-    note = "training in float16 is not here; write bf16: true"
+    note = "training in float16 is not supported; write bf16: true"
     assert fp16 == {"theirs": "fp16: true", "where": "t.yaml:17", "note": note, "changes_training": True}
     assert {"theirs": "scale_rewards: false", "where": "t.yaml:13", "ours": "scale_rewards: none"} in document["mapped"]
 
@@ -291,7 +289,7 @@ def test_to_stdout(theirs: dict[str, Path], tmp_path: Path, capsys: pytest.Captu
 def test_a_file_is_never_overwritten(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     Path("ours.yaml").write_text("mine")
     assert call("recipes", "import", str(theirs["trl"]), "ours.yaml") == 2
-    assert "the file is there already" in capsys.readouterr().err
+    assert "the file already exists" in capsys.readouterr().err
     assert Path("ours.yaml").read_text() == "mine"
 
 
@@ -326,11 +324,11 @@ def test_what_cannot_be_imported(trainer: str, text: str, what: str, line: int, 
 
 
 def test_nobody_can_tell_whose_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="do not show whose recipe"):
+    with pytest.raises(ArgumentError, match="the trainer of this recipe cannot be recognised"):
         convert(tmp_path, "learning_rate: 1e-5\nseed: 3\n")
-    with pytest.raises(ArgumentError, match="of StreamTune already"):
+    with pytest.raises(ArgumentError, match="already a StreamTune recipe"):
         convert(tmp_path, "model_name_or_path: a\ndatasets: [{path: b}]\n")
-    with pytest.raises(ArgumentError, match="no recipes of 'nemo'"):
+    with pytest.raises(ArgumentError, match="unknown trainer 'nemo'"):
         convert(tmp_path, "seed: 3\n", trainer="nemo")
 
 
@@ -404,7 +402,7 @@ def test_commands_of_trl_and_llamafactory(tmp_path: Path) -> None:
     imported = convert(tmp_path, "trl dpo --model_name_or_path a --dataset_name b --beta=0.3 --bf16\n", "r.sh")
     assert (imported.trainer.name, imported.objective) == ("trl", "dpo")
     assert "bf16: true" in imported.text
-    with pytest.raises(RecipeError, match=r"takes its arguments from 'x\.yaml'"):
+    with pytest.raises(RecipeError, match=r"reads its arguments from 'x\.yaml'"):
         convert(tmp_path, "llamafactory-cli train x.yaml\n", "r.sh")
     with pytest.raises(RecipeError, match="no training command"):
         convert(tmp_path, "echo hello\n", "r.sh")
@@ -490,7 +488,7 @@ def test_every_option_of_a_launcher_has_a_line(tmp_path: Path, monkeypatch: pyte
     options = "--num_processes 4 --mixed_precision bf16 --use_deepspeed --zero_stage=2 --dynamo_backend no"
     imported = launched(tmp_path, options)
     found = {each.theirs: (each.kind, each.ours or each.note) for each in imported.findings}
-    assert found["num_processes: 4"] == ("not_needed", "`--nproc 4` of the command")
+    assert found["num_processes: 4"] == ("not_needed", "use `--nproc 4`")
     assert found["mixed_precision: bf16"] == ("mapped", "bf16: true")
     assert found["zero_stage: 2"] == ("mapped", "deepspeed: zero2")
     assert any(name.startswith("dynamo_backend") for name in found)
@@ -523,7 +521,7 @@ def test_what_a_launcher_changes_and_is_not_here_is_starred(tmp_path: Path, monk
     ["axolotl train x.yaml", "accelerate launch -m axolotl.cli.train x.yaml", "trl sft --config x.yaml --seed 3"],
 )
 def test_a_command_that_reads_a_file_names_it(command: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"takes its arguments from 'x\.yaml'"):
+    with pytest.raises(RecipeError, match=r"reads its arguments from 'x\.yaml'"):
         convert(tmp_path, f"{command}\n", "r.sh")
 
 
@@ -630,7 +628,7 @@ def test_images_have_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     said = llamafactory(tmp_path, "", columns={"prompt": "q", "response": "a", "images": "pictures"})
     assert [each.note for each in said.changes_training if each.theirs == "dataset: mine"] == [
-        "'mine' in dataset_info.json: the column 'pictures': only the text is trained on"
+        "'mine' in dataset_info.json: the column 'pictures': only text is trained on"
     ]
     Path("r.jsonl").write_text(json.dumps({"messages": [], "images": ["a.png"]}) + "\n")
     for imported in (
@@ -662,11 +660,11 @@ def test_no_false_stars(tmp_path: Path) -> None:
 def test_without_a_length_no_row_is_left_out(tmp_path: Path) -> None:
     """A length that is not given, or null, cuts nothing there; a default of ours would cut or drop rows unseen."""
     imported = convert(tmp_path, "model_name_or_path: a\ndataset_name: b\nmax_length: null\n", trainer="trl")
-    written = imported.text.partition("# Without")[0]
+    written = imported.text.partition("# Not converted")[0]
     assert "overlength: error" in written
     assert "max_length:" not in written
     imported = convert(tmp_path, "model: a\ndataset: r.jsonl\ntruncation_strategy: delete\n", trainer="swift")
-    assert "overlength" not in imported.text.partition("# Without")[0]
+    assert "overlength" not in imported.text.partition("# Not converted")[0]
 
 
 def test_strict_refuses_what_is_cut_otherwise(
@@ -786,7 +784,7 @@ def test_a_name_that_swift_puts_into_rows_is_starred(tmp_path: Path, monkeypatch
     assert "instruction: query" in imported.text
     imported = convert(tmp_path, command.format("own/chats"), "r.sh")
     assert kinds(imported, "model_name") == ["not_needed"]
-    assert any(each.kind == "lost" and "are not here" in each.note for each in imported.findings)
+    assert any(each.kind == "lost" and "its rows cannot be read" in each.note for each in imported.findings)
 
 
 @pytest.mark.parametrize(
@@ -817,10 +815,10 @@ def test_columns_of_swift(
 @pytest.mark.parametrize(
     ("template", "more", "reasoning", "said"),
     [
-        ("qwen3", "", "keep", "think block there, empty without reasoning"),
-        ("qwen3", "mask_history: true\n", None, "think block there"),
+        ("qwen3", "", "keep", "every answer has a think block, empty without reasoning"),
+        ("qwen3", "mask_history: true\n", None, "every answer has a think block"),
         ("qwen3", "enable_thinking: false\n", None, "reasoning is removed"),
-        ("llama3", "", None, "no system message or date"),
+        ("llama3", "", None, "without a system message or date"),
         ("vicuna", "", None, "the tokenizer's own template is used"),
     ],
 )
@@ -840,7 +838,7 @@ def test_templates_of_llamafactory_that_are_chatml(tmp_path: Path) -> None:
     assert "You are Qwen" in llamafactory(tmp_path, "stage: sft\ntemplate: qwen\n").text
     tools = {"messages": "conversations", "tools": "tools"}
     imported = llamafactory(tmp_path, "stage: sft\ntemplate: qwen\n", formatting="sharegpt", columns=tools)
-    assert "describes tools in other words" in dataset_notes(imported)
+    assert "renders tools differently" in dataset_notes(imported)
     texts = llamafactory(tmp_path, "stage: pt\ntemplate: qwen3\n", columns={"prompt": "text"})
     assert kinds(texts, "template") == ["not_needed"]
 
@@ -928,8 +926,8 @@ def test_pairs_of_axolotl_with_from_and_value_are_preferences(tmp_path: Path) ->
 def test_a_file_has_no_split_to_evaluate(more: str, theirs: str, tmp_path: Path) -> None:
     text = "model_name_or_path: a\ndataset_name: {}\neval_strategy: steps\neval_steps: 5\ncompletion_only_loss: false\n"
     imported = convert(tmp_path, text.format("r.jsonl") + more, trainer="trl")
-    assert "eval_datasets" not in imported.text.partition("# Without")[0]
-    assert [each.trains for each in imported.findings if "has no split 'test'" in each.note] == [False]
+    assert "eval_datasets" not in imported.text.partition("# Not converted")[0]
+    assert [each.trains for each in imported.findings if "is a file without a split 'test'" in each.note] == [False]
     assert kinds(imported, theirs)[0] == "lost" or not more
     assert "eval_datasets" in convert(tmp_path, text.format("own/set") + more, trainer="trl").text
 
@@ -975,7 +973,7 @@ def test_pairs_of_swift_are_starred(kind: str, said: str, tmp_path: Path) -> Non
         ("llamafactory", {"tool_calls": [{}]}, {}, "'tool_calls'"),
         ("swift", {"loss": False}, {}, ""),
         ("swift", {"train": False}, {}, "'train'"),
-        ("swift", {}, {"tools": [{}]}, "in other words"),
+        ("swift", {}, {"tools": [{}]}, "renders tools differently"),
         ("swift", {"reasoning_content": "", "tool_calls": None}, {}, ""),
     ],
 )

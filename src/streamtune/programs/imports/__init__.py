@@ -1,1 +1,1 @@
-"""Recipes of other trainers (axolotl, LLaMA-Factory, TRL, ms-swift) in our keys."""
+"""Convert recipes of other trainers (axolotl, LLaMA-Factory, TRL, ms-swift) to StreamTune recipes."""

@@ -1,4 +1,4 @@
-"""Recipes of axolotl."""
+"""Convert recipes of axolotl."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OBJECTIVES: dict[str, tuple[str, str]] = {
     "kto": ("dpo", "kto"),
     "grpo": ("grpo", ""),
 }
-"""Value of ``rl`` -> our objective and loss."""
+"""Our objective and loss for each value of ``rl``."""
 
 EVERY_ROLE = ("system", "developer", "user", "assistant", "tool")
 
@@ -79,10 +79,10 @@ FIELDS: dict[str, FieldRule] = field_table(
         **switches("peft_use_dora peft_use_rslora"),
         "optimizer": to("optim", optimizer),
         "sequence_parallel_degree": to("sequence_parallel_size", trains=False),
-        "orpo_alpha": to("beta", why="orpo's weight of the odds ratio is our beta"),
+        "orpo_alpha": to("beta", why="ORPO's weight of the odds ratio is beta here"),
         "tokenizer_config": to("tokenizer", lambda name: {"path": name}),
         "bf16": to("bf16", _precision),
-        "trl.reward_funcs": to("reward_funcs", _functions, why="code of your own: needs allow_code: true"),
+        "trl.reward_funcs": to("reward_funcs", _functions, why="your own code: needs allow_code: true"),
         "vllm.gpu_memory_utilization": to("vllm_gpu_memory_utilization", trains=False),
         "special_tokens": to("special_tokens", special_tokens),
         "rope_scaling": to("rope_scaling", rope_scaling),
@@ -92,10 +92,10 @@ FIELDS: dict[str, FieldRule] = field_table(
         "trl.multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
         **dict.fromkeys(
             ("tensor_parallel_size", "dp_replicate_size", "expert_parallel_size"),
-            no_counterpart("tensors are not shared", trains=False, off=(1,)),
+            no_counterpart("tensor parallelism is not supported", trains=False, off=(1,)),
         ),
-        "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
-        "peft_autocast_adapter_dtype": no_counterpart("adapters are trained in fp32", trains=False, off=(True,)),
+        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
+        "peft_autocast_adapter_dtype": no_counterpart("adapters are always trained in fp32", trains=False, off=(True,)),
     },
     renamed={
         "special_tokens": """special_tokens.bos_token special_tokens.eos_token special_tokens.pad_token
@@ -122,24 +122,24 @@ FIELDS: dict[str, FieldRule] = field_table(
         "added_tokens": "tokens",
     },
     not_needed={
-        "completions.jsonl has them": "trl.log_multimodal",
-        "vLLM runs in the process of the training, which says it": """trl.vllm_device trl.vllm_dtype
+        "completions.jsonl records them": "trl.log_multimodal",
+        "vLLM runs in the training process, with its settings": """trl.vllm_device trl.vllm_dtype
             trl.vllm_max_model_len trl.vllm_enable_prefix_caching trl.vllm_enable_sleep_mode trl.vllm_lora_sync
             trl.vllm_sync_interval vllm.device vllm.tensor_parallel_size vllm.data_parallel_size vllm.dtype
             vllm.enforce_eager vllm.max_model_len vllm.enable_prefix_caching vllm.enable_reasoning
             vllm.reasoning_parser""",
-        "the reference stays as it is": "trl.ref_model_mixup_alpha trl.ref_model_sync_steps",
-        "read with entropy_coef only": """trl.entropy_coef_delta trl.entropy_coef_max trl.entropy_coef_min
+        "the reference model is not updated": "trl.ref_model_mixup_alpha trl.ref_model_sync_steps",
+        "used only with entropy_coef": """trl.entropy_coef_delta trl.entropy_coef_max trl.entropy_coef_min
             trl.entropy_target""",
-        "the log-probabilities of the trained model are taken": """trl.vllm_importance_sampling_cap
+        "log-probabilities of the trained model are used": """trl.vllm_importance_sampling_cap
             trl.vllm_importance_sampling_clip_max trl.vllm_importance_sampling_clip_min
             trl.vllm_importance_sampling_correction trl.vllm_importance_sampling_mode""",
-        "skip_limit: such batches are drawn anew": "trl.skip_zero_advantage_batches",
-        "completions are written before each batch": """trl.async_prefetch trl.prefetch_depth trl.use_data_producer
+        "skip_limit: such batches are sampled again": "trl.skip_zero_advantage_batches",
+        "completions are generated before each batch": """trl.async_prefetch trl.prefetch_depth trl.use_data_producer
             trl.streaming_min_groups trl.streaming_partial_batch""",
-        "read with replay_buffer_size only": "trl.replay_recompute_logps",
-        "groups without advantages are drawn anew": "trl.reroll_max_groups trl.reroll_start_fraction",
-        "rewards are computed by one process": "trl.reward_num_workers",
+        "used only with replay_buffer_size": "trl.replay_recompute_logps",
+        "groups without advantages are sampled again": "trl.reroll_max_groups trl.reroll_start_fraction",
+        "one process computes the rewards": "trl.reward_num_workers",
         "the streamed head computes the loss in chunks": """trl.use_liger_loss liger_rope liger_rms_norm
             liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy cut_cross_entropy
             chunked_cross_entropy liger_kernel_impl liger_rms_norm_gated liger_swiglu liger_use_token_scaling
@@ -158,127 +158,127 @@ FIELDS: dict[str, FieldRule] = field_table(
         "rows are prepared when the run starts": """dataset_prepared_path dataset_processes dataset_num_proc
             dataset_keep_in_memory skip_prepare_dataset is_preprocess preprocess_iterable streaming axolotl_config_path
             num_dataset_shards_to_save sample_packing_mp_start_method streaming_multipack_buffer_size""",
-        "packing fills every sequence as far as rows fit": """sample_packing_group_size sample_packing_bin_size
+        "packing fills every sequence with as many rows as fit": """sample_packing_group_size sample_packing_bin_size
             sample_packing_sequentially eval_sample_packing sample_packing_eff_est pad_to_sequence_len
             multipack_real_batches batch_flattening pretrain_multipack_buffer_size pretrain_multipack_attn""",
-        "rows of a packed sequence never see each other": "pretraining_sample_concatenation micro_batch_packing",
-        "the model's configuration says it": """model_type tokenizer_type processor_type cls_model_config
+        "packed rows never attend to each other": "pretraining_sample_concatenation micro_batch_packing",
+        "set by the model's configuration": """model_type tokenizer_type processor_type cls_model_config
             base_model_config is_falcon_derived_model is_llama_derived_model is_mistral_derived_model
             is_qwen_derived_model type_of_model""",
-        "models are placed by themselves": """device device_map max_memory gpu_memory_limit ddp low_cpu_mem_usage
+        "models are placed automatically": """device device_map max_memory gpu_memory_limit ddp low_cpu_mem_usage
             lora_on_cpu qlora_sharded_model_loading experimental_skip_move_to_device gc_steps world_size ple_cpu_offload
             fsdp_version gc_collect_steps dp_shard_size""",
-        "the tokenizer is taken as it is": "tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files",
-        "checkpoints are resumed by themselves": "auto_resume_from_checkpoints fsdp_final_state_dict_type",
+        "the tokenizer is used unchanged": "tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files",
+        "checkpoints are resumed automatically": "auto_resume_from_checkpoints fsdp_final_state_dict_type",
         "recipes are always read strictly": "strict",
         "counted when the rows are prepared": "total_num_tokens total_supervised_tokens",
         "a token for the hub belongs in HF_TOKEN": "hf_use_auth_token",
         "`streamtune export` merges": "merge_lora merge_method",
         "chunks need no padding": "pad_to_multiple_of dpo_padding_free",
         "metrics.jsonl has every step": "include_tkps",
-        "the chat template shows which token ends a turn": "eot_tokens",
-        "read by reward models only": "center_rewards_coefficient",
-        "read with an optimizer that is not here only": """dion_lr dion_momentum dion_rank_fraction
+        "the end-of-turn token is found by the chat template": "eot_tokens",
+        "used only by reward models": "center_rewards_coefficient",
+        "used only with an unsupported optimizer": """dion_lr dion_momentum dion_rank_fraction
             dion_rank_multiple_of qgalore_cos_threshold qgalore_gamma_proj qgalore_proj_bits qgalore_rank
             qgalore_proj_group_size qgalore_proj_quant qgalore_proj_type qgalore_queue_size qgalore_scale
             qgalore_update_proj_gap""",
-        "read with use_eaft only": "eaft_alpha eaft_k",
-        "read with kd_trainer only": """kd_alpha kd_beta kd_ce_alpha kd_normalize_topk kd_online_server
+        "used only with use_eaft": "eaft_alpha eaft_k",
+        "used only with kd_trainer": """kd_alpha kd_beta kd_ce_alpha kd_normalize_topk kd_online_server
             kd_online_server_base_url kd_online_timeout kd_online_topk kd_temperature kd_temperature_min""",
-        "read with generate_samples only": """num_generation_samples generation_do_sample generation_top_k
+        "used only with generate_samples": """num_generation_samples generation_do_sample generation_top_k
             generation_max_new_tokens generation_prompt_ratio generation_temperature generation_top_p""",
-        "read with use_swanlab only": """swanlab_api_host swanlab_api_key swanlab_completion_log_interval
+        "used only with use_swanlab": """swanlab_api_host swanlab_api_key swanlab_completion_log_interval
             swanlab_completion_max_buffer swanlab_description swanlab_lark_secret swanlab_experiment_name
             swanlab_lark_webhook_url swanlab_log_completions swanlab_log_model swanlab_mode swanlab_web_host
             swanlab_workspace""",
-        "read with use_comet only": "comet_experiment_config comet_experiment_key comet_mode comet_online",
-        "read with use_otel_metrics only": "otel_metrics_host otel_metrics_port",
+        "used only with use_comet": "comet_experiment_config comet_experiment_key comet_mode comet_online",
+        "used only with use_otel_metrics": "otel_metrics_host otel_metrics_port",
         "images are not trained on": "freeze_mm_modules processor_kwargs",
-        "read with the plugin lm_eval only": "lm_eval_batch_size lm_eval_model lm_eval_post_train lm_eval_tasks",
-        "read with the plugin expert_parallel only": """expert_parallel_backend expert_parallel_token_capacity
+        "used only with the plugin lm_eval": "lm_eval_batch_size lm_eval_model lm_eval_post_train lm_eval_tasks",
+        "used only with the plugin expert_parallel": """expert_parallel_backend expert_parallel_token_capacity
             expert_parallel_fallback_on_unsupported expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes""",
         "experts are quantised with the linear layers": "quantize_moe_experts",
-        "the objective of the recipe": "rl reward_model process_reward_model",
-        "read with the plugin nemo_gym only": """nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths
+        "set by the recipe's objective": "rl reward_model process_reward_model",
+        "used only with the plugin nemo_gym": """nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_config_paths
             nemo_gym_datasets nemo_gym_dir nemo_gym_head_port nemo_gym_max_turns nemo_gym_model_name nemo_gym_multi_turn
             nemo_gym_run_timeout nemo_gym_server_timeout nemo_gym_verify_timeout""",
-        "read with spectrum_top_fraction only": "spectrum_model_name",
-        "read with nvfp4_merge_aware only": "nvfp4_merge_aware_start_step",
-        "read with scaling_softmax only": "scaling_softmax_bias scaling_softmax_factor",
-        "read with fp32_norms only": "fp32_norm_classes",
-        "read with peft_init_lora_weights: loftq only": "peft.loftq_config",
-        "read with loraplus_lr_ratio only": "loraplus_lr_embedding",
-        "read with relora only": "relora_prune_ratio relora_prune_method relora_cpu_offload",
-        "each epoch visits the rows in another order anyway": "shuffle_merged_datasets",
+        "used only with spectrum_top_fraction": "spectrum_model_name",
+        "used only with nvfp4_merge_aware": "nvfp4_merge_aware_start_step",
+        "used only with scaling_softmax": "scaling_softmax_bias scaling_softmax_factor",
+        "used only with fp32_norms": "fp32_norm_classes",
+        "used only with peft_init_lora_weights: loftq": "peft.loftq_config",
+        "used only with loraplus_lr_ratio": "loraplus_lr_embedding",
+        "used only with relora": "relora_prune_ratio relora_prune_method relora_cpu_offload",
+        "each epoch shuffles the rows anyway": "shuffle_merged_datasets",
     },
     lost={
         "WPO weighting of pairs": "dpo_use_weighting",
-        "a bonus on entropy": "trl.entropy_coef trl.use_adaptive_entropy",
-        "further settings of generation": "trl.generation_kwargs trl.vllm_guided_decoding_regex",
-        "code that writes completions": "trl.rollout_func",
-        "a mask on tokens far from the policy that wrote them": "trl.off_policy_mask_threshold",
+        "an entropy bonus": "trl.entropy_coef trl.use_adaptive_entropy",
+        "other generation settings": "trl.generation_kwargs trl.vllm_guided_decoding_regex",
+        "code that generates completions": "trl.rollout_func",
+        "a mask on off-policy tokens": "trl.off_policy_mask_threshold",
         "the corrected KL of new and old policy": "trl.use_bias_correction_kl",
         "completions of earlier steps": "trl.replay_buffer_size",
         "code of axolotl's plugins": "trainer_cls dense_mixer mora",
-        "an objective that is not here": "diffusion ebft hatchery nemo_gym_enabled kd_trainer",
-        "a part of the layers is trained": "spectrum_top_fraction",
+        "an unsupported objective": "diffusion ebft hatchery nemo_gym_enabled kd_trainer",
+        "training of some layers only": "spectrum_top_fraction",
         "the Grokfast filter of gradients": "grokfast_alpha grokfast_lamb",
-        "compression while it trains": "llmcompressor qat use_onebitllms nvfp4_merge_aware",
-        "quantised loading of its own kind": """dsv4_bf16_all dsv4_fp4_grouped_mode dsv4_fp8_nonexpert_mode
+        "compression during training": "llmcompressor qat use_onebitllms nvfp4_merge_aware",
+        "other kinds of quantised loading": """dsv4_bf16_all dsv4_fp4_grouped_mode dsv4_fp8_nonexpert_mode
             gemma4_fp8_nonexpert gemma4_nf4_nonexpert nonexpert_quantization model_kwargs fp8_config
             model_quantization_config model_quantization_config_kwargs""",
-        "the model's attention changes": "scaling_softmax",
+        "a change of the model's attention": "scaling_softmax",
         "norms in fp32; write dtype: float32 for all weights": "fp32_norms",
         "the EAFT loss": "use_eaft",
-        "a sum of several losses": "dpo_loss_weights",
+        "several losses are summed there; StreamTune takes one loss_type": "dpo_loss_weights",
         "noise on embeddings": "noisy_embedding_alpha",
-        "masks by the borders of roles; the chat template shows them here": "role_boundaries",
-        "tokens of the tokenizer keep their text": "added_tokens_overrides",
-        "the tokenizer is taken as it is": "tokenizer_use_mistral_common",
-        "embeddings keep their size": "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings",
-        "embeddings keep their values": "fix_untrained_tokens reinit_weights",
-        "training in 8 bits floating point": "fp8 fp8_enable_fsdp_float8_all_gather",
-        "weights in float16; write dtype: bfloat16": "float16",
-        "a revision of the model: download it and name its folder": "revision_of_model",
-        "changes of the model's configuration": "overrides_of_model_kwargs",
+        "masks by role boundaries; here the chat template determines them": "role_boundaries",
+        "tokens cannot be renamed": "added_tokens_overrides",
+        "the tokenizer is used unchanged": "tokenizer_use_mistral_common",
+        "embeddings are not resized": "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings",
+        "embeddings are not reinitialised": "fix_untrained_tokens reinit_weights",
+        "training in fp8": "fp8 fp8_enable_fsdp_float8_all_gather",
+        "float16 weights are not supported; write dtype: bfloat16": "float16",
+        "a model revision: download it and give its folder": "revision_of_model",
+        "changes to the model's configuration": "overrides_of_model_kwargs",
         "training of named parameters only; finetuning_type takes full, lora, qlora": "unfrozen_parameters",
         "weights quantised by GPTQ": "gptq",
         "settings of bitsandbytes": "bnb_config_kwargs",
-        "a trained adapter to begin with: merge it first with `streamtune export`": "lora_model_dir",
-        "adapters on parameters that are no linear layers": "lora_target_parameters",
+        "a trained adapter to start from: merge it first with `streamtune export`": "lora_model_dir",
+        "adapters on parameters that are not linear layers": "lora_target_parameters",
         "transposed weights": "lora_fan_in_fan_out",
         "adapters on some layers": "peft_layers_to_transform peft_layers_pattern peft_layer_replication",
-        "trained tokens beside the adapters": "peft_trainable_token_indices peft_ensure_weight_tying",
+        "token embeddings trained with the adapters": "peft_trainable_token_indices peft_ensure_weight_tying",
         "LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]": "loraplus_lr_ratio",
         "ReLoRA": """relora relora_steps relora_warmup_steps relora_anneal_steps jagged_restart_steps
             jagged_restart_anneal_steps jagged_restart_warmup_steps""",
         "LISA": "lisa_n_layers lisa_step_interval lisa_layers_attribute",
         "learning rates of groups: write lr_groups": "embedding_lr embedding_lr_scale lr_groups",
-        "a schedule of its own": "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor",
-        "of an optimizer that is not here": "adam_epsilon2 adam_beta3 torchdistx_path",
-        "one classifier or reward model": "num_labels",
-        "positions that are skipped": "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks",
-        "attention is exact": "s2_attention",
-        "rows that are equal are all trained": "dataset_exact_deduplication",
-        "short rows are trained as well": "min_sample_len",
+        "an unsupported schedule": "lr_quadratic_warmup cosine_constant_lr_ratio lr_div_factor",
+        "an argument of an unsupported optimizer": "adam_epsilon2 adam_beta3 torchdistx_path",
+        "a classifier or reward model": "num_labels",
+        "skipped positions (PoSE)": "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks",
+        "sparse attention is not supported": "s2_attention",
+        "duplicate rows are trained": "dataset_exact_deduplication",
+        "short rows are trained too": "min_sample_len",
         "rows are not sharded": "dataset_shard_num dataset_shard_idx",
         "images are not trained on": "image_size image_resize_algorithm",
     },
     lost_beside_training={
         SERVER: "vllm.host vllm.port vllm.serve_module vllm.worker_extension_cls",
         "embeddings keep the precision of the weights": "embeddings_skip_upcast",
-        "axolotl has taken it out": "max_packed_sequence_len",
-        "`streamtune export` quantises what was trained": "quantization",
-        "evaluation has the length of training": "eval_sequence_len",
-        "a run that is interrupted saves": "dynamic_checkpoint save_first_step",
+        "axolotl has removed this field": "max_packed_sequence_len",
+        "`streamtune export --gguf` quantises the trained model": "quantization",
+        "evaluation uses the training length": "eval_sequence_len",
+        "an interrupted run saves a checkpoint": "dynamic_checkpoint save_first_step",
         "write sample: {prompt: ...}": "generate_samples dpo_generate_during_eval eval_table_size eval_max_new_tokens",
-        "this tracker is not here": """use_otel_metrics use_comet comet_project_name comet_workspace comet_api_key
+        "this tracker is not supported": """use_otel_metrics use_comet comet_project_name comet_workspace comet_api_key
             use_swanlab swanlab_project""",
         "set by the tracker's environment variables": """mlflow_run_name trackio_project_name trackio_run_name
             wandb_entity wandb_name wandb_run_id wandb_watch wandb_mode wandb_log_model wandb_silent
             mlflow_experiment_name hf_mlflow_log_artifacts""",
         "`streamtune bench` measures": "profiler_steps_start profiler_steps",
-        "`streamtune generate` tries a model": """gradio_max_new_tokens gradio_server_port gradio_temperature
+        "use `streamtune generate` to try a model": """gradio_max_new_tokens gradio_server_port gradio_temperature
             gradio_title gradio_share gradio_server_name""",
         "rows of all datasets are shuffled together": "shuffle_before_merging_datasets",
         "code of axolotl's plugins": "plugins",
@@ -288,7 +288,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         "evaluation computes losses only": """do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset
             bench_split""",
         "a run uploads nothing": "push_dataset_to_hub",
-        "Ray does not start runs": "use_ray ray_run_name ray_num_workers resources_per_worker",
+        "Ray is not supported": "use_ray ray_run_name ray_num_workers resources_per_worker",
     },
 )
 
@@ -296,7 +296,7 @@ FIELDS: dict[str, FieldRule] = field_table(
 def _objective(conversion: Conversion) -> str:
     for name in ("reward_model", "process_reward_model"):
         if conversion.get(name):
-            raise conversion.refuse(name, what=f"'{name}' trains a reward model, which no command here does")
+            raise conversion.refuse(name, what=f"'{name}' trains a reward model, which is not supported")
     rl = str(conversion.get("rl", ""))
     if not rl:
         return "sft"
@@ -322,10 +322,10 @@ def _special(conversion: Conversion) -> None:
     on_inputs = conversion.take("train_on_inputs")
     sharding = conversion.get("fsdp_config")
     if sharding and not conversion.get("fsdp"):
-        conversion.put("fsdp", True, "fsdp_config", note="FSDP2 shards by itself", trains=False)
-    conversion.dismiss("fsdp_config", why="FSDP2 shards by itself where fsdp: true" if sharding else "no value")
+        conversion.put("fsdp", True, "fsdp_config", note="FSDP2 shards automatically", trains=False)
+    conversion.dismiss("fsdp_config", why="fsdp: true shards automatically with FSDP2" if sharding else "no value")
     if on_inputs and any(str(kind).startswith("chat_template") for kind in dataset_types(conversion)):
-        note = "the messages of all roles, and not what the chat template writes around them"
+        note = "messages of all roles are trained, but not the template's text around them"
         conversion.put("roles_to_train", list(EVERY_ROLE), "train_on_inputs", note=note)
     elif on_inputs is not None:
         conversion.put("train_on", "all" if on_inputs else "assistant", "train_on_inputs")
@@ -339,7 +339,7 @@ def _special(conversion: Conversion) -> None:
 
 
 def _take_configuration(conversion: Conversion, name: str) -> None:
-    """Convert the changes of the model's configuration, of which two are keys here."""
+    """Convert changes to the model's configuration; only RoPE settings are keys here."""
     changes = conversion.take(name)
     for key, value in changes.items() if isinstance(changes, dict) else ():
         if key == "rope_scaling":
@@ -347,15 +347,15 @@ def _take_configuration(conversion: Conversion, name: str) -> None:
         elif key == "rope_theta":
             conversion.put(key, float(value) if isinstance(value, int) else value, name, key)
         else:
-            conversion.lose(name, key, why="a change of the model's configuration")
+            conversion.lose(name, key, why="a change to the model's configuration")
     if not changes and name in conversion.file.fields:
         conversion.unneeded(name, why="no value")
     elif changes and not isinstance(changes, dict):
-        conversion.lose(name, why="a table was expected")
+        conversion.lose(name, why="expected a mapping")
 
 
 def _take_least_rate(conversion: Conversion) -> None:
-    """Convert ``cosine_min_lr_ratio``, which axolotl reads with the schedule ``cosine`` alone."""
+    """Convert ``cosine_min_lr_ratio``, which axolotl uses only with the schedule ``cosine``."""
     name = "cosine_min_lr_ratio"
     if name not in conversion.left:
         return
@@ -363,9 +363,9 @@ def _take_least_rate(conversion: Conversion) -> None:
     if ratio in (None, 0, ""):
         conversion.unneeded(name, why="off, as here")
     elif conversion.get("lr_scheduler", "cosine") != "cosine":
-        conversion.unneeded(name, why="read with lr_scheduler: cosine only")
+        conversion.unneeded(name, why="used only with lr_scheduler: cosine")
     elif conversion.get("cosine_constant_lr_ratio"):
-        conversion.lose(name, why="with cosine_constant_lr_ratio it is a schedule of its own")
+        conversion.lose(name, why="with cosine_constant_lr_ratio, it is an unsupported schedule")
     elif conversion.put("lr_scheduler_kwargs", {"min_lr_rate": ratio}, name):
         given = "lr_scheduler" if "lr_scheduler" in conversion.left else name
         conversion.take("lr_scheduler")
@@ -373,11 +373,11 @@ def _take_least_rate(conversion: Conversion) -> None:
 
 
 def _take_batch(conversion: Conversion) -> None:
-    """Convert ``batch_size``, the rows of a step over all ranks, which is not what the other trainers call so."""
+    """Convert ``batch_size``, which in axolotl means the rows of a step over all ranks."""
     total = conversion.get("batch_size")
     if total and not conversion.get("gradient_accumulation_steps"):
-        conversion.put("train_batch_size", total, "batch_size", note="rows of a step over all ranks")
-    conversion.dismiss("batch_size", why="gradient_accumulation_steps says it" if total else "no value")
+        conversion.put("train_batch_size", total, "batch_size", note="rows in a step over all ranks")
+    conversion.dismiss("batch_size", why="set by gradient_accumulation_steps" if total else "no value")
 
 
 def _take_adapter(conversion: Conversion) -> None:
@@ -397,7 +397,7 @@ def _take_adapter(conversion: Conversion) -> None:
         if linear or not modules:
             conversion.unneeded("lora_target_modules", why="all linear layers have adapters" if linear else "no value")
         elif isinstance(modules, str) and re.search(r"[\\^$*()|]", modules):
-            conversion.lose("lora_target_modules", why="a pattern; list the ends of the modules' names")
+            conversion.lose("lora_target_modules", why="a pattern; list the last parts of the module names")
         else:
             conversion.convert("lora_target", split_names, modules, "lora_target_modules")
 
@@ -408,11 +408,13 @@ def _take_template(conversion: Conversion) -> None:
     if template in (None, "tokenizer_default", "jinja"):
         conversion.dismiss("chat_template", why="the tokenizer's own template is the default")
     elif str(template).startswith("tokenizer_default_fallback_"):
-        conversion.dismiss("chat_template", why="the tokenizer's own template; without one a run stops")
+        conversion.dismiss(
+            "chat_template", why="the tokenizer's own template; without one, the run stops with an error"
+        )
     elif template == "chatml" and not jinja:
         conversion.put("chat_template", "chatml", "chat_template")
     else:
-        why = "the tokenizer's own template is used; where it differs, write chat_template: FILE.jinja"
+        why = "the tokenizer's own template is used; if it differs, write chat_template: FILE.jinja"
         conversion.lose("chat_template", why=why)
 
 
@@ -422,10 +424,10 @@ def _defaults(conversion: Conversion) -> None:
         conversion.default("max_length", 512)
         conversion.default("overlength", "drop")
     if "warmup_steps" not in conversion.ours and conversion.get("lr_scheduler") != "constant":
-        conversion.default("warmup_ratio", 0.03, "at most 100 steps there")
+        conversion.default("warmup_ratio", 0.03, "axolotl limits warm-up to 100 steps")
     if conversion.get("bf16", "auto") in ("auto", True) and "dtype" not in conversion.ours:
-        conversion.default("bf16", True, "where the device has it")
-        conversion.default("dtype", "bfloat16", "weights are loaded in the precision of the computation")
+        conversion.default("bf16", True, "if the device supports it")
+        conversion.default("dtype", "bfloat16", "axolotl loads weights in the compute dtype")
     say_targets(conversion)
     report_nll(conversion)
 

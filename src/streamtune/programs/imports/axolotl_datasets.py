@@ -1,4 +1,4 @@
-"""Datasets of axolotl's recipes."""
+"""Convert the datasets of axolotl's recipes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES: dict[str, dict[str, str]] = {
     },
     "grpo": {},
 }
-"""Objective -> ``type`` of a dataset -> ours; other types are prompt formats of axolotl."""
+"""Our row type for each ``type`` of a dataset, by objective; other types are prompt formats of axolotl."""
 
 COLUMNS: dict[str, str] = {
     "field_messages": "messages",
@@ -50,10 +50,10 @@ COLUMNS: dict[str, str] = {
     "field_completion": "completion",
     "field_label": "label",
 }
-"""Field -> the column that is read here."""
+"""Column that StreamTune reads, for each field of an entry."""
 
 TEXTS = ("completion", "pretrain")
-"""Types of texts, which axolotl cuts into pieces of ``sequence_len`` tokens."""
+"""Types of plain texts, which axolotl splits into parts of ``sequence_len`` tokens."""
 
 ENTRY_FIELDS: dict[str, FieldRule] = field_table(
     {},
@@ -66,28 +66,28 @@ ENTRY_FIELDS: dict[str, FieldRule] = field_table(
         "train_on_eos": "train_on_eos",
     },
     not_needed={
-        "the file's ending says it; a dataset's code is not run": "ds_type trust_remote_code",
+        "recognised by the file's ending; code of a dataset is not run": "ds_type trust_remote_code",
         "rows are prepared when the run starts": "preprocess_shards",
-        "thoughts in the text are rendered as they stand, or see reasoning": "split_thinking",
-        "thoughts are read from reasoning_content, reasoning and thinking": "field_thinking",
-        "read with kd_trainer only": "logprobs_field temperature",
-        "the names of the roles say it": "field_human field_model",
-        "read with type: synthetic only": "length sequence_length min_input_id max_input_id seed",
-        "read by process reward models only": "step_separator max_completion_length train_on_last_step_only",
+        "reasoning in the text is rendered unchanged; see reasoning": "split_thinking",
+        "reasoning is read from reasoning_content, reasoning and thinking": "field_thinking",
+        "used only with kd_trainer": "logprobs_field temperature",
+        "recognised by the role names": "field_human field_model",
+        "used only with type: synthetic": "length sequence_length min_input_id max_input_id seed",
+        "used only by process reward models": "step_separator max_completion_length train_on_last_step_only",
     },
     lost={
         "a part of the rows: write max_rows": "shards shards_idx skip",
         "a revision of a dataset": "revision",
-        "a prompt format of its own": """conversation input_format input_transform type.system_prompt type.system_format
+        "a custom prompt format": """conversation input_format input_transform type.system_prompt type.system_format
             type.format type.no_input_format type.field_system type.field_instruction type.field_input type.field_output
             type.prompt_format type.chosen_format type.rejected_format type.completion_format""",
-        "spans of a message: write train: false for whole messages": "message_field_training_detail",
-        "the tokens that end turns: see train_on_eos": "train_on_eot",
-        "system messages are rendered": "drop_system_message",
-        "the key of thoughts is reasoning_content or thinking": "template_thinking_key",
+        "spans of a message: only whole messages can be masked, with train: false": "message_field_training_detail",
+        "end-of-turn tokens: see train_on_eos": "train_on_eot",
+        "system messages are not dropped": "drop_system_message",
+        "the key for reasoning must be reasoning_content or thinking": "template_thinking_key",
     },
 )
-"""Fields of an entry."""
+"""Rules for the fields of an entry."""
 
 
 USUAL_ROLES = [
@@ -95,19 +95,19 @@ USUAL_ROLES = [
     for users in (("user",), ("human",), ("user", "human"), ("human", "user"))
     for models in (("assistant",), ("gpt",), ("assistant", "gpt"), ("gpt", "assistant"))
 ]
-"""``roles`` that are read here automatically."""
+"""Values of ``roles`` that are recognised automatically."""
 
 ROLES = {"gpt": "assistant", "human": "user", "model": "assistant"}
-"""Other name of a role -> ours."""
+"""Our name for other role names."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message for thoughts."""
+"""Fields of a message with reasoning."""
 
 READ_FIRST = ("path", "message_property_mappings", "message_field_role", "message_field_content")
-"""Fields of an entry that are read before the others."""
+"""Fields of an entry that are converted first."""
 
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
-"""Paths that name the reader of ``data_files``."""
+"""Values of ``path`` that name a loader for ``data_files``."""
 
 
 def dataset_types(conversion: Conversion) -> list[Any]:
@@ -117,7 +117,7 @@ def dataset_types(conversion: Conversion) -> list[Any]:
 
 
 def take_datasets(conversion: Conversion) -> None:
-    """Convert the fields of :data:`SETS`, and the strategy for rows that are too long."""
+    """Convert the fields in :data:`SETS`, and the strategy for rows that are too long."""
     texts: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for name in SETS:
@@ -137,7 +137,7 @@ def take_datasets(conversion: Conversion) -> None:
                 report_media(conversion, found, name, index)
                 specs += found
             else:
-                conversion.lose(name, index, why="an entry without a path")
+                conversion.lose(name, index, why="the entry has no path")
         if name == "test_datasets":
             put_eval_sets(conversion, specs, name)
             continue
@@ -148,7 +148,7 @@ def take_datasets(conversion: Conversion) -> None:
 
 
 def _take_long_rows(conversion: Conversion, texts: bool, others: bool) -> None:
-    """Convert ``excess_length_strategy``: axolotl cuts texts into pieces, so that they are never too long."""
+    """Convert ``excess_length_strategy``. It does not apply to plain texts, because axolotl splits them."""
     name, packs = "excess_length_strategy", conversion.get("sample_packing")
     given = name in conversion.file.fields
     strategy = conversion.take(name)
@@ -163,21 +163,21 @@ def _take_long_rows(conversion: Conversion, texts: bool, others: bool) -> None:
         elif given:
             conversion.unneeded(name, why="no value")
         return
-    conversion.default("overlength", "split", "a row of text is cut into pieces of sequence_len tokens")
+    conversion.default("overlength", "split", "a text is split into parts of sequence_len tokens")
     if others:
         what = name if given else f"{name}: {ours}"
-        why = "rows of text are cut into pieces there, and other rows not; here overlength is the same for all rows"
+        why = "there, only texts are split; here, overlength applies to all rows"
         conversion.lose(name, why=why) if given else conversion.missing(what, why)
     elif given:
-        conversion.unneeded(name, why="rows of text are cut into pieces, and are never too long")
+        conversion.unneeded(name, why="texts are split, so they are never too long")
     if conversion.get("pretraining_dataset"):
-        why = "windows share up to 256 tokens there, and each ends with the end token"
-        cut = "without sample_packing a row of text loses what is behind sequence_len there; here all of it is trained"
+        why = "there, windows overlap by up to 256 tokens, and each ends with EOS"
+        cut = "there, without sample_packing, a text is truncated at sequence_len; here all of it is trained"
         conversion.missing("pretraining_dataset", why if packs else cut)
 
 
 def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
-    """Return our entries for one of theirs, and report what they lose."""
+    """Return our entries for an entry of axolotl, and report what is lost."""
     spec: dict[str, Any] = {"path": entry["path"]}
 
     def lose(key: str, why: str) -> None:
@@ -200,12 +200,12 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key == "split":
             rows_of_split(spec, value, conversion.losing(name, index, "split"))
         elif key == "field_thinking" and value not in THOUGHTS:
-            lose(key, f"thoughts are read from {', '.join(THOUGHTS)}")
+            lose(key, f"reasoning is read from {', '.join(THOUGHTS)}")
         elif key in ENTRY_FIELDS and not ENTRY_FIELDS[key].needed:
             conversion.unneeded(name, index, key, why=ENTRY_FIELDS[key].why)
         elif key == "data_files":
             if entry["path"] not in LOADERS and not entry.get("ds_type"):
-                lose(key, "files of a dataset on the hub: name them by path")
+                lose(key, "files of a hub dataset: give them in path")
         elif key == "field_messages" and conversion.objective == "dpo":
             prompt = value
         elif key in COLUMNS:
@@ -214,29 +214,29 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key in ("roles_to_train", "train_on_eos", "train_on_eot"):
             _take_trained(conversion, value, name, index, key)
         elif key == "message_field_training" and value in FLAGS:
-            conversion.unneeded(name, index, key, why="a message is trained unless it says so itself")
+            conversion.unneeded(name, index, key, why="a message is trained unless it has such a field")
         elif key == "chat_template":
             if value not in ("tokenizer_default", "jinja"):
-                lose(key, "the tokenizer's own template is used; write chat_template: FILE.jinja")
+                lose(key, "the tokenizer's own template is used; to change it, write chat_template: FILE.jinja")
         elif key == "roles":
             if value not in USUAL_ROLES:
-                lose(key, "roles are read as user, assistant, system, tool; human and gpt in sharegpt rows")
+                lose(key, "roles must be user, assistant, system or tool; in sharegpt rows human and gpt")
         else:
             rule = ENTRY_FIELDS.get(key)
-            lose(key, rule.why if rule else "no counterpart in a dataset's entry")
+            lose(key, rule.why if rule else "unknown key of a dataset entry")
     if entry.get("type") == "chat_template.default" and conversion.objective == "dpo" and prompt != "prompt":
         spec["columns"] = {"prompt": prompt, **spec.get("columns", {})}
     if turn == ("from", "value"):
         if conversion.objective == "sft":
             spec["type"] = "sharegpt"
     elif turn != ("role", "content"):
-        lose("message_property_mappings", "a turn has 'role' and 'content' here, or 'from' and 'value': rename them")
+        lose("message_property_mappings", "a turn must have 'role' and 'content', or 'from' and 'value': rename them")
     if conversion.objective == "sft":
         column = str(entry.get("field_messages") or "messages")
         flags = (str(entry.get("message_field_training")),)
         row, lose_path = seen_columns(conversion, entry["path"]), conversion.losing(name, index, "path")
         lose_fields(row, column, FLAGS, flags, lose_path)
-        if conversion.ours.get("chat_template") == "chatml":  # theirs prints roles and contents alone
+        if conversion.ours.get("chat_template") == "chatml":  # axolotl's chatml renders only roles and contents
             lose_fields(row, column, (*THOUGHTS, "tool_calls"), (), lose_path)
             lose_unnamed(row, ("tools",), (), lose_path)
     if files and (entry["path"] in LOADERS or entry.get("ds_type")):
@@ -245,7 +245,7 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
 
 
 def _take_trained(conversion: Conversion, value: Any, name: str, index: int, theirs: str) -> None:
-    """Convert the trained roles and turn ends of one dataset, which are the same for all datasets here."""
+    """Convert the trained roles and turn ends of a dataset; StreamTune has one setting for all datasets."""
     key = "train_on_eos" if theirs == "train_on_eot" else theirs
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
@@ -254,7 +254,7 @@ def _take_trained(conversion: Conversion, value: Any, name: str, index: int, the
     elif value in (["assistant"], "turn") and key not in conversion.ours:
         conversion.unneeded(name, index, theirs, why="as here")
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
-        conversion.unneeded(name, index, theirs, why="every token of an answer counts")
+        conversion.unneeded(name, index, theirs, why="all tokens of an answer are trained")
     elif conversion.ours.get(key, value) != value:
         conversion.lose(name, index, theirs, why=f"{key} is the same for all datasets here")
     else:
@@ -270,17 +270,17 @@ def _take_type(conversion: Conversion, spec: dict[str, Any], value: Any, lose: C
         if renamed := {ours: column for ours, column in names.items() if ours != column}:
             spec["columns"] = {**spec.get("columns", {}), **renamed}
     elif isinstance(value, dict):
-        lose("type", "a prompt format of your own: write the rows as messages, or as prompt and completion")
+        lose("type", "your own prompt format: write the rows as messages, or as prompt and completion")
     elif value in known:
         if known[value]:
             spec["type"] = known[value]
         if value == "alpaca":
-            lose("type", "an alpaca row is rendered by the chat template here, not by Alpaca's own text")
+            lose("type", "here, the chat template renders an alpaca row, not Alpaca's prompt text")
     elif conversion.objective == "dpo":
         spec["type"] = "unpaired" if kto else "preference"
         columns = "prompt, completion and label" if kto else "prompt, chosen and rejected"
-        lose("type", f"rows are rendered by the chat template; the columns are {columns}")
+        lose("type", f"the chat template renders the rows; the columns must be {columns}")
     elif conversion.objective == "grpo":
-        lose("type", "rows have a 'prompt' column, or messages")
+        lose("type", "rows must have a 'prompt' column or messages")
     else:
-        lose("type", f"rows are recognised by their columns; '{value}' has a prompt format of its own")
+        lose("type", f"rows are recognised by their columns; '{value}' has a custom prompt format")

@@ -1,4 +1,4 @@
-"""Conversion of another trainer's fields: apply its rules, account for every field, check each value of ours."""
+"""Convert another trainer's fields: apply its rules, report what became of every field, check each value."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ Kind = Literal["mapped", "default", "not_needed", "lost"]
 
 @dataclass(frozen=True)
 class FieldFinding:
-    """The answer to one field."""
+    """Outcome of one field: mapped, not needed, lost, or a default that is written."""
 
     kind: Kind
-    """``default`` is a key of ours that is written because their default differs"""
+    """Kind of the finding; ``default`` is a key that is written because the trainer's default differs."""
     theirs: str
-    """their field, with its value where the value is short and no secret"""
+    """Original field, with its value if that is short and not a secret."""
     where: str = ""
-    """``file:line``; empty for a default"""
+    """Place of the field, ``file:line``; empty for a default."""
     ours: str = ""
-    """our key and value"""
+    """StreamTune key and value."""
     note: str = ""
-    """the reason, or what to look at"""
+    """Reason, or what to check."""
     trains: bool = False
-    """True for a lost field without which another model is trained"""
+    """True if the field is not converted and training changes without it."""
 
 
 @dataclass(frozen=True)
 class PeerTrainer:
-    """A trainer whose recipes can be read."""
+    """A trainer whose recipes can be converted."""
 
     name: str
-    """value of ``--from``"""
+    """Value of ``--from``."""
     title: str
     fields: Mapping[str, FieldRule]
     signs: str
-    """fields that no other trainer has, with blanks between them; they identify its recipes"""
+    """Fields that identify the trainer's recipes, separated by blanks; other trainers do not have them."""
     objective: Callable[[Conversion], str]
     special: Callable[[Conversion], None]
-    """converts the fields that depend on each other, before the rules are applied"""
+    """Converts fields that depend on each other; called before the rules are applied."""
     defaults: Callable[[Conversion], None]
-    """writes the defaults that differ from ours, after the rules were applied"""
+    """Writes the trainer's defaults that differ from StreamTune's; called after the rules."""
 
     def rule(self, name: str) -> FieldRule | None:
-        """Return the rule of a field; ``group.field`` without a rule has the rule of its group."""
+        """Return the rule of a field; ``group.field`` without its own rule has the rule of its group."""
         group, _, inner = name.rpartition(".")
         found = self.fields.get(name) or (self.rule(group) if group else None)
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
@@ -67,82 +67,83 @@ class PeerTrainer:
 
 @dataclass
 class Conversion:
-    """A recipe on its way to ours; every field of ``file`` ends as one or several findings, and leaves ``left``."""
+    """A conversion in progress. Every field of ``file`` becomes one or more findings and leaves ``left``."""
 
     file: PeerFile
     trainer: PeerTrainer
     kind: type[Recipe] = Recipe
     ours: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    """our key -> its comment"""
+    """Comment of each of our keys."""
     findings: list[FieldFinding] = field(default_factory=list)
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    """our key -> the line of their field"""
+    """Line of the original field, by our key."""
 
     def __post_init__(self) -> None:
         self.left = dict(self.file.fields)
-        """fields without an answer yet"""
+        """Fields that are not reported yet."""
 
     @property
     def objective(self) -> str:
+        """Objective of the converted recipe."""
         return next(name for name, kind in RECIPES.items() if kind is self.kind)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field, or the default for None and an empty text; the field stays without an answer."""
+        """Return the value of a field (None and empty text: ``default``); the field still has to be reported."""
         value = self.file.fields.get(name)
         return default if value is None or value == "" else value
 
     def take(self, name: str) -> Any:
-        """Return the value of a field that the caller answers; None for a missing field."""
+        """Return the value of a field that the caller will report; None if the field is missing."""
         return self.left.pop(name, None)
 
     def dismiss(self, *names: str, why: str) -> None:
-        """Report fields as not needed, except those that have an answer."""
+        """Report fields as not needed, unless they are reported already."""
         for name in names:
             if name in self.left:
                 self.unneeded(name, why=why)
 
     def switch(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
-        """Write ``key: value`` where a field is on; report the field as not needed where it is off."""
+        """Write ``key: value`` if a field is on; report it as not needed if it is off."""
         if name in self.left and self.get(name):
             self.put(key, value, name, note=note)
         self.dismiss(name, why=why)
 
     def put(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
-        """Write a top-level key of ours for a field of theirs; report a value that our schema refuses as lost.
+        """Write a top-level key for an original field; if the schema rejects the value, report the field as lost.
 
         Args:
-            key: Our key.
-            value: Our value.
-            path: Their field.
-            note: Comment on it.
-            trains: True if the loss of the value changes what is trained.
+            key: StreamTune key.
+            value: StreamTune value.
+            path: Original field.
+            note: Comment on the key.
+            trains: True if training changes without the value.
 
         Returns:
-            True if it was written.
+            True if the key was written.
         """
         if key not in self.kind.model_fields and (others := objectives_with(key)):
             self.unneeded(*path, why=f"read by {' and '.join(others)} only")
             return False
         value = _known_value(key, value)
-        if wrong := self._refusal(key, value):
+        if wrong := self._why_rejected(key, value):
             self.lose(*path, why=wrong, trains=trains)
             return False
         self.ours[key] = value
         self.lines[(key,)] = self.file.marks.line(path)
-        theirs = _name(path)
+        theirs = _dotted_name(path)
         self.notes[key] = "; ".join(part for part in (theirs if theirs != key else "", note) if part)
-        self._add("mapped", path, ours=_short(key, value), note=note)
+        self._add("mapped", path, ours=_show_field(key, value), note=note)
         return True
 
     def merge(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
-        """Add entries to a key of ours that is a table."""
+        """Add entries to a key whose value is a mapping; return True if it was written."""
         return self.put(key, {**self.ours.get(key, {}), **values}, *path, note=note)
 
     def convert(
         self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, trains: bool = True
     ) -> None:
-        """Write a key of ours with the converted value; report the field as lost if the conversion fails."""
+        """Write a key with the converted value; report the field as lost if the conversion fails."""
         try:
             converted = convert(value)
         except UnconvertedError as error:
@@ -151,48 +152,50 @@ class Conversion:
             self.put(key, converted, *path, trains=trains)
 
     def default(self, key: str, value: Any, note: str = "") -> None:
-        """Write a default of theirs that differs from ours, unless the recipe has the key."""
-        if key in self.ours or self._refusal(key, value):
+        """Write the trainer's default, which differs from StreamTune's, unless the recipe already has the key."""
+        if key in self.ours or self._why_rejected(key, value):
             return
         self.ours[key] = value
         text = f"default of {self.trainer.title}" + (f"; {note}" if note else "")
         self.notes[key] = text
-        self.findings.append(FieldFinding("default", "", "", _short(key, value), note))
+        self.findings.append(FieldFinding("default", "", "", _show_field(key, value), note))
 
     def unneeded(self, *path: str | int, why: str) -> None:
+        """Report a field as not needed."""
         self._add("not_needed", path, note=why)
 
     def lose(self, *path: str | int, why: str = "", trains: bool = True) -> None:
+        """Report a field as lost; ``trains`` is True if training changes without it."""
         self._add("lost", path, note=why, trains=trains)
 
     def losing(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
-        """Return a function that reports a loss of the field."""
+        """Return a function that reports the field as lost, with a reason."""
         return lambda why: self.lose(*path, why=prefix + why)
 
     def missing(self, theirs: str, why: str, *, trains: bool = True) -> None:
-        """Report a loss that belongs to no field of the file."""
+        """Report a loss that belongs to no field of the file, such as a default."""
         self.findings.append(FieldFinding("lost", theirs, "", "", why, trains))
 
     def report(self, theirs: str, where: str, why: str, trains: bool | None) -> None:
-        """Report a field of another file: not needed for ``trains=None``, else lost."""
+        """Report a field of another file as lost, or as not needed if ``trains`` is None."""
         lost = trains is not None
         self.findings.append(FieldFinding("lost" if lost else "not_needed", theirs, where, "", why, bool(trains)))
 
     def write(self, key: str, value: Any, theirs: str, where: str) -> None:
-        """Write a key of ours for a field of another file or of a launcher."""
-        if wrong := self._refusal(key, value):
+        """Write a key for a field of another file or an option of a launcher."""
+        if wrong := self._why_rejected(key, value):
             self.report(theirs, where, wrong, True)
             return
         self.ours[key] = value
         self.notes[key] = theirs.partition(":")[0]
-        self.findings.append(FieldFinding("mapped", theirs, where, _short(key, value)))
+        self.findings.append(FieldFinding("mapped", theirs, where, _show_field(key, value)))
 
     def refuse(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
         """Return the error for a recipe that cannot be imported."""
         return RecipeError(what, where=self.file.marks.where(*path), fix=fix)
 
     def apply(self) -> None:
-        """Apply the trainer's rules to all fields without an answer."""
+        """Apply the trainer's rules to all fields that are not reported yet."""
         groups = {name.partition(".")[0] for name in self.trainer.fields if "." in name}
         for name in list(self.left):
             value = self.left.pop(name)
@@ -211,7 +214,7 @@ class Conversion:
             rule = FieldRule(ALIASES[name])
         if rule is None:
             hint = did_you_mean(name, self.trainer.fields)
-            self.lose(*path, why=f"no field of {self.trainer.title} that is known here" + (f"; {hint}" if hint else ""))
+            self.lose(*path, why=f"unknown field of {self.trainer.title}" + (f"; {hint}" if hint else ""))
         elif rule.ours and value in (None, ""):
             self.unneeded(*path, why="no value")
         elif rule.ours:
@@ -233,29 +236,29 @@ class Conversion:
         else:
             self.lose(*path, why=rule.why, trains=rule.trains)
 
-    def _refusal(self, key: str, value: Any) -> str:
-        """Return the reason that our key does not take a value; empty if it does."""
+    def _why_rejected(self, key: str, value: Any) -> str:
+        """Return the reason why a key does not accept a value; empty if it does."""
         if key not in self.kind.model_fields:
-            return f"recipes of {self.objective} have no '{key}'"
+            return f"{self.objective} recipes have no key '{key}'"
         if find_secret(str(value)):
-            return "it holds a token or a password; a token for the hub belongs in HF_TOKEN"
+            return "the value contains a token or password; put a hub token into HF_TOKEN"
         try:
             _adapter(self.kind, key).validate_python(value)
         except ValidationError:
             path, fragment = field_at((key,), self.kind)
-            return f"our '{path[0]}' takes {expected(fragment)}"
+            return f"StreamTune's '{path[0]}' must be {expected(fragment)}"
         return ""
 
     def _add(self, kind: Kind, path: KeyPath, ours: str = "", note: str = "", trains: bool = False) -> None:
-        name, value = _name(path), _at(self.file.fields, path)
+        name, value = _dotted_name(path), _value_at(self.file.fields, path)
         if len(path) == 1:
             self.left.pop(name, None)
         named_secret = any(word in name.lower() for word in ("token", "key", "secret", "password"))
-        theirs = name if named_secret and kind != "mapped" else _short(name, value)
+        theirs = name if named_secret and kind != "mapped" else _show_field(name, value)
         self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))
 
     def marks(self) -> Marks:
-        """Return the marks of our keys: the lines of their fields."""
+        """Return the line of the original field for each of our keys."""
         return Marks(self.file.marks.file, dict(self.lines))
 
 
@@ -269,14 +272,14 @@ def _adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
 
 
 def _known_value(key: str, value: Any) -> Any:
-    """Translate a value that has another name here."""
+    """Return a value with its name in StreamTune."""
     known = VALUES.get(key, {})
     if isinstance(value, list) and len(value) == 1 and str(value[0]) in known:
         value = value[0]
     return known[str(value)] if isinstance(value, str | int) and str(value) in known else value
 
 
-def _at(fields: Any, path: KeyPath) -> Any:
+def _value_at(fields: Any, path: KeyPath) -> Any:
     for part in path:
         try:
             fields = fields[part]
@@ -285,12 +288,12 @@ def _at(fields: Any, path: KeyPath) -> Any:
     return fields
 
 
-def _name(path: KeyPath) -> str:
+def _dotted_name(path: KeyPath) -> str:
     return ".".join(str(part) for part in path if isinstance(part, str))
 
 
-def _short(name: str, value: Any) -> str:
-    """Return ``name: value`` in one line of at most 80 characters of value, without secrets."""
+def _show_field(name: str, value: Any) -> str:
+    """Return ``name: value`` in one line, without secrets; the value is cut to 80 characters."""
     if value is None:
         return name
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):

@@ -1,6 +1,6 @@
-"""Rules for the fields of another trainer's recipe: our key, the reason that a field is not needed, or what is lost.
+"""Rules for the fields of another trainer's recipe: our key, why a field is not needed, or what is lost without it.
 
-A trainer's table is a dict, field -> rule. ``"trl.beta"`` is the field ``beta`` of the group ``trl``.
+A trainer's table maps each field to its rule. ``"trl.beta"`` is the field ``beta`` of the group ``trl``.
 """
 
 from __future__ import annotations
@@ -13,51 +13,52 @@ from streamtune.base.adapters import NAMED_STARTS
 from streamtune.recipe.aliases import ALIASES, SWITCHES
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None", "false", "no")
-"""Values with which a field does nothing, so that nothing is lost without it."""
+"""Values with which a field has no effect, so that nothing is lost without it."""
 
 
 class UnconvertedError(ValueError):
-    """A value that has no counterpart, with the reason."""
+    """A value cannot be converted; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class FieldRule:
-    """The answer to a field of another trainer."""
+    """Rule for a field of another trainer."""
 
     ours: str = ""
-    """our key; empty where there is none"""
+    """StreamTune key; empty if there is none."""
     convert: Callable[[Any], Any] | None = None
-    """turns their value into ours, or raises :class:`UnconvertedError`; None keeps the value"""
+    """Converts a value, or raises :class:`UnconvertedError`; None keeps the value."""
     why: str = ""
-    """the reason that the field is not needed, or what is lost without it"""
+    """Reason why the field is not needed, or what is lost without it."""
     needed: bool = True
-    """False where StreamTune does the same automatically"""
+    """False if StreamTune does the same automatically."""
     trains: bool = True
-    """True if another model is trained without the field"""
+    """True if training changes without the field."""
     off: tuple[Any, ...] = ()
-    """values with which the field does nothing, besides :data:`OFF`"""
+    """Values with which the field has no effect, besides :data:`OFF`."""
 
     def is_off(self, value: Any) -> bool:
-        """Return True if the field does nothing with this value."""
+        """Return True if the field has no effect with this value."""
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in OFF + self.off)
 
 
 def to(ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = "") -> FieldRule:
+    """Return the rule of a field that becomes a key of ours."""
     return FieldRule(ours, convert, why, trains=trains)
 
 
 def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
-    """Return the rule of a field without counterpart; with a value in ``off`` it does nothing."""
+    """Return the rule of a field that cannot be converted; values in ``off`` have no effect."""
     return FieldRule(why=why, trains=trains, off=off)
 
 
 def same(names: str, *, trains: bool = True) -> dict[str, FieldRule]:
-    """Return the rules of fields that have our key's name, or a name that ``recipe.aliases`` knows."""
+    """Return the rules of fields whose name is our key or an alias in ``recipe.aliases``."""
     return {name: to(ALIASES.get(name, name.rpartition(".")[2]), trains=trains) for name in names.split()}
 
 
 def switches(names: str) -> dict[str, FieldRule]:
-    """Return the rules of switches that ``recipe.aliases`` knows: each is a value of a key of ours."""
+    """Return the rules of switches in ``recipe.aliases``; each becomes a value of one of our keys."""
     return {name: _switch(*SWITCHES[name]) for name in names.split()}
 
 
@@ -73,14 +74,14 @@ def field_table(
     lost: Mapping[str, str] = {},
     lost_beside_training: Mapping[str, str] = {},
 ) -> dict[str, FieldRule]:
-    """Return the table of a trainer's fields; texts name several fields with blanks between them.
+    """Return the rule of each field of a trainer. In the mappings, a text names several fields, separated by blanks.
 
     Args:
-        rules: Fields with a rule of their own.
-        renamed: Our key -> fields that become this key, by their value or by the trainer's ``special``.
-        not_needed: Reason -> fields that mean nothing here.
-        lost: Loss -> fields without counterpart that change what is trained.
-        lost_beside_training: Loss -> fields without counterpart that do not.
+        rules: Rules of single fields.
+        renamed: Fields that become a key, by our key; the value or the trainer's ``special`` decides how.
+        not_needed: Fields that are not needed, by the reason.
+        lost: Fields that cannot be converted and change training, by what is lost.
+        lost_beside_training: Fields that cannot be converted and do not change training, by what is lost.
     """
     table = dict(rules)
     for fields, rule in (
@@ -95,18 +96,18 @@ def field_table(
 
 
 def first_values(value: Any) -> Any:
-    """Return our ``adapter_type`` for peft's ``init_lora_weights``; None for LoRA's own first values."""
+    """Return our ``adapter_type`` for peft's ``init_lora_weights``; None for LoRA's default initialisation."""
     name = str(value).lower().replace("-", "_").partition("_niter_")[0]
     if name in ("true", "none", "default"):
         return None
     if name in NAMED_STARTS:
         return name
     *others, last = NAMED_STARTS
-    raise UnconvertedError(f"first values of the adapters: adapter_type has {', '.join(others)} and {last}")
+    raise UnconvertedError(f"unknown initialisation of adapters; adapter_type supports {', '.join(others)} and {last}")
 
 
 def or_none(value: Any) -> Any:
-    """Return None for an empty value or 0, which switch the field off."""
+    """Return None for an empty value or 0, which disable the field; otherwise the value."""
     return value or None
 
 
@@ -119,37 +120,41 @@ def dft_or_nll(value: Any) -> str:
 
 
 def not_negative(value: Any) -> Any:
-    """Return 0 for a negative number, which switches the field off."""
+    """Return 0 for a negative number, which disables the field; otherwise the value."""
     return max(value, 0) if isinstance(value, int) else value
 
 
 def whole_modules(value: Any) -> Any:
-    """Return a list of module names, given a list or a text with commas; None for none."""
+    """Return a list of module names from a list or a comma-separated text; None if it is empty."""
     names = split_names(value) if isinstance(value, str) else value
     return or_none(names)
 
 
 def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
-    """Return a converter that looks a value up; other values are lost, for the reason ``why``."""
+    """Return a converter that looks a value up; other values raise an UnconvertedError with the reason ``why``."""
 
     def convert(value: Any) -> Any:
         for theirs, ours in values.items():
             if value == theirs and isinstance(value, bool) == isinstance(theirs, bool):
                 return ours
-        raise UnconvertedError(why or f"known here: {', '.join(map(str, values))}")
+        raise UnconvertedError(why or f"supported values: {', '.join(map(str, values))}")
 
     return convert
 
 
 def optimizer(value: Any) -> Any:
-    """Return the name of an optimizer; refuse an optimizer of our name with other steps."""
+    """Return the name of an optimizer.
+
+    Raises:
+        UnconvertedError: The optimizer of this name computes other steps than ours.
+    """
     if isinstance(value, str) and value in OTHER_STEPS:
         raise UnconvertedError(OTHER_STEPS[value])
     return value
 
 
 OTHER_STEPS = {
-    "adafactor": "transformers' takes absolute steps; optim: adafactor is torch's, relative to the size of the weight",
+    "adafactor": "transformers' Adafactor takes absolute steps; optim: adafactor takes steps relative to the weight",
     "muon": "write optim: muon, whose steps are scaled to the size of AdamW's",
     "galore_adamw": "write optim: galore, and compare the rank and the scale",
     "apollo_adamw": "write optim: apollo, and compare the rank and the scale",
@@ -157,27 +162,35 @@ OTHER_STEPS = {
     "adopt_adamw": "write optim: adopt, and compare its betas",
     "came_pytorch": "write optim: came, and compare its betas",
 }
-"""Optimizers of other trainers that differ from ours of the same name."""
+"""Reasons for optimizers whose steps differ from our optimizer of the same name."""
 
 
 def split_names(value: Any) -> Any:
-    """Return a list of names, given a list or a text with commas; ``all`` and ``all-linear`` are all linear layers."""
+    """Return a list of names from a list or a comma-separated text; ``all`` becomes ``all-linear``."""
     names = _split(value, "names")
     return "all-linear" if names in (["all"], ["all-linear"], ["all_linear"], ["ALL"]) else names
 
 
 def fraction_or_count(value: Any) -> Any:
-    """Return a number of steps; refuse a part of all steps, which some trainers take as well."""
+    """Return a number of steps.
+
+    Raises:
+        UnconvertedError: The value is a fraction of all steps.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
-        raise UnconvertedError("a part of all steps; write a number of steps")
+        raise UnconvertedError("a fraction of all steps; write a number of steps")
     return int(value) if isinstance(value, float) and value == int(value) else value
 
 
 def special_tokens(value: Any) -> Any:
-    """Return our ``special_tokens``, given a table by the names of transformers; refuse tokens of classifiers."""
+    """Return our ``special_tokens`` from a mapping with the names of transformers.
+
+    Raises:
+        UnconvertedError: The value is not a mapping, or names another token.
+    """
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
     if not isinstance(value, dict):
-        raise UnconvertedError("a table of tokens was expected")
+        raise UnconvertedError("expected a mapping of tokens")
     given = {name: token for name, token in value.items() if token not in (None, "")}
     if other := next((name for name in given if name not in names), None):
         raise UnconvertedError(f"'{other}' is not a token of a causal language model")
@@ -185,28 +198,32 @@ def special_tokens(value: Any) -> Any:
 
 
 def token_list(value: Any) -> Any:
-    """Return a list of tokens, given a list or a text with commas."""
+    """Return a list of tokens from a list or a comma-separated text."""
     return _split(value, "tokens")
 
 
 def _split(value: Any, what: str) -> list[str]:
     texts = value.split(",") if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise UnconvertedError(f"a list of {what} was expected")
+        raise UnconvertedError(f"expected a list of {what}")
     return [text.strip() for text in texts if text.strip()]
 
 
 def more_special_tokens(value: Any) -> Any:
-    """Return our ``special_tokens`` for tokens without a role."""
+    """Return our ``special_tokens`` with additional tokens."""
     return {"additional_special_tokens": token_list(value)}
 
 
 def rope_scaling(value: Any) -> Any:
-    """Return our ``rope_scaling``, given the name of a type or the keys of a configuration; refuse other types."""
+    """Return our ``rope_scaling`` from the name of a type or a mapping of settings.
+
+    Raises:
+        UnconvertedError: The type is not supported.
+    """
     keys = {"rope_type": value} if isinstance(value, str) else dict(value) if isinstance(value, dict) else {}
     if "type" in keys:  # its name in older configurations
         keys["rope_type"] = keys.pop("type")
     if keys.get("rope_type") not in ("linear", "yarn", "llama3", "dynamic", "longrope"):
-        raise UnconvertedError("linear, yarn, llama3, dynamic and longrope are known here")
+        raise UnconvertedError("supported types: linear, yarn, llama3, dynamic and longrope")
     factor = keys.get("factor")
     return {**keys, "factor": float(factor)} if isinstance(factor, int) else keys

@@ -1,4 +1,4 @@
-"""``streamtune recipes import``: a recipe of another trainer in our keys, with an account of each of its fields."""
+"""``streamtune recipes import``: convert a recipe of another trainer, and report what became of each field."""
 
 from __future__ import annotations
 
@@ -24,28 +24,36 @@ from streamtune.recipe import load_recipe
 
 def import_recipe(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Their recipe: YAML, JSON or a shell script.", show_default=False)
+        Path,
+        typer.Argument(metavar="FILE", help="Recipe to convert: YAML, JSON or a shell script.", show_default=False),
     ],
     dest: Annotated[
         Path | None,
-        typer.Argument(metavar="[OUT]", help="Ours, or `-` for stdout; else FILE-streamtune.yaml.", show_default=False),
+        typer.Argument(
+            metavar="[OUT]",
+            help="File to write, or `-` for stdout. [default: FILE-streamtune.yaml]",
+            show_default=False,
+        ),
     ] = None,
     trainer: Annotated[
-        str | None, option("TRAINER", f"Whose recipe it is: {', '.join(TRAINERS)}. Else its fields show it.", "--from")
+        str | None,
+        option(
+            "TRAINER", f"Trainer of the recipe: {', '.join(TRAINERS)}. [default: recognised by its fields]", "--from"
+        ),
     ] = None,
     objective: Annotated[
-        str | None, option("NAME", "sft, dpo or grpo, where the fields do not show it.", "--objective")
+        str | None, option("NAME", "Objective: sft, dpo or grpo. [default: recognised by the fields]", "--objective")
     ] = None,
     strict: Annotated[
-        bool, option(None, "Write nothing if a field that changes training has no counterpart.", "--strict")
+        bool, option(None, "Write nothing if a field that changes training cannot be converted.", "--strict")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Convert a recipe of axolotl, LLaMA-Factory, TRL or ms-swift to ours, and account for each of its fields."""
+    """Convert a recipe of axolotl, LLaMA-Factory, TRL or ms-swift, and report what became of each field."""
     dest = dest or Path(f"{file.stem}-streamtune.yaml")
     piped, other = dest == Path("-"), f"`streamtune recipes import {file} OTHER.yaml`"
     if piped and json:
-        raise ArgumentError("--json and OUT '-' both print a document on stdout", fix=f"{other[:-1]} --json`")
+        raise ArgumentError("--json and OUT '-' exclude each other: both print to stdout", fix=f"{other[:-1]} --json`")
     if dest.is_dir():
         dest /= f"{file.stem}-streamtune.yaml"
     if dest.exists() and not piped:
@@ -69,17 +77,17 @@ def import_recipe(
     if strict and changed:
         places = "\n".join(f"- {found.where or imported.trainer.title}: {found.theirs}" for found in changed)
         raise RecipeError(
-            f"fields without counterpart that change training: {len(changed)}\n{places}",
+            f"--strict: {len(changed)} fields that change training cannot be converted\n{places}",
             where=str(file),
             fix="leave out --strict to write the recipe without them",
         )
     if not piped:
-        train = Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune {imported.objective} {dest}`")
-        err.print(train, soft_wrap=True)
+        err.print(Text.assemble("written: ", (str(dest), "bold")), soft_wrap=True)
+        err.print(Text(f"Next: streamtune {imported.objective} {dest}"), soft_wrap=True)
 
 
 def _write_checked(dest: Path, text: str, fix: str) -> None:
-    """Write a recipe that can be loaded; leave none that cannot."""
+    """Write the recipe and check that it loads; remove it if it does not."""
     write_new(dest, text, fix)
     try:
         load_recipe(dest)
@@ -90,11 +98,11 @@ def _write_checked(dest: Path, text: str, fix: str) -> None:
 
 SECTIONS = {
     "mapped": "mapped",
-    "default": "written because the default differs",
+    "default": "written, because the default differs",
     "not_needed": "not needed",
-    "lost": "without counterpart",
+    "lost": "not converted",
 }
-"""Kind of a finding -> heading."""
+"""Heading of each kind of finding."""
 
 
 def _print_imported(file: Path, imported: ImportedRecipe) -> None:
@@ -107,7 +115,7 @@ def _print_imported(file: Path, imported: ImportedRecipe) -> None:
         if not found:
             continue
         changed = sum(item.trains for item in found)
-        tail = f"; * changes what is trained: {changed}" if kind == "lost" and changed else ""
+        tail = f"; * changes training: {changed}" if kind == "lost" and changed else ""
         out.print(Text.assemble("\n", (f"{heading}: {len(found)}", "bold"), tail), soft_wrap=True)
         print_rows(_finding_row(item) for item in found)
 

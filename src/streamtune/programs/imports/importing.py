@@ -1,4 +1,4 @@
-"""Import of a recipe of another trainer: recognise the trainer, convert, check, write."""
+"""Import a recipe of another trainer: recognise the trainer, convert the fields, check the result."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ from .trainer_arguments import finish, is_accelerate_config, take_launcher, take
 from .trl import TRL
 
 TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}
-"""Value of ``--from`` -> the trainer."""
+"""Trainers by their value of ``--from``."""
 
 WIDTH = 120
 
 
 @dataclass(frozen=True)
 class ImportedRecipe:
-    """A recipe of another trainer in our keys."""
+    """A converted recipe, with what became of each field."""
 
     trainer: PeerTrainer
     guessed: tuple[str, ...]
-    """fields that identified the trainer; empty where the user named it"""
+    """Fields that identified the trainer; empty if the user named it."""
     objective: str
     text: str
-    """the recipe, with comments, as ``load_recipe`` reads it"""
+    """Text of the recipe, with comments, as ``load_recipe`` reads it."""
     findings: tuple[FieldFinding, ...]
     notes: tuple[str, ...]
-    """messages for the user"""
+    """Notes for the user."""
 
     def of_kind(self, kind: str) -> list[FieldFinding]:
+        """Return the findings of a kind."""
         return [found for found in self.findings if found.kind == kind]
 
     @property
     def changes_training(self) -> list[FieldFinding]:
+        """Findings about fields that cannot be converted and change training."""
         return [found for found in self.findings if found.kind == "lost" and found.trains]
 
 
@@ -52,22 +54,22 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     """Read a recipe of another trainer and convert it. Nothing is written.
 
     Args:
-        path: YAML, JSON or a shell script.
-        trainer: Key of :data:`TRAINERS`; None recognises the trainer by the fields.
-        objective: ``sft``, ``dpo`` or ``grpo``; None takes the file's objective.
+        path: File to convert: YAML, JSON or a shell script.
+        trainer: Key of :data:`TRAINERS`; None recognises the trainer by its fields.
+        objective: Objective: ``sft``, ``dpo`` or ``grpo``; None recognises it by the fields.
 
     Raises:
-        RecipeError: The file cannot be read, has no counterpart, or converts to an invalid recipe.
-        ArgumentError: The trainer cannot be recognised, or there is no such trainer or objective.
+        RecipeError: The file cannot be read or converted, or converts to an invalid recipe.
+        ArgumentError: The trainer or objective is unknown, or the trainer cannot be recognised.
     """
     file = read_peer_file(path)
     guessed: tuple[str, ...] = ()
     if trainer is None:
         trainer, guessed = _recognise(file)
     if trainer not in TRAINERS:
-        raise ArgumentError(f"no recipes of '{trainer}' are read", where="--from", fix=f"use {', '.join(TRAINERS)}")
+        raise ArgumentError(f"unknown trainer '{trainer}'", where="--from", fix=f"use {', '.join(TRAINERS)}")
     if objective is not None and objective not in RECIPES:
-        raise ArgumentError(f"there is no objective '{objective}'", where="--objective", fix=", ".join(RECIPES))
+        raise ArgumentError(f"unknown objective '{objective}'", where="--objective", fix=", ".join(RECIPES))
     conversion = Conversion(file, TRAINERS[trainer])
     conversion.kind = RECIPES[objective or conversion.trainer.objective(conversion)]
     if conversion.objective != "sft":
@@ -91,12 +93,16 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
 
 
 def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
-    """Return the trainer of a file, and the fields that identify it."""
+    """Return the trainer of a file, and the fields that identify it.
+
+    Raises:
+        ArgumentError: The trainer cannot be recognised.
+    """
     if file.trainer:
         return file.trainer, (f"the command {file.trainer}",)
     if is_accelerate_config(file.fields):
         raise ArgumentError(
-            "this is a configuration of accelerate, which starts a training script and trains nothing itself",
+            "this is a configuration of accelerate, not a recipe",
             where=str(file.path),
             fix="import the recipe, or a shell script with the whole command: accelerate launch --config_file ...",
         )
@@ -106,14 +112,16 @@ def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
     if signs[ranked[0]] and len(signs[ranked[0]]) > len(signs[ranked[1]]):
         return ranked[0], tuple(signs[ranked[0]])
     if not signs[ranked[0]] and isinstance(file.fields.get("datasets"), list) and names <= set(Recipe.model_fields):
-        raise ArgumentError("this is a recipe of StreamTune already", where=str(file.path))
+        raise ArgumentError("this is already a StreamTune recipe", where=str(file.path))
     raise ArgumentError(
-        "the fields do not show whose recipe this is", where=str(file.path), fix=f"say it: --from {'|'.join(TRAINERS)}"
+        "the trainer of this recipe cannot be recognised by its fields",
+        where=str(file.path),
+        fix=f"give it: --from {'|'.join(TRAINERS)}",
     )
 
 
 def _check(conversion: Conversion) -> None:
-    """Check the converted recipe as the loader does; a mistake is reported at the line of their field."""
+    """Check the converted recipe as the loader does; a mistake is reported at the line of the original field."""
     tree: dict[str, Any] = {**conversion.ours}
     tree.setdefault("output_dir", "runs/imported")
     marks = conversion.marks()
@@ -121,11 +129,11 @@ def _check(conversion: Conversion) -> None:
         found = to_error(mistakes, marks)
         what = found.what.replace(f"{len(mistakes)} mistakes", "", 1) if len(mistakes) > 1 else f" {found.what}"
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
-        raise RecipeError(f"as a recipe of ours it has {count}:{what}", where=found.where, fix=found.fix)
+        raise RecipeError(f"the converted recipe has {count}:{what}", where=found.where, fix=found.fix)
 
 
 def _text(conversion: Conversion) -> str:
-    """Return the recipe as YAML: our keys in the order of the schema, with comments on their origin."""
+    """Return the recipe as YAML: keys in the order of the schema, with comments that name their origin."""
     path, title = conversion.file.path, conversion.trainer.title
     lines = [f"# Imported from {path.name} ({title}) by `streamtune recipes import`.", ""]
     for key in conversion.kind.model_fields:
@@ -141,7 +149,7 @@ def _text(conversion: Conversion) -> str:
             lines.append(f"{text}  # {note}")
     lost = [found for found in conversion.findings if found.kind == "lost"]
     if lost:
-        lines += ["", "# Without counterpart; those marked * change what is trained:"]
+        lines += ["", "# Not converted; fields marked * change training:"]
         for found in lost:
             place = f" (line {found.where.rpartition(':')[2]})" if found.where else ""
             mark = "*" if found.trains else " "

@@ -1,4 +1,4 @@
-"""Recipes of LLaMA-Factory, and their datasets: names that ``dataset_info.json`` explains."""
+"""Convert recipes of LLaMA-Factory, and their datasets, which ``dataset_info.json`` describes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from .trainer_arguments import (
 )
 
 OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
-"""``stage`` -> our objective."""
+"""Our objective for each ``stage``."""
 
 FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
-"""Fields of ``finetuning_type: freeze``."""
+"""Fields that only ``finetuning_type: freeze`` uses."""
 
 FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -70,9 +70,9 @@ FIELDS: dict[str, FieldRule] = field_table(
         "additional_target": to("modules_to_save", whole_modules),
         "use_dft_loss": to("loss_type", dft_or_nll),
         "disable_shuffling": to("shuffle", negated),
-        "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
+        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
         "quantization_method": no_counterpart("bitsandbytes or torchao quantise", off=("bnb", "bitsandbytes")),
-        "quantization_type": no_counterpart("4 bits are nf4", off=("nf4",)),
+        "quantization_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
     },
     renamed={
         "finetuning_type": "finetuning_type",
@@ -88,84 +88,84 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     not_needed={
         CHECKPOINTING: "disable_gradient_checkpointing use_reentrant_gc",
-        "the objective of the recipe": "stage",
+        "set by the recipe's objective": "stage",
         KERNELS: """use_kt kt_expert_checkpoint_path kt_lora_expert_intermediate_size kt_lora_expert_num
             kt_use_lora_experts kt_weight_path block_diag_attn flash_attn enable_liger_kernel use_unsloth use_unsloth_gc
             use_v1_kernels""",
-        "models are placed by themselves": """device_map use_hyper_parallel hyper_parallel_args low_cpu_mem_usage
+        "models are placed automatically": """device_map use_hyper_parallel hyper_parallel_args low_cpu_mem_usage
             quantization_device_map use_fast_tokenizer""",
-        "the precision of the weights says it": "compute_dtype",
+        "set by the dtype of the weights": "compute_dtype",
         "set by cutoff_len": "model_max_length",
-        "read when it generates, not when it trains": """generation_config generation_num_beams sglang_config
+        "used for generation, not for training": """generation_config generation_num_beams sglang_config
             sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size infer_backend infer_dtype use_kv_cache
             do_sample temperature top_p top_k num_beams max_new_tokens max_length repetition_penalty length_penalty
             skip_special_tokens eval_num_beams generation_max_length vllm_maxlen vllm_gpu_util vllm_enforce_eager
             vllm_max_lora_rank vllm_config""",
-        "`streamtune bench` measures": """enable_torch_profiler profile_modules profiler_active_steps
+        "use `streamtune bench` for measurements": """enable_torch_profiler profile_modules profiler_active_steps
             profiler_output_dir profiler_profile_memory profiler_record_shapes profiler_repeat profiler_wait_steps
             profiler_warmup_steps profiler_with_stack""",
         "`--nproc N` starts the ranks of one machine": "master_addr master_port ray_init_kwargs",
-        "rows are drawn by 'seed'; packing: true saves the padding": "sortish_sampler",
-        "read with use_eaft_loss only": "eaft_alpha",
-        "the streamed head computes log-probabilities in fp32": "upcast_lmhead_output",
-        "HF_HOME says where downloads are kept": "cache_dir offload_folder",
+        "rows are shuffled by 'seed'; packing: true avoids padding": "sortish_sampler",
+        "used only with use_eaft_loss": "eaft_alpha",
+        "log-probabilities are always computed in fp32": "upcast_lmhead_output",
+        "HF_HOME sets the folder of downloads": "cache_dir offload_folder",
         "rows are prepared when the run starts": """overwrite_cache preprocessing_num_workers preprocessing_batch_size
             tokenized_path streaming buffer_size data_shared_file_system media_dir""",
-        "padding has the label -100 always": "ignore_pad_token_for_loss",
+        "padding always has the label -100": "ignore_pad_token_for_loss",
         "loss.png is always drawn": "plot_loss",
         "metrics.jsonl has every step": "include_effective_tokens_per_second compute_accuracy",
-        "the banner of a run says it": "print_param_status",
+        "a run's banner shows it": "print_param_status",
         "`streamtune export` writes the model": """export_dir export_size export_device export_hub_model_id
             export_quantization_bit export_quantization_dataset export_quantization_nsamples export_quantization_maxlen
             export_legacy_format""",
-        "a token for a hub belongs in its environment variable": "ms_hub_token om_hub_token",
+        "put a hub token into its environment variable": "ms_hub_token om_hub_token",
         "images and sounds are not trained on": """image_max_pixels image_min_pixels video_max_pixels video_min_pixels
             video_fps video_maxlen crop_to_patches audio_sampling_rate use_audio_in_video image_do_pan_and_scan
             freeze_multi_modal_projector freeze_vision_tower""",
         "double quantisation is on for nf4": "double_quantization",
-        "read with their switch only": """galore_target galore_rank galore_update_interval galore_scale galore_proj_type
+        "read only if enabled": """galore_target galore_rank galore_update_interval galore_scale galore_proj_type
             galore_layerwise apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type
             apollo_scale_type apollo_layerwise apollo_scale_front badam_mode badam_start_block badam_switch_mode
             badam_mask_mode badam_switch_interval badam_update_ratio badam_verbose pissa_iter pissa_convert
             loraplus_lr_embedding oft_rank oft_target module_dropout create_new_adapter fp8_backend
             init_special_tokens""",
-        "the model gets a row for each new token": "resize_vocab",
-        "read with use_asft_loss only": "asft_alpha",
-        "read by PPO only": "reward_model_type ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards",
-        "each of eval_datasets has a loss of its own": "eval_on_each_dataset",
-        "read with use_swanlab only": """swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key
+        "embeddings get a row for each new token automatically": "resize_vocab",
+        "used only with use_asft_loss": "asft_alpha",
+        "used only by PPO": "reward_model_type ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards",
+        "each of eval_datasets gets its own loss": "eval_on_each_dataset",
+        "used only with use_swanlab": """swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key
             swanlab_logdir swanlab_lark_webhook_url swanlab_lark_secret""",
     },
     lost={
         "all layers are trained": "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-        "a trained adapter to begin with: merge it first with `streamtune export`": """adapter_name_or_path
+        "a trained adapter to start from: merge it first with `streamtune export`": """adapter_name_or_path
             adapter_folder""",
-        "new rows begin as the mean of the others": "new_special_tokens_config",
-        "attention is exact": "shift_attn",
-        "the model keeps its form": "mixture_of_depths use_llama_pro",
+        "new embedding rows start as the mean of the others": "new_special_tokens_config",
+        "sparse attention is not supported": "shift_attn",
+        "the architecture is not changed": "mixture_of_depths use_llama_pro",
         "write model: {init: ...} for a model with random weights": "train_from_scratch",
         "norms in fp32; write dtype: float32 for all weights": "upcast_layernorm",
-        "training in 8 bits floating point": "fp8 fp8_enable_fsdp_float8_all_gather",
+        "training in fp8": "fp8 fp8_enable_fsdp_float8_all_gather",
         "LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]": "loraplus_lr_ratio",
-        "an optimizer that is not here": "use_adam_mini",
+        "an unsupported optimizer": "use_adam_mini",
         "write optim: badam": "use_badam",
         "write optim: galore": "use_galore",
         "write optim: apollo": "use_apollo",
         "write optim: muon": "use_muon",
         "the ASFT loss": "use_asft_loss",
         "the EAFT loss": "use_eaft_loss",
-        "training of an image tower only": "freeze_language_model",
+        "training of the image tower only": "freeze_language_model",
         "the BCO part of the loss": "pref_bco_weight",
         "LD-DPO": "ld_alpha",
-        "adapters of the reference: merge them first": "ref_model_adapters",
-        "the reference keeps its precision": "ref_model_quantization_bit",
+        "adapters of the reference model: merge them first": "ref_model_adapters",
+        "the reference model is not quantised": "ref_model_quantization_bit",
         "a reward model": "reward_model reward_model_adapters reward_model_quantization_bit",
         "tools are rendered by the chat template": "tool_format",
     },
     lost_beside_training={
-        "Megatron does not train here": "use_mca",
-        "this tracker is not here": "use_swanlab",
-        "Ray does not start runs": """ray_run_name ray_storage_path ray_num_workers resources_per_worker
+        "Megatron is not supported": "use_mca",
+        "this tracker is not supported": "use_swanlab",
+        "Ray is not supported": """ray_run_name ray_storage_path ray_num_workers resources_per_worker
             placement_strategy""",
     },
 )
@@ -175,7 +175,7 @@ def _objective(conversion: Conversion) -> str:
     stage = str(conversion.get("stage", "sft"))
     if stage not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.refuse("stage", what=f"'stage: {stage}' has no counterpart", fix=f"known are {known}")
+        raise conversion.refuse("stage", what=f"'stage: {stage}' has no counterpart", fix=f"supported: {known}")
     return OBJECTIVES[stage]
 
 
@@ -198,10 +198,10 @@ def _special(conversion: Conversion) -> None:
         _take_blocks(conversion)
     elif conversion.get("neat_packing"):
         if conversion.take("packing") is not None:
-            conversion.unneeded("packing", why="neat_packing says it")
+            conversion.unneeded("packing", why="set by neat_packing")
         conversion.switch("neat_packing", "packing", True)
     elif conversion.get("packing"):
-        note = "rows see each other there without neat_packing, and never here"
+        note = "there, packed rows attend to each other without neat_packing; here they never do"
         conversion.switch("packing", "packing", True, note=note)
     conversion.dismiss("neat_packing", why="off: see packing")
     take_warmup(conversion)
@@ -210,7 +210,7 @@ def _special(conversion: Conversion) -> None:
 
 
 def _take_method(conversion: Conversion) -> None:
-    """Convert ``finetuning_type``: oft is a kind of adapters here, and freeze trains all weights."""
+    """Convert ``finetuning_type``. ``oft`` is an adapter type here; ``freeze`` becomes full fine-tuning."""
     name = "finetuning_type"
     given = name in conversion.left
     method = conversion.take(name) or "lora"
@@ -229,25 +229,25 @@ def _take_method(conversion: Conversion) -> None:
     else:
         conversion.ours[name] = "full"
         last = conversion.get("freeze_trainable_layers", 2)
-        why = f"it trains {last} layers and leaves the others as they are; here all weights are trained"
-        conversion.lose(name, why=why if method == "freeze" else "we have full, lora and qlora")
+        why = f"there, only {last} layers are trained; here all weights are"
+        conversion.lose(name, why=why if method == "freeze" else "supported: full, lora and qlora")
     if method != "freeze":
-        conversion.dismiss(*FREEZE, why="read with finetuning_type: freeze only")
+        conversion.dismiss(*FREEZE, why="used only with finetuning_type: freeze")
 
 
 def _take_blocks(conversion: Conversion) -> None:
-    """Convert the texts of ``stage: pt``: blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
+    """Convert the packing of ``stage: pt``: blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
     packing = conversion.file.fields.get("packing")
     if packing in (None, True):
-        note = "texts are laid end to end in blocks there, and see each other; here they do not"
+        note = "there, texts are concatenated in blocks and attend to each other; here they do not attend to each other"
         if packing:
             conversion.switch("packing", "packing", True, note=note)
         else:
             conversion.default("packing", True, note)
-        conversion.default("overlength", "split", "a text that is too long goes on in the next block")
+        conversion.default("overlength", "split", "a long text continues in the next block")
         conversion.default("split_at", "token")
     conversion.dismiss("packing", why="no value" if packing is None else "off, as here")
-    conversion.dismiss("neat_packing", why="read by stage: sft only")
+    conversion.dismiss("neat_packing", why="used only by stage: sft")
 
 
 def _defaults(conversion: Conversion) -> None:
@@ -259,13 +259,17 @@ def _defaults(conversion: Conversion) -> None:
     conversion.default("lr_scheduler_type", "linear")
     conversion.default("num_train_epochs", 3.0)
     conversion.default("per_device_train_batch_size", 8)
-    cut = "there each turn loses a part of its question and of its answer; here the end of the row is cut off"
+    cut = "there, question and answer of each turn are truncated; here, the end of the row is"
     conversion.default("overlength", "truncate", cut if conversion.objective == "sft" else "")
     default_cut(conversion)
     if "bf16" not in conversion.ours:
-        conversion.default("bf16", False, "nothing is cast there unless it is written")
+        conversion.default("bf16", False, "LLaMA-Factory uses no mixed precision by default")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
-        note = "frozen weights are kept in the precision of the computation" if adapters else "weights are kept in fp32"
+        note = (
+            "LLaMA-Factory keeps frozen weights in the compute dtype"
+            if adapters
+            else "LLaMA-Factory keeps weights in fp32"
+        )
         conversion.default("dtype", "bfloat16" if adapters else "float32", note)
 
 
@@ -274,7 +278,7 @@ ALPACA = {
     **{name: name for name in ("system", "history", "tools")},
 }
 UNSAID = ("prompt", "query", "response")
-"""Columns of alpaca rows that are read for an entry without columns."""
+"""Columns of alpaca rows that LLaMA-Factory reads if an entry names no columns."""
 OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 
@@ -287,9 +291,9 @@ MEDIA = ("images", "videos", "audios")
 
 
 def take_datasets(conversion: Conversion, *, texts: bool) -> None:
-    """Convert ``dataset`` and ``eval_dataset``, by the ``dataset_info.json`` of ``dataset_dir``, and their mixture.
+    """Convert ``dataset`` and ``eval_dataset``, as ``dataset_info.json`` in ``dataset_dir`` describes them.
 
-    ``texts`` is True for ``stage: pt``, which trains the prompt column alone.
+    ``texts`` is True for ``stage: pt``, which trains only the prompt column.
     """
     folder, most = (conversion.file.fields.get(name) for name in ("dataset_dir", "max_samples"))
     conversion.dismiss("dataset_dir", "max_samples", why="see datasets")
@@ -300,7 +304,7 @@ def take_datasets(conversion: Conversion, *, texts: bool) -> None:
     if mixes:
         name = "interleave_probs" if shares else "mix_strategy"
         put_weights(conversion, shares or [1.0] * len(conversion.ours.get("datasets", [])), name)
-    why = "weights of the datasets say it" if mixes else "off, as here"
+    why = "set by the datasets' weights" if mixes else "off, as here"
     conversion.dismiss("mix_strategy", "interleave_probs", why=why)
 
 
@@ -312,7 +316,7 @@ def _specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts:
     conversion.take(field)
     names = names.split(",") if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        conversion.lose(field, why="names were expected")
+        conversion.lose(field, why="expected names")
         return []
     names = [name.strip() for name in names]
     info, found_in = _dataset_info(conversion, str(folder or "data"))
@@ -322,8 +326,8 @@ def _specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts:
         if not isinstance(entry, dict):
             spec = {"path": name}
             if folder != "ONLINE":
-                missing = "there is none" if info is None else f"it has no '{name}'"
-                why = f"'{name}' is read from {found_in}, and {missing}: write the path of its file"
+                missing = "that file does not exist" if info is None else f"it has no '{name}'"
+                why = f"'{name}' is looked up in {found_in}, but {missing}: write the path of the data file"
                 conversion.lose(field, why=why)
         else:
             spec = _dataset(conversion, field, name, entry, Path(found_in).parent, texts=texts)
@@ -334,7 +338,10 @@ def _specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts:
 
 
 def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the content and the path of ``dataset_info.json``, looked up here, then beside and above the recipe."""
+    """Return the content and the path of ``dataset_info.json``; the content is None if it is not found.
+
+    It is searched in the working directory, then in the folder of the recipe and the folders above.
+    """
     beside = conversion.file.path.resolve().parent
     for base in (Path(), beside, *beside.parents[:4]):
         path = base / folder / "dataset_info.json"
@@ -350,7 +357,7 @@ def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] |
 def _dataset(
     conversion: Conversion, field: str, name: str, entry: dict[str, Any], folder: Path, *, texts: bool
 ) -> dict[str, Any]:
-    """Return our entry for an entry of ``dataset_info.json``, and report what it loses."""
+    """Return our entry for an entry of ``dataset_info.json``, and report what is lost."""
     lose = conversion.losing(field, prefix=f"'{name}' in dataset_info.json: ")
     spec: dict[str, Any] = {}
     if "file_name" in entry:
@@ -359,7 +366,7 @@ def _dataset(
         spec["path"] = entry["hf_hub_url"]
     else:
         spec["path"] = str(entry.get("ms_hub_url") or entry.get("script_url") or entry.get("cloud_file_name") or name)
-        lose("neither a file nor a dataset of the Hugging Face hub")
+        lose("the dataset is neither a file nor on the Hugging Face hub")
     if "hf_hub_url" in entry and "split" in entry:
         rows_of_split(spec, entry["split"], lose)
     if entry.get("subset"):
@@ -371,11 +378,11 @@ def _dataset(
     columns = entry.get("columns") or {}
     said = [f"'{columns[key]}'" for key in MEDIA if columns.get(key)]
     if said:
-        lose(f"the column {' and '.join(said)}: only the text is trained on")
+        lose(f"the column {' and '.join(said)}: only text is trained on")
     else:
         report_media(conversion, [spec], field)
     if columns.get("tools") and conversion.ours.get("chat_template") == "chatml":
-        lose("chatml describes tools in other words than LLaMA-Factory: write chat_template: FILE.jinja")
+        lose("chatml renders tools differently from LLaMA-Factory: write chat_template: FILE.jinja")
     if texts:
         _take_text(spec, entry, lose)
     else:
@@ -384,24 +391,24 @@ def _dataset(
 
 
 def _take_text(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> None:
-    """Write the text column of ``stage: pt``, its prompt column."""
+    """Write the text column of ``stage: pt`` to an entry; it is the prompt column."""
     columns = entry.get("columns") or {}
     if entry.get("formatting", "alpaca") != "alpaca":
-        lose("stage: pt trains the first message of a row alone: write the texts in a column")
+        lose("stage: pt trains only the first message of a row: write the texts to a column")
     if columns.get("query") or not columns:
-        lose("stage: pt trains prompt and query together: write the texts in one column")
+        lose("stage: pt trains prompt and query together: write both to one column")
     rename_columns(spec, {"text": columns.get("prompt", ALPACA["prompt"])}, "text")
 
 
 def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: Row) -> None:
-    """Write the type and the columns of the rows."""
+    """Write row type and columns to an entry, and report differences."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     sharegpt = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
     style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
     if entry.get("formatting") == "openai":
-        lose("formatting: openai adds 'detailed thinking off' to the system message there: write it in the rows")
+        lose("there, formatting: openai adds 'detailed thinking off' to the system message: write it to the rows")
     if sharegpt and style not in (OPENAI_TAGS, SHAREGPT_TAGS):
-        lose("turns have 'role' and 'content' here, or 'from' and 'value'")
+        lose("turns must have 'role' and 'content', or 'from' and 'value'")
     if entry.get("ranking"):
         _take_pairs(spec, columns, lose, row, sharegpt=sharegpt)
         return
@@ -409,7 +416,7 @@ def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: R
         theirs = {"completion": columns.get("response"), "label": columns["kto_tag"]}
         rename_columns(spec, {"prompt": columns.get("messages") or columns.get("prompt"), **theirs}, "unpaired")
         if sharegpt:
-            lose("the last message is the answer there; here it is the column completion: write prompt and completion")
+            lose("there, the last message is the answer; here, write it to the column completion")
         _lose_texts(columns, lose, row, sharegpt=sharegpt)
         return
     if sharegpt:
@@ -427,7 +434,7 @@ def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: R
         return
     named = columns or {key: ALPACA[key] for key in UNSAID}
     if not {"prompt", "response"} <= named.keys():
-        lose("rows have a question and an answer: write columns: {instruction: ..., output: ...}")
+        lose("rows need a question and an answer: write columns: {instruction: ..., output: ...}")
     rename_columns(spec, {ALPACA[key]: column for key, column in named.items() if key in ALPACA}, "alpaca")
     if "query" in named:
         spec["input_separator"] = "\n"
@@ -436,7 +443,7 @@ def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: R
 
 def _take_pairs(spec: dict[str, Any], columns: dict[str, Any], lose: Any, row: Row, *, sharegpt: bool) -> None:
     if not sharegpt and "prompt" not in columns:
-        lose("rows of preferences have the columns prompt, chosen and rejected here: write columns")
+        lose("preference rows need the columns prompt, chosen and rejected: write columns")
     prompt = columns.get("messages", "conversations") if sharegpt else columns.get("prompt")
     theirs = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
     others = {ours: columns.get(ours) for ours in ("system", "tools")}
@@ -446,13 +453,13 @@ def _take_pairs(spec: dict[str, Any], columns: dict[str, Any], lose: Any, row: R
 
 
 def _lose_texts(columns: dict[str, Any], lose: Any, row: Row, *, sharegpt: bool) -> None:
-    """Report prompts and answers in plain text, of which LLaMA-Factory makes messages."""
+    """Report plain-text prompts and answers, which LLaMA-Factory converts to messages."""
     read = {"query", "history"} & columns.keys()
     if read and not sharegpt:
-        lose(f"the column '{columns[min(read)]}' is a part of the prompt there, and is not read here: write messages")
+        lose(f"the column '{columns[min(read)]}' is a part of the prompt there, but is not read here: write messages")
     prompt = columns.get("prompt", "prompt")
     if not sharegpt and (row is None or not isinstance(row.get(prompt), list)):
-        lose("texts are messages of a chat there; here they have no chat template: write the prompt as messages")
+        lose("there, texts become chat messages; here they get no chat template: write the prompt as messages")
 
 
 LLAMAFACTORY = PeerTrainer(

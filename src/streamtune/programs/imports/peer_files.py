@@ -1,4 +1,4 @@
-"""Read the file of another trainer: YAML, JSON, or a shell script with one training command."""
+"""Read the file of another trainer: YAML, JSON, or a shell script with a training command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "axolotl": ("axolotl", ("train", "preprocess")),
     **dict.fromkeys(("axolotl.cli.train", "sft.py", "rlhf.py", "dpo.py", "grpo.py"), ("", ())),
 }
-"""Program -> trainer, and its words that train. The path of a trainer's own script names the trainer."""
+"""(trainer, subcommands that train) of each program. For a script without a trainer, its path names the trainer."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
@@ -33,39 +33,43 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 @dataclass
 class PeerFile:
-    """The fields of another trainer's recipe, with their lines."""
+    """Fields of another trainer's recipe, with their lines."""
 
     fields: dict[str, Any]
     marks: Marks
     path: Path
     trainer: str = ""
-    """the trainer of a command; empty for a file of keys"""
+    """Trainer of the command; empty for a file of keys."""
     command: str = ""
-    """the command's word: ``sft``, ``dpo``, ``rlhf``; empty for a file of keys"""
+    """Subcommand, such as ``sft``, ``dpo`` or ``rlhf``; empty for a file of keys."""
     environment: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """variables set in front of the command, with their lines"""
+    """Variables that are set before the command, with their lines."""
     launcher: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    """options of a launcher in front of the command, with their lines"""
+    """Options of the launcher before the command, with their lines."""
     notes: list[str] = field(default_factory=list)
-    """messages for the user"""
+    """Notes for the user."""
 
     def places(self, name: str) -> tuple[Path, Path]:
-        """Return a path seen from the working directory, then from the recipe."""
+        """Return a path relative to the working directory, and the same path relative to the recipe."""
         return Path(name).expanduser(), self.path.resolve().parent / Path(name).expanduser()
 
 
 def read_peer_file(path: Path) -> PeerFile:
-    """Read a YAML or JSON file of keys, or a shell script; raise RecipeError for anything else."""
+    """Return the fields of a YAML or JSON file, or of the command in a shell script.
+
+    Raises:
+        RecipeError: The file has no keys and no training command, or cannot be read.
+    """
     text = read_text(path)
     named_otherwise = path.suffix not in (".yaml", ".yml", ".json")
     if path.suffix in (".sh", ".bash") or (named_otherwise and _commands(text)):
         return _read_script(text, path)
     if path.suffix == ".json":
-        text = text.replace("\t", "    ")  # YAML has JSON in it, but for tabs
+        text = text.replace("\t", "    ")  # YAML accepts JSON, except for tabs
     fields, marks, mistakes = read_yaml(text, str(path))
     if not isinstance(fields, dict) or not fields:
         raise RecipeError(
-            "there are no keys and values in it", where=str(path), fix="name a YAML or JSON recipe, or a shell script"
+            "the file has no keys and values", where=str(path), fix="give a YAML or JSON recipe, or a shell script"
         )
     notes = [f"{path}:{mistake.line}: {mistake.what}" for mistake in mistakes]
     return PeerFile(fields, marks, path, notes=notes)
@@ -75,9 +79,9 @@ def _read_script(text: str, path: Path) -> PeerFile:
     commands, assigned = _commands(text), _assignments(text)
     if not commands:
         raise RecipeError(
-            "there is no training command in it",
+            "the script has no training command",
             where=str(path),
-            fix="commands that are read: swift sft, swift pt, swift rlhf, llamafactory-cli train, trl sft, dpo, grpo",
+            fix="supported commands: swift sft, swift pt, swift rlhf, llamafactory-cli train, trl sft, dpo, grpo",
         )
     words, at = commands[0]
     trainer, command, options = COMMANDS[Path(words[at][0]).name][0], "", at + 1
@@ -100,7 +104,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
             read.fields[name] = _value(value, assigned) if equals else True
         elif not name:
             raise RecipeError(
-                f"the command takes its arguments from '{word}'",
+                f"the command reads its arguments from '{word}'",
                 where=f"{path}:{line}",
                 fix=f"import that file: `streamtune recipes import {word}`",
             )
@@ -109,25 +113,25 @@ def _read_script(text: str, path: Path) -> PeerFile:
             several = [*before, value] if isinstance(before, list) else [before, value]
             read.fields[name] = value if before is True else several
     if trainer == "trl" and isinstance(config := read.fields.get("config"), str):
-        told = f" and loss_type: {command}, which it does not say," if command in ("kto", "orpo", "cpo") else ""
+        told = f" and loss_type: {command} (missing there)" if command in ("kto", "orpo", "cpo") else ""
         raise RecipeError(
-            f"the command takes its arguments from '{config}'",
+            f"the command reads its arguments from '{config}'",
             where=f"{path}:{read.marks.lines[('config',)]}",
             fix=f"add the command's other options{told} to it, and import it: `streamtune recipes import {config}`",
         )
     read.notes += [
-        f"{path}:{line}: '${match[1] or match[2]}' is a variable that the script does not set"
+        f"{path}:{line}: '${match[1] or match[2]}' is not set by the script"
         for word, line in words[options:]
         for match in _VARIABLE.finditer(word)
         if (match[1] or match[2]) not in assigned
     ]
     if len(commands) > 1:
-        read.notes.append(f"{path}:{commands[1][0][0][1]}: only the first training command is read")
+        read.notes.append(f"{path}:{commands[1][0][0][1]}: only the first training command is converted")
     return read
 
 
 def _options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
-    """Return the launcher's options, which stand in front of the training script or of ``-m MODULE``."""
+    """Return the launcher's options, which precede the training script or ``-m MODULE``."""
     found: dict[str, tuple[Any, int]] = {}
     starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
     name = ""
@@ -147,7 +151,7 @@ HASH, _IN_WORD = "\ue000", re.compile(r"(?<=[^\s'\"])#")
 
 
 def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
-    """Return the training commands of a script: words with their lines, and the index of the program."""
+    """Return each training command of a script: its words with their lines, and the index of the program."""
     found = []
     for words in _statements(text):
         for at, (word, _) in enumerate(words):
@@ -160,23 +164,23 @@ def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
 
 
 def _statements(text: str) -> list[list[tuple[str, int]]]:
-    """Split a script into statements: words with their lines. Continued lines are one statement."""
+    """Return the statements of a script, as words with their lines. Continued lines are one statement."""
     statements: list[list[tuple[str, int]]] = []
     words: list[tuple[str, int]] = []
     pending, start = "", 1
     for number, line in enumerate(text.splitlines(), 1):
-        goes_on = len(line) - len(line.rstrip("\\")) & 1 == 1
+        continues = len(line) - len(line.rstrip("\\")) & 1 == 1
         start = start if pending else number
-        pending += line[:-1] if goes_on else line
+        pending += line[:-1] if continues else line
         try:
-            # In a word `#` begins no comment in a shell, and for shlex it does: `own/rows#500`.
+            # Within a word, `#` starts a comment for shlex but not for a shell: `own/rows#500`.
             parts = [part.replace(HASH, "#") for part in shlex.split(_IN_WORD.sub(HASH, pending), comments=True)]
-        except ValueError:  # a quote is open
+        except ValueError:  # an unclosed quote: the statement continues
             pending += "\n"
             continue
         words += [(part, start) for part in parts]
         pending = ""
-        if not goes_on and words:
+        if not continues and words:
             statements.append(words)
             words = []
     if words:
@@ -185,32 +189,36 @@ def _statements(text: str) -> list[list[tuple[str, int]]]:
 
 
 def _assignments(text: str) -> dict[str, str]:
-    """Return the variables that a script sets in statements of their own."""
+    """Return the variables that a script sets in separate statements."""
     assigned: dict[str, str] = {}
     for words in _statements(text):
         for word, _ in words[1:] if words[0][0] == "export" else words:
             found = _ASSIGNMENT.fullmatch(word)
             if not found:
                 break
-            assigned[found[1]] = _expanded(found[2], assigned)
+            assigned[found[1]] = _expand(found[2], assigned)
     return assigned
 
 
-def _expanded(word: str, assigned: dict[str, str]) -> str:
-    """Replace the variables that the script sets by their values."""
+def _expand(word: str, assigned: dict[str, str]) -> str:
+    """Return a word in which the script's variables are replaced by their values."""
     return _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word)
 
 
 def _value(word: str, assigned: dict[str, str]) -> Any:
-    return parse_scalar(_expanded(word, assigned))
+    return parse_scalar(_expand(word, assigned))
 
 
 def json_value(value: Any) -> Any:
-    """Parse a value that a command gives as JSON text, such as ``'{"factor": 2.0}'``; refuse the name of a file."""
+    """Return a value parsed from JSON text, such as ``'{"factor": 2.0}'``; other types are returned unchanged.
+
+    Raises:
+        UnconvertedError: The text is not a JSON object or list.
+    """
     if not isinstance(value, str):
         return value
     if not value.lstrip().startswith(("{", "[")):
-        raise UnconvertedError("JSON was expected, or a group of keys")
+        raise UnconvertedError("expected a JSON object or list, or a mapping")
     try:
         return read_yaml(value, "JSON")[0]
     except RecipeError as error:

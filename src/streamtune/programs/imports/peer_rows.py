@@ -1,4 +1,4 @@
-"""Rows of other trainers: entries of ``datasets``, columns that are read otherwise, templates that render otherwise."""
+"""Convert datasets and chat templates of other trainers; report columns and templates that differ."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from .conversion import Conversion
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns that hold what is not text."""
-MOST_READ = 2**20
-"""Bytes of a file that are read to see the columns of its first row."""
+"""Columns with images, videos or sounds."""
+MAX_READ = 2**20
+"""Number of bytes of a file that are read to find the columns of its first row."""
 
 
 def seen_columns(conversion: Conversion, path: str) -> dict[str, Any] | None:
-    """Return the first row of a local file, looked up in the working directory, then beside the recipe; else None.
+    """Return the first row of a local file; None if there is no such file or it is unreadable.
 
-    Only the column names of a Parquet file are read; their values are None.
+    A path is relative to the working directory or to the recipe. Of a Parquet file only the column names are read, so
+    values are None.
     """
     for file in conversion.file.places(path):
         if file.suffix not in DATA_FILES or not file.is_file():
@@ -29,7 +30,7 @@ def seen_columns(conversion: Conversion, path: str) -> dict[str, Any] | None:
         try:
             return _first_row(file)
         except (OSError, ValueError, StopIteration):
-            return None  # the run says what is wrong with the file
+            return None  # training reports what is wrong with the file
     return None
 
 
@@ -43,7 +44,7 @@ def _first_row(file: Path) -> dict[str, Any] | None:
             return dict(next(csv.DictReader(text)))
         if file.suffix == ".txt":
             return {"text": ""}
-        read = text.read(MOST_READ).lstrip()
+        read = text.read(MAX_READ).lstrip()
     row, _ = json.JSONDecoder().raw_decode(read.removeprefix("[").lstrip())
     return row if isinstance(row, dict) else None
 
@@ -51,36 +52,36 @@ def _first_row(file: Path) -> dict[str, Any] | None:
 def lose_unnamed(
     row: Mapping[str, Any] | None, ours: Iterable[str], named: Iterable[Any], lose: Callable[[str], None]
 ) -> None:
-    """Report the columns of the first row that are read here, and not by the other trainer.
+    """Report columns of the first row that StreamTune reads and the other trainer does not.
 
     Args:
         row: First row; None if unknown.
-        ours: Names of columns that are read here.
+        ours: Columns that StreamTune reads.
         named: Columns that the other trainer reads.
-        lose: Function that reports a loss.
+        lose: Function that reports a difference.
     """
     read = set(named)
     for column in ours:
         if row is not None and row.get(column) not in (None, "", [], "[]") and column not in read:
-            lose(f"the column '{column}' is not read there, and is here: rename it in the file")
+            lose(f"only StreamTune reads the column '{column}': rename it in the file")
 
 
 FLAGS = ("train", "training", "loss", "weight")
-"""Fields of a message that switch its training on or off."""
+"""Fields of a message that enable or disable training on it."""
 
 READ_OF_MESSAGES = (*FLAGS, "reasoning_content", "reasoning", "thinking", "tool_calls")
-"""Fields of a message that are read here, besides role and content."""
+"""Fields of a message that StreamTune reads, besides role and content."""
 
 
 def lose_fields(
     row: Mapping[str, Any] | None, column: str, fields: Iterable[str], read: Iterable[str], lose: Callable[[str], None]
 ) -> None:
-    """Report the ``fields`` of the first row's messages that are read here, and not among those the trainer reads."""
+    """Report ``fields`` of the first row's messages that StreamTune reads and the other trainer does not (``read``)."""
     turns = row.get(column) if row is not None else None
     known = set(read)
     for name in fields:
         if name not in known and isinstance(turns, list) and any(_has(turn, name) for turn in turns):
-            lose(f"'{name}' of a message is not read there, and is here: take it out of the rows")
+            lose(f"only StreamTune reads '{name}' of a message: remove it from the rows")
 
 
 def _has(turn: Any, name: str) -> bool:
@@ -88,31 +89,31 @@ def _has(turn: Any, name: str) -> bool:
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:
-    """Report the columns of images, sounds and videos."""
+    """Report columns with images, sounds and videos, which are not trained on."""
     for spec in specs:
         row = seen_columns(conversion, str(spec["path"])) or {}
         for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
-            conversion.lose(*path, why=f"the column '{column}' of {spec['path']}: only its text is trained on")
+            conversion.lose(*path, why=f"the column '{column}' of {spec['path']}: only text is trained on")
 
 
 def put_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
-    """Append entries to ``datasets``, with the line of their field."""
+    """Append entries to ``datasets``, with the line of the original field."""
     entries = [*conversion.ours.get("datasets", []), *specs]
     if not specs:
         return
     for spec in specs:
         if str(spec["path"]).endswith(DATA_FILES) and spec.get("split") == "train":
-            del spec["split"]  # of a file: it has none
+            del spec["split"]  # a file has no split
     conversion.put("datasets", entries, *path, note=note)
     for index in range(len(entries)):
         conversion.lines.setdefault(("datasets", index), conversion.file.marks.line(path))
 
 
 def rows_of_split(spec: dict[str, Any], split: Any, lose: Callable[[str], None]) -> None:
-    """Write a split: ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
+    """Write a split to an entry: ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
     found = re.fullmatch(r"([^\[\]]+)(?:\[:(\d+)\])?", str(split))
     if found is None:
-        lose("a part of a split, of which max_rows takes the first rows only")
+        lose("a part of a split; max_rows can take only its first rows")
         spec["split"] = re.split(r"[\[+]", str(split))[0]
         return
     spec["split"] = found[1]
@@ -121,28 +122,28 @@ def rows_of_split(spec: dict[str, Any], split: Any, lose: Callable[[str], None])
 
 
 def put_weights(conversion: Conversion, value: Any, *path: str | int, note: str = "") -> None:
-    """Write the weights of the datasets, given a list of numbers or a text with commas."""
+    """Write the weights of the datasets from a list of numbers or a comma-separated text."""
     entries = conversion.ours.get("datasets", [])
     try:
         parts = value.split(",") if isinstance(value, str) else list(value)
         weights = [float(part) for part in parts]
     except (TypeError, ValueError):
-        conversion.lose(*path, why="a list of numbers was expected")
+        conversion.lose(*path, why="expected a list of numbers")
         return
     if len(weights) != len(entries):
-        conversion.lose(*path, why=f"{len(weights)} numbers for {len(entries)} datasets: write weight in each")
+        conversion.lose(*path, why=f"{len(weights)} numbers for {len(entries)} datasets: write a weight in each entry")
         return
     weighted = [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
-    conversion.put("datasets", weighted, *path, note=note or "shares of an epoch, which is as long as all rows")
+    conversion.put("datasets", weighted, *path, note=note or "fractions of an epoch; an epoch covers all rows")
 
 
 def put_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
-    """Write eval sets; the path of each makes its name."""
+    """Write eval sets; each is named after its path."""
     named: dict[str, list[dict[str, Any]]] = {}
     for spec in specs:
         place = str(spec["path"])
         if place.endswith(DATA_FILES):
-            spec.pop("split", None)  # of a file: it has none
+            spec.pop("split", None)  # a file has no split
             place = place.rpartition(".")[0]
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", re.split(r"[/\\\\]", place)[-1]).strip("-")
         name = name if name[:1].isalpha() and name not in ("held_out", "nll") else f"set-{name}"
@@ -154,7 +155,7 @@ def put_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: st
 
 
 def rename_columns(spec: dict[str, Any], columns: dict[str, Any], type_: str) -> None:
-    """Write the type of the rows and the columns with another name; ``columns`` is our name -> theirs."""
+    """Write the row type and the renamed columns to an entry; ``columns`` maps our column names to the file's."""
     renamed = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs != ours}
     if renamed:
         spec["columns"] = renamed
@@ -167,34 +168,34 @@ CHATML: dict[str, str] = {
     "qwen": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
     "qwen3_nothink": "",
 }
-"""Template of LLaMA-Factory that writes ChatML -> its default system message."""
+"""Default system message of each LLaMA-Factory template that renders ChatML."""
 
 SWIFT_CHATML = ("chatml", "qwen3_nothinking")
-"""Templates of ms-swift that write ChatML without a default system message."""
+"""Templates of ms-swift that render ChatML without a default system message."""
 
 REASONING = (
     *("deepseekr1", "hy3", "ernie_vl", "gemma4", "gemma4n", "glm4_moe", "glm4v", "glm4_5v", "glm4_7", "glmz1"),
     *("gpt_oss", "keye_vl", "kimi_vl", "mimo", "mimo_v2", "mimo_vl", "minimax2", "qwen3", "qwen3_omni", "qwen3_vl"),
     *("qwen3_5", "qwen3_6", "seed_oss", "youtu", "aeva"),
 )
-"""Templates of LLaMA-Factory that put a think block into every answer."""
+"""Templates of LLaMA-Factory that add a think block to every answer."""
 
 GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
-"""Templates without a model."""
+"""Templates that belong to no model."""
 
 OF_THINKERS = re.compile(r"qwen-?3|qwq|deepseek-?r1|r1-distill|glm-?4\.[5-9]|glm-?z1|mimo|minimax-?m2|seed-?oss", re.I)
 NO_THINKERS = re.compile("instruct|coder|embed|rerank", re.I)
-"""Models whose chat templates write think blocks, and their relatives whose templates do not."""
+"""Names of models whose chat templates render think blocks, and of related models whose templates do not."""
 
-COMPARE = "compare a row with `streamtune data`, and write chat_template: FILE.jinja"
+COMPARE = "compare a row with `streamtune data`; if it differs, write chat_template: FILE.jinja"
 EVERY = (
-    "every answer has a think block there, empty without reasoning, and here where the tokenizer's template writes one"
+    "there, every answer has a think block, empty without reasoning; here, only if the tokenizer's template renders one"
 )
-TRAINING = "for Qwen3 name TRL's chat_templates/qwen3_training.jinja as chat_template, which does the same"
+TRAINING = "for Qwen3, TRL's chat_templates/qwen3_training.jinja as chat_template does the same"
 
 
-def _thinks(conversion: Conversion) -> bool:
-    """Return True if the model's chat template writes think blocks, by the folder's template or the model's name."""
+def _renders_thoughts(conversion: Conversion) -> bool:
+    """Return True if the model's chat template renders think blocks, judged by its template or its name."""
     name = str(conversion.ours.get("model_name_or_path") or conversion.get("model_name_or_path") or "")
     name = name or str(conversion.get("base_model") or "")
     for folder in conversion.file.places(name):
@@ -204,7 +205,7 @@ def _thinks(conversion: Conversion) -> bool:
 
 
 def _template(folder: Path) -> str:
-    """Return the chat template of a tokenizer's folder, or an empty text."""
+    """Return the chat template in a tokenizer's folder; empty if there is none."""
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         try:
             text = (folder / name).read_text(encoding="utf-8")
@@ -218,23 +219,25 @@ def _template(folder: Path) -> str:
 
 def _keep_reasoning(conversion: Conversion) -> None:
     if conversion.objective == "sft":
-        conversion.default("reasoning", "keep", "the reasoning of every answer is trained")
+        conversion.default("reasoning", "keep", "reasoning of every answer is trained")
 
 
 def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
-    """Convert ``template``, which LLaMA-Factory's own code renders; ``texts`` is True for ``stage: pt``."""
+    """Convert ``template``, which LLaMA-Factory renders by its own code; ``texts`` is True for ``stage: pt``."""
     name, given = conversion.take("template"), "template" in conversion.file.fields
     if texts:
         if given:
-            conversion.unneeded("template", why="stage: pt trains texts, without a chat template")
+            conversion.unneeded("template", why="stage: pt trains plain texts without a chat template")
         return
     if isinstance(name, str) and name in CHATML:
-        conversion.put("chat_template", "chatml", "template", note="final/ gets this template too")
+        conversion.put("chat_template", "chatml", "template", note="final/ gets this template as well")
         if CHATML[name]:
             conversion.default("default_system", CHATML[name], f"template: {name}")
-        _leave_thinking(conversion, f"template: {name} writes no think block")
+        _leave_thinking(conversion, f"template: {name} renders no think block")
         return
-    reasons = name in REASONING or (not name and (_thinks(conversion) or conversion.get("enable_thinking") is not None))
+    reasons = name in REASONING or (
+        not name and (_renders_thoughts(conversion) or conversion.get("enable_thinking") is not None)
+    )
     if not name:
         if given:
             conversion.unneeded("template", why="the tokenizer's own template")
@@ -245,13 +248,13 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
         if not off and not conversion.get("mask_history"):
             _keep_reasoning(conversion)
         why = (
-            "reasoning is removed, and a think block that is not trained stands in every answer there; here in the last"
+            "there, reasoning is removed and every answer has an untrained think block; here, only the last answer"
             if off
             else f"{EVERY}; {TRAINING}"
         )
     else:
-        _leave_thinking(conversion, f"template: {name} does not read it")
-        own = f"its own code renders '{name}', with no system message or date that the tokenizer's template adds"
+        _leave_thinking(conversion, f"template: {name} does not use it")
+        own = f"there, code renders '{name}', without a system message or date of the tokenizer's template"
         used = "the tokenizer's own template is used; write chat_template: FILE.jinja"
         why = used if name in GENERIC else f"{own}: {COMPARE}"
     if name:
@@ -261,7 +264,7 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
 
 
 def _takes_jinja(conversion: Conversion, *, texts: bool) -> bool:
-    """Convert ``template_backend: jinja``: the tokenizer's template renders rows, and every token is trained."""
+    """Convert ``template_backend``; return True for jinja: the tokenizer's template renders rows, all tokens train."""
     name = "template_backend"
     jinja = conversion.take(name) == "jinja"
     if name not in conversion.file.fields:
@@ -269,7 +272,7 @@ def _takes_jinja(conversion: Conversion, *, texts: bool) -> bool:
     if not jinja or texts or conversion.objective != "sft":
         conversion.unneeded(name, why="see template")
         return jinja
-    conversion.put("train_on", "all", name, note="which trains every token there, whatever loss_scale says")
+    conversion.put("train_on", "all", name, note="there, it trains every token, whatever loss_scale is")
     conversion.dismiss("loss_scale", why="template_backend: jinja trains every token")
     return True
 
@@ -279,7 +282,7 @@ def _leave_thinking(conversion: Conversion, why: str) -> None:
 
 
 def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
-    """Convert ``template``; ms-swift renders every model by a template of its own."""
+    """Convert ``template``; ms-swift renders each model type with its own template."""
     name, given = conversion.take("template"), "template" in conversion.file.fields
     jinja = _takes_jinja(conversion, texts=texts)
     if texts or jinja:
@@ -289,34 +292,36 @@ def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
     if given and not name:
         conversion.unneeded("template", why="no value")
     if name in SWIFT_CHATML:
-        conversion.put("chat_template", "chatml", "template", note="final/ gets this template too")
+        conversion.put("chat_template", "chatml", "template", note="final/ gets this template as well")
         return
-    if name == "qwen3" or (not name and _thinks(conversion)):
+    if name == "qwen3" or (not name and _renders_thoughts(conversion)):
         keeps = conversion.get("preserve_thinking")
         if str(conversion.get("loss_scale")).startswith("last_round") and not keeps:
             if name:
-                conversion.unneeded("template", why="the last answer is rendered as by the tokenizer's own")
+                conversion.unneeded("template", why="the last answer is rendered as by the tokenizer's template")
             return
         if keeps is not False:
             _keep_reasoning(conversion)
         why = f"{EVERY}; {TRAINING}"
     else:
-        why = f"its own code renders {f'{name!r}' if name else 'each kind of model'}, not the tokenizer: {COMPARE}"
+        why = (
+            f"there, {f'{name!r}' if name else 'each model type'} is rendered by code, not by the tokenizer: {COMPARE}"
+        )
     if name:
         conversion.lose("template", why=why)
     else:
-        conversion.missing("template", why, trains=_thinks(conversion))
+        conversion.missing("template", why, trains=_renders_thoughts(conversion))
 
 
 def report_empty_thoughts(conversion: Conversion, types: list[Any]) -> None:
-    """Report empty think blocks before answers, which axolotl masks."""
-    if conversion.objective == "sft" and "chat_template" in types and _thinks(conversion):
-        why = "'<think>' and an empty think block, which stand before an answer, are not trained there, and are here"
+    """Report empty think blocks before answers, which axolotl does not train."""
+    if conversion.objective == "sft" and "chat_template" in types and _renders_thoughts(conversion):
+        why = "there, '<think>' and an empty think block before an answer are not trained; here they are"
         conversion.missing("datasets.type: chat_template", why)
 
 
 def take_trl_template(conversion: Conversion) -> None:
-    """Report TRL's own template for ``assistant_only_loss``."""
-    if conversion.get("chat_template_path") is None and _thinks(conversion):
+    """Report that ``assistant_only_loss`` renders rows with TRL's own template."""
+    if conversion.get("chat_template_path") is None and _renders_thoughts(conversion):
         _keep_reasoning(conversion)
-        conversion.missing("assistant_only_loss: true", f"a template of TRL's renders the rows: {EVERY}; {TRAINING}")
+        conversion.missing("assistant_only_loss: true", f"TRL's own template renders the rows: {EVERY}; {TRAINING}")

@@ -1,4 +1,4 @@
-"""Recipes of ms-swift: a command ``swift sft``, ``swift pt`` or ``swift rlhf``, or its arguments in a file."""
+"""Convert recipes of ms-swift: a command ``swift sft``, ``swift pt`` or ``swift rlhf``, or its arguments in a file."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ OBJECTIVES: dict[str, tuple[str, str]] = {
     "cpo": ("dpo", "cpo"),
     "grpo": ("grpo", "grpo"),
 }
-"""``rlhf_type`` -> our objective and its default loss."""
+"""Our objective and default loss for each ``rlhf_type``."""
 
 NEAREST = {"accuracy": "numeric_answer", "format": "format_tags"}
-"""Reward function of ms-swift -> our nearest."""
+"""Our most similar reward function for reward functions of ms-swift."""
 
 ROWS_PER_STEP = 16
-"""Rows of a step without ``gradient_accumulation_steps``."""
+"""Number of rows in a step if ``gradient_accumulation_steps`` is not given."""
 
 TUNER = ("tuner_type", "train_type", "sft_type")
-"""Names of one field, from the newest release to the oldest."""
+"""Names of the same field, from the newest release to the oldest."""
 
 
 KINDS = ("vera", "ia3")
-"""Tuners that are kinds of adapters here."""
+"""Tuners that are adapter types here."""
 
 
 def _rewards(value: Any) -> Any:
@@ -73,15 +73,13 @@ FIELDS: dict[str, FieldRule] = field_table(
         "target_modules": to("lora_target", split_names),
         "truncation_strategy": to(
             "overlength",
-            one_of(
-                {"delete": "drop", "right": "truncate", "split": "split"}, "a row that is too long is cut at its end"
-            ),
+            one_of({"delete": "drop", "right": "truncate", "split": "split"}, "longer rows are truncated at the end"),
         ),
         "loss_scale": to(
             "train_on",
             one_of(
                 {"default": "assistant", "last_round": "last", "all": "all"},
-                "weights of tokens: train_on takes assistant, completion, last, all",
+                "token weights; train_on supports assistant, completion, last, all",
             ),
         ),
         "rpo_alpha": to("rpo_alpha", or_none),
@@ -98,16 +96,14 @@ FIELDS: dict[str, FieldRule] = field_table(
         "enable_dft_loss": to("loss_type", dft_or_nll),
         "is_binary_loss_scale": no_counterpart("the trained tokens' weights are 1 or 0", off=(True,)),
         "add_non_thinking_prefix": no_counterpart(
-            "what the chat template renders before an answer is kept", off=(True,)
+            "text that the chat template renders before an answer is kept", off=(True,)
         ),
-        "advantage_reweight": no_counterpart("another estimate of advantages", off=("none",)),
-        "kl_in_reward": no_counterpart("another estimate of advantages", off=("none",)),
+        "advantage_reweight": no_counterpart("an unsupported advantage estimator", off=("none",)),
+        "kl_in_reward": no_counterpart("an unsupported advantage estimator", off=("none",)),
         "advantage_estimator": no_counterpart("write loss_type: rloo for rloo", off=("grpo",)),
-        "model_revision": no_counterpart(
-            "a revision of the model: download it and name its folder", off=("master", "main")
-        ),
+        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("master", "main")),
         "use_chat_template": no_counterpart("rows of messages are rendered by the chat template", off=(True,)),
-        "deepspeed_autotp_size": no_counterpart("tensors are not shared", trains=False, off=(1,)),
+        "deepspeed_autotp_size": no_counterpart("tensor parallelism is not supported", trains=False, off=(1,)),
     },
     renamed={
         "finetuning_type": "tuner_type train_type sft_type freeze_parameters_ratio",
@@ -125,28 +121,28 @@ FIELDS: dict[str, FieldRule] = field_table(
         "shuffle": "train_dataloader_shuffle",
     },
     not_needed={
-        "the objective of the recipe": "rlhf_type",
+        "set by the recipe's objective": "rlhf_type",
         "names are looked up on the Hugging Face hub": "use_hf",
-        "vLLM runs in the process of the training": """vllm_data_parallel_size vllm_pipeline_parallel_size
+        "vLLM runs in the training process": """vllm_data_parallel_size vllm_pipeline_parallel_size
             vllm_disable_cascade_attn vllm_engine_kwargs vllm_enable_expert_parallel vllm_enable_lora vllm_max_lora_rank
             vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser vllm_speculative_config
             vllm_use_async_engine enable_flattened_weight_sync local_rollout_forward_batch_size offload_teacher_model
             vllm_enforce_eager vllm_enable_prefix_caching vllm_max_num_seqs vllm_limit_mm_per_prompt
             vllm_disable_custom_all_reduce sleep_level offload_model offload_optimizer move_model_batches async_generate
             gc_collect_after_offload""",
-        "the model's configuration says it": """ref_model_type reward_model_type teacher_model_type model_type task_type
+        "set by the model's configuration": """ref_model_type reward_model_type teacher_model_type model_type task_type
             local_repo_path load_args""",
-        "models are placed by themselves": """enable_npu_model_patch ds3_gather_for_generation device_map max_memory
+        "models are placed automatically": """enable_npu_model_patch ds3_gather_for_generation device_map max_memory
             ignore_args_error check_model create_checkpoint_symlink""",
-        "read in evaluation only": """eval_metric generation_config generation_max_length generation_num_beams
+        "used only in evaluation": """eval_metric generation_config generation_max_length generation_num_beams
             num_generations_eval max_new_tokens num_beams stream stop_words logprobs top_logprobs eval_use_evalscope
             eval_dataset eval_dataset_args eval_limit eval_generation_config extra_eval_args response_prefix""",
-        "rows are drawn by 'seed'; packing: true saves the padding": "sortish_sampler",
-        "packing fills every sequence as far as rows fit": "packing_strategy",
-        "checkpoints are safetensors in pieces": "max_shard_size safe_serialization use_flash_ckpt",
+        "rows are shuffled by 'seed'; packing: true avoids padding": "sortish_sampler",
+        "packing fills every sequence with as many rows as fit": "packing_strategy",
+        "checkpoints are sharded safetensors": "max_shard_size safe_serialization use_flash_ckpt",
         "metrics.jsonl has every step": """log_rollout_offpolicy_metrics wandb_log_unique_prompts acc_strategy
             logging_dir""",
-        "read by another tuner only": """adalora_beta1 adalora_beta2 adalora_deltaT adalora_orth_reg_weight
+        "used only by another tuner": """adalora_beta1 adalora_beta2 adalora_deltaT adalora_orth_reg_weight
             adalora_tfinal adalora_tinit boft_block_num boft_dropout boft_n_butterfly_factor fourier_scaling
             galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits galore_proj_group_size
             galore_proj_quant galore_quantization galore_queue_size galore_with_embedding reft_args
@@ -155,73 +151,73 @@ FIELDS: dict[str, FieldRule] = field_table(
             galore_rank galore_target_modules galore_update_proj_gap galore_scale galore_proj_type lisa_step_interval
             adalora_target_r adalora_init_r llamapro_num_new_blocks llamapro_num_groups reft_rank boft_block_size
             vera_rank fourier_n_frequency adapter_act adapter_length""",
-        "read by PPO only": """cliprange cliprange_value gamma kl_coef lam num_mini_batches num_ppo_epochs
+        "used only by PPO": """cliprange cliprange_value gamma kl_coef lam num_mini_batches num_ppo_epochs
             num_sample_generations response_length vf_coef whiten_rewards missing_eos_penalty""",
-        "read by reward models only": "center_rewards_coefficient mrl_dims",
-        "read by rlhf_type: gkd only": """gkd_logits_topk lmbda seq_kd sft_alpha teacher_adapters teacher_deepspeed
+        "used only by reward models": "center_rewards_coefficient mrl_dims",
+        "used only by rlhf_type: gkd": """gkd_logits_topk lmbda seq_kd sft_alpha teacher_adapters teacher_deepspeed
             teacher_kl_coef teacher_model_revision teacher_model_server teacher_tag_key teacher_model""",
-        "read with another loss only": """discopop_tau real_tau tau_neg tau_pos fipo_clip_high_only fipo_clip_range
+        "used only with another loss": """discopop_tau real_tau tau_neg tau_pos fipo_clip_high_only fipo_clip_range
             fipo_decay_rate fipo_safety_threshold rlsd_lambda rlsd_lambda_decay_steps rlsd_lambda_warmup_steps
             rlsd_negative_only rlsd_reweight_clip_range sdar_gate_beta""",
-        "read by its reward function only": """cosine_max_len cosine_max_len_value_correct cosine_max_len_value_wrong
+        "used only by its reward function": """cosine_max_len cosine_max_len_value_correct cosine_max_len_value_wrong
             cosine_min_len_value_correct cosine_min_len_value_wrong repetition_max_penalty repetition_n_grams""",
-        "read with sync_ref_model only": "ref_model_mixup_alpha ref_model_sync_steps",
-        "read with chord_mu_peak only": """chord_enable_phi_function chord_mu_decay_steps chord_mu_valley
+        "used only with sync_ref_model": "ref_model_mixup_alpha ref_model_sync_steps",
+        "used only with chord_mu_peak": """chord_enable_phi_function chord_mu_decay_steps chord_mu_valley
             chord_mu_warmup_steps chord_sft_per_device_train_batch_size""",
-        "read with max_turns only": "completion_length_limit_scope",
-        "read by tasks of decisions only": """decision_drop_instructions decision_shuffle_fields decision_state_as_text
+        "used only with max_turns": "completion_length_limit_scope",
+        "used only by tasks of decisions": """decision_drop_instructions decision_shuffle_fields decision_state_as_text
             decision_subsample_options""",
-        "read with report_to: swanlab only": """swanlab_email_language swanlab_exp_name swanlab_secret
+        "used only with report_to: swanlab": """swanlab_email_language swanlab_exp_name swanlab_secret
             swanlab_notification_method swanlab_receiver_email swanlab_sender_email swanlab_smtp_port
             swanlab_smtp_server swanlab_webhook_url swanlab_workspace""",
-        "rows of the columns that a recipe names are renamed": "disable_auto_column_mapping",
+        "a recipe names the columns to rename": "disable_auto_column_mapping",
         KERNELS: "attn_impl use_liger use_flash_attn use_logits_to_keep experts_impl",
         CHECKPOINTING: "vit_gradient_checkpointing",
-        "padding takes no part in the loss": "padding_free padding_side packing_length packing_num_proc",
+        "padding does not count in the loss": "padding_free padding_side packing_length packing_num_proc",
         "rows are prepared when the run starts": """load_from_cache_file lazy_tokenize streaming shuffle_buffer_size
             download_mode cached_dataset val_dataset_shuffle strict preprocess_num_proc load_data_args""",
-        "output_dir is the folder itself": "add_version",
+        "output_dir is used without a version folder": "add_version",
         "4 bits by bitsandbytes, 8 by torchao": """bnb_4bit_compute_dtype bnb_4bit_use_double_quant
             bnb_4bit_quant_storage""",
         "adapters are trained by peft, in fp32": "tuner_backend lora_dtype",
-        "the code of models and datasets comes from the hub": "model_kwargs",
-        "read with swift/self-cognition only": "model_author model_name",
+        "code of models and datasets comes from the hub": "model_kwargs",
+        "used only with swift/self-cognition": "model_author model_name",
         "images, sounds and boxes are not trained on": """max_pixels norm_bbox freeze_vit freeze_aligner vit_lr
             aligner_lr""",
-        "completions.jsonl has them": "log_entropy",
+        "completions.jsonl records them": "log_entropy",
         "`streamtune export` writes the model": "merge_lora hub_model_id",
-        "read with rollout_importance_sampling_mode only": "rollout_importance_sampling_threshold",
-        "an epoch of weighted datasets is as long as all rows": "stopping_strategy",
+        "used only with rollout_importance_sampling_mode": "rollout_importance_sampling_threshold",
+        "an epoch of weighted datasets covers as many rows as all datasets": "stopping_strategy",
         "see shuffle": "dataset_shuffle",
     },
     lost={
-        "the tokenizer's own template is used: compare it": "template",
+        "the tokenizer's own template is used; compare both": "template",
         "tools are rendered by the chat template": "agent_template tools_prompt",
-        "empty thoughts of the template are not trained": "disable_ignore_empty_think",
-        "rows that are prepared elsewhere": "cached_val_dataset",
+        "the template's empty think blocks are not trained": "disable_ignore_empty_think",
+        "rows that another program prepared": "cached_val_dataset",
         "GRPO with several turns, tools or filters": """gym_env use_gym_env multi_turn_scheduler max_turns
             dynamic_sample max_resample_times soft_max_length soft_cache_length""",
-        "a loss of rows beside the rewards": "chord_mu_peak chord_sft_dataset sdar_loss_coef",
-        "a mask on tokens far from the policy that wrote them": "off_policy_sequence_mask_delta",
-        "the log-probabilities of the trained model are taken": "rollout_importance_sampling_mode",
-        "completions have no grammar": "structured_outputs_regex",
-        "a revision of a model: download it and name its folder": "ref_model_revision reward_model_revision",
+        "an SFT loss added to the rewards": "chord_mu_peak chord_sft_dataset sdar_loss_coef",
+        "a mask on off-policy tokens": "off_policy_sequence_mask_delta",
+        "log-probabilities of the trained model are used": "rollout_importance_sampling_mode",
+        "structured outputs are not supported": "structured_outputs_regex",
+        "a model revision: download it and give its folder": "ref_model_revision reward_model_revision",
         "a reward model": "reward_template reward_model reward_adapters reward_model_plugin",
-        "adapters of swift's own": "use_swift_lora",
-        "a trained adapter to begin with: merge it first with `streamtune export`": "adapters",
-        "adapters of the reference: merge them first": "ref_adapters",
-        "the length that rope_scaling reaches: write its factor": "max_model_len",
-        "first values of weights that the checkpoint has not": "init_strategy",
+        "swift's own adapters": "use_swift_lora",
+        "a trained adapter to start from: merge it first with `streamtune export`": "adapters",
+        "adapters of the reference model: merge them first": "ref_adapters",
+        "the length of rope_scaling: write its factor": "max_model_len",
+        "initial values of weights that the checkpoint lacks": "init_strategy",
         "code that registers models and datasets": "custom_register_path",
-        "datasets that are registered elsewhere": "custom_dataset_info",
-        "code: name its functions in reward_funcs: FILE.py:NAME": "external_plugins",
+        "datasets that are registered in code": "custom_dataset_info",
+        "code: give its functions in reward_funcs: FILE.py:NAME": "external_plugins",
         "write num_train_epochs": "max_epochs",
-        "a pattern; list the ends of the modules' names in lora_target": "target_regex",
-        "adapters on parameters that are no linear layers": "target_parameters",
+        "a pattern; list the last parts of the module names in lora_target": "target_regex",
+        "adapters on parameters that are not linear layers": "target_parameters",
         "trained biases": "lora_bias lora_bias_trainable",
         "LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]": "lorap_lr_ratio",
         "LoRA+": "lora_lr_ratio",
-        "an optimizer that is not here": "optimizer",
+        "an unsupported optimizer": "optimizer",
         "write optim: galore": "use_galore",
         "write optim: muon": "use_muon",
         "LISA": "lisa_activated_layers",
@@ -231,14 +227,14 @@ FIELDS: dict[str, FieldRule] = field_table(
     },
     lost_beside_training={
         SERVER: "vllm_server_group_port vllm_server_pass_dataset",
-        "code of your own: name it in callbacks of the recipe": "callbacks",
-        "a loss by channel": "enable_channel_loss",
+        "your own code: give it in the recipe's callbacks": "callbacks",
+        "a loss per channel": "enable_channel_loss",
         "bitsandbytes or torchao quantise": "hqq_axis",
-        "write a DeepSpeed configuration and name it": "zero_hpz_partition_size",
-        "a resumed run goes on where it was": "resume_only_model",
-        "a run stops at max_steps or after its epochs": "stop_strategy",
-        "Ray does not start runs": "use_ray ray_exp_name device_groups",
-        "this tracker is not here": "swanlab_project swanlab_token swanlab_mode",
+        "write a DeepSpeed configuration file and give its path": "zero_hpz_partition_size",
+        "a run resumes exactly where it stopped": "resume_only_model",
+        "a run ends at max_steps or after its epochs": "stop_strategy",
+        "Ray is not supported": "use_ray ray_exp_name device_groups",
+        "this tracker is not supported": "swanlab_project swanlab_token swanlab_mode",
     },
 )
 
@@ -249,7 +245,7 @@ def _objective(conversion: Conversion) -> str:
         return "dpo" if conversion.file.command == "rlhf" else "sft"
     if kind not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.refuse("rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", fix=f"known are {known}")
+        raise conversion.refuse("rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", fix=f"supported: {known}")
     return OBJECTIVES[kind][0]
 
 
@@ -337,7 +333,7 @@ def _take_tuner(conversion: Conversion) -> None:
     ratio = conversion.get("freeze_parameters_ratio")
     if ratio and tuner == "full":
         conversion.lose("freeze_parameters_ratio", why="frozen weights: here all weights are trained")
-    conversion.dismiss("freeze_parameters_ratio", why="read with full only" if ratio else "off")
+    conversion.dismiss("freeze_parameters_ratio", why="used only with full" if ratio else "off")
     if tuner in KINDS:
         conversion.put("adapter_type", tuner, name)
         conversion.ours["finetuning_type"] = "lora"
@@ -350,7 +346,7 @@ def _take_tuner(conversion: Conversion) -> None:
         elif quantised:
             conversion.ours["finetuning_type"] = "qlora"
     else:
-        conversion.lose(name, why="we have full, lora and qlora; here it is lora")
+        conversion.lose(name, why="supported: full, lora and qlora; lora is written")
 
 
 def _defaults(conversion: Conversion) -> None:
@@ -367,14 +363,16 @@ def _defaults(conversion: Conversion) -> None:
     conversion.default("num_train_epochs", 3.0)
     if objective != "grpo":
         if "gradient_accumulation_steps" not in ours:
-            conversion.default("train_batch_size", ROWS_PER_STEP, "over all ranks, where gradients are accumulated")
+            conversion.default("train_batch_size", ROWS_PER_STEP, "over all ranks, with gradient accumulation")
         if "max_length" in ours:
             conversion.default("overlength", "drop")
         elif ours.get("overlength") == "drop":
-            del ours["overlength"]  # of rows over the 2048 tokens that nobody chose
+            del ours["overlength"]  # it would drop rows longer than the default of 2048 tokens
         default_cut(conversion)
         if "max_length" not in ours:
-            why = "unset it is the longest row that the model takes; here longer rows than 2048 are an error: write it"
+            why = (
+                "if unset, there it is the model's maximum; here, rows longer than 2048 are an error: write max_length"
+            )
             conversion.missing("max_length", why, trains=False)
     else:
         conversion.default("per_device_train_batch_size", 1)
@@ -390,7 +388,7 @@ def _defaults(conversion: Conversion) -> None:
         conversion.default("bf16", True)
     unknown = [name for name in ours.get("reward_funcs", []) if name.startswith("REWARDS.py:")]
     if {"numeric_answer", "format_tags"} & set(ours.get("reward_funcs", [])) or unknown:
-        why = "of our own rewards the nearest is written; compare `docs/rewards.md`"
+        why = "the most similar reward of StreamTune is written; compare `docs/rewards.md`"
         conversion.missing("reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else ""))
     report_nll(conversion)
 

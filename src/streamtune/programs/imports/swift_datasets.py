@@ -1,4 +1,4 @@
-"""Datasets of ms-swift's recipes, and the columns of their questions and answers."""
+"""Convert the datasets of ms-swift's recipes, and their question and answer columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STANDARD = {
     **{"query": "instruction", "response": "output"},
     **{name: name for name in ("messages", "system", "history", "tools", "instruction", "input", "output")},
 }
-"""Column name of ms-swift -> ours."""
+"""Our column name for each column name of ms-swift."""
 
 QUESTIONS = ("query", "prompt", "input", "instruction", "question", "problem")
 ANSWERS = (
@@ -36,10 +36,10 @@ ANSWERS = (
 SYSTEMS = ("system", "system_prompt")
 TALKS = ("messages", "conversation", "conversations")
 PAIRS = (
-    "a pair is messages and rejected_response there; here write prompt, chosen and rejected",
-    "a row is messages and a label there; here write prompt, completion and label",
+    "there, a pair is messages and rejected_response; here, write prompt, chosen and rejected",
+    "there, a row is messages and a label; here, write prompt, completion and label",
 )
-"""Losses of pairs, and of single answers with a label."""
+"""Reasons why rows of pairs, and rows of single answers with a label, are not converted."""
 
 
 def take_datasets(conversion: Conversion, use_hf: Any) -> None:
@@ -55,7 +55,7 @@ def take_datasets(conversion: Conversion, use_hf: Any) -> None:
 
 
 def _columns(conversion: Conversion) -> dict[str, str]:
-    """Return our column name -> name in the files; ``columns`` of ms-swift is the other way round."""
+    """Return the file's column name for each of our names; ms-swift's ``columns`` maps in the other direction."""
     if "columns" not in conversion.file.fields:
         return {}
     try:
@@ -68,7 +68,7 @@ def _columns(conversion: Conversion) -> dict[str, str]:
         return {}
     unknown = [name for name in given.values() if name not in STANDARD] if isinstance(given, dict) else [given]
     if unknown:
-        conversion.lose("columns", why=f"'{unknown[0]}' has no name here: write columns in each dataset")
+        conversion.lose("columns", why=f"'{unknown[0]}' has no equivalent column: write columns in each dataset")
         return {}
     conversion.unneeded("columns", why="see datasets")
     ours = STANDARD if conversion.objective == "sft" else {**STANDARD, "query": "prompt", "response": "completion"}
@@ -78,7 +78,7 @@ def _columns(conversion: Conversion) -> dict[str, str]:
 def _specs(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return our entries for the datasets that a field names, and a note about them."""
+    """Return our entries for the datasets of a field, and a note about them."""
     names = conversion.get(field)
     if not names:
         conversion.dismiss(field, why="no value")
@@ -97,7 +97,7 @@ def _specs(
         local = path.endswith(DATA_FILES) or Path(path).expanduser().exists()
         on_hub = use_hf if hub is None else hub[1] == "HF"
         if not local and not on_hub:
-            noted["from ModelScope there, here from the hub"] = None
+            noted["loaded from the Hugging Face hub, not from ModelScope"] = None
         spec: dict[str, Any] = {"path": path}
         if count.isdigit():
             spec |= {"max_rows": int(count), "shuffle": True}
@@ -108,7 +108,7 @@ def _specs(
             row, lose = seen_columns(conversion, path), conversion.losing(field, prefix=f"{path}: ")
             take_columns(spec, row, columns, lose)
             if row is not None and row.get("tools") and conversion.ours.get("chat_template") == "chatml":
-                lose("chatml describes tools in other words than ms-swift: write chat_template: FILE.jinja")
+                lose("chatml renders tools differently from ms-swift: write chat_template: FILE.jinja")
             if row is None and not columns:
                 away[path] = None
         elif columns:
@@ -119,34 +119,36 @@ def _specs(
     if field == "dataset":
         _take_names(conversion, unknown)
     if away:
-        why = "its rows are not here: columns prompt and completion are a chat there, and plain text here; see columns"
+        why = "its rows cannot be read; columns prompt and completion are a chat there, plain text here: see columns"
         conversion.missing(f"{field}: {', '.join(away)}", why, trains=False)
     return found, "; ".join(noted)
 
 
-def _take_names(conversion: Conversion, read_by: list[str]) -> None:
-    """Report the model's name and author, which ms-swift puts into the rows of ``swift/self-cognition``."""
-    if read_by:
-        why = "a model's name and author are put into its rows there, and are {{NAME}} and {{AUTHOR}} here"
-        conversion.lose("dataset", why=f"{read_by[0]}: {why}: write a file with the names")
+def _take_names(conversion: Conversion, named_datasets: list[str]) -> None:
+    """Report the model's name and author, which ms-swift inserts into rows of ``swift/self-cognition``."""
+    if named_datasets:
+        why = "there, the model's name and author are inserted into its rows; here they stay {{NAME}} and {{AUTHOR}}"
+        conversion.lose("dataset", why=f"{named_datasets[0]}: {why}: write a file with the names")
     for name in ("model_name", "model_author"):
         value = conversion.take(name)
-        if name in conversion.file.fields and read_by and value:
-            conversion.lose(name, why=f"put into the rows of {read_by[0]}: see dataset")
+        if name in conversion.file.fields and named_datasets and value:
+            conversion.lose(name, why=f"inserted into the rows of {named_datasets[0]}: see dataset")
         elif name in conversion.file.fields:
-            conversion.unneeded(name, why="read with swift/self-cognition only" if value else "no value")
+            conversion.unneeded(name, why="used only with swift/self-cognition" if value else "no value")
 
 
 def take_columns(
     spec: dict[str, Any], row: Mapping[str, Any] | None, columns: Mapping[str, str], lose: Callable[[str], None]
 ) -> None:
-    """Write the type and the columns of an entry as ms-swift's ``AutoPreprocessor`` reads them.
+    """Write row type and columns to an entry, as ms-swift's ``AutoPreprocessor`` reads them.
+
+    ms-swift joins instruction and input of an alpaca row by one newline.
 
     Args:
-        spec: Entry; ms-swift puts one newline between the instruction and the input of an alpaca row.
+        spec: Entry to write to.
         row: First row; None if unknown.
-        columns: Our column name -> name in the files, as the recipe has them.
-        lose: Function that reports a loss.
+        columns: The file's column name for each of our names, from the recipe.
+        lose: Function that reports a difference.
     """
     if row is None:
         if columns:
@@ -157,7 +159,7 @@ def take_columns(
         return
     named = {theirs: ours for ours, theirs in columns.items()}
     if {*TALKS} & row.keys() or "messages" in named.values():
-        _take_talk(spec, row, columns, lose)
+        _take_messages(spec, row, columns, lose)
         return
     found = {"system": columns.get("system") or _only(row, SYSTEMS)}
     if "tools" in row or "tools" in columns:
@@ -170,28 +172,28 @@ def take_columns(
     found["output"] = columns.get("output") or _only(row, ANSWERS)
     if not found["instruction"] or not found["output"]:
         if "text" not in row:
-            lose("no column is a question, or none an answer, or several are: write columns in each dataset")
+            lose("question and answer columns are missing or ambiguous: write columns in each dataset")
         return
-    for name in ("input", "history"):  # read here by their names
+    for name in ("input", "history"):  # StreamTune reads these columns by name
         if name in row and name not in found.values() and name not in columns:
             found[name] = name
             if name == "input":
-                lose("the column 'input' is not read there, and is here: rename it in the file")
+                lose("only StreamTune reads the column 'input': rename it in the file")
     rename_columns(spec, {**found, **({"history": columns["history"]} if "history" in columns else {})}, "alpaca")
 
 
 def _only(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return the only column with one of the names; if there are several, the column with the first name."""
+    """Return the column that has one of the names; among several, the column with the first name, if it exists."""
     found = [column for column in row if column.lower() in names]
     if len(found) == 1:
         return found[0]
     return names[0] if names[0] in row else None
 
 
-def _take_talk(
+def _take_messages(
     spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], lose: Callable[[str], None]
 ) -> None:
-    """Write the columns of rows of messages, whose turns have 'role' or 'from'."""
+    """Write the columns of rows of messages; their turns have 'role' or 'from'."""
     column = columns.get("messages") or next(name for name in TALKS if name in row)
     turns = row.get(column)
     lose_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), lose)

@@ -1,4 +1,4 @@
-"""Arguments of the Hugging Face ``Trainer``, which all trainers share, and of the launcher before the command."""
+"""Convert the arguments of the Hugging Face ``Trainer``, which all trainers share, and the options of a launcher."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ from .field_rules import (
     to,
 )
 
-CHECKPOINTING = "the streamed backward takes the place of checkpointing"
-KERNELS = "kernels are chosen by themselves; `streamtune env` shows them"
+CHECKPOINTING = "streaming replaces gradient checkpointing"
+KERNELS = "kernels are chosen automatically; `streamtune env` lists them"
 
 
 def _best_metric(value: Any) -> Any:
     if not isinstance(value, str):
-        raise UnconvertedError("a name was expected")
+        raise UnconvertedError("expected a name")
     return value if value.startswith("eval_") else f"eval_{value}"
 
 
 def _deepspeed(value: Any) -> Any:
     if isinstance(value, dict):
-        raise UnconvertedError("write the configuration to a JSON file and name it: deepspeed: FILE")
+        raise UnconvertedError("write the configuration to a JSON file and give it: deepspeed: FILE")
     if value in ("zero0", "zero2_offload"):
-        raise UnconvertedError(f"'{value}' is none of ours: zero1, zero2, zero3, zero3_offload, or the path of a file")
+        raise UnconvertedError(
+            f"'{value}' is not supported; use zero1, zero2, zero3, zero3_offload, or the path of a file"
+        )
     if isinstance(value, str) and value.endswith(".json") and not Path(value).expanduser().exists():
         for stage in ("3", "2", "1"):
             if f"zero{stage}" in Path(value).stem.replace("_", "") or f"z{stage}" in Path(value).stem:
@@ -51,14 +53,18 @@ def _trackers(value: Any) -> Any:
     names = value if isinstance(value, list) else [value]
     names = [name for name in names if name not in ("none", None, "")]
     if "all" in names:
-        raise UnconvertedError("name them: tensorboard, wandb, mlflow, trackio")
+        raise UnconvertedError("name the trackers: tensorboard, wandb, mlflow, trackio")
     return names
 
 
 def one_loss(value: Any) -> Any:
-    """Return the name of a loss, given a name or a list of one name; refuse a sum of several losses."""
+    """Return the name of a loss from a name or a list of one name.
+
+    Raises:
+        UnconvertedError: The list names several losses.
+    """
     if isinstance(value, list) and len(value) != 1:
-        raise UnconvertedError("a sum of several losses")
+        raise UnconvertedError("several losses are summed there; StreamTune takes one loss_type")
     return value[0] if isinstance(value, list) else value
 
 
@@ -75,7 +81,9 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
         **same("dataloader_num_workers save_total_limit", trains=False),
         "lr_scheduler_kwargs": to("lr_scheduler_kwargs", lambda value: value or {}),
         "optim": to("optim", optimizer),
-        "deepspeed": to("deepspeed", _deepspeed, trains=False, why="that file is not here; its name says the stage"),
+        "deepspeed": to(
+            "deepspeed", _deepspeed, trains=False, why="the file does not exist here; the stage is taken from its name"
+        ),
         "eval_steps": to("eval_steps", fraction_or_count, trains=False),
         "save_steps": to("save_steps", fraction_or_count, trains=False),
         "logging_steps": to("logging_steps", fraction_or_count, trains=False),
@@ -92,54 +100,54 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
     },
     renamed={"warmup_steps": "warmup_steps", "warmup_ratio": "warmup_ratio"},
     not_needed={
-        "FSDP2 shards by itself where fsdp: true": "fsdp_config fsdp_transformer_layer_cls_to_wrap",
+        "fsdp: true shards automatically with FSDP2": "fsdp_config fsdp_transformer_layer_cls_to_wrap",
         CHECKPOINTING: """gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
             activation_checkpointing_kwargs use_cache activation_offloading""",
-        "the engine stores layer inputs on the host or on disk where they do not fit": "activation_offload",
+        "layer inputs that do not fit are offloaded automatically": "activation_offload",
         KERNELS: """tf32 use_liger_kernel liger_kernel_config attn_implementation torch_compile torch_compile_backend
             torch_compile_mode jit_mode_eval use_ipex half_precision""",
-        "rows are prepared once and read from disk": """dataloader_pin_memory dataloader_persistent_workers
+        "rows are prepared once, then read from disk": """dataloader_pin_memory dataloader_persistent_workers
             dataloader_prefetch_factor remove_unused_columns label_names length_column_name dataset_num_proc
             accelerator_config dataloader_in_order dataloader_multiprocessing_context""",
-        "DDP is set up by itself; `--nproc N` starts the ranks": """ddp_timeout ddp_backend ddp_bucket_cap_mb
+        "DDP is set up automatically; `--nproc N` starts the ranks": """ddp_timeout ddp_backend ddp_bucket_cap_mb
             ddp_broadcast_buffers ddp_static_graph ddp_find_unused_parameters local_rank average_tokens_across_devices
             world_size""",
-        "the command does: `streamtune sft`, `dpo` or `grpo`": "do_train do_eval do_predict",
-        "everything that a run writes is in output_dir": "logging_dir log_level log_level_replica",
+        "set by the command: `streamtune sft`, `dpo` or `grpo`": "do_train do_eval do_predict",
+        "a run writes all its files to output_dir": "logging_dir log_level log_level_replica",
         "metrics.jsonl has every step": """logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node
             include_num_input_tokens_seen include_tokens_per_second disable_tqdm skip_memory_metrics include_for_metrics
             include_inputs_for_metrics""",
-        "output_dir with a run in it is continued; `--resume never` starts anew": "overwrite_output_dir",
-        "the same command goes on; `--resume PATH` names a checkpoint": "resume_from_checkpoint",
-        "a resumed run goes on where it was": "ignore_data_skip restore_callback_states_from_checkpoint",
+        "a run in output_dir is resumed; `--resume never` starts a new run": "overwrite_output_dir",
+        "the same command resumes; `--resume PATH` names a checkpoint": "resume_from_checkpoint",
+        "a run resumes exactly where it stopped": "ignore_data_skip restore_callback_states_from_checkpoint",
         "checkpoints are safetensors that every rank can read": "save_safetensors save_on_each_node",
-        "final/ has the model; checkpoints have all that resuming needs": "save_only_model",
-        "on_oom: replan takes the next schedule for the same gradient": "auto_find_batch_size",
+        "final/ has the model alone; checkpoints have everything needed to resume": "save_only_model",
+        "on_oom: replan switches to another schedule with the same gradient": "auto_find_batch_size",
         "evaluation computes losses only": """prediction_loss_only eval_accumulation_steps eval_do_concat_batches
             batch_eval_metrics eval_use_gather_object predict_with_generate""",
-        "evaluation runs in the precision of training": "bf16_full_eval fp16_full_eval",
-        "memory is planned; nothing needs to be emptied": "torch_empty_cache_steps",
+        "evaluation uses the precision of training": "bf16_full_eval fp16_full_eval",
+        "memory is planned, so no cache needs to be emptied": "torch_empty_cache_steps",
         "the launcher saves and resumes": "enable_jit_checkpoint",
-        "device: cpu is for a run without accelerator": "no_cuda use_mps_device",
+        "write device: cpu to train without an accelerator": "no_cuda use_mps_device",
         "a token for the hub belongs in HF_TOKEN": "hub_token push_to_hub_token hf_hub_token",
     },
     lost={
-        "training in float16 is not here; write bf16: true": "fp16",
+        "training in float16 is not supported; write bf16: true": "fp16",
         "noise on embeddings": "neftune_noise_alpha",
-        "settings of the optimizer": "optim_args",
-        "modules of a layer-wise or low-rank optimizer": "optim_target_modules",
-        "the last batch of an epoch is trained as well": "dataloader_drop_last",
+        "arguments of the optimizer": "optim_args",
+        "target modules of a layer-wise or low-rank optimizer": "optim_target_modules",
+        "an incomplete last batch of an epoch is trained too": "dataloader_drop_last",
     },
     lost_beside_training={
-        "`on_nan` says what a loss that is not finite does": "debug",
+        "`on_nan` sets what happens if a loss is not finite": "debug",
         "the order of the rows follows from 'seed'": "data_seed",
-        "rows are shuffled; packing: true saves the padding": "group_by_length",
-        "metric_for_best_model keeps the best checkpoint; final/ is the last step": "load_best_model_at_end",
-        "evaluation begins at the first eval_steps": "eval_delay eval_on_start",
+        "rows are shuffled; packing: true avoids padding": "group_by_length",
+        "metric_for_best_model keeps the best checkpoint; final/ has the last step": "load_best_model_at_end",
+        "the first evaluation is after eval_steps steps": "eval_delay eval_on_start",
         "write sequence_parallel_size: N": "parallelism_config",
         "a run uploads nothing; `streamtune export` writes the model": """push_to_hub hub_model_id hub_strategy
             hub_private_repo hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization""",
-        "trackers take the run's folder as its name": "run_name project",
+        "trackers use the name of the run's folder": "run_name project",
         "set by TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id trackio_static_space_id",
     },
 )
@@ -147,7 +155,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
 
 
 def take_warmup(conversion: Conversion) -> None:
-    """Convert the warm-up: steps win over a ratio, steps below 1 are a ratio, and 'constant' has no warm-up."""
+    """Convert the warm-up. Steps take precedence over a ratio, steps below 1 are a ratio; 'constant' has no warm-up."""
     steps_count = conversion.file.fields.get("warmup_steps") not in (None, 0)
     constant = "constant" in (conversion.get("lr_scheduler_type"), conversion.get("lr_scheduler"))
     for name in ("warmup_steps", "warmup_ratio"):
@@ -159,9 +167,9 @@ def take_warmup(conversion: Conversion) -> None:
         elif constant:
             conversion.unneeded(name, why="the schedule 'constant' has no warm-up in transformers")
         elif name == "warmup_ratio" and steps_count:
-            conversion.unneeded(name, why="'warmup_steps' wins")
+            conversion.unneeded(name, why="'warmup_steps' takes precedence")
         elif name == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
-            conversion.put("warmup_ratio", value, name, note="below 1 it is a part of all steps")
+            conversion.put("warmup_ratio", value, name, note="below 1 it is a fraction of all steps")
         else:
             whole = isinstance(value, float) and name == "warmup_steps" and value.is_integer()
             conversion.put(name, int(value) if whole else value, name)
@@ -173,13 +181,15 @@ def take_bits(conversion: Conversion) -> None:
 
 
 def say_targets(conversion: Conversion) -> None:
-    """Report the default targets of adapters, which are others here."""
+    """Report that the default target modules of adapters differ."""
     if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
-        conversion.missing("lora_target_modules", "unset, peft takes the attention's modules; here it is all-linear")
+        conversion.missing(
+            "lora_target_modules", "if unset, peft adapts attention modules only; the default here is all-linear"
+        )
 
 
 def default_cut(conversion: Conversion) -> None:
-    """Write where rows are cut: the other trainers cut off the end, and split between any two tokens."""
+    """Write where rows are cut: the other trainers truncate the end, and split between any two tokens."""
     if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
         conversion.default("truncate_side", "right")
     elif conversion.objective == "sft" and conversion.ours.get("overlength") == "split":
@@ -190,33 +200,33 @@ LIONS = {
     **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), "lion"),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "lion_8bit"),
 }
-"""Name of transformers -> ours."""
+"""Our optimizer, by its name in transformers."""
 
 
 def take_optimizer(conversion: Conversion) -> None:
-    """Convert optimizers whose own arguments are others there: SGD without momentum, Lion with Adam's betas."""
+    """Convert optimizers that have other arguments there: SGD without momentum, Lion with Adam's betas."""
     names = (
         name for name in ("optim", "optimizer") if (rule := conversion.trainer.rule(name)) and rule.ours == "optim"
     )
     for name in names:
         theirs = conversion.left.get(name)
         if theirs == "sgd" and conversion.put("optim", "sgd", name):
-            conversion.default("optim_args", {"momentum": 0.0}, "theirs has none")
+            conversion.default("optim_args", {"momentum": 0.0}, "their SGD has no momentum")
         elif isinstance(theirs, str) and theirs in LIONS and conversion.put("optim", LIONS[theirs], name):
             betas = [conversion.get("adam_beta1", 0.9), conversion.get("adam_beta2", 0.999)]
-            conversion.default("optim_args", {"betas": betas}, "adam_beta1 and adam_beta2 there")
-            conversion.dismiss("adam_beta1", "adam_beta2", why="they are betas of optim_args")
+            conversion.default("optim_args", {"betas": betas}, "from adam_beta1 and adam_beta2")
+            conversion.dismiss("adam_beta1", "adam_beta2", why="written as betas of optim_args")
 
 
 def report_nll(conversion: Conversion) -> None:
-    """Report where TRL's classes average the negative log-likelihood of a loss of pairs over other tokens."""
+    """Report pair losses whose NLL term TRL averages over other tokens."""
     loss = conversion.ours.get("loss_type")
     if loss == "orpo":
-        there = "its NLL is of prompt and answer there, a mean over the tokens of a micro-batch"
-        conversion.missing("loss_type: orpo", f"{there}; here of the answer, a mean over pairs")
+        there = "there, its NLL counts prompt and answer and is a mean over the tokens of a micro-batch"
+        conversion.missing("loss_type: orpo", f"{there}; here it counts the answer and is a mean over pairs")
     elif (loss == "cpo" and conversion.ours.get("cpo_alpha", 1.0)) or conversion.ours.get("rpo_alpha"):
         name = "loss_type: cpo" if loss == "cpo" else "rpo_alpha"
-        conversion.missing(name, "its NLL is a mean over the tokens of a micro-batch there, here over pairs")
+        conversion.missing(name, "its NLL is a mean over the tokens of a micro-batch there, and over pairs here")
 
 
 def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
@@ -244,62 +254,66 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
 
 
 def take_thinking(conversion: Conversion) -> None:
-    """Convert the chat template's variables of thoughts."""
+    """Convert the chat template's variables for reasoning."""
     for name in ("enable_thinking", "preserve_thinking"):
         if name not in conversion.left:
             continue
         value = conversion.take(name)
         if not isinstance(value, bool):
-            conversion.unneeded(name, why="the chat template's own way")
+            conversion.unneeded(name, why="the chat template's default is used")
         elif name == "preserve_thinking" and not value:
             conversion.unneeded(name, why="off, as here")
         elif name == "preserve_thinking" and conversion.objective == "sft":
             conversion.put("reasoning", "keep", name)
         else:
-            conversion.merge("chat_template_kwargs", {name: value}, name, note="where the chat template reads it")
+            conversion.merge("chat_template_kwargs", {name: value}, name, note="used if the chat template reads it")
 
 
 def finish(conversion: Conversion) -> None:
-    """Take back and report keys of ours that exclude each other or mean nothing together."""
+    """Remove and report converted keys that exclude each other or have no effect together."""
     ours = conversion.ours
 
-    def take_back(key: str, why: str, *, trains: bool | None = None) -> None:
+    def remove_key(key: str, why: str, *, trains: bool | None = None) -> None:
         ours.pop(key)
         line = conversion.lines.pop((key,), None)
         conversion.notes.pop(key, None)
-        mine = [found for found in conversion.findings if found.ours.partition(":")[0] == key]
-        for found in mine:
+        own_findings = [found for found in conversion.findings if found.ours.partition(":")[0] == key]
+        for found in own_findings:
             conversion.findings.remove(found)
-        given = next((found.theirs for found in mine if found.kind == "mapped"), "")
-        if given or not mine:
+        given = next((found.theirs for found in own_findings if found.kind == "mapped"), "")
+        if given or not own_findings:
             where = f"{conversion.file.marks.file}:{line}" if line else ""
             conversion.report(given or key, where, why, trains)
 
     if ours.get("early_stopping_patience"):
-        conversion.default("metric_for_best_model", "eval_loss", "what early stopping compares")
+        conversion.default("metric_for_best_model", "eval_loss", "early stopping compares it")
     if not ours.get("val_size") and not ours.get("eval_datasets"):
         for key in ("eval_steps", "metric_for_best_model", "greater_is_better"):
             if key in ours:
-                take_back(key, "no rows are held out; set val_size or eval_datasets")
+                remove_key(key, "no rows are held out; set val_size or eval_datasets")
     if ours.get("early_stopping_patience") and not ours.get("eval_steps"):
-        why = "it counts evaluations, and there is one at the end: write eval_steps: N, and early_stopping_patience"
-        take_back("early_stopping_patience", why, trains=True)
+        why = "it counts evaluations, and the only one is at the end: write eval_steps: N and early_stopping_patience"
+        remove_key("early_stopping_patience", why, trains=True)
     if conversion.objective != "sft" and ours.get("packing"):
-        take_back("packing", "rows of preferences and prompts are not packed; shared prompts lie end to end anyway")
+        remove_key("packing", "preference rows and prompts are not packed; shared prompts are concatenated anyway")
     if ours.get("finetuning_type", "full") == "full":
         for key in ADAPTER_KEYS:
             if key in ours:
-                take_back(key, "finetuning_type: full trains all weights")
+                remove_key(key, "finetuning_type: full trains all weights")
     elif (kind := ours.get("adapter_type", "lora")) in ADAPTERS:
         row, quantised = ADAPTERS[kind], ours["finetuning_type"] == "qlora"
         if quantised and not row.on_quantised:
-            take_back(
-                "adapter_type", f"'{kind}' computes with the weights, and qlora keeps them quantised", trains=True
+            remove_key(
+                "adapter_type", f"'{kind}' computes with the base weights, which qlora keeps quantised", trains=True
             )
         elif not quantised and row.start == "quantisation":
-            take_back("adapter_type", f"'{kind}' starts from what quantisation takes: write qlora", trains=True)
+            remove_key(
+                "adapter_type",
+                f"'{kind}' starts from the quantisation error: write finetuning_type: qlora",
+                trains=True,
+            )
     if ours.get("finetuning_type") != "qlora" and "quantization" in ours:
-        take_back("quantization", "only frozen weights under adapters are quantised", trains=True)
+        remove_key("quantization", "only frozen weights under adapters are quantised", trains=True)
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------------
@@ -310,7 +324,7 @@ MACHINES = ("num_machines", "nnodes", "num_nodes", "machine_rank", "node_rank", 
             "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "hostfile", "rdzv_conf",
             "same_network", "deepspeed_hostfile", "deepspeed_multinode_launcher")  # fmt: skip
 OF_THE_TRAINER = {"gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm"}
-"""Options that are read where the Trainer's arguments do not give them -> our key."""
+"""Our key, for launcher options that are used if the Trainer's arguments do not set them."""
 
 
 @dataclass(frozen=True)
@@ -321,27 +335,27 @@ class LauncherOption:
     value: Any
     where: str
     beside: Mapping[str, Any]
-    """the options of the same group"""
+    """Options of the same group."""
     group: str = ""
 
     @property
     def theirs(self) -> str:
-        """The option with its value, for reports."""
+        """Option and value, as reports show them."""
         return f"{self.group}{'.' if self.group else ''}{self.name}: {self.value}"
 
     @property
     def text(self) -> str:
-        """The value in lower case."""
+        """Value in lower case."""
         return str(self.value).lower()
 
 
 def is_accelerate_config(fields: dict[str, Any]) -> bool:
-    """Return True for a file that ``accelerate config`` wrote."""
+    """Return True if the fields are those that ``accelerate config`` writes."""
     return "compute_environment" in fields and "distributed_type" in fields
 
 
 def take_launcher(conversion: Conversion) -> None:
-    """Convert the options of the launcher and the keys of its configuration."""
+    """Convert the options of the launcher and the keys of its configuration file."""
     options = {name: value for name, (value, _) in conversion.file.launcher.items()}
     for name, (value, line) in conversion.file.launcher.items():
         where = f"{conversion.file.path}:{line}"
@@ -355,13 +369,13 @@ def _take_config(conversion: Conversion, name: str, where: str) -> None:
     theirs = f"config_file: {name}"
     path = next((path for path in conversion.file.places(name) if path.is_file()), None)
     if path is None:
-        why = "that file is not here: compare its mixed_precision, its DeepSpeed or FSDP and its processes"
+        why = "the file does not exist here: compare its mixed_precision, DeepSpeed or FSDP, and number of processes"
         conversion.report(theirs, where, why, True)
         return
     try:
         fields, marks, _ = read_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError, RecipeError) as error:
-        conversion.report(theirs, where, f"it cannot be read: {error}", True)
+        conversion.report(theirs, where, f"cannot be read: {error}", True)
         return
     conversion.report(theirs, where, "see its keys", None)
     for key, value in fields.items() if isinstance(fields, dict) else ():
@@ -383,7 +397,7 @@ def _take_option(conversion: Conversion, option: LauncherOption) -> None:
 
 
 def _our_key(option: LauncherOption) -> tuple[str, Any] | None:
-    """Return the key and the value that an option becomes, or None."""
+    """Return our key and value for an option; None if it has no key here."""
     name, value, text = option.name, option.value, option.text
     if name == "mixed_precision" and text == "bf16":
         return "bf16", True
@@ -400,19 +414,19 @@ def _our_key(option: LauncherOption) -> tuple[str, Any] | None:
 
 
 def _why_not_written(option: LauncherOption) -> tuple[str, bool | None]:
-    """Return the reason, and True or False for a loss that does or does not change training; None for no loss."""
+    """Return why an option is not written, and whether training changes without it (None: nothing is lost)."""
     name, text = option.name, option.text
     if name in RANKS:
-        return f"`--nproc {option.value}` of the command", None
+        return f"use `--nproc {option.value}`", None
     if name == "mixed_precision" and text in ("fp16", "fp8"):
-        return f"training in {text} is not here; write bf16: true", True
+        return f"training in {text} is not supported; write bf16: true", True
     if name in ("mixed_precision", "use_fsdp"):
         return "off, as here", None
     if name in OF_THE_TRAINER:
-        return "the recipe says it", None
+        return "set by the recipe", None
     if name in MACHINES:
-        return "`--nproc` starts one machine; docs/guide/many-gpus.md has several", None
+        return "`--nproc` starts ranks on one machine; for several see docs/guide/many-gpus.md", None
     if name.startswith("parallelism_config") or option.group == "parallelism_config":
         off = text in ("1", "none", "false", "true", "0")
         return ("off", None) if off else ("write sequence_parallel_size: N", False)
-    return "the launcher sets ranks and kernels up by itself here", None
+    return "ranks and kernels are set up automatically here", None

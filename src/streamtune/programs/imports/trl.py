@@ -1,4 +1,4 @@
-"""Recipes of TRL: a command ``trl sft``, ``trl dpo`` or ``trl grpo``, or its configuration."""
+"""Convert recipes of TRL: a command ``trl sft``, ``trl dpo`` or ``trl grpo``, or its configuration file."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ OF_GRPO = {
     *("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "reward_weights", "use_vllm"),
     *("mask_truncated_completions", "scale_rewards", "epsilon", "epsilon_high", "reward_model_name_or_path"),
 }
-"""Fields of GRPO alone."""
+"""Fields that only GRPO has."""
 OF_DPO = {
     *("beta", "label_smoothing", "precompute_ref_log_probs", "ref_model_name_or_path", "rpo_alpha", "ld_alpha"),
     *("f_divergence_type", "reference_free", "use_weighting", "loss_weights", "discopop_tau"),
 }
-"""Fields of DPO that SFT lacks."""
+"""Fields of DPO that SFT does not have."""
 OF_OTHERS = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo"}
-"""Fields of other trainers of preferences, and their commands."""
+"""Commands of other preference trainers, by fields that only these trainers have."""
 LOSSES_OF_ROWS = (None, "nll", "chunked_nll", "dft")
 POLICY_LOSSES = (*get_args(PolicyLossName), "cispo", "sapo", "luspo", "vespo")
-"""Losses of GRPO, those that are not here too; any other name, or a list, is a loss of preferences."""
+"""Losses of GRPO, supported or not; any other name, or a list, is a preference loss."""
 Row = dict[str, Any] | None
 """First row of a dataset; None if unknown."""
 
-SERVER = "a server of vLLM is not asked: use_vllm runs vLLM in the process of the training"
+SERVER = "vLLM servers are not supported; use_vllm runs vLLM in the training process"
 COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
 
 
 def _functions(value: Any) -> Any:
-    """Return reward functions as ``module:function``; TRL writes ``module.function``, and its own as ``function``."""
+    """Return reward functions as ``module:function``; TRL writes ``module.function``, or ``function`` for its own."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
         raise UnconvertedError("a list of functions was expected")
@@ -85,11 +85,11 @@ GRPO_FIELDS: dict[str, FieldRule] = field_table(
         **same("use_vllm vllm_gpu_memory_utilization", trains=False),
         "vllm_mode": no_counterpart(SERVER, trains=False, off=("colocate",)),
     },
-    not_needed={"completions.jsonl has them": "log_completions"},
-    lost={"the reference stays as it is": "sync_ref_model"},
+    not_needed={"completions.jsonl records them": "log_completions"},
+    lost={"the reference model is not updated": "sync_ref_model"},
     lost_beside_training={SERVER: "vllm_server_host vllm_server_port vllm_server_timeout"},
 )
-"""Arguments of ``trl.GRPOConfig`` that axolotl and ms-swift have too."""
+"""Arguments of ``trl.GRPOConfig`` that axolotl and ms-swift share."""
 
 SHARED_FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -98,16 +98,16 @@ SHARED_FIELDS: dict[str, FieldRule] = field_table(
             simpo_gamma steps_per_generation undesirable_weight"""),
         **switches("use_rslora use_dora"),
         "top_k": to("top_k", not_negative),
-        "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
-        "f_divergence_type": no_counterpart("reverse KL is the divergence", off=("reverse_kl",)),
-        "top_entropy_quantile": no_counterpart("a loss on the tokens of highest entropy only", off=(1.0, 1)),
+        "bnb_4bit_quant_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
+        "f_divergence_type": no_counterpart("only reverse KL is supported", off=("reverse_kl",)),
+        "top_entropy_quantile": no_counterpart("a loss on high-entropy tokens only", off=(1.0, 1)),
     },
     renamed={"dtype": "dtype torch_dtype", "max_length": "max_length"},
-    not_needed={"vLLM runs in the process of the training": "vllm_max_model_len vllm_tensor_parallel_size"},
+    not_needed={"vLLM runs in the training process": "vllm_max_model_len vllm_tensor_parallel_size"},
     lost={"LD-DPO": "ld_alpha", "a sum of several losses": "loss_weights"},
     lost_beside_training={SERVER: "vllm_server_base_url"},
 )
-"""Arguments of TRL that ms-swift has too."""
+"""Arguments of TRL that ms-swift shares."""
 
 FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -118,7 +118,7 @@ FIELDS: dict[str, FieldRule] = field_table(
             max_prompt_length mask_truncated_completions use_bias_correction_kl"""),
         **same("precompute_ref_log_probs num_completions_to_print", trains=False),
         "lora_target_modules": to("lora_target", split_names),
-        "truncation_mode": to("overlength", one_of({"keep_start": "truncate"}, "a row that is too long loses its end")),
+        "truncation_mode": to("overlength", one_of({"keep_start": "truncate"}, "longer rows are truncated at the end")),
         "reward_funcs": to("reward_funcs", _functions, why="code: needs allow_code: true"),
         "scale_rewards": to(
             "scale_rewards",
@@ -135,12 +135,12 @@ FIELDS: dict[str, FieldRule] = field_table(
             ),
         ),
         "lora_modules_to_save": to("modules_to_save", whole_modules),
-        "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
+        "chat_template_path": to("chat_template", why="a tokenizer folder is not accepted: give the template file"),
         "eos_token": to("special_tokens", lambda value: {"eos_token": value}),
         "test_split_size": to("val_size", trains=False),
-        "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
+        "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
         "model_code_revision": no_counterpart("a revision of the model's code", off=("main",)),
-        "disable_dropout": no_counterpart("dropout of the model's configuration stays on", off=(True,)),
+        "disable_dropout": no_counterpart("dropout of the model's configuration stays enabled", off=(True,)),
         "multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
     },
     renamed={
@@ -155,47 +155,47 @@ FIELDS: dict[str, FieldRule] = field_table(
         "shuffle": "shuffle_dataset",
     },
     not_needed={
-        "chunks need no padding; packing: true saves it": "padding_free pad_to_multiple_of eval_packing pad_token",
+        "chunks need no padding; packing: true avoids it": "padding_free pad_to_multiple_of eval_packing pad_token",
         CHECKPOINTING: "use_logits_to_keep precompute_ref_batch_size use_liger_loss",
         KERNELS: "cast_lm_head_to_fp32 cache_implementation",
-        "read from the columns of the rows": "dataset_kwargs is_encoder_decoder padding_value",
+        "recognised by the columns of the rows": "dataset_kwargs is_encoder_decoder padding_value",
         "rows are prepared when the run starts": "dataset_streaming streaming dataset_batch_size",
-        "completions.jsonl has them": "log_unique_prompts log_multimodal",
+        "completions.jsonl records them": "log_unique_prompts log_multimodal",
         "the task is a causal language model": "lora_task_type ignore_bias_buffers",
         "double quantisation is on for nf4": "use_bnb_nested_quant bnb_4bit_quant_storage",
-        "the temperature of the log-probabilities is that of the completions": "ds3_gather_for_generation",
-        "`accelerate` starts the ranks there: `--nproc N`": "accelerate_config num_processes",
-        "vLLM runs in the process of the training": """vllm_group_port vllm_enable_sleep_mode vllm_model_impl
+        "log-probabilities use the temperature of the completions": "ds3_gather_for_generation",
+        "`--nproc N` starts the ranks": "accelerate_config num_processes",
+        "vLLM runs in the training process": """vllm_group_port vllm_enable_sleep_mode vllm_model_impl
             vllm_max_model_length vllm_device vllm_dtype""",
-        "completions are written by transformers or by vLLM": """use_transformers_paged
+        "transformers or vLLM generates completions": """use_transformers_paged
             use_transformers_continuous_batching transformers_continuous_batching_config""",
-        "read with their switch only": """ref_model_mixup_alpha ref_model_sync_steps entropy_coef_delta entropy_coef_max
+        "read only if enabled": """ref_model_mixup_alpha ref_model_sync_steps entropy_coef_delta entropy_coef_max
             entropy_coef_min entropy_target""",
-        "read with loss_type sapo and vespo only": """sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos
+        "used only with loss_type sapo and vespo": """sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos
             vespo_lambda_neg vespo_lambda_pos""",
     },
     lost={
         "AlphaPO's rewards": "alpha",
         "arguments of from_pretrained": "model_init_kwargs",
-        "adapters on parameters that are no linear layers": "lora_target_parameters",
+        "adapters on parameters that are not linear layers": "lora_target_parameters",
         "WPO weighting of pairs": "use_weighting",
-        "a bonus on entropy": "entropy_coef use_adaptive_entropy",
-        "a mask on tokens far from the policy that wrote them": "off_policy_mask_threshold",
-        "completions have no grammar": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
-        "further settings of generation": "generation_kwargs",
-        "completions call no tools": "max_tool_calling_iterations",
+        "an entropy bonus": "entropy_coef use_adaptive_entropy",
+        "a mask on off-policy tokens": "off_policy_mask_threshold",
+        "structured outputs are not supported": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
+        "other generation settings": "generation_kwargs",
+        "tool calls in completions are not supported": "max_tool_calling_iterations",
         "a reward model: write a reward function that calls it": "reward_model_name_or_path",
         "a folder of a dataset on the hub": "data_dir",
     },
     lost_beside_training={
-        "completions are not drawn in evaluation: write sample": "generate_during_eval",
-        "reverse KL is the divergence": "f_alpha_divergence_coef",
+        "evaluation does not generate completions: write sample": "generate_during_eval",
+        "only reverse KL is supported": "f_alpha_divergence_coef",
         "of the loss discopop": "discopop_tau",
-        "the frozen weights under the adapters are the reference": "force_use_ref_model",
-        "log-probabilities of the trained model are taken": "vllm_importance_sampling_correction",
+        "the base model without its adapters is the reference": "force_use_ref_model",
+        "log-probabilities of the trained model are used": "vllm_importance_sampling_correction",
         "as above": """vllm_importance_sampling_mode vllm_importance_sampling_cap vllm_importance_sampling_clip_max
             vllm_importance_sampling_clip_min""",
-        "evaluation draws num_generations completions": "num_generations_eval",
+        "evaluation generates num_generations completions": "num_generations_eval",
         "a run uploads nothing": "log_completions_hub_repo",
     },
 )
@@ -206,7 +206,7 @@ def _objective(conversion: Conversion) -> str:
     if command:
         if command not in COMMANDS:
             what = f"`trl {command}` has no counterpart"
-            raise conversion.refuse(what=what, fix="sft, dpo, kto, orpo, cpo and grpo have one")
+            raise conversion.refuse(what=what, fix="supported: sft, dpo, kto, orpo, cpo and grpo")
         return COMMANDS[command]
     names, loss = set(conversion.file.fields), conversion.get("loss_type")
     if names & OF_GRPO or loss in POLICY_LOSSES:
@@ -215,7 +215,7 @@ def _objective(conversion: Conversion) -> str:
 
 
 def _command_of(conversion: Conversion) -> str:
-    """Return the command that trains preferences by these fields: ``kto``, ``orpo``, ``cpo``, or ``dpo``."""
+    """Return the preference command that the fields belong to: ``kto``, ``orpo``, ``cpo`` or ``dpo``."""
     found = (command for name, command in OF_OTHERS.items() if name in conversion.file.fields)
     return conversion.file.command or next(found, "dpo")
 
@@ -230,9 +230,9 @@ def _special(conversion: Conversion) -> None:
     elif command in ("kto", "orpo"):
         conversion.ours["loss_type"] = command
     elif command and not conversion.file.command:
-        conversion.default("loss_type", "sigmoid", "as of `trl dpo`; of `trl orpo` write loss_type: orpo")
+        conversion.default("loss_type", "sigmoid", "the default of `trl dpo`; for `trl orpo` write loss_type: orpo")
     if not conversion.get("beta"):
-        conversion.dismiss("use_bias_correction_kl", why="read with beta alone")
+        conversion.dismiss("use_bias_correction_kl", why="used only with beta")
     if "use_peft" in given:
         quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
         kind = "full" if not conversion.take("use_peft") else "qlora" if quantised else "lora"
@@ -258,14 +258,14 @@ def _special(conversion: Conversion) -> None:
 
 
 def _take_texts(conversion: Conversion, first: list[Row]) -> None:
-    """Convert ``dataset_text_field``, the text column of rows that have this column."""
+    """Convert ``dataset_text_field``, the text column of datasets that have this column."""
     name = "dataset_text_field"
     column = conversion.get(name, "text")
     named = [index for index, row in enumerate(first) if row is None or column in row]
     if column == "text":
-        conversion.dismiss(name, why="the name of the column here too")
+        conversion.dismiss(name, why="the default column here too")
     elif not named or conversion.objective != "sft":
-        conversion.dismiss(name, why="the rows have no such column")
+        conversion.dismiss(name, why="the rows do not have this column")
     else:
         entries = list(conversion.ours["datasets"])
         for index in named:
@@ -274,9 +274,11 @@ def _take_texts(conversion: Conversion, first: list[Row]) -> None:
 
 
 def _take_trained(conversion: Conversion, first: list[Row]) -> None:
-    """Convert the trained tokens: by default the completion of prompts and completions, and every other token.
+    """Convert which tokens are trained: by default completions of prompt-completion rows, otherwise all tokens.
 
-    ``first`` holds the first row of each dataset.
+    Args:
+        conversion: The conversion.
+        first: First row of each dataset; None if unknown.
     """
     assistant = conversion.take("assistant_only_loss")
     completion = conversion.file.fields.get("completion_only_loss")
@@ -286,41 +288,41 @@ def _take_trained(conversion: Conversion, first: list[Row]) -> None:
         conversion.put("train_on", "assistant", "assistant_only_loss")
         take_trl_template(conversion)
     elif "assistant_only_loss" in conversion.file.fields:
-        conversion.unneeded("assistant_only_loss", why="off: train_on says it")
+        conversion.unneeded("assistant_only_loss", why="off: train_on sets it")
     why = "no value" if completion is None else "off: train_on is all"
     if completion and not assistant and (not seen or any(pairs)):
         conversion.switch("completion_only_loss", "train_on", "completion")
     elif completion:
-        why = "assistant_only_loss says it" if assistant else "the rows are not prompts and completions"
+        why = "assistant_only_loss sets it" if assistant else "the rows are not prompts and completions"
     conversion.dismiss("completion_only_loss", why=why)
     if conversion.objective != "sft" or assistant or completion is not None:
         return
     for row in first:
         turns = (row or {}).get("completion")
         if isinstance(turns, list) and len(turns) > 1:
-            why = "a completion of several turns is trained whole there; here the assistant's turns of it"
+            why = "there, a completion of several turns is trained whole; here, only its assistant turns"
             conversion.missing("completion_only_loss", why)
     if seen and all(pairs):
         conversion.default("train_on", "completion", "the rows are prompts and completions")
     elif any(pairs):
-        conversion.missing("completion_only_loss", "the first dataset decides it for all rows there; see train_on")
+        conversion.missing("completion_only_loss", "there, the first dataset decides this for all rows; see train_on")
     elif not seen:
-        why = "unset it is true for rows of prompt and completion, which are not here: write train_on: completion then"
+        why = "the rows cannot be read here; if they have prompt and completion, write train_on: completion"
         conversion.missing("completion_only_loss", why)
 
 
 def _take_length(conversion: Conversion) -> None:
-    """Convert the length and the strategy for longer rows: packing may split them, and null cuts nothing."""
+    """Convert the length limit and what happens to longer rows. Packing may split them; null truncates nothing."""
     given = conversion.file.fields
     for name in ("max_length", "max_seq_length"):
         length = conversion.take(name)
         if length not in (None, ""):
             conversion.put("max_length", length, name)
         elif name in given and conversion.objective != "grpo":
-            why = "without a length no row is cut: here longer rows than 2048 are an error, so write max_length"
+            why = "there, no row is truncated; here, rows longer than 2048 are an error: write max_length"
             conversion.lose(name, why=why, trains=False)
             conversion.left.pop("truncation_mode", None)
-            conversion.default("overlength", "error", "no row is cut")
+            conversion.default("overlength", "error", "no row is truncated")
     if conversion.objective == "sft" and conversion.get("truncation_mode") == "keep_end":
         conversion.take("truncation_mode")
         conversion.put("overlength", "truncate", "truncation_mode")
@@ -328,26 +330,26 @@ def _take_length(conversion: Conversion) -> None:
     shuffles = given.get("shuffle_dataset")
     if shuffles is not None and conversion.objective == "grpo":
         conversion.put("shuffle", shuffles, "shuffle_dataset")
-    conversion.dismiss("shuffle_dataset", why="each epoch visits the rows in another order anyway")
+    conversion.dismiss("shuffle_dataset", why="each epoch shuffles the rows anyway")
     strategy = given.get("packing_strategy")
     if conversion.objective != "sft" or not conversion.get("packing"):
-        conversion.dismiss("packing_strategy", why="read with packing only")
+        conversion.dismiss("packing_strategy", why="used only with packing")
     elif strategy in ("wrapped", "bfd_split"):
         conversion.take("truncation_mode")
-        see = "; rows of one sequence see each other there, and never here" if strategy == "wrapped" else ""
-        conversion.switch("packing_strategy", "overlength", "split", note=f"rows go on in the next sequence{see}")
-    conversion.dismiss("packing_strategy", why="packing fills every sequence as far as rows fit")
+        see = "; packed rows attend to each other there, but not here" if strategy == "wrapped" else ""
+        conversion.switch("packing_strategy", "overlength", "split", note=f"rows continue in the next sequence{see}")
+    conversion.dismiss("packing_strategy", why="packing fills every sequence with as many rows as fit")
 
 
 def _take_cpo(conversion: Conversion) -> None:
-    """Convert the loss of TRL's CPO trainer, which adds the NLL to SimPO's loss too."""
+    """Convert the loss of TRL's CPO trainer, which adds an NLL term to SimPO's loss too."""
     loss, alpha = conversion.take("loss_type") or "sigmoid", conversion.get("cpo_alpha", 1.0)
     if loss == "simpo":
         conversion.put("loss_type", "simpo", "loss_type")
         if not alpha:
-            conversion.dismiss("cpo_alpha", why="no NLL is added, as here")
+            conversion.dismiss("cpo_alpha", why="no NLL term, as here")
         elif conversion.take("cpo_alpha") is None:
-            conversion.default("rpo_alpha", alpha, "cpo_alpha there")
+            conversion.default("rpo_alpha", alpha, "from cpo_alpha")
         else:
             conversion.put("rpo_alpha", alpha, "cpo_alpha")
     elif loss == "sigmoid":
@@ -355,7 +357,7 @@ def _take_cpo(conversion: Conversion) -> None:
         if "loss_type" in conversion.file.fields:
             conversion.put("loss_type", "cpo", "loss_type")
     else:
-        conversion.lose("loss_type", why="cpo and simpo are the losses of that trainer here")
+        conversion.lose("loss_type", why="this trainer's supported losses are cpo and simpo")
         conversion.ours["loss_type"] = "cpo"
 
 
@@ -368,14 +370,14 @@ def _take_loss(conversion: Conversion) -> None:
     elif value == "dft":
         conversion.put("loss_type", value, "loss_type")
     else:
-        conversion.lose("loss_type", why="nll, dft and focal are the losses of rows")
+        conversion.lose("loss_type", why="supported sft losses: nll, dft and focal")
 
 
 def take_weights_dtype(conversion: Conversion, *names: str) -> None:
     for name in names:
         value = conversion.file.fields.get(name)
         if value in ("float16", "fp16", "half"):
-            conversion.lose(name, why="weights in float16; here they keep the checkpoint's dtype")
+            conversion.lose(name, why="float16 weights are not supported: they keep the checkpoint's dtype")
         elif value is not None:
             conversion.put("dtype", value, name)
         conversion.dismiss(name, why="no value")
@@ -401,12 +403,12 @@ def _take_datasets(conversion: Conversion) -> None:
         conversion.lose("datasets", why=str(error))
         return
     if entries is not None and not isinstance(entries, list):
-        conversion.lose("datasets", why="a list of datasets was expected")
+        conversion.lose("datasets", why="expected a list of datasets")
         return
     specs = []
     for index, entry in enumerate(entries or []):
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-            conversion.lose("datasets", index, why="an entry without a path")
+            conversion.lose("datasets", index, why="the entry has no path")
             continue
         spec = {"path": entry["path"], **({"name": entry["name"]} if entry.get("name") else {})}
         if entry.get("split"):
@@ -414,30 +416,30 @@ def _take_datasets(conversion: Conversion) -> None:
         files = entry.get("data_files")
         for key in entry.keys() - {"path", "name", "split", "data_files"}:
             if entry[key] is not None:
-                conversion.lose("datasets", index, key, why="no counterpart in a dataset's entry")
+                conversion.lose("datasets", index, key, why="unknown key of a dataset entry")
         local = entry["path"] in ("json", "csv", "parquet", "text")
         if files and not local:
-            conversion.lose("datasets", index, "data_files", why="files of a dataset on the hub: name them by path")
+            conversion.lose("datasets", index, "data_files", why="files of a hub dataset: give them in path")
         paths = (files if isinstance(files, list) else [files]) if files and local else [entry["path"]]
         specs += [{**spec, "path": path} for path in paths]
     put_datasets(conversion, specs, "datasets")
 
 
 def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
-    """Convert ``dataset_test_split``, which TRL reads if the run evaluates."""
+    """Convert ``dataset_test_split``, which TRL uses if the run evaluates."""
     split = conversion.take("dataset_test_split")
     if name is not None and conversion.get("eval_strategy", "no") not in ("no", False):
         spec = {"path": name, "split": str(split or "test"), **({"name": part} if part else {})}
         key = "dataset_test_split" if split else "eval_strategy"
         if str(name).endswith(DATA_FILES):
-            why = f"{name} is a file and has no split '{spec['split']}': write val_size, or eval_datasets"
+            why = f"{name} is a file without a split '{spec['split']}': write val_size or eval_datasets"
             conversion.lose(key, why=why, trains=False) if split else conversion.missing(key, why, trains=False)
             return
         left = dict(conversion.left)
-        conversion.put("eval_datasets", {"test": [spec]}, key, note="the rows of a split", trains=False)
-        conversion.left = left  # eval_strategy has a rule of its own
+        conversion.put("eval_datasets", {"test": [spec]}, key, note="rows of the split", trains=False)
+        conversion.left = left  # eval_strategy has its own rule
     elif "dataset_test_split" in conversion.file.fields:
-        conversion.unneeded("dataset_test_split", why="read where eval_strategy says so")
+        conversion.unneeded("dataset_test_split", why="used only if eval_strategy is set")
 
 
 def _defaults(conversion: Conversion) -> None:
@@ -455,7 +457,7 @@ def _defaults(conversion: Conversion) -> None:
         conversion.default("train_on", "all")
     if not conversion.get("fp16") and conversion.get("bf16") is None:
         conversion.default("bf16", True)
-    conversion.default("dtype", "float32", "older releases keep the checkpoint's: auto")
+    conversion.default("dtype", "float32", "older TRL releases keep the checkpoint's dtype (auto)")
     if objective == "grpo" and ours.get("beta"):
         conversion.default("use_bias_correction_kl", True, "of 1.16")
     if ours.get("finetuning_type") in ("lora", "qlora"):
