@@ -162,7 +162,7 @@ def test_a_pair_that_fits_nowhere(run: Callable[..., int], capfd: pytest.Capture
     )
     assert run("plan", "dpo.yaml", *small, "--length", "4096", "--set", "finetuning_type=lora") == 2
     said = " ".join(capfd.readouterr().err.split())
-    assert "no schedule fits 2 completions of 1 prompt of up to 4,096 tokens, 6,145 in all" in said
+    assert "no schedule fits 2 completions of 1 prompt of up to 4,096 tokens, 6,145 in total" in said
     assert "set max_length: " in said
 
 

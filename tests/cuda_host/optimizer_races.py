@@ -93,7 +93,7 @@ def main(mutants: list[str]) -> None:
     decide_without_values()
     in_backward.math = SimpleNamespace(isfinite=lambda _: True, nan=math.nan)  # type: ignore[assignment]
     if "beside" in mutants:
-        InBackwardBackend._step_beside = step_beside_at_once  # type: ignore[method-assign]
+        InBackwardBackend._step_in_thread = step_beside_at_once  # type: ignore[method-assign]
     torch.cuda._sanitizer.enable_cuda_sanitizer()
     print(json.dumps({f"{kind}, {states}": race_of(kind, states) for kind in STEPS for states in STATES}))
 

@@ -1,4 +1,4 @@
-"""Twenty steps of a recipe on the ranks that are there: the losses it writes down. ``run`` is called by each rank."""
+"""Twenty steps of a recipe on several ranks, and the losses they record; each rank calls ``run``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATA = {
 
 
 def run(case: dict[str, Any]) -> dict[str, list[float]]:
-    """Training and held-out losses by step."""
+    """Return training and held-out losses by step."""
     folder = [tempfile.mkdtemp() if not distributed.is_initialized() or distributed.get_rank() == 0 else ""]
     objective = case.get("objective", "sft")
     if folder[0]:  # by one rank, before the others hear of it

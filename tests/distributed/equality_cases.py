@@ -1,4 +1,4 @@
-"""Steps on several ranks in fp32 beside plain autograd on one, in fp32 and in fp64: gradient by parameter, loss, norm.
+"""Steps of several fp32 ranks compared with plain autograd on one, in fp32 and fp64: gradients, loss and norm.
 
 Every rank computes the truth for itself: the same model, unstreamed, over the rows of all ranks. Ranks have different
 numbers of rows, tokens and targets, prompts are masked, and the last micro-batch of a rank may be a filler.
@@ -34,7 +34,7 @@ RATE, STEPS = 1e-4, 3  # so small that AdamW does not make a difference of weigh
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """The largest errors of any step: a parameter's gradient, beside that of plain autograd in fp32; loss, norm.
+    """Return the largest errors of any step: of a parameter's gradient (also of plain fp32 autograd), loss and norm.
 
     ``excess`` is the most by which any of them is above what plain autograd's error explains.
     """
@@ -121,7 +121,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written_out(model: Any) -> Any:
-    """The model with the weights that 4-bit layers compute with; itself if it has none."""
+    """Return the model with the dequantised weights of its 4-bit layers; the model itself if it has none."""
     if models.quantization(model) is None:
         return model
     import bitsandbytes
@@ -139,7 +139,7 @@ def _written_out(model: Any) -> Any:
 
 
 def _deepspeed(engine: str) -> str | None:
-    """A preset; or a file of the user's own, for what no preset has."""
+    """Return a preset's name, or the path of a DeepSpeed file for options that no preset has."""
     if engine != "zero2_offload":
         return engine if engine.startswith("zero") else None
     config = PRESETS["zero2"]
@@ -162,7 +162,7 @@ def _relative(got: Tensor, want: Tensor, norm: float) -> float:
 
 
 def whole_gradients(backend: Any, model: Any) -> dict[str, Tensor]:
-    """The whole gradient of each parameter, wherever its parts are."""
+    """Return the full gradient of each parameter, gathered from all ranks."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -179,7 +179,7 @@ def whole_gradients(backend: Any, model: Any) -> dict[str, Tensor]:
 
 
 def _rows(recipe: Recipe, step: int, ranks: int) -> list[Any]:
-    """Ragged rows with masked prompts, or pairs; in the last step one too few for all ranks."""
+    """Return rows or pairs of different lengths with masked prompts; the last step has one too few for all ranks."""
     generator = torch.Generator().manual_seed(step)
     count = 2 * ranks * recipe.gradient_accumulation_steps
     if step == STEPS - 1:
@@ -223,7 +223,7 @@ class _Truth:
         self.optimizer = make_optimizer(recipe, model)
 
     def step(self, rows: list[Any]) -> tuple[float, dict[str, Tensor], float]:
-        """Loss, gradients before clipping, and their norm; the weights move on."""
+        """Take a step; return loss, gradients before clipping, and their norm."""
         self.optimizer.zero_grad()
         divisor = (
             len(rows)

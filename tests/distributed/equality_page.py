@@ -1,4 +1,4 @@
-"""docs/reference/equality.md: how far the gradients and losses of several ranks are from those of one.
+"""docs/reference/equality.md: how much gradients and losses of several ranks differ from one rank.
 
 python -m tests.distributed.equality_page          # from what `make test-distributed` has noted
 """
@@ -60,7 +60,7 @@ weights, sft with LoRA on packed rows, dpo. The bound is 1e-4.
 
 
 def note(figure: Noted) -> None:
-    """Keep a figure for the page, where ``STREAMTUNE_EQUALITY`` says that one is to be written."""
+    """Record a figure for the page, if ``STREAMTUNE_EQUALITY`` is set."""
     if os.environ.get("STREAMTUNE_EQUALITY"):
         NOTES.parent.mkdir(parents=True, exist_ok=True)
         with NOTES.open("a", encoding="utf-8") as file:
@@ -68,23 +68,23 @@ def note(figure: Noted) -> None:
 
 
 def plain(case: Noted) -> bool:
-    """Whether each rank has sequences of its own."""
+    """Return True if each rank has its own sequences."""
     return case.get("sequence", 1) == 1
 
 
 def shared(case: Noted) -> tuple[int, str]:
-    """How many ranks share a sequence, and in which form."""
+    """Return how many ranks share a sequence, and in which form."""
     return case.get("sequence", 1), case.get("form", "")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """In Markdown."""
+    """Return a Markdown table."""
     lines = [list(head), ["---"] * len(list(head)), *(list(row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def worst(figures: Iterable[Noted], key: str) -> str:
-    """The largest of a figure; nothing where there is none."""
+    """Return the largest value of a figure; None if there is no value."""
     found = [figure[key] for figure in figures]
     return f"{max(found):.1e}" if found else ""
 

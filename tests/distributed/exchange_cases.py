@@ -1,4 +1,4 @@
-"""Values that ranks send each other, run by :func:`tests.distributed.rank_group.run_ranks` on each of them."""
+"""Values that ranks exchange; :func:`tests.distributed.rank_group.run_ranks` runs these functions on each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sequence(world: World) -> Any:
 
 
 def unsendable(world: World) -> Any:
-    """One rank has what cannot be sent: it and the others say so, and nobody waits."""
+    """One rank has a value that cannot be sent: all ranks raise an error, and none waits."""
     said = []
     for attempt in (
         lambda: world.collect(torch.nn.Linear(1, 1) if world.rank == 1 else 1),
@@ -51,7 +51,7 @@ def unsendable(world: World) -> Any:
 
 
 def errors(world: World) -> Any:
-    """An error of rank 0 is made anew on the others, of its class or the nearest that they know."""
+    """An error of rank 0 is raised on the other ranks with its class, or the nearest known class."""
 
     def fail() -> None:
         raise TemplateLimitError("too long", where="a.jinja:3", fix="shorten it")
@@ -75,7 +75,7 @@ def errors(world: World) -> Any:
 
 
 def garbage(world: World) -> Any:
-    """A rank that sends bytes of its own, and one that announces a size that nothing has."""
+    """One rank sends invalid bytes, another announces an impossible size."""
     said = []
     for size, data in ((4, b"\x80\x04N."), (1 << 60, b""), (-1, b"")):
         try:

@@ -1,4 +1,4 @@
-"""Hooks on a model whose weights ranks share: what they see streamed and plain, under one engine, on every rank."""
+"""Hooks on a sharded model: what they see with the streamed and the plain model under one engine, on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_PARAMETERS = [hook.__name__ for hook in hooks.PARAMETER_HOOKS]
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Calls of a hook by a plain and a streamed model, and the largest relative difference of what they saw.
+    """Return the hook calls of a plain and a streamed model, and the largest relative difference of what they saw.
 
     ``only_mine`` and ``only_theirs`` are the calls of either, where they differ on any rank.
     """
@@ -45,7 +45,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _streamed_too_late(case: dict[str, Any]) -> str:
-    """What is said where the engine has gathered the model's modules before it is streamed."""
+    """Return the error if the engine has gathered the model's modules before it is streamed."""
     model: Any = build("qwen3").train()
     runner = _wrapped(case["engine"], model)
     try:
@@ -62,7 +62,7 @@ def _apart(mine: Tensor, theirs: Tensor) -> float:
 
 
 def _seen(case: dict[str, Any], streamed: bool) -> list[tuple[str, Tensor]]:
-    """What the hook saw in two micro-batches of this rank, and then this rank's part of every gradient."""
+    """Return what the hook saw in two micro-batches of this rank, and this rank's shard of every gradient."""
     model: Any = build("qwen3").train()
     schedule = streamtune.Schedule(chunk_size=case["chunk_size"], stream_grads=case.get("stream_grads", False))
     if streamed and case["engine"] == "zero3":  # which asks which modules it is to gather whole
@@ -98,7 +98,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _wrapped(engine: str, model: Any) -> Any:
-    """The model as its engine's users make it."""
+    """Return the model as users of the engine wrap it."""
     if engine == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if engine == "fsdp":

@@ -1,4 +1,4 @@
-"""Two levels on weights that ranks share: bytes that a rank keeps on the host, and layers gathered at a time."""
+"""Two levels with sharded weights: a rank's bytes on the host, and the layers gathered at a time."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _model(case: dict[str, Any]) -> Any:
 
 
 def recipe_for(engine: str, **more: Any) -> Recipe:
-    """A recipe that names an engine, and no model or data."""
+    """Return a recipe that names an engine, but no model or data."""
     return Recipe(
         model_name_or_path="none",
         datasets=[{"path": "none"}],
@@ -108,7 +108,7 @@ def recipe_for(engine: str, **more: Any) -> Recipe:
 
 
 def _backend(case: dict[str, Any], handle: Any) -> Any:
-    """The recipe's backend, with other values of ``zero_optimization`` where a case has them."""
+    """Return the recipe's backend, with the ``zero_optimization`` values of the case."""
     recipe = recipe_for(case["engine"], finetuning_type=case.get("finetuning", "full"))
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if case["engine"] == "fsdp":

@@ -1,4 +1,4 @@
-"""4-bit weights that ranks divide: the bits that a rank gathers, and the bytes it holds between calls."""
+"""Sharded 4-bit weights: the bits that a rank gathers, and the bytes it holds between calls."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers of bitsandbytes, not those of peft around them, by name."""
+    """Return the layers of bitsandbytes by name, without peft's wrappers."""
     return [(name, module) for name, module in model.named_modules() if type(module) is bitsandbytes.nn.Linear4bit]
 
 
@@ -81,7 +81,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _held(weight: Any) -> int:
-    """Bytes of a weight that this rank holds between calls."""
+    """Return the bytes of a weight that this rank holds between calls."""
     if isinstance(weight, DTensor):
         return weight.to_local().nbytes
     return weight.ds_tensor.nbytes + (weight.data.nbytes if weight.ds_status.name == "AVAILABLE" else 0)

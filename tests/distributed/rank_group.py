@@ -31,7 +31,7 @@ PATIENCE = 300
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: what its command begins with, and more of its environment."""
+    """Where a rank runs: the start of its command, and additional variables."""
 
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +85,7 @@ Work = tuple[str, str, str]
 
 
 def fork_server() -> Any:
-    """Return multiprocessing's context whose processes are forked of one that has imported everything once."""
+    """Return a multiprocessing context whose processes are forked from one that has imported all libraries."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.rank_imports"])
     return context
@@ -140,7 +140,7 @@ def _free_port() -> int:
 
 
 def _run_and_leave(work: Work) -> None:
-    """Run the cases and end the process, whatever threads there are."""
+    """Run the cases and end the process, whatever threads exist."""
     try:
         _main(*work)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Starts ranks of :mod:`tests.distributed.watched` as the launcher does, and waits for their ends."""
+"""Starts ranks of :mod:`tests.distributed.watched` as the launcher does, and waits until they end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SRC = ROOT / "src"
 
 
 def environment(count: int, **more: str) -> dict[str, str]:
-    """Of ranks on this machine."""
+    """Return the variables of ranks on this machine."""
     return {
         **os.environ,
         "PYTHONPATH": f"{SRC}:{ROOT}",
@@ -36,7 +36,7 @@ def start(*arguments: str, count: int = 2, **more: str) -> LocalRanks:
 
 
 def wait(ranks: LocalRanks, seconds: float) -> list[RankEnd]:
-    """How they ended; those that had not by then are ended, and missing."""
+    """Return how the ranks ended; ranks that have not ended in time are killed and left out."""
     ends: list[RankEnd] = []
     until = time.monotonic() + seconds
     try:

@@ -1,4 +1,4 @@
-"""What one rank of several runs into while completions are written and judged, and what all of them then do."""
+"""Errors and stops of one rank while completions are written and scored, and what all ranks then do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _BrokenError(Exception):
 
 
 class _Writer:
-    """Writes each prompt's own ids; may be asked to stop."""
+    """Writes each prompt's own ids; may request a stop."""
 
     def __init__(self, stopped: bool) -> None:
         self.stopped = stopped
@@ -38,7 +38,7 @@ class _Writer:
 
 
 def run(case: str) -> Any:
-    """How each rank ends: the name and text of its error, or what it has."""
+    """Return how each rank ends: name and text of its error, or its result."""
     world = train.World(distributed.get_rank(), distributed.get_world_size())
     last = world.rank == world.size - 1
 

@@ -1,4 +1,4 @@
-"""A training command of several ranks in the background: looked at while it runs, disturbed, and waited for."""
+"""A training command of several ranks in the background, which tests inspect, disturb and wait for."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Running:
             pass
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of a rank."""
+        """Return the process of a rank."""
         self._look()
         for process in self._seen.values():
             try:
@@ -78,7 +78,7 @@ class Running:
         raise AssertionError(f"no rank {number}: {self.stderr}")
 
     def wait_for_step(self, step: int, seconds: float = 240) -> None:
-        """Until the run has done that step."""
+        """Wait until the run has finished this step."""
         until = time.monotonic() + seconds
         while self.step < step:
             assert self.process.poll() is None, self.stderr
@@ -98,7 +98,7 @@ class Running:
         return Path(self._err.name).read_text()
 
     def wait(self, seconds: float) -> int:
-        """The exit code, if it comes in time; and every process it had is gone with it."""
+        """Return the exit code if the run ends in time; all its processes must have ended."""
         code = self.process.wait(seconds)
         until = time.monotonic() + 2
         while (left := [p for p in self._seen.values() if p.is_running() and p.status() != "zombie"]) and (

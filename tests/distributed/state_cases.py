@@ -137,7 +137,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share_of(recipe: Recipe, model: Any, layers: Any, world: train.World) -> Callable[[Any], None]:
-    """What ``make_backend`` has the layers shared with."""
+    """Return the function with which ``make_backend`` shards the layers."""
     if recipe.fsdp:
         return lambda module: share_layer(module, layers)
     assert recipe.deepspeed is not None
@@ -146,7 +146,7 @@ def _share_of(recipe: Recipe, model: Any, layers: Any, world: train.World) -> Ca
 
 
 def _live_bytes() -> int:
-    """Of the storages of all new tensors there are in this process, on the CPU."""
+    """Return the CPU bytes of the storages of all new tensors in this process."""
     tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and type(x) is not DTensor]
     storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors if x.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
@@ -186,7 +186,7 @@ def failure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def apart(case: dict[str, Any]) -> dict[str, Any]:
-    """What is said of a folder that is another on each rank, and of one that is the same."""
+    """Return what is reported for a folder that differs between ranks, and for a shared folder."""
     world = train.World(distributed.get_rank(), distributed.get_world_size())
     train.check_shared_folder(Path(case["folder"]) / "together", world)
     try:
@@ -198,7 +198,7 @@ def apart(case: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _alone(alone: bool) -> Iterator[None]:
-    """One device in this process, whatever the group."""
+    """Train on one device in this process, whatever the process group."""
     before = os.environ["WORLD_SIZE"]
     if alone:
         os.environ["WORLD_SIZE"] = "1"
@@ -209,7 +209,7 @@ def _alone(alone: bool) -> Iterator[None]:
 
 
 def _is_as_saved(built: Run) -> bool:
-    """Whether all ranks together hold, before the first step, what the checkpoint has; bit for bit."""
+    """Return True if all ranks together hold the checkpoint's state bit for bit, before the first step."""
     assert built.checkpoint is not None
     saved, backend = SliceReader(built.checkpoint.path), built.backend
     backend.load_slices(saved)

@@ -1,4 +1,4 @@
-"""Ranks that are not alike, do not come or do not reach each other: the same error on each of them, before training."""
+"""Ranks that differ, are missing or cannot reach each other: all ranks raise the same error before training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_difference_is_the_same_error_on_every_rank() -> None:
     ends = agreed(ALIKE, ALIKE, {**ALIKE, "data": "d2"})
     assert [end.code for end in ends] == [1, 1, 1]
     whats = {end.failure.what for end in ends if end.failure is not None}
-    assert whats == {"the ranks are not alike\n- data: d1 on ranks 0-1 (here); d2 on rank 2 (here)"}
+    assert whats == {"the ranks differ\n- data: d1 on ranks 0-1 (here); d2 on rank 2 (here)"}
 
 
 @pytest.mark.full
@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_come_is_named_on_the_others() -> None:
     assert [end.code for end in ends] == [1, 1, 0]
     for end in ends[:2]:
         assert end.failure is not None
-        assert end.failure.what == "rank 2 of 3 has not called rank 0 on here within 5 s"
+        assert end.failure.what == "rank 2 of 3 has not connected to rank 0 on here within 5 s"
 
 
 def test_who_has_what() -> None:

@@ -1,4 +1,4 @@
-"""Streaming sends what training without it sends, whatever the number of chunks (``benchmarks.communication``)."""
+"""Streaming sends the same bytes as training without it, for any number of chunks (``benchmarks.communication``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets and files of DeepSpeed: filled from the recipe, and refused where the two say different things."""
+"""DeepSpeed presets and files: the recipe fills in values, and contradictions are refused."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def write(folder: Path, **changes: Any) -> str:
 def test_a_file_that_holds_a_secret_is_refused_without_repeating_it(
     changes: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
-    """A run keeps a copy of the configuration, which people share."""
+    """A run keeps a copy of the configuration, and people share runs."""
     name = write(tmp_path, **changes)
-    with pytest.raises(ArgumentError, match=re.escape(f"'{key}' holds ")) as caught:
+    with pytest.raises(ArgumentError, match=re.escape(f"'{key}' contains ")) as caught:
         resolve_config(name, VALUES)
     said = f"{caught.value.what} {caught.value.where} {caught.value.fix}"
     assert not any(secret in said for secret in ("a1a1", "x7Kq", "Ab1Ab1", "pass1234", "Cd2Cd2"))
@@ -106,21 +106,24 @@ def test_a_contradiction_names_both_sides(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError) as caught:
         resolve_config(path, VALUES, where="recipe.yaml:7")
     said = str(caught.value)
-    assert f"{path} says gradient_accumulation_steps: 8, and the recipe makes it 4" in said
+    assert f"{path} has gradient_accumulation_steps: 8, but the recipe gives 4" in said
     assert "recipe.yaml:7" in said
     assert '"gradient_accumulation_steps": "auto"' in said
     nested = write(tmp_path, bf16={"enabled": True})
-    with pytest.raises(ArgumentError, match=r"says bf16\.enabled: true, and the recipe makes it false"):
+    with pytest.raises(ArgumentError, match=r"has bf16\.enabled: true, but the recipe gives false"):
         resolve_config(nested, VALUES)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizer": {"type": "Adam"}}, r"names an optimizer, and the recipe has one \(optim\)"),
-        ({"scheduler": {"type": "WarmupLR"}}, r"names a scheduler, and the recipe has one \(lr_scheduler_type\)"),
-        ({"zero_optimization": {"stage": 0}}, "asks for ZeRO stage 0"),
-        ({"fp16": {"initial_scale_power": "auto"}}, 'leaves fp16.initial_scale_power "auto"'),
+        ({"optimizer": {"type": "Adam"}}, r"has an optimizer, but the recipe chooses it \(optim\)"),
+        ({"scheduler": {"type": "WarmupLR"}}, r"has a scheduler, but the recipe chooses it \(lr_scheduler_type\)"),
+        ({"zero_optimization": {"stage": 0}}, "has ZeRO stage 0, expected"),
+        (
+            {"fp16": {"initial_scale_power": "auto"}},
+            'has fp16.initial_scale_power: "auto", for which the recipe has no value',
+        ),
     ],
 )
 def test_what_a_recipe_says_is_not_said_twice(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -138,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         resolve_config(str(broken), VALUES)
     assert f"{broken}:3" in str(caught.value)
     broken.write_text("[]")
-    with pytest.raises(ArgumentError, match="holds no JSON object"):
+    with pytest.raises(ArgumentError, match="must be a JSON object"):
         resolve_config(str(broken), VALUES)
 
 

@@ -1,4 +1,4 @@
-"""The gradient of several ranks is that of one, whoever shares what: DDP, ZeRO 1 to 3, FSDP2 (``equality_cases``)."""
+"""The gradient of several ranks equals that of one rank: DDP, ZeRO 1 to 3, FSDP2 (``equality_cases``)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_ranks_that_share_sequences_of_layers_with_a_state() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_sequences(size: int) -> None:
-    """Two or four ranks to a sequence, and two sequences of two ranks."""
+    """Two or four ranks per sequence, and two sequences with two ranks each."""
     show(size, check(size, [case for case in SEQUENCES if case["sequence"] <= size], 1800))
 
 

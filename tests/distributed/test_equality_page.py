@@ -1,4 +1,4 @@
-"""The page of `make test-distributed`: which runs stand in which column."""
+"""The page of `make test-distributed`: which runs are in which column."""
 
 from __future__ import annotations
 

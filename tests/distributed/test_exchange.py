@@ -1,4 +1,4 @@
-"""Messages between ranks are JSON: they come back exactly, and a value that is no JSON is an error."""
+"""Messages between ranks are JSON: values are decoded exactly, and other values are errors."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_ranks_exchange_values_and_errors_and_stay_in_step() -> None:
     assert theirs[2] == ["DataError", "no rows", "rows.jsonl:7", "add some", 2]
     assert found["garbage"][0] == []
     assert found["garbage"][1] == [
-        ["DistributedError", "rank 0 sent 4 bytes that are no value of StreamTune's"],
-        ["DistributedError", f"rank 0 announced a value of {1 << 60} bytes"],
-        ["DistributedError", "rank 0 announced a value of -1 bytes"],
+        ["DistributedError", "rank 0 sent 4 bytes that StreamTune cannot decode"],
+        ["DistributedError", f"rank 0 announced a message with an impossible size ({1 << 60} bytes)"],
+        ["DistributedError", "rank 0 announced a message with an impossible size (-1 bytes)"],
     ]
     assert json.dumps(found)

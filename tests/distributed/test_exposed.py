@@ -1,4 +1,4 @@
-"""Exposure of a run of several ranks: the ports it listens on, what it does with bytes it receives, whom it calls."""
+"""What a run of several ranks exposes: its open ports, how it handles received bytes, and its outgoing connections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.hosts import free_port, listen_at, read_hostfile, side_ports
 from streamtune.distributed.launcher import launch
 from streamtune.distributed.remote import SSH
-from streamtune.distributed.wire import MOST_WAITING, Admission, Line, dial, listen, prove
+from streamtune.distributed.wire import MOST_WAITING, Admission, Channel, dial, listen, prove
 from streamtune.errors import ArgumentError, DistributedError
 from tests.distributed.ranks_kit import SRC
 from tests.distributed.running import Running, command
@@ -107,13 +107,13 @@ def test_an_ordinary_name_is_taken(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a b", "a;b", "a\nb", "me@host"])
 def test_rank_0s_address_is_a_name_of_a_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    with pytest.raises(ArgumentError, match="is no name of a host") as caught:
+    with pytest.raises(ArgumentError, match="is not a valid host name") as caught:
         read_environment({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": name})
     assert caught.value.where == "MASTER_ADDR"
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("MASTER_ADDR", name)
-    with pytest.raises(ArgumentError, match="is no name of a host"):
+    with pytest.raises(ArgumentError, match="is not a valid host name"):
         launch(["sft"], nproc=2, hostfile=None, device="cpu")
 
 
@@ -144,9 +144,9 @@ def test_a_secret_of_the_user_makes_the_run_id_of_other_launchers_unknown() -> N
 
 @pytest.fixture
 def admission() -> Any:
-    """Rank 0 of two, in a thread; what it has let in is in ``found``."""
+    """Admit callers as rank 0 of two, in a thread; ``found`` has the admitted ones."""
     env = rank_of_two(0, free_port(), secrets.token_hex(16))
-    found: list[tuple[Line, dict[str, Any]]] = []
+    found: list[tuple[Channel, dict[str, Any]]] = []
     done = threading.Event()
     selector = selectors.DefaultSelector()
     entry = Admission(listen(env, "test"), env, "test", {"about": 1}, selector)
@@ -156,7 +156,7 @@ def admission() -> Any:
             for key, _ in selector.select(0.05):
                 if (admitted := entry.take(key.fileobj)) is not None:
                     found.append(admitted)
-            entry.tidy()
+            entry.close_late()
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -210,7 +210,7 @@ def test_the_run_id_is_what_lets_in(admission: Any) -> None:
 
 def test_what_one_rank_said_lets_nobody_in_a_second_time(admission: Any) -> None:
     env, found = admission
-    with closing(Line(connect(env))) as first, closing(Line(connect(env))) as second:
+    with closing(Channel(connect(env))) as first, closing(Channel(connect(env))) as second:
         first.send({"nonce": "a"})
         heard = first.receive(3)
         proof = {"proof": prove(env, "test", "caller", f"a/{heard['nonce']}"), "rank": 1, "host": "h"}
@@ -227,7 +227,7 @@ def test_what_one_rank_said_lets_nobody_in_a_second_time(admission: Any) -> None
 @pytest.mark.parametrize("rank", [0, 2, -1, "x", None])
 def test_a_rank_is_one_of_the_run(admission: Any, rank: Any) -> None:
     env, found = admission
-    with closing(Line(connect(env))) as line:
+    with closing(Channel(connect(env))) as line:
         line.send({"nonce": "a"})
         nonces = f"a/{line.receive(3)['nonce']}"
         line.send({"proof": prove(env, "test", "caller", nonces), "rank": rank, "host": "h"})
@@ -306,7 +306,7 @@ if os.environ.get("RANK") and os.environ.get("PICKLES_SEEN"):
 
 
 def start(folder: Path, engine: str, *, steps: int = 60, **environment: str) -> Running:
-    """``--nproc 2`` with one of the engines, in which no rank can read a pickle."""
+    """Start ``--nproc 2`` with an engine; the ranks cannot load pickles."""
     write_rows(folder, 20)
     write_recipe(folder, {**TINY, **ENGINES[engine], "max_steps": steps})
     (folder / "sitecustomize.py").write_text(NO_PICKLES)
@@ -315,7 +315,7 @@ def start(folder: Path, engine: str, *, steps: int = 60, **environment: str) -> 
 
 
 def listening(process: int) -> list[tuple[str, int]]:
-    """Addresses and ports at which a process and all it has started listen."""
+    """Return the addresses and ports at which a process and its children listen."""
     whole = psutil.Process(process)
     return sorted(
         {
@@ -328,7 +328,7 @@ def listening(process: int) -> list[tuple[str, int]]:
 
 
 def check_unexposed(running: Running) -> list[tuple[str, int]]:
-    """All it listens at is the loopback."""
+    """Check that the run listens only at the loopback."""
     places = listening(running.process.pid)
     assert places, "rank 0's store, at least"
     assert {address for address, _ in places} <= {HERE, "::1"}, places
@@ -342,7 +342,7 @@ def check_no_pickles(folder: Path) -> None:
 
 
 def attack(places: list[tuple[str, int]], seconds: float) -> list[socket.socket]:
-    """Everything a stranger on this machine can say to open ports: garbage, half a word, much, nothing; 500 calls."""
+    """Send what a stranger on this machine could send to open ports: garbage, half a word, much, nothing; 500 calls."""
     words = (
         b"", b"\x00", b"\xff" * 64, b"GET / HTTP/1.0\r\n\r\n", b'{"nonce": "', os.urandom(4096), b"\x00" * 65536,
         b"[" * 60_000 + b"\n", b'{"token": "x", "rank": 1, "host": "h", "process": ["", 1]}\n',
@@ -365,7 +365,7 @@ def attack(places: list[tuple[str, int]], seconds: float) -> list[socket.socket]
 
 
 def rob_store(places: list[tuple[str, int]]) -> dict[int, list[str]]:
-    """Set and then delete every key of those of these ports that are stores of PyTorch, as a stranger can."""
+    """Set and then delete every key of the PyTorch stores among these ports, as a stranger could."""
     program = f"""
 import json, os, threading
 from datetime import timedelta
@@ -431,4 +431,4 @@ def test_a_port_that_another_program_takes_while_the_run_starts_is_named(tmp_pat
         with socket.create_server((HERE, port)):  # after the launcher has looked, before rank 0 does
             code = running.wait(200)
         assert code == 1
-        assert f"cannot listen at port {port} of {HERE}: another program has it" in running.stderr
+        assert f"cannot listen at port {port} of {HERE}: another program uses it" in running.stderr

@@ -1,4 +1,4 @@
-"""Ranks by one command: who they are, how they start and end, and what is wrong with what was asked for."""
+"""Ranks started by one command: their environment, their start and end, and errors in options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GONE_SECONDS = 30
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe with rows beside it, in the working directory."""
+    """The working directory, with a recipe and rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(SRC))
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
@@ -154,13 +154,13 @@ def test_a_hostfile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        ("a slots=2\nb slotz=3\n", ":2", "no line of a hostfile"),
-        ("-oProxyCommand=x slots=1\n", ":1", "no line of a hostfile"),
-        ("a\n", ":1", "how many ranks"),
-        ("a slots=0\n", ":1", "no slots"),
+        ("a slots=2\nb slotz=3\n", ":2", "not a valid hostfile line"),
+        ("-oProxyCommand=x slots=1\n", ":1", "not a valid hostfile line"),
+        ("a\n", ":1", "lacks the number of ranks"),
+        ("a slots=0\n", ":1", "0 slots, expected at least 1"),
         ("a slots=1\n\na slots=2\n", ":3", "twice"),
-        ("localhost slots=1\nb slots=1\n", ":1", "another machine on every host"),
-        ("# nothing\n", "hosts", "names no host"),
+        ("localhost slots=1\nb slots=1\n", ":1", "a different machine on every host"),
+        ("# nothing\n", "hosts", "has no host"),
     ],
 )
 def test_a_hostfile_that_says_something_else(tmp_path: Path, text: str, line: str, said: str) -> None:
@@ -178,14 +178,14 @@ def test_the_ranks_get_the_arguments_without_those_of_the_launcher() -> None:
 
 def test_no_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--nproc", "0") == 2
-    assert capsys.readouterr().err == "error: 0 ranks cannot train\nwhere: --nproc\nmend: give 1 or more\n"
+    assert capsys.readouterr().err == "error: --nproc must be 1 or more, found 0\nwhere: --nproc\nfix: set 1 or more\n"
 
 
 def test_ranks_of_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     assert run("--nproc", "2") == 2
-    assert "this is rank 0 of 2 already, started by torchrun" in capsys.readouterr().err
+    assert "this process is already rank 0 of 2, started by torchrun" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(
@@ -194,7 +194,7 @@ def test_a_port_that_is_taken(
     with socket.create_server(("", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
         assert run("--nproc", "2") == 2
-    assert "is taken by another program\nwhere: MASTER_PORT" in capsys.readouterr().err
+    assert "is in use by another program\nwhere: MASTER_PORT" in capsys.readouterr().err
     assert not (folder / "runs").exists()
 
 
@@ -208,12 +208,12 @@ def test_the_agent_of_another_host_starts_without_a_warning() -> None:
 def test_more_ranks_than_devices() -> None:
     _check_devices(Host("here", 4), 4)
     _check_devices(Host("here", 4), 0)  # on the CPU
-    with pytest.raises(ArgumentError, match="4 ranks need as many devices, and here has 2"):
+    with pytest.raises(ArgumentError, match="4 ranks need 4 devices, but here has 2"):
         _check_devices(Host("here", 4), 2)
 
 
 def ssh(folder: Path, line: str) -> str:
-    """A command in ssh's place, given a host and a line for its shell."""
+    """Write a replacement of ssh, which gets a host and a shell command line."""
     path = folder / "ssh"
     path.write_text(f"#!/bin/sh\n{line}\n")
     path.chmod(0o755)
@@ -245,7 +245,7 @@ def test_a_host_that_cannot_help(
 def test_ranks_of_another_host(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the agent there and back: rank 0's output, and the exit code."""
+    """Through the agent and back: rank 0's output, and the exit code."""
     monkeypatch.setenv("STREAMTUNE_SSH", ssh(folder, 'exec sh -c "$2"'))
     Path("hosts").write_text("faraway slots=2\n")
     assert launch(["--version"], nproc=None, hostfile=Path("hosts")) == 0
@@ -260,7 +260,9 @@ def test_ranks_of_another_host(
 
 def test_the_rank_that_failed_first_is_named() -> None:
     own = Failure.of(DataError("broken", where="rows:1"), 1, "b")
-    accusation = Failure(1, "b", "rank 1 on b died without a word, in step 3, batch 1/2", own=False, seen="died")
+    accusation = Failure(
+        1, "b", "rank 1 on b died without reporting an error, in step 3, batch 1/2", own=False, seen="died"
+    )
     echo = Failure.of(RuntimeError("connection closed by peer"), 0, "a")
     cases = [
         # An error of one rank, and what the others saw of it.
@@ -276,7 +278,11 @@ def test_the_rank_that_failed_first_is_named() -> None:
             "broken",
         ),
         # One without a word, but with a log.
-        ([RankEnd(1, "b", 3, None, ("Segfault ahead",), "rank-0001.log")], 3, "exit code 3\nits last lines:\nSegfault"),
+        (
+            [RankEnd(1, "b", 3, None, ("Segfault ahead",), "rank-0001.log")],
+            3,
+            "code 3\nlast lines of its log:\nSegfault",
+        ),
     ]
     for ends, code, said in cases:
         found = first_failure(ends)
@@ -297,7 +303,7 @@ def test_ranks_that_were_asked_to_end_have_not_failed() -> None:
 
 @pytest.mark.full
 def test_ctrl_c_in_a_terminal_saves_and_the_same_command_goes_on(folder: Path) -> None:
-    """Two ranks in a terminal of their own: rank 0 draws its line there, both stop once, and both go on."""
+    """Two ranks in a terminal: rank 0 draws the live line, both stop once, and both resume."""
     ours, theirs = pty.openpty()
     in_terminal = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
     call = [sys.executable, "-c", in_terminal, *command("sft", "tiny.yaml", "--nproc", "2")]
@@ -332,7 +338,7 @@ def test_ctrl_c_in_a_terminal_saves_and_the_same_command_goes_on(folder: Path) -
 
 @pytest.mark.slow
 def test_fewer_ranks_whose_steps_would_have_fewer_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The refusal speaks of keys that a user writes, and what it advises works."""
+    """The error names keys that a user writes, and its fix works."""
     write_recipe(folder, {**TINY, "train_batch_size": None, "per_device_train_batch_size": 2, "max_steps": 2})
     with Running(folder, command("sft", "tiny.yaml", "--nproc", "2")) as running:
         assert running.wait(240) == 0, running.stderr
@@ -362,7 +368,7 @@ def test_a_rank_that_is_gone_ends_all_within_seconds(folder: Path, how: signal.S
         began = time.monotonic()
         assert running.wait(GONE_SECONDS) == (137 if how == signal.SIGKILL else 1), running.stderr
         print(f"{how.name} of rank {rank}: all gone after {time.monotonic() - began:.1f} s")
-    said = "was killed by SIGKILL" if how == signal.SIGKILL else "has said nothing for 15 s: stopped by a signal"
+    said = "was killed by SIGKILL" if how == signal.SIGKILL else "has not responded for 15 s: stopped by a signal"
     assert running.stderr.count("error:") == 1
     assert f"error: rank {rank} on {socket.gethostname()} {said}, in step" in running.stderr
 
@@ -402,5 +408,5 @@ def test_an_error_of_one_rank_is_the_one_that_is_shown(folder: Path, launcher: s
         assert running.wait(GONE_SECONDS) == 1, running.stderr
     assert running.stderr.count("error: ") == 1
     assert f"error: rank 1 on {socket.gethostname()} failed: out of memory in step" in running.stderr
-    assert "mend: " in running.stderr
+    assert "fix: " in running.stderr
     assert (running.run / "logs/rank-0001.log").exists()

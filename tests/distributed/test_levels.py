@@ -1,4 +1,4 @@
-"""Two levels where ranks share the weights: a layer that runs forward again is gathered once more, and freed after.
+"""Two levels with sharded weights: a layer that runs forward again is gathered once more, and then freed.
 
 The gradient is that of one process, each extra forward costs one gather, gradients are reduced as often as before, and
 a rank holds the layer inputs that one holds which has the weights whole.
@@ -84,7 +84,7 @@ def test_each_extra_forward_is_one_gather() -> None:
 
 @pytest.mark.slow
 def test_a_rank_holds_what_whole_weights_hold() -> None:
-    """And two layers are gathered at a time: the one that goes backward, and the one that runs again."""
+    """Two layers are gathered at a time: the one in its backward, and the one that runs forward again."""
     engines = [("fsdp", 2), ("zero3", 1), ("zero3_offload", 1)]
     cases = [
         {"engine": engine, "finetuning": finetuning, "schedule": AWAY}

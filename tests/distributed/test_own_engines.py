@@ -1,4 +1,4 @@
-"""Engines of a user's own: hooks run as often streamed as plain, with the same values; trainers give equal losses."""
+"""A user's own engine: hooks run as often streamed as plain and see the same values; trainers give equal losses."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def cases(engine: str) -> list[dict[str, Any]]:
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_hooks(engine: str) -> None:
-    """In fp32, as these engines compute: the values to 1e-5."""
+    """In fp32, as these engines compute; values agree to 1e-5."""
     compare(cases(engine), 400)
 
 
 def few(engine: str) -> list[dict[str, Any]]:
-    """One hook of a parameter and one of a layer."""
+    """Return one hook of a parameter and one of a layer."""
     return [case for case in cases(engine) if case["hook"] in ("tensor_hook", "forward_hook")][1:5:3]
 
 
@@ -48,7 +48,7 @@ def test_a_few() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["fsdp", "zero3"])
 def test_hooks_of_layers_see_gradients_that_are_streamed(engine: str) -> None:
-    """A gradient is not left with the layer before where a hook waits for it between the two."""
+    """A gradient is not left for the layer before if a hook between the two layers waits for it."""
     names = ("full_backward_hook", "backward_pre_hook")
     asked = [case for case in cases(engine) if case["hook"] in names and case["place"] == "model.layers.0"]
     assert len(asked) == 2
@@ -64,7 +64,7 @@ def test_a_model_that_deepspeed_has_taken_apart_is_refused() -> None:
 
 
 def compare(asked: list[dict[str, Any]], patience: float, *others: dict[str, Any]) -> dict[str, Any]:
-    """Assert that the hooks of these cases saw the same; return what was found of others."""
+    """Check that the hooks of these cases saw the same; return other findings."""
     found = run_ranks(2, "tests.distributed.hook_cases", [*asked, *others], patience)
     apart = {text: found.pop(text) for text in map(json.dumps, others)}
     wrong = {}

@@ -1,4 +1,4 @@
-"""Adapters on a 4-bit base that ranks divide: the gradient of one process, the same bits, a part on each rank."""
+"""Adapters on a sharded 4-bit base: the gradient of one process, the same bits, and one shard per rank."""
 
 from __future__ import annotations
 

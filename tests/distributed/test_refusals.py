@@ -1,4 +1,4 @@
-"""Refusals of several ranks: one error on one screen, from the real command, and no process left."""
+"""Errors of several ranks with the real command: one error on one screen, and no process left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINES = 24
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe that is refused, and what is said."""
+    """A recipe that is refused, and parts of the error."""
 
     said: tuple[str, ...]
     keys: dict[str, Any] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Case:
 CONFLICT = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 7}
 CASES = {
     "conflict": Case(
-        ("ds.json says gradient_accumulation_steps: 7, and the recipe makes it 2", 'write "gradient_accum'),
+        ("ds.json has gradient_accumulation_steps: 7, but the recipe gives 2", 'set "gradient_accum'),
         {"deepspeed": "ds.json"},
     ),
     "two engines": Case(("'deepspeed' and 'fsdp' exclude each other",), {"deepspeed": "zero2", "fsdp": True}),
@@ -48,7 +48,7 @@ CASES = {
 
 
 def refused(case: Case, folder: Path) -> list[str]:
-    """Return the faults of a case's end."""
+    """Return the faults in the end of a case."""
     folder.mkdir()
     write_rows(folder, 20)
     (folder / "ds.json").write_text(json.dumps(CONFLICT))

@@ -61,7 +61,7 @@ DPO = {"objective": "dpo", "recipe": "dpo.yaml"}
 
 
 def prepare(folder: Path) -> None:
-    """Rows, a recipe of four steps saved after two, and a model of eight layers."""
+    """Write rows, a recipe of four steps that saves after two, and a model with eight layers."""
     write_rows(folder, 40)
     steps = {"max_steps": 4, "save_steps": 2, "train_batch_size": 8, "per_device_train_batch_size": 2}
     recipe = {**RECIPE, **steps, "max_length": 128, "engine": FIXED, "device": "cpu", "seed": 3}
@@ -77,12 +77,12 @@ def prepare(folder: Path) -> None:
 
 
 def begin(folder: Path, layout: str, kind: str = "plain", **more: Any) -> dict[str, Any]:
-    """A run from its beginning."""
+    """Return a run from its beginning."""
     return {"folder": str(folder), "layout": layout, "output": f"{kind}-{layout}", "settings": SETTINGS[kind], **more}
 
 
 def go_on(folder: Path, before: str, layout: str, kind: str = "plain", size: str = "") -> dict[str, Any]:
-    """What goes on with the second step of another run."""
+    """Return a run that resumes from the second step of another run."""
     return {
         **begin(folder, layout, kind),
         "output": f"{kind}-{before}-{layout}{size}",
@@ -95,7 +95,7 @@ def by_output(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any], baseline: dict[str, Any]) -> None:
-    """Every run that went on, against the run it went on with and against one device."""
+    """Compare each resumed run with the run it resumed and with one device."""
     for name, result in found.items():
         if "losses" not in result:
             continue
@@ -113,7 +113,7 @@ def check(found: dict[str, Any], baseline: dict[str, Any]) -> None:
 
 
 def loads(folder: Path, name: str) -> None:
-    """``final/`` is what transformers loads, and its weights are those of the checkpoint of the last step."""
+    """Check that transformers loads ``final/`` with the weights of the last step's checkpoint."""
     model, info = AutoModelForCausalLM.from_pretrained(folder / name / "final", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -123,7 +123,7 @@ def loads(folder: Path, name: str) -> None:
 
 @pytest.mark.full
 def test_two_ranks_that_exchange_losses_alone_step_as_one(tmp_path: Path) -> None:
-    """With rows of their own, pairs of their own, and parts of the same rows."""
+    """With own rows, own pairs, and shards of the same rows."""
     prepare(tmp_path)
     cases: Cases = [
         begin(tmp_path, "one", "losses"),
@@ -171,7 +171,7 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
     for off_thread in (True, False):
         result = failures[off_thread]
         assert result["went_on"] is off_thread
-        assert "step-000001 is larger than a file may be" in result["said"][1]  # the case sets ulimit -f
+        assert "step-000001 exceeds the limit on file size" in result["said"][1]  # the case sets ulimit -f
         assert result["said"][0].startswith("rank 1: ")
         assert result["left"] == []
     assert "is not the same directory on all nodes" in found["apart"]["said"]
@@ -185,7 +185,7 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
 def test_ranks_go_on_with_the_state_of_every_kind_of_optimizer(
     tmp_path: Path, optimizers: dict[str, list[str]]
 ) -> None:
-    """The same steps as on one device; a state that another layout goes on with, bit for bit."""
+    """The same steps as on one device, and a state that another layout resumes bit for bit."""
     prepare(tmp_path)
     cases: Cases = []
     for name, layouts in optimizers.items():
@@ -200,7 +200,7 @@ def test_ranks_go_on_with_the_state_of_every_kind_of_optimizer(
 
 
 def _check_memory(folder: Path, found: list[dict[str, Any]]) -> None:
-    """No rank held the whole model while it was loaded, and rank 0 wrote it in pieces; it is the same model."""
+    """Check that no rank held the whole model while loading, that rank 0 wrote it in parts, and that it is the same."""
     for result in found:
         assert max(result["loading"]) < 0.8 * result["whole"], result
         assert max(result["held"]) < 0.6 * result["whole"] or "fsdp" in str(result), result
@@ -252,7 +252,7 @@ def test_four_ranks_and_two_go_on_with_each_other(tmp_path: Path) -> None:
 
 
 def test_a_slice_is_read_from_any_cut(tmp_path: Path) -> None:
-    """Ranges of tensors with rows, of one dimension, of a count; those of an older checkpoint are whole."""
+    """Ranges of tensors with rows, with one dimension, and of a scalar; old checkpoints have whole tensors."""
     whole = torch.arange(60.0).reshape(5, 3, 4)
     save_file({"w/exp_avg": whole, "w/step": torch.tensor(3.0)}, tmp_path / "optimizer-00001.safetensors")
     reader = SliceReader(tmp_path)

@@ -1,4 +1,4 @@
-"""Two machines: network name spaces on this one, joined by a pair of virtual interfaces."""
+"""Two machines: network namespaces on this machine, joined by a pair of virtual interfaces."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def test_a_link_that_is_cut_ends_both_sides(nodes: TwoNodes) -> None:
         began = time.monotonic()
         assert running.wait(GONE_SECONDS) == 1, running.stderr
         print(f"the link was cut: all gone after {time.monotonic() - began:.1f} s")
-    assert "error: rank 1 on 10.77.0.2 has said nothing for 15 s: stopped, or out of reach, in step" in running.stderr
+    assert "error: rank 1 on 10.77.0.2 has not responded for 15 s: stopped or unreachable, in step" in running.stderr
 
 
 @pytest.mark.slow
 def test_a_blocked_port_ends_both_sides(nodes: TwoNodes) -> None:
-    """The process group's connections are dropped, those beside them are not: every rank waits, and says in what."""
+    """The process group's packets are dropped, the watchdog's are not: all ranks wait, and report where."""
     with sft(nodes) as running:
         running.wait_for_step(2)
         nodes.block_process_group()
         began = time.monotonic()
         assert running.wait(GONE_SECONDS) == 1, running.stderr
         print(f"the process group was blocked: all gone after {time.monotonic() - began:.1f} s")
-    assert "error: all ranks have stood still for" in running.stderr
+    assert "error: deadlock: no rank has made progress for" in running.stderr
     assert "all_reduce (train/" in running.stderr
-    assert re.search(r"- what rank \d on 10.77.0.\d sends to 10.77.0.\d:\d+ does not arrive\n", running.stderr)
+    assert re.search(r"- data from rank \d on 10.77.0.\d to 10.77.0.\d:\d+ does not arrive\n", running.stderr)
     assert "a connection between them is blocked" in running.stderr
 
 

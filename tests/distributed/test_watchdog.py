@@ -1,4 +1,4 @@
-"""Ranks that die, stop, stand still or wait for each other, and those that only seem to."""
+"""Ranks that die, are stopped, hang or deadlock, and ranks that only seem to."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FIRST = ("kill", "kill-0", "raise", "gloo-deadlock")
 
 
 class Outcomes:
-    """How the ranks of a case ended, and what rank 0 wrote down. Most of it is waiting, so many cases wait together."""
+    """How the ranks of a case ended, and what rank 0 recorded; cases run at the same time because they mostly wait."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,7 +87,7 @@ QUICK = {"WATCHED_QUICK": "1"}
 
 
 def error(ends: list[RankEnd], count: int = 2) -> str:
-    """The one error of all that ended."""
+    """Return the one error of all ranks that ended."""
     found = first_failure(ends)
     assert found is not None
     assert len(ends) == count, ends
@@ -99,14 +99,14 @@ def test_a_killed_rank_ends_the_others(outcomes: Outcomes) -> None:
     ends, events = outcomes["kill"]
     assert "rank 1 on here was killed by SIGKILL, in step 3, batch 1/1" in error(ends)
     assert [end.code for end in ends] == [1, -9]
-    assert "died without a word" in json.loads(events[-1])["what"]
+    assert "died without reporting an error" in json.loads(events[-1])["what"]
     assert "rank 0 on here was killed by SIGKILL, in step 3, batch 1/1" in error(outcomes["kill-0"][0])
 
 
 @pytest.mark.full
 def test_a_stopped_rank_is_found_and_ended(outcomes: Outcomes) -> None:
-    assert "rank 1 on here has said nothing for 6 s: stopped by a signal, in step 3" in error(outcomes["stop"][0])
-    assert "rank 0 on here has said nothing for 6 s: stopped by a signal" in error(outcomes["stop-0"][0], 3)
+    assert "rank 1 on here has not responded for 6 s: stopped by a signal, in step 3" in error(outcomes["stop"][0])
+    assert "rank 0 on here has not responded for 6 s: stopped by a signal" in error(outcomes["stop-0"][0], 3)
 
 
 @pytest.mark.full
@@ -121,7 +121,7 @@ def test_an_error_of_one_rank_is_that_of_all(outcomes: Outcomes) -> None:
 @pytest.mark.full
 def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_in(outcomes: Outcomes) -> None:
     said = error(outcomes["gloo-deadlock"][0])
-    assert "all ranks have stood still for" in said
+    assert "deadlock: no rank has made progress for" in said
     assert "rank 0 on here waits in all_reduce (distributed/watched.py:" in said
     assert "rank 1 on here waits in barrier (distributed/watched.py:" in said
 
@@ -129,17 +129,17 @@ def test_ranks_that_wait_for_each_other_are_named_with_what_they_wait_in(outcome
 @pytest.mark.full
 def test_the_rank_that_keeps_the_others_waiting_is_named(outcomes: Outcomes) -> None:
     said = error(outcomes["gloo-sleep"][0])
-    assert said.startswith("rank 1 on here has stood still for")
+    assert said.startswith("rank 1 on here has made no progress for")
     assert "while the others wait, in step 3, batch 1/1" in said
     said = error(outcomes["gloo-ddp"][0])
-    assert said.startswith("rank 1 on here has stood still for")
+    assert said.startswith("rank 1 on here has made no progress for")
     assert "rank 0 on here waits in _distributed_broadcast_coalesced (distributed/watched.py:" in said
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["done", "hold", "gloo-straggle"])
 def test_no_alarm(outcomes: Outcomes, case: str) -> None:
-    """A rank that is done before the others, one that holds the interpreter for long, one that is slow."""
+    """A rank that finishes early, one that holds the GIL for long, and one that is slow."""
     ends, _ = outcomes[case]
     assert [(end.code, end.failure) for end in ends] == [(0, None), (0, None)], ends
 
@@ -169,7 +169,7 @@ def test_what_is_no_deadlock() -> None:
     assert find_deadlock([peer(0, **for_hours), peer(1, **for_hours)], limits) is not None, "but not for ever"
     given_up = find_deadlock([peer(0, still=8000.0, placed=8000.0), peer(1, **for_hours)], limits)
     assert given_up is not None
-    assert "rank 1 on h1 has stood still for 8000 s while the others wait, in step 4, scoring" in given_up.what
+    assert "rank 1 on h1 has made no progress for 8000 s while the others wait, in step 4, scoring" in given_up.what
     assert find_deadlock([peer(0, **still), peer(1, **still, phase="starting")], limits) is None
     one_waits = find_deadlock([peer(0, **still), peer(1, **outside)], limits)
     assert one_waits is not None
@@ -181,7 +181,7 @@ def test_what_is_no_deadlock() -> None:
 @pytest.mark.parametrize("text", ["on", "-1", "0", "nan", "1e9", "sixty"])
 def test_a_setting_of_the_watchdog_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMTUNE_WATCHDOG", text)
-    with pytest.raises(ArgumentError, match="neither off nor a number of seconds"):
+    with pytest.raises(ArgumentError, match="must be off, or a number of seconds"):
         Watchdog(RankEnvironment(rank=0, world_size=2))
     Watchdog(RankEnvironment())  # with one rank there is none
 
@@ -193,7 +193,7 @@ def test_the_watchdog_can_be_given_more_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_phase_waited_for_does_not_count_in_the_next() -> None:
-    """A rank that comes back from a judge after 25 s has not stood still, from its first report on."""
+    """A rank that waited 25 s for a judge has made progress from its first report on."""
     vitals = Vitals()
     vitals._moved = vitals._placed = time.monotonic() - 25
     assert vitals.still > 24
@@ -235,7 +235,7 @@ def score(completions, **columns):
 
 @pytest.mark.slow
 def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
-    """In a step and in an evaluation, for longer than ranks may stand still."""
+    """In a step and in an evaluation, for longer than ranks may make no progress."""
     (tmp_path / "judge.yaml").write_text(JUDGED)
     (tmp_path / "judge.py").write_text(JUDGE)
     with Running(tmp_path, command("grpo", "judge.yaml", "--allow-code", "--nproc", "2")) as running:
@@ -247,20 +247,20 @@ def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
     [
         (("all_reduce (x.py:1)", "all_reduce (x.py:1)"), "", "a connection between them is blocked"),
         (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "10.0.0.2:41234", "a connection between them is blocked"),
-        (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "", "one left the path that the others took"),
+        (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "", "find out why one rank took another path"),
     ],
 )
 def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(
     places: tuple[str, str], unanswered: str, fix: str
 ) -> None:
-    """One may be a collective ahead of the other when what is between them breaks: what is sent again tells which."""
+    """If a connection breaks, one rank may be a collective ahead; retransmissions tell the two cases apart."""
     still = {"still": 60.0, "placed": 60.0}
     found = find_deadlock(
         [peer(0, place=places[0], **still, unanswered=unanswered), peer(1, place=places[1], **still)], WatchLimits()
     )
     assert found is not None
     assert fix in (found.fix or "")
-    assert ("- what rank 0 on h0 sends to 10.0.0.2:41234 does not arrive" in found.what) == bool(unanswered)
+    assert ("- data from rank 0 on h0 to 10.0.0.2:41234 does not arrive" in found.what) == bool(unanswered)
 
 
 def test_what_is_computing_on_a_machine_that_is_busy() -> None:
@@ -277,13 +277,13 @@ def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     peers[3].host = peers[2].host
     found = find_failure(peers, 100.0, WatchLimits())
     assert found is not None
-    assert found.what.startswith("ranks 2-3 on h2 have said nothing for 15 s: stopped, or out of reach, in step 4")
+    assert found.what.startswith("ranks 2-3 on h2 have not responded for 15 s: stopped or unreachable, in step 4")
     peers[2].done = peers[3].done = True
     assert find_failure(peers, 100.0, WatchLimits()) is None
 
 
 def test_a_rank_that_was_seen_stopped_is_so_while_it_dies() -> None:
-    """One that another rank ends runs for a moment before it is gone; one that goes on is heard of."""
+    """A rank that another one kills runs for a moment before it is gone; one that continues sends messages."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     silent = Peer(0, "here", 0.0, (this_process()[0], process.pid))
     limits = WatchLimits(silence=6.0)
@@ -299,14 +299,14 @@ def test_a_rank_that_was_seen_stopped_is_so_while_it_dies() -> None:
         assert find_failure([silent], 10.5, limits) is None
         found = find_failure([silent], 20.0, limits)
         assert found is not None
-        assert "stopped, or out of reach" in found.what
+        assert "stopped or unreachable" in found.what
     finally:
         process.kill()
         process.wait()
 
 
 def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:
-    """Ranks find out at the same time, and the first of them ends it before the next one looks."""
+    """Ranks find out at the same time, and the first one kills it before the next one checks."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     machine, _ = this_process()
@@ -315,7 +315,7 @@ def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:
     assert "stopped by a signal" in found.what
     elsewhere = find_failure([Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, WatchLimits(silence=6.0))
     assert elsewhere is not None
-    assert "stopped, or out of reach" in elsewhere.what
+    assert "stopped or unreachable" in elsewhere.what
 
 
 def test_stragglers_need_many_steps_and_are_named_once() -> None:

@@ -22,7 +22,7 @@ STEPS = 4
 
 
 def run(case: dict[str, Any]) -> dict[str, list[float]]:
-    """The losses of both, on rank 0."""
+    """Return the losses of both models on rank 0."""
     plain: Any = build("qwen3")  # before the first Trainer, which has later models made in parts
     if case["adapters"]:
         plain = models.add_lora(plain, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)

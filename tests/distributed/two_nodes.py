@@ -1,4 +1,4 @@
-"""Two machines on one: network name spaces joined by a pair of virtual interfaces, and an ``ssh`` that goes between."""
+"""Two machines on one: network namespaces joined by a pair of virtual interfaces, and an ``ssh`` between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _ip(*arguments: str) -> None:
 
 
 def why_not() -> str:
-    """Why this machine cannot make name spaces; empty where it can."""
+    """Return why this machine cannot create namespaces; empty if it can."""
     if shutil.which("ip") is None:
         return "the command `ip` is not there (iproute2)"
     name = f"st{os.getpid()}x"
@@ -71,19 +71,19 @@ class TwoNodes:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a launcher."""
+        """Return the variables of a launcher."""
         return {"STREAMTUNE_SSH": str(self._ssh)}
 
     def on_first(self, *command: str) -> list[str]:
-        """The command, run on the first machine."""
+        """Return the command that runs on the first machine."""
         return ["ip", "netns", "exec", self.names[0], *command]
 
     def block_process_group(self) -> None:
-        """Drop what the first machine sends over TCP, but for the connections beside the process group's."""
+        """Drop all TCP packets of the first machine, except those of the watchdog's connections."""
         rule = ("-n", self.names[0], "rule", "add", "ipproto", "tcp")
         _ip(*rule, "priority", "1", "iif", "lo", "sport", "15000-24999", "lookup", "main")
         _ip(*rule, "priority", "2", "iif", "lo", "dport", "25000-65534", "blackhole")
 
     def cut(self) -> None:
-        """Take the link down."""
+        """Disable the link."""
         _ip("-n", self.names[1], "link", "set", self.links[1], "down")

@@ -31,7 +31,7 @@ def compute(seconds: float) -> None:
 
 
 def hold_the_interpreter(seconds: float) -> None:
-    """As a library does that computes without letting other threads run."""
+    """Hold the GIL, as a library does that computes without releasing it."""
     sys.setswitchinterval(1000)
     compute(seconds)
     sys.setswitchinterval(0.005)

@@ -1,4 +1,4 @@
-"""Completions of a grpo run on the ranks that are there: the likeliest tokens after a few prompts."""
+"""Completions of a grpo run on several ranks: greedy tokens after a few prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIXED = ["engine.schedule=fixed", "sft_steps=0", "eval_steps=0", "cache=false"]
 
 
 def run(case: dict[str, Any]) -> list[list[int]]:
-    """The tokens after each prompt."""
+    """Return the tokens after each prompt."""
     folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else ""]
     distributed.broadcast_object_list(folder, src=0)
     settings = [f"output_dir={folder[0]}/run", *FIXED, *(f"{key}={json.dumps(value)}" for key, value in case.items())]

@@ -26,15 +26,15 @@ PHASES: dict[str, tuple[str, str, int]] = {
     "backward": ("streamtune.distributed.pytorch", "DdpBackend.backward", 3),
     "optimizer": ("streamtune.distributed.pytorch", "DdpBackend.step", 3),
     "evaluating": ("streamtune.train.loop", "evaluate", 1),
-    "saving": ("streamtune.train.saver", "_write_own", 1),
+    "saving": ("streamtune.train.saver", "_write_rank_state", 1),
 }
 SAVE: dict[str, tuple[str, str, int]] = {
     # within the second save, which is written beside the training
     "before it": ("streamtune.train.saver", "commit_directory", 2),
-    "its own part": ("streamtune.train.saver", "_write_own", 2),
+    "its own part": ("streamtune.train.saver", "_write_rank_state", 2),
     "the index": ("streamtune.train.saver", "write_index", 2),
     "the manifest": ("streamtune.train.saver", "write_manifest", 2),
-    "reading it back": ("streamtune.train.saver", "CheckpointSaver._committed", 2),
+    "reading it back": ("streamtune.train.saver", "CheckpointSaver._verify_and_rotate", 2),
 }
 
 

@@ -74,7 +74,7 @@ def judge(run: Path, status: int, output: str) -> list[str]:
         wrong.append(f"exit code {status}")
     if "Traceback" in output or "this is a defect" in output:
         wrong.append(f"a traceback: {output[-1500:]}")
-    if status == 1 and not ("it takes" in output or "are free" in output):
+    if status == 1 and not ("are needed" in output or "are free" in output):
         wrong.append(f"no figures: {output[-600:]}")
     events = run / "events.jsonl"
     committed = [r for r in lines(events) if r["event"] == "checkpoint"]

@@ -202,36 +202,37 @@ NUMBERS: dict[str, Fault] = {
     "max_rows": (recipe(datasets=[{"path": "rows.jsonl", "max_rows": 10**23}]), (), 2, ("must be at most",)),
     "vocabulary": (recipe(tokenizer={"train": {"vocab_size": 10**10}}), (), 2, ("must be at most 2,000,000",)),
     "rate": (recipe(learning_rate=1e300), (), 2, ("a learning rate of 1e+300 overflows the weights", "tiny.yaml:")),
-    "nproc": (nothing, ("--nproc", "1" + "0" * 23), 2, ("more than a machine takes", "--nproc")),
+    "nproc": (nothing, ("--nproc", "1" + "0" * 23), 2, ("--nproc must be at most 1,024",)),
     "slots 10^23": (written("hosts", b"a slots=1" + b"0" * 23), ("--hostfile", "hosts"), 2,
-                    ("more than any machine has", "hosts:1")),
+                    ("at most 1,024 are allowed", "hosts:1")),
     "slots -3": (written("hosts", b"\na slots=-3\n"), ("--hostfile", "hosts"), 2, ("-3 slots", "hosts:2")),
     "slots 5000 digits": (written("hosts", b"a slots=" + b"9" * 5000), ("--hostfile", "hosts"), 2,
-                          ("no line of a hostfile", "hosts:1")),
+                          ("not a valid hostfile line", "hosts:1")),
     "a hostfile without end": (nothing, ("--hostfile", "/dev/zero"), 2, ("is a pipe or a device",)),
 }  # fmt: skip
 RECORDS: dict[str, Fault] = {
     "metrics not UTF-8": (written("runs/tiny/metrics.jsonl", b'{"step": 1}\n\xff\xfe\n{"step": 2}\n'), GO_ON, 2,
                           ("line 2 of metrics.jsonl is not UTF-8", "metrics.jsonl:2")),
     "metrics without step": (written("runs/tiny/metrics.jsonl", b'{"loss": 1}\n'), GO_ON, 2,
-                             ("has no 'step'", "metrics.jsonl:1")),
-    "metrics with a text": (written("runs/tiny/metrics.jsonl", b'{"step": "a"}\n'), GO_ON, 2, ("has no 'step'",)),
+                             ("has no integer 'step'", "metrics.jsonl:1")),
+    "metrics with a text": (written("runs/tiny/metrics.jsonl", b'{"step": "a"}\n'), GO_ON, 2, ("no integer 'step'",)),
     "metrics not JSON": (written("runs/tiny/metrics.jsonl", b'{"step": 1}\nx\n{"step": 2}\n'), GO_ON, 2,
                          ("line 2 of metrics.jsonl is not JSON",)),
     "events not UTF-8": (written("runs/tiny/events.jsonl", b"\xff\n"), GO_ON, 2, ("events.jsonl is not UTF-8",)),
-    "events a list": (written("runs/tiny/events.jsonl", b"[1]\n"), GO_ON, 2, ("is no JSON object", "events.jsonl:1")),
+    "events a list": (written("runs/tiny/events.jsonl", b"[1]\n"), GO_ON, 2, ("not a JSON object", "events.jsonl:1")),
     "events not JSON": (written("runs/tiny/events.jsonl", b"x\n"), GO_ON, 2, ("is not JSON",)),
-    "run.json a list": (written("runs/tiny/run.json", b"[]"), GO_ON, 2, ("holds no JSON object but a list",)),
-    "run.json a text": (written("runs/tiny/run.json", b'"x"'), GO_ON, 2, ("holds no JSON object but a str",)),
+    "run.json a list": (written("runs/tiny/run.json", b"[]"), GO_ON, 2, ("expected a JSON object, found list",)),
+    "run.json a text": (written("runs/tiny/run.json", b'"x"'), GO_ON, 2, ("expected a JSON object, found str",)),
     "run.json empty": (written("runs/tiny/run.json", b""), GO_ON, 2, ("run.json cannot be read",)),
     "run.json binary": (written("runs/tiny/run.json", b"\xff\x00"), GO_ON, 2, ("run.json cannot be read",)),
-    "run.json in parts": (written("runs/tiny/run.json", b'{"recipe": 5}'), GO_ON, 2, ("its 'recipe' is no JSON",)),
+    "run.json in parts": (written("runs/tiny/run.json", b'{"recipe": 5}'), GO_ON, 2,
+                          ("'recipe' must be an object, found int",)),
 }  # fmt: skip
 NAMES: dict[str, Fault] = {
     "output_dir": (nothing, ("--output-dir", LONG), 2, ("file name is too long",)),
     "dataset": (recipe(datasets=[{"path": LONG + ".jsonl"}]), (), 2, ("File name too long", "tiny.yaml:")),
     "resume": (nothing, ("--resume", LONG), 2, ("too long",)),
-    "output_dir a file": (nothing, ("--output-dir", "rows.jsonl"), 2, ("is not empty, and what is in it is not",)),
+    "output_dir a file": (nothing, ("--output-dir", "rows.jsonl"), 2, ("is not empty and has no run of streamtune",)),
 }
 SLOW = ("models", "inits")
 """Those whose faults are found after libraries and rows were looked at; ``FEW`` of them are tried each time."""
@@ -293,7 +294,7 @@ def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str) -> None:
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
     assert unclear(output) == [], output
-    assert ("memory ran out" if "-v" in limit else "larger than a file may be here") in " ".join(output.split()), output
+    assert ("memory ran out" if "-v" in limit else "exceeds the limit on file size") in " ".join(output.split()), output
 
 
 FULL = """
@@ -321,4 +322,4 @@ def test_no_room_for_temporary_files_anywhere(tmp_path: Path, tmpdir: str | None
     assert done.returncode == 1, output
     assert unclear(output) == [], output
     assert "no directory for temporary files that can be written to" in output
-    assert f"where: {f'TMPDIR={tmpdir}' if tmpdir else '/tmp'}\nmend: set TMPDIR to a directory with room" in output
+    assert f"where: {f'TMPDIR={tmpdir}' if tmpdir else '/tmp'}\nfix: set TMPDIR to a directory with room" in output

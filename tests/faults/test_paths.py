@@ -14,7 +14,15 @@ from safetensors.torch import save_file
 from streamtune.base.paths import unsafe_name_reason
 from streamtune.errors import ArgumentError, CheckpointError, StreamTuneError
 from streamtune.models import ModelOptions, init_model, load_model
-from streamtune.train.checkpoint import MANIFEST, NEEDED, Manifest, _text, open_checkpoint, supersede, write_manifest
+from streamtune.train.checkpoint import (
+    MANIFEST,
+    REQUIRED_FILES,
+    Manifest,
+    _manifest_text,
+    open_checkpoint,
+    supersede,
+    write_manifest,
+)
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import Keep, rotate
 from tests.faults.figures import tell
@@ -38,7 +46,7 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(tmp_path / "secret")  # sound weights, outside
     checkpoint = tmp_path / "inside" / "step-000001"
     checkpoint.mkdir()
-    for name in NEEDED:
+    for name in REQUIRED_FILES:
         (checkpoint / name).write_text("{}")
     state = {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
     for payload in PAYLOADS:
@@ -51,9 +59,9 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
         if isinstance(payload, str):
             outside = {"bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
             # Sound but for the name: sealed as one of ours is.
-            text = _text(Manifest("run", 1, None, {**dict.fromkeys(NEEDED, state), payload: outside}))
+            text = _manifest_text(Manifest("run", 1, None, {**dict.fromkeys(REQUIRED_FILES, state), payload: outside}))
             (checkpoint / MANIFEST).write_text(text)
-            with pytest.raises(CheckpointError, match=r"which is no file of a checkpoint|is missing"):
+            with pytest.raises(CheckpointError, match=r"which is not a valid path in a checkpoint|is missing"):
                 open_checkpoint(checkpoint)
     assert [name for name in PLAIN if unsafe_name_reason(name)] == []
     tell("path_payloads", confined, len(PAYLOADS))

@@ -24,7 +24,7 @@ from tests.faults.rank_trap import PHASES
 from tests.sft_kit import write_recipe, write_rows
 
 CODES = {"SIGKILL": 137, "SIGSTOP": 1, "wait": 1}
-STANDS = re.compile(r"error: .*stood still for \d+ s.*(\n- ranks? [\d-].* (waits?|stands?) in \w+ \(.+:\d+\))+")
+STANDS = re.compile(r"error: .*made (no )?progress for \d+ s.*(\n- ranks? [\d-].* (waits?|is|are) in \w+ \(.+:\d+\))+")
 START_SECONDS = 180
 RECIPE = {**TINY, "save_steps": 4, "eval_steps": 3, "val_size": 4}
 """The third step begins with the phases of a step broken; it ends with an evaluation, and the fourth with a save."""

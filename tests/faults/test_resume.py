@@ -154,13 +154,13 @@ def test_a_change_is_refused_by_name_and_goes_on_where_it_is_allowed(zygotes: Zy
     done = zygotes.run(tmp_path, *change)
     assert done.status == 2
     said = " ".join(done.output.split())
-    assert "learning_rate was 0.01 and is 0.02" in said
+    assert "learning_rate was 0.01, is now 0.02" in said
     assert "--allow-change learning_rate" in said
     done = zygotes.run(tmp_path, *change, "--allow-change", "learning_rate")
     assert done.status == 0, done.output
     said = " ".join(done.output.split())
-    assert "going on with a change: learning_rate was 0.01 and is 0.02" in said
-    assert "going on with a change: save_steps was 2 and is 1" in said
+    assert "going on with a change: learning_rate was 0.01, is now 0.02" in said
+    assert "going on with a change: save_steps was 2, is now 1" in said
     rates = [json.loads(line).get("lr") for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     assert rates[2] == pytest.approx(2 * rates_of(kept)[2])
 
@@ -189,7 +189,7 @@ def test_other_data_is_refused_and_goes_on_where_it_is_allowed(zygotes: Zygotes,
     )
     done = zygotes.run(tmp_path)
     assert done.status == 2
-    assert "the data is not the same" in " ".join(done.output.split())
+    assert "the data changed" in " ".join(done.output.split())
     done = zygotes.run(tmp_path, "--allow-change", "data")
     assert done.status == 0, done.output
     assert "it is gone through from its beginning" in " ".join(done.output.split())

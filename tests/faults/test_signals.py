@@ -120,9 +120,9 @@ def test_a_run_whose_steps_were_mostly_skipped_has_failed(zygotes: Zygotes, tmp_
     done = zygotes.run(tmp_path, hook="not_finite_but_the_first")
     assert done.status == 1, done.output
     assert "9 of 10 steps were skipped" in done.output
-    assert "the first was step 2, at learning rate 0.00" in done.output
+    assert "the first was step 2, with learning rate 0.00" in done.output
     assert "weights in float32" in done.output
-    assert "the model and the checkpoints are kept" in done.output
+    assert "model and checkpoints are kept" in done.output
     assert "Done" not in done.output
     assert (tmp_path / "runs/tiny/final/model.safetensors").exists()
     again = zygotes.run(tmp_path)  # at its end already, and as little trained as before

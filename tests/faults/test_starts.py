@@ -73,7 +73,7 @@ def test_a_dry_run_neither_needs_the_lock_nor_leaves_anything(zygotes: Zygotes, 
     assert not (tmp_path / "runs").exists()
     assert zygotes.run(tmp_path).status == 0
     before = tree(tmp_path / "runs")
-    with RunDirectory(tmp_path / "runs/tiny").hold():
+    with RunDirectory(tmp_path / "runs/tiny").lock():
         assert zygotes.run(tmp_path, "--dry-run").status == 0
         assert zygotes.run(tmp_path).status == 2
     before.pop("tiny/.lock")
@@ -121,7 +121,7 @@ def test_a_run_none_of_whose_checkpoints_can_be_used_is_left_as_it_is(
     assert "going back" not in told
     if damage == "flipped":
         for path in saved:
-            assert f"{path.relative_to(tmp_path)} is damaged: optimizer-00001.safetensors is not what was written" in (
+            assert f"{path.relative_to(tmp_path)} is damaged: optimizer-00001.safetensors was changed" in (
                 told.replace(f"{tmp_path}/", "")
             )
     after = tree(run)

@@ -15,7 +15,7 @@ import pytest
 import streamtune
 from streamtune.base.child import Child
 from streamtune.base.safe_path import safe_environment
-from streamtune.distributed.remote import passed_on
+from streamtune.distributed.remote import exported_variables
 from streamtune.train.progress import draw_loss
 from tests.faults.kit import write_sft
 
@@ -178,7 +178,7 @@ def test_lists_of_directories_have_no_empty_entries() -> None:
     assert safe_environment(given) == {
         "PATH": "/bin:/usr/bin", "PYTHONPATH": "", "LD_LIBRARY_PATH": "/opt/lib", "HOME": ":", "PYTHONSAFEPATH": "1",
     }  # fmt: skip
-    there = passed_on(given)
+    there = exported_variables(given)
     assert (there["PYTHONSAFEPATH"], there["PYTHONPATH"], there["PATH"]) == ("1", "", "/bin:/usr/bin")
 
 

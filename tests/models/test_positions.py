@@ -238,7 +238,7 @@ def test_a_run_saves_resumes_and_exports_its_positions(
     assert "rope_theta" in capsys.readouterr().err
     assert run("--set", "rope_scaling.factor=9.0") == 2
     assert (
-        'rope_scaling was {"rope_type": "yarn"} and is {"rope_type": "yarn", "factor": 9.0}' in capsys.readouterr().err
+        'rope_scaling was {"rope_type": "yarn"}, is now {"rope_type": "yarn", "factor": 9.0}' in capsys.readouterr().err
     )
     assert run("--set", "max_steps=3", "--allow-change", "max_steps") == 0
     from streamtune.cli import main

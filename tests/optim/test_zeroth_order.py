@@ -211,7 +211,7 @@ def test_an_eps_that_is_rounded_off_is_refused(dtype: torch.dtype, eps: float, r
     model = build("qwen3", dtype=dtype)
     if refused:
         with pytest.raises(
-            ArgumentError, match=r"eps of 3e-05 is rounded off in \d+% of the weights, which are in bfloat16"
+            ArgumentError, match=r"eps 3e-05 is too small: rounding absorbs it in \d+% of the weights \(bfloat16\)"
         ):
             ForwardBackend(model, optimizer_of(model, eps=eps), decoder_layers(model))
     else:

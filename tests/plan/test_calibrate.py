@@ -1,4 +1,4 @@
-"""Rates of this machine: measured once, kept, and measured again where what is kept cannot be read."""
+"""Rates of this machine are measured once, cached, and measured again if the cache cannot be read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """Stands for a measurement; the list grows with each."""
+    """Replace the measurement by a fake; the list grows with each call."""
     calls: list[torch.dtype] = []
 
     def measure(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -59,14 +59,14 @@ def test_measured_once(home: Path, measured: list[torch.dtype]):
     assert measured == [torch.float32] * 2 + [torch.bfloat16] * 2  # two rounds
     assert len(told) == 2
     assert cache_file() == home / "streamtune" / "rates.json"
-    assert len(calibrate._saved().read_json()) == 2
+    assert len(calibrate._cache().read_json()) == 2
     assert sorted(path.name for path in cache_file().parent.iterdir()) == [".rates.json.lock", "rates.json"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"KEY": {"speed": 1}}', '{"KEY": 3}'])
 def test_what_cannot_be_read_is_measured_again(home: Path, measured: list[torch.dtype], text: str):
     cache_file().parent.mkdir()
-    cache_file().write_text(text.replace("KEY", calibrate._key(CPU, torch.float32)))
+    cache_file().write_text(text.replace("KEY", calibrate._cache_key(CPU, torch.float32)))
     told: list[str] = []
     assert load_rates(CPU, torch.float32, notify=told.append) == RATES
     assert load_rates(CPU, torch.float32, notify=told.append) == RATES
@@ -85,9 +85,9 @@ def test_a_relative_cache_home_is_no_home(monkeypatch: pytest.MonkeyPatch):
 
 
 def change(**values: object) -> None:
-    """Change what is kept for the CPU in fp32."""
-    key = calibrate._key(CPU, torch.float32)
-    calibrate._saved().update(lambda kept: {key: {**kept[key], **values}})
+    """Change the cached entry for the CPU in fp32."""
+    key = calibrate._cache_key(CPU, torch.float32)
+    calibrate._cache().update(lambda kept: {key: {**kept[key], **values}})
 
 
 def ago(**span: float) -> str:
@@ -108,7 +108,7 @@ def test_rates_of_a_busy_moment_are_measured_again(home: Path, monkeypatch: pyte
     rounds = [replace(RATES, matmul_flops=speed) for speed in (1e12, 0.5e12, 0.8e12, 0.8e12)]
     monkeypatch.setattr(calibrate, "measure_rates", lambda device, dtype: rounds.pop(0))
     assert load_rates(CPU, torch.float32).matmul_flops == 1e12  # the better round
-    (kept,) = calibrate._saved().read_json().values()
+    (kept,) = calibrate._cache().read_json().values()
     assert kept["spread"] == 0.5
     assert load_rates(CPU, torch.float32).matmul_flops == 1e12
     assert len(rounds) == 2
@@ -142,7 +142,7 @@ def test_a_disk(tmp_path: Path):
 
 
 def test_what_the_host_takes_for_an_operator_is_not_the_devices(monkeypatch: pytest.MonkeyPatch):
-    """A host that takes 1 ms to hand over an operator of 2 ms, and a wait of 0.5 ms."""
+    """A host that takes 1 ms to launch an operator of 2 ms, and 0.5 ms to wait for the device."""
     now = ready = 0.0
 
     def hand_over() -> None:
@@ -156,5 +156,5 @@ def test_what_the_host_takes_for_an_operator_is_not_the_devices(monkeypatch: pyt
 
     monkeypatch.setattr(calibrate._Clock, "_wait", wait)
     monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now))
-    assert calibrate._Clock(torch.device("cpu")).best(hand_over) == pytest.approx(3.5e-3)
-    assert calibrate._Clock(torch.device("cuda")).best(hand_over) == pytest.approx(2.5e-3, rel=0.01)
+    assert calibrate._Clock(torch.device("cpu")).fastest_seconds(hand_over) == pytest.approx(3.5e-3)
+    assert calibrate._Clock(torch.device("cuda")).fastest_seconds(hand_over) == pytest.approx(2.5e-3, rel=0.01)

@@ -1,4 +1,4 @@
-"""The planner and the order of chunks: chosen where it fits a longer row, or where it is given."""
+"""The planner chooses ``order: chunk`` if it fits a longer row, or if it is given."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def known() -> Any:
 
 @pytest.fixture(scope="module")
 def between(workload: Workload, known: Any) -> Limits:
-    """Memory for a step in the order of chunks, and for none in that of layers with one level."""
+    """Memory that fits a step with ``order: chunk``, but none with ``order: layer`` and one level."""
     by_chunks, by_layers = (
         known(workload, Schedule(1024, 256, order=order, **LEVEL)).peak_bytes for order in ("chunk", "layer")
     )
@@ -95,7 +95,7 @@ def test_what_excludes_it() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("wanted", [2048, 8192])
 def test_chunks_are_the_largest_that_fit(workload: Workload, known: Any, wanted: int) -> None:
-    """With a tier that has no memory, which is neither full nor empty."""
+    """One tier has no memory, so it is neither full nor empty."""
     kept = {"order": "chunk", "head_chunk_size": 256, "levels": 1}
     steps = [known(workload, Schedule(chunk_size=size, **kept)).peak_bytes for size in (wanted, 2 * wanted)]
     limits = Limits(sum(steps) // 2, 0, margin=0.0)

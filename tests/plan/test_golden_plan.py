@@ -1,4 +1,4 @@
-"""The screen and the document of ``streamtune plan``, byte for byte; seconds of planning and versions are masked.
+"""The screen and the JSON document of ``streamtune plan``, byte for byte; planning seconds and versions are masked.
 
 As a process of its own it imports no quantiser, unless weights are quantised.
 """
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 def run(*arguments: str) -> None:
-    """Run a command in this process; it must end well."""
+    """Run a command in this process; it must succeed."""
     with contextlib.suppress(SystemExit):
         main(list(arguments))
 
@@ -75,7 +75,7 @@ ADAPTERS = {**RECIPE, "finetuning_type": "lora", "max_length": 4096}
 
 
 def imported(recipe: dict[str, object], folder: Path) -> set[str]:
-    """Plan in a new process; return the packages of quantisers that ran while they were imported."""
+    """Plan in a new process; return the quantiser packages that it imported."""
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     command = [sys.executable, "-X", "importtime", "-m", "streamtune", "plan", "tiny.yaml", *DEVICE, "--json"]
     there = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}

@@ -1,4 +1,4 @@
-"""The planner: what it chooses fits, nothing it knows is faster, and what it is given stays."""
+"""The planner's choice fits, no known schedule that fits is faster, and given fields are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamtune.engine import keep_on_host
 from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, blueprint
 from streamtune.plan import Limits, Rates, as_fixed, choose, evaluate_schedule
-from streamtune.plan.choices import Space, candidates, excess_of
+from streamtune.plan.choices import SearchSpace, candidates, excess_of
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.plan.planner import with_waiting_weights
 from streamtune.plan.refusal import longest_below, smallest_schedule, smallest_step
@@ -53,7 +53,7 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def known(workload: Workload) -> Any:
-    """``simulate`` that remembers: many tests ask for the same steps."""
+    """A ``simulate`` with a cache, because many tests simulate the same steps."""
     found: dict[tuple[int, Schedule], Simulation] = {}
 
     def remembered(asked: Workload, schedule: Schedule) -> Simulation:
@@ -109,7 +109,7 @@ def test_with_room_for_everything_nothing_is_recomputed(workload: Workload, know
 
 
 def budgets(workload: Workload, known: Any) -> list[int]:
-    """Bytes between the thriftiest step and one that keeps everything."""
+    """Return memory sizes in bytes between the smallest step and one that keeps everything."""
     least = known(workload, Schedule(1024, 256, offload="host", levels=2, stream_grads=True)).peak_bytes
     most = known(workload, Schedule(2048, 256, keep_layers=LAYERS)).peak_bytes
     return [int(least * 1.15 + part * (most - least)) for part in (0.02, 0.15, 0.4, 0.8)]
@@ -203,11 +203,11 @@ def test_on_the_cpu_nothing_is_moved_to_the_memory_it_is_in(workload: Workload, 
 def test_a_disk_is_used_where_a_directory_is_named(workload: Workload, known: Any, tmp_path: Any):
     size = int(1.1 * budgets(workload, known)[0])
     limits = Limits(size, 0, disk_bytes=1 << 40)
-    space = Space(LAYERS, LENGTH, limits, {})
-    assert space.options("offload") == ("device",)
-    space = Space(LAYERS, LENGTH, limits, {"offload_dir": str(tmp_path)})
-    assert space.options("offload") == ("device", "disk")
-    found = [c for c in candidates(space, estimator(workload, known), limits) if c.schedule.offload == "disk"]
+    search_space = SearchSpace(LAYERS, LENGTH, limits, {})
+    assert search_space.options("offload") == ("device",)
+    search_space = SearchSpace(LAYERS, LENGTH, limits, {"offload_dir": str(tmp_path)})
+    assert search_space.options("offload") == ("device", "disk")
+    found = [c for c in candidates(search_space, estimator(workload, known), limits) if c.schedule.offload == "disk"]
     assert found
     assert all(c.schedule.offload_dir == str(tmp_path) and c.figures.disk_bytes > 0 for c in found)
     assert list(tmp_path.iterdir()) == []
@@ -255,7 +255,7 @@ def test_the_longest_that_fits_is_found_to_a_percent(workload: Workload, known: 
 
 @pytest.mark.full
 def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload, known: Any):
-    """Where estimates find nothing that fits, what reaches furthest is asked itself."""
+    """If no estimate fits, the smallest schedule is simulated."""
     thrifty = known(workload, Schedule(1024, 256, levels=2, stream_grads=True, offload="host"))
     limits = Limits(2 * thrifty.peak_bytes, thrifty.host_bytes)  # 5% of it stay free
     schedule, step = smallest_step(workload, limits, {}, known)
@@ -278,7 +278,7 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
     ids=lambda written: "-".join(written),
 )
 def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: bool) -> None:
-    """On any device, with or without room elsewhere."""
+    """On any device, with or without host memory and disk."""
     for host_bytes in (0, 1 << 40):
         schedule = smallest_schedule(Limits(1 << 30, host_bytes, shared=shared), written)
         kept = {name: getattr(schedule, name) for name in written if name != "offload_dir"}
@@ -291,7 +291,7 @@ def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: b
 def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
     with pytest.raises(ArgumentError) as caught:
         choose(workload, Limits(MIB // 2, 1 << 30), RATES, simulate=known)
-    assert "weights, gradients and optimizer state alone are" in caught.value.fix
+    assert "weights, gradients and optimizer state alone take" in caught.value.fix
     assert "finetuning_type: lora" in caught.value.fix
     assert "weights: host" in caught.value.fix
     assert "optimizer: host" not in caught.value.fix  # what is left does not fit either
@@ -299,7 +299,7 @@ def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
     enough = int((fixed["weights"] + fixed["gradients"] + fixed["optimizer"] // 2) / 0.95)
     with pytest.raises(ArgumentError) as caught:
         choose(workload, Limits(enough, 1 << 30), RATES, simulate=known)
-    assert "engine: {optimizer: host} keeps" in caught.value.fix
+    assert "engine: {optimizer: host} offloads" in caught.value.fix
 
 
 @pytest.mark.full
@@ -319,7 +319,7 @@ def test_a_schedule_for_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     planned = partial(Schedule.plan, model, max_length=LENGTH, host_memory=0)
     assert planned(device_memory="80GiB").keep_layers == LAYERS
     assert planned(device_memory="80GiB", keep_layers=0, chunk_size=777).chunk_size == 777
-    with pytest.raises(ArgumentError, match="no 'chunk'"):
+    with pytest.raises(ArgumentError, match="unknown schedule field 'chunk'"):
         planned(device_memory="80GiB", chunk=3)
     with pytest.raises(ArgumentError, match="has no device"):
         planned()
@@ -341,7 +341,7 @@ def test_a_copy_of_a_model_has_its_shape_and_no_bytes():
 
 
 def test_weights_on_the_host_are_besides_what_is_free() -> None:
-    """A model whose weights wait there is planned with the free bytes of the device, not those of its weights too."""
+    """A model with weights on the host is planned with the device's free bytes, not with the weights' bytes too."""
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**CONFIG, "num_hidden_layers": 2}))
     weights = sum(p.nbytes for p in model.parameters())
     limits = Limits(1 << 30, 1 << 31)

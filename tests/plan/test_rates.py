@@ -1,4 +1,4 @@
-"""Seconds from work and rates, and devices that are not there."""
+"""Step seconds from work and rates, and devices that are planned for by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for the largest that fits, on memory that is made up: it must find it, and in few attempts."""
+"""The search for the largest number that fits, on invented memory: it finds the number in few attempts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTHS = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
 
 
 class Device:
-    """A device on which a number takes ``need(number)`` of its memory."""
+    """A device on which ``number`` takes ``need(number)`` of the memory."""
 
     def __init__(self, need: Callable[[int], float], *, tells: str = "what fits") -> None:
         self.need, self.tells = need, tells
@@ -58,7 +58,7 @@ def test_a_line_takes_two_attempts_beyond_the_doublings() -> None:
 
 
 def test_teeth_do_not_hide_the_line() -> None:
-    """A little longer may take a little less: chunks are equal, and there is one more of them."""
+    """A slightly longer row may take slightly less memory, because it has one more, shorter chunk."""
     device = Device(lambda n: 0.9 + n / 100_000 - 0.04 * (n > 5000))
     found = search_largest(device, LENGTHS)
     assert found.fails is not None

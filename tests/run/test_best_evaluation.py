@@ -81,7 +81,7 @@ def test_the_end_says_that_better_weights_are_gone(folder: Path, capsys: pytest.
     said = " ".join(capsys.readouterr().out.split())
     found = evaluations("out")
     best = min(found, key=lambda step: found[step])
-    assert f"eval_loss was {found[best]:.4g} at step {best} and is {found[7]:.4g}: the weights of that step are" in said
+    assert f"eval_loss was best at step {best} ({found[best]:.4g}, now {found[7]:.4g}), but no checkpoint has" in said
     assert "metric_for_best_model: eval_loss" in said
 
 

@@ -92,7 +92,7 @@ def test_a_metric_that_no_evaluation_has_is_told(folder: Path, capsys: pytest.Ca
     write_recipe(folder, {**COMMON, **EARLY, "metric_for_best_model": "eval_los", "max_steps": 2})
     assert run("--output-dir", "told") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "no metric 'eval_los' to stop early by; did you mean 'eval_loss'?" in said
+    assert "unknown metric 'eval_los' to stop early by; did you mean 'eval_loss'?" in said
 
 
 def test_a_preset_sets_what_the_recipe_does_not(folder: Path) -> None:

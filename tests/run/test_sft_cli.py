@@ -257,7 +257,7 @@ def test_another_run_in_the_same_place_is_refused_or_moved_aside(
     first = records("runs/tiny")
     assert sft("--set", "max_steps=1", "--set", "learning_rate=2e-2") == 2
     said = capsys.readouterr().err
-    assert "learning_rate was 0.01 and is 0.02" in said
+    assert "learning_rate was 0.01, is now 0.02" in said
     assert "--resume never" in said
     assert records("runs/tiny") == first
     assert sft("--set", "max_steps=1", "--set", "learning_rate=2e-2", "--resume", "never") == 0
@@ -328,4 +328,4 @@ with StopRequest() as stop:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == -signal.SIGINT
-    assert "Once more leaves at once" in result.stderr
+    assert "Repeat to quit at once" in result.stderr

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamtune.plan import Limits, calibrate
-from streamtune.plan.calibrate import KeptRates, cache_file, load_rates
+from streamtune.plan.calibrate import CachedRates, cache_file, load_rates
 from streamtune.plan.planner import Plan
 from streamtune.plan.rates import Rates
 from streamtune.plan.simulate.simulate import Simulation, Work
@@ -36,7 +36,7 @@ def record(step: int, seconds: float, flops: int = 1000) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "_name", str)
+    monkeypatch.setattr(calibrate, "_describe_device", str)
     monkeypatch.setattr(calibrate, "measure_rates", lambda device, dtype: RATES)
 
 
@@ -50,7 +50,7 @@ def test_steps_of_a_third_less_correct_the_rates_once() -> None:
     assert (step, figures["ratio"]) == (6, 0.5)
     assert "2 s where 4 s were predicted" in text
     (kept,) = json.loads(cache_file().read_text().partition("\n")[2]).values()  # behind a line with its checksum
-    assert KeptRates.read(kept).factor == 0.5
+    assert CachedRates.read(kept).factor == 0.5
 
 
 @pytest.mark.parametrize(

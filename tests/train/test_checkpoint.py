@@ -1,4 +1,4 @@
-"""Checkpoints: committed at once, verified, rotated; the run directory around them."""
+"""Checkpoints are committed atomically, verified and rotated, inside a run directory."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ STATE = {"step": 2, "identity": {"recipe": {}}, "progressed": {}, "stream": None
     ids=str,
 )
 def test_a_state_of_another_form_is_a_damaged_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
-    """Somebody wrote it, with a manifest that fits."""
+    """The file was edited, and its manifest matches."""
     path = save_tensors(tmp_path, {}, ModelWriter(write_model, 2), STATE)
     assert open_checkpoint(path).step == 2
     (path / "state.json").write_text(json.dumps({**STATE, **change}))
     (path / "manifest.json").unlink()
     write_manifest(path, run="mine", step=2, metric=None)
-    with pytest.raises(CheckpointError, match=r"step-000002 is damaged: state\.json cannot be read \(its '"):
+    with pytest.raises(CheckpointError, match=r"step-000002 is damaged: state\.json cannot be read \('\w"):
         open_checkpoint(path)
 
 
@@ -103,7 +103,7 @@ def test_a_state_of_another_form_is_a_damaged_checkpoint(tmp_path: Path, change:
 )
 @pytest.mark.parametrize("states", ["param", "bfloat16"])
 def test_moments_of_another_form_are_refused(key: str, value: torch.Tensor | None, states: Any) -> None:
-    """The fused step looks at the size of the weight alone, and would read behind the end of a smaller moment."""
+    """The fused step only checks the weight's size, and would read beyond the end of a smaller moment."""
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = build_optimizer(OptimChoice("adamw", 0.1, states=states), model.named_parameters())
     model.weight.grad = torch.ones_like(model.weight)
@@ -113,7 +113,7 @@ def test_moments_of_another_form_are_refused(key: str, value: torch.Tensor | Non
     changed = {name: x for name, x in tensors.items() if name != f"weight/{key}"}
     if value is not None:
         changed[f"weight/{key}"] = value
-    with pytest.raises(CheckpointError, match="the optimizer's state of weight in the checkpoint has"):
+    with pytest.raises(CheckpointError, match="the checkpoint's optimizer state of weight has"):
         load_optimizer_tensors(optimizer, model, changed)
 
 
@@ -197,7 +197,7 @@ def test_a_failure_half_way_leaves_the_checkpoints_before_it(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_larger_than_the_disk_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"it takes 1,024 TiB and .* are free"):
+    with pytest.raises(CheckpointError, match=r"1,024 TiB are needed, .* are free"):
         save_tensors(tmp_path, {}, ModelWriter(write_model, 1 << 50), {"step": 2})
     assert list(tmp_path.iterdir()) == []
 
@@ -209,7 +209,7 @@ def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str
 
 @pytest.mark.full
 def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Path) -> None:
-    """A real failure of the system in the middle of writing: the process may not write files above 64 KiB."""
+    """A real error of the system while writing: the process may not write files above 64 KiB."""
     pytest.importorskip("resource")
     good = save(tmp_path, 1)
     result = run_python(
@@ -229,7 +229,7 @@ def test_a_file_the_system_cuts_off_is_reported_with_what_is_needed(tmp_path: Pa
         """,
         tmp_path,
     )
-    assert "it takes 391 KiB" in result.stdout, result.stderr
+    assert "391 KiB are needed" in result.stdout, result.stderr
     assert f"{good} is intact" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     open_checkpoint(good)
@@ -308,7 +308,7 @@ def test_the_random_state_survives_json_and_is_preserved() -> None:
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("mine")
-    with pytest.raises(ArgumentError, match="not a run"):
+    with pytest.raises(ArgumentError, match="has no run"):
         RunDirectory(tmp_path).read_identity()
     assert RunDirectory(tmp_path / "new").read_identity() is None
 
@@ -343,9 +343,9 @@ def test_two_processes_do_not_train_in_one_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("now", "named"),
     [
-        ({"recipe": {"seed": 2, "lora_r": 8}}, "seed was 1 and is 2"),
-        ({"recipe": {"seed": 1, "lora_r": 8}, "data": "b"}, "the data is not the same"),
-        ({"recipe": {"seed": 1}}, "lora_r was 8 and is null"),
+        ({"recipe": {"seed": 2, "lora_r": 8}}, "seed was 1, is now 2"),
+        ({"recipe": {"seed": 1, "lora_r": 8}, "data": "b"}, "the data changed"),
+        ({"recipe": {"seed": 1}}, "lora_r was 8, is now null"),
     ],
 )
 def test_another_run_is_refused_by_what_differs(now: dict[str, Any], named: str) -> None:
@@ -359,11 +359,11 @@ def test_another_run_is_refused_by_what_differs(now: dict[str, Any], named: str)
 
 
 def test_a_run_of_another_objective_is_refused_by_one_line() -> None:
-    """Not by the keys of both recipes, and no flag lets it go on."""
+    """The error does not list the keys of both recipes, and no flag allows the change."""
     now = {"recipe": {"objective": "dpo", "seed": 1, "beta": 0.1, "loss_type": "sigmoid"}, "data": "b"}
     with pytest.raises(RecipeError) as caught:
         check_same_run({"recipe": {"seed": 1}, "data": "a"}, now, where=Path("runs/x"), allow={"objective"})
-    assert caught.value.what == "runs/x holds a run of sft, and this is dpo: one cannot go on as the other"
+    assert caught.value.what == "runs/x already has a run of sft, which cannot resume as dpo"
     assert "--output-dir" in caught.value.fix
     assert "--allow-change" not in caught.value.fix
 
@@ -381,7 +381,7 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
 
 
 def test_only_one_device_writes_whole_tensors() -> None:
-    """A rank of several that passed for one device would write over the others' files."""
+    """If one of several ranks wrote whole tensors, it would overwrite the others' files."""
     from streamtune.distributed.deepspeed import DeepSpeedBackend
     from streamtune.distributed.pytorch import DdpBackend, FsdpBackend
 

@@ -1,4 +1,4 @@
-"""The optimizer in the backward: the ordinary steps, to the same bits, with gradients that are freed one by one."""
+"""The optimizer in the backward takes the ordinary steps bit for bit, and frees gradients one by one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_finite_steps_nothing_and_a_gradient_that_is_not_ends
     with backend.micro_step(last=True):
         loss = model(**batch("right")).loss
         backend.backward(loss + 0 * (loss - loss.detach()).sqrt())  # the root's gradient at 0 is infinite, times 0
-    with pytest.raises(NonFiniteError, match="optimizer has stepped"):
+    with pytest.raises(NonFiniteError, match="weights were already updated"):
         backend.clip_gradients(0.0)
 
 
@@ -139,7 +139,7 @@ def test_a_step_is_not_repeated_once_some_weights_were_stepped() -> None:
     model, backend = made("in", 0.0)
     backend.begin_step(1e-2, lambda: None)
     take(model, backend, 1)
-    with pytest.raises(OutOfMemoryError, match="stepped some weights already"):
+    with pytest.raises(OutOfMemoryError, match="already updated some weights"):
         backend.drop_gradients()
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_stepped_while_the_norm_is_measured() -> None:
 
 
 def plain_lagged(max_norm: float, micro_batches: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Train by torch alone: each gradient is clipped by the norm of the one before, the first by its own."""
+    """Train with torch only: each gradient is clipped by the previous norm, the first by its own."""
     model = build("qwen3", attention_dropout=0.3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     before, norms = None, []
@@ -207,7 +207,7 @@ def test_the_norm_of_the_step_before_takes_one_backward_and_is_in_the_state() ->
 def test_a_thread_and_the_backward_step_beside_each_other(
     max_norm: float, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with an accelerator: some weights are stepped by the thread, and others, between them, by the backward."""
+    """As with an accelerator, the thread updates some weights, and the backward others in between."""
     want, weights = trained("after", max_norm, 1)
     made_before = InBackwardBackend.__init__
 
@@ -226,7 +226,7 @@ def test_a_thread_and_the_backward_step_beside_each_other(
         self.optimizer.step = watched  # type: ignore[method-assign, assignment]
 
     monkeypatch.setattr(InBackwardBackend, "__init__", with_thread)
-    monkeypatch.setattr(InBackwardBackend, "_is_beside", lambda self, parameter: parameter.dim() > 1)
+    monkeypatch.setattr(InBackwardBackend, "_steps_in_thread", lambda self, parameter: parameter.dim() > 1)
     got, own = trained(kind, max_norm, 1)
     assert got == want
     assert all(torch.equal(weights[name], own[name]) for name in weights)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and of ``final/``, byte for byte: older checkpoints, and other programs, rely on them."""
+"""The files of a checkpoint and of ``final/``, byte for byte: old checkpoints and other programs rely on them."""
 
 from __future__ import annotations
 

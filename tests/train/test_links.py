@@ -1,4 +1,4 @@
-"""Names in a run directory that somebody else made: no link is followed, and what it leads to is as it was."""
+"""Names in a run directory that another user made: links are not followed, and their targets do not change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw(run: RunDirectory) -> None:
 
 
 def cut(run: RunDirectory) -> None:
-    """Drop a line that another follows: the file is written anew."""
+    """Delete a line before another line, so that the file is rewritten."""
     for record in ({"step": 5, "eval_loss": 1.0}, {"step": 5, "loss": 1.0}):
         append_record(run.metrics, record)
     cut_after_step(run.metrics, 5, evaluated=False)
@@ -106,7 +106,7 @@ def test_a_directory_that_is_exchanged_while_it_is_written_is_not_committed(tmp_
             shutil.rmtree(staged)
             staged.symlink_to(tmp_path / "outside")
 
-    with pytest.raises(OSError, match="somebody else"):
+    with pytest.raises(OSError, match="another process"):
         write()
     assert [path.name for path in tmp_path.iterdir()] == ["outside"]
 
@@ -126,7 +126,7 @@ def test_records_are_added_to_plain_files_only(run: RunDirectory, victim: Path) 
     for make in (lambda path: path.symlink_to(victim), os.mkfifo):
         run.metrics.unlink()
         make(run.metrics)
-        with pytest.raises(CheckpointError, match=r"symbolic link|no plain file|No such device"):
+        with pytest.raises(CheckpointError, match=r"symbolic link|not a regular file|No such device"):
             append_record(run.metrics, {"step": 3})
     assert victim.read_text() == "precious"
 
@@ -158,15 +158,15 @@ def test_a_link_in_the_place_of_a_run_s_own_file_is_refused(run: RunDirectory, v
     place.unlink(missing_ok=True)
     place.symlink_to(victim)
     with pytest.raises(ArgumentError, match="is a symbolic link"):
-        run.hold()
+        run.lock()
     assert victim.read_text() == "precious"
 
 
 def test_a_lock_that_is_a_hard_link_is_locked_and_not_written_to(tmp_path: Path, victim: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new/.lock").hardlink_to(victim)
-    with RunDirectory(tmp_path / "new").hold(), pytest.raises(ArgumentError, match="another process is training"):
-        RunDirectory(tmp_path / "new").hold()
+    with RunDirectory(tmp_path / "new").lock(), pytest.raises(ArgumentError, match="another process is training"):
+        RunDirectory(tmp_path / "new").lock()
     assert victim.read_text() == "precious"
 
 

@@ -1,4 +1,4 @@
-"""The loop on a tiny model: exact steps, exact resume, and what it refuses."""
+"""The loop on a tiny model: exact steps, exact resume, and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from streamtune.train import (
     find_checkpoint,
     read_records,
 )
-from streamtune.train.guard import MOST, WHOLE, MovedWeights, describe_moved
+from streamtune.train.guard import COMPARED_WHOLE, MOST_COMPARED, MovedWeights, describe_moved
 
 
 def losses(folder: Path) -> list[float]:
@@ -59,7 +59,7 @@ def test_loss_falls_and_is_recorded(trainer: Trainer) -> None:
 
 
 def test_a_step_is_the_gradient_of_one_mean_over_all_its_tokens(trainer: Trainer) -> None:
-    """Also where the epoch's last step has fewer micro-batches: rows 9 alone, of 10 rows by 3."""
+    """Also if the epoch's last step has fewer micro-batches: 10 rows, 3 per step."""
     model, reference = make_model().double(), make_model().double()
     with Float64():
         trainer(model, stream=RowStream(position=6), steps=2, max_grad_norm=0.0)
@@ -214,7 +214,7 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_weights_change(trai
 
 
 def test_out_of_memory_names_the_batch_and_what_to_change(trainer: Trainer) -> None:
-    """A real one: the logits of a batch this long would take petabytes."""
+    """A real one: the logits of such a long batch would take petabytes."""
     long = torch.zeros(1, dtype=torch.long).expand(1, 1 << 46)
     batch = MicroBatch(long, long, long, ("rows.jsonl:1",))
 
@@ -236,7 +236,7 @@ def test_out_of_memory_names_the_batch_and_what_to_change(trainer: Trainer) -> N
 
 
 def replace_counts(batch: MicroBatch) -> MicroBatch:
-    """The same batch without its labels spread out: counting them must not be what runs out of memory."""
+    """Return the batch with small labels and mask, so that counting tokens does not run out of memory."""
     short = torch.zeros(1, 1, dtype=torch.long)
     return replace(batch, attention_mask=short, shift_labels=short)
 
@@ -295,17 +295,17 @@ def test_the_share_is_the_count(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_of_large_weights_every_nth_value_is_compared_and_small_ones_whole() -> None:
-    large, small = torch.zeros(2 * MOST), torch.zeros(WHOLE)
+    large, small = torch.zeros(2 * MOST_COMPARED), torch.zeros(COMPARED_WHOLE)
     watched = MovedWeights([large, small, torch.zeros(0)])
-    large[: MOST // 2] = 1  # a quarter
+    large[: MOST_COMPARED // 2] = 1  # a quarter
     small[7] = 1
-    want = (MOST / 2 + 1) / (2 * MOST + WHOLE)
+    want = (MOST_COMPARED / 2 + 1) / (2 * MOST_COMPARED + COMPARED_WHOLE)
     assert watched.share(World()) == pytest.approx(want, rel=1e-5)
     held = sum(x.nbytes for x in watched._before)
-    assert held < 4 * (MOST + WHOLE)
+    assert held < 4 * (MOST_COMPARED + COMPARED_WHOLE)
     only_small = MovedWeights([large, small])
     small[8] = 1
-    assert only_small.share(World()) == 1 / (2 * MOST + WHOLE)
+    assert only_small.share(World()) == 1 / (2 * MOST_COMPARED + COMPARED_WHOLE)
 
 
 def test_without_weights_nothing_moves() -> None:
@@ -314,6 +314,6 @@ def test_without_weights_nothing_moves() -> None:
 
 def test_the_note_says_what_to_change() -> None:
     narrow = describe_moved(0.031, {torch.bfloat16}, 1e-5)
-    assert "changes 3.1% of the trained weights" in narrow
+    assert "changed 3.1% of the trained weights" in narrow
     assert "weight_rounding: stochastic" in narrow
     assert "raise learning_rate" in describe_moved(0.0, {torch.float32}, 1e-12)

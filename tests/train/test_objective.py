@@ -1,4 +1,4 @@
-"""What the loop does with a score, whatever the objective; and the batch of completions."""
+"""How the loop uses a score, whatever the objective; and the batch of completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamtune.train.objective import output_of
 
 
 class SquaredNorm:
-    """The squared norm of the head, and a metric that depends on the batch: nothing like a language model's loss."""
+    """An objective unlike a language model's loss: the squared norm of the head, with a metric of the batch."""
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World) -> float:
         return float(len(micro_batches))
@@ -65,7 +65,7 @@ def test_the_model_is_called_with_what_is_added(trainer: Trainer) -> None:
 
 
 def test_completions_are_read_in_their_order_whatever_the_layout() -> None:
-    """Three completions of 2, 2 and 3 targets: laid end to end out of order with one in common, and as padded rows."""
+    """Three completions with 2, 2 and 3 targets: in one sequence with a common target, and as padded rows."""
     shared = TreeBatch(
         input_ids=torch.zeros(1, 9, dtype=torch.long),
         attention_mask=torch.ones(1, 9, dtype=torch.long),

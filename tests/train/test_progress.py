@@ -1,4 +1,4 @@
-"""What a user sees: the live line at any width, plain lines without a terminal, the picture."""
+"""Output of a run: the live line at any width, plain lines without a terminal, and the plot."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_an_objective_measures_is_shown_and_goes_before_the_loss_does() -> 
 
 
 def test_a_picture_has_a_panel_for_each_kind_of_metric(tmp_path: Path) -> None:
-    """Their number is read off the height: 5 inches for the loss and 2.6 for each of the others."""
+    """The number of panels follows from the height: 5 inches for the loss and 2.6 for each other panel."""
     heights = []
     for metrics in ((), ("rewards/accuracies",), ("rewards/accuracies", "rewards/chosen", "rewards/rejected")):
         records = [{"step": step, "loss": 1.0, **dict.fromkeys(metrics, 0.5)} for step in (1, 2)]

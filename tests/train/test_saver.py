@@ -1,4 +1,4 @@
-"""Who saves, what is kept, and what a guard does about steps that jump."""
+"""Which ranks save, which checkpoints are kept, and how a guard reports spikes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(("greater", "kept"), [(False, [2, 6, 7]), (True, [5, 6, 7])])
 def test_the_best_are_kept_besides_the_newest(tmp_path: Path, greater: bool, kept: list[int]) -> None:
-    """Of equals the newer; one that was not judged is never the best."""
+    """On a tie the newer one is kept; a checkpoint without a metric is never the best."""
     with saver(tmp_path, Keep(2, best=1, greater_is_better=greater)) as made:
         for step, metric in enumerate((0.5, 0.1, None, 0.7, 0.7, 0.3, 0.4), start=1):
             save(made, step, metric)
@@ -131,13 +131,13 @@ def test_a_disk_too_small_for_a_checkpoint_is_told_after_the_first_step(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamtune.train.saver.free_bytes", lambda path: 1000)
-    with pytest.raises(CheckpointError, match="it takes"):
+    with pytest.raises(CheckpointError, match="are needed"):
         trainer(make_model(), steps=6, save_steps=5)
     assert read_records(trainer.folder / "metrics.jsonl") == []
 
 
 def test_a_jump_is_written_down_with_its_rows(trainer: Trainer) -> None:
-    """Rows 0 to 23 are learnt by heart; row 24 is another, and its loss a jump."""
+    """Rows 0 to 23 are memorised; row 24 is new, so its loss is a spike."""
     same, other = make_batch(0), make_batch(9)
     rows = dict.fromkeys(range(24), same) | {24: other}
     trainer(make_model(), stream=RowStream(num_rows=25, accumulation=1, rows=rows), steps=25, learning_rate=3e-2)

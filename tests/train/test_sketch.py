@@ -1,4 +1,4 @@
-"""The sketch of a row: its projected gradient as plain autograd has it, and nothing else of the model touched."""
+"""The sketch of a row is its projected gradient, as plain autograd computes it, and changes nothing in the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def a_row(length: int = 37, seed: int = 1) -> MicroBatch:
-    """A row whose first third is not trained."""
+    """Return a row whose first third is not trained."""
     ids = torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
     labels = torch.roll(ids, -1, 1)
     labels[:, -1] = labels[:, : length // 3] = -100
@@ -39,7 +39,7 @@ def a_row(length: int = 37, seed: int = 1) -> MicroBatch:
 
 
 def plain_gradient(model: Any, row: MicroBatch) -> Tensor:
-    """The gradient of the row's mean loss by plain autograd, of the weights of the sketch in their order, ``[n]``."""
+    """Return the gradient ``[n]`` of the row's mean loss for the sketch's weights, by plain autograd."""
     weights = list(value_weights(decoder_layers(getattr(model, "base_model", model))).values())
     model.eval()
     logits = model(input_ids=row.input_ids, use_cache=False).logits
@@ -99,7 +99,7 @@ def test_gradients_and_hooks_and_the_random_state_are_left_alone() -> None:
 
 
 def test_it_is_of_the_loss_that_is_trained() -> None:
-    """A focal loss of the same row has another gradient; a row of weight 0 has none; a weight alone changes nothing."""
+    """A focal loss has another gradient; a row of weight 0 has none; another weight alone changes nothing."""
     model, row = build("qwen3"), a_row()
     with stream(model, chunk_size=8) as handle:
         plain = sketch_of(model, handle)
@@ -112,7 +112,7 @@ def test_it_is_of_the_loss_that_is_trained() -> None:
 
 
 def test_with_moments_it_is_the_step_that_adam_would_take() -> None:
-    """Compared with what ``torch.optim.AdamW`` does to the weight, in fp64."""
+    """Compared with how ``torch.optim.AdamW`` changes the weight, in fp64."""
     generator = torch.Generator().manual_seed(5)
     weight = nn.Parameter(torch.randn(6, 7, dtype=torch.float64, generator=generator))
     optimizer = torch.optim.AdamW([weight], lr=0.5, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
@@ -151,7 +151,7 @@ def test_moments_of_the_run_scale_the_sketch() -> None:
 
 
 def plain_gradient_of(sketch: RowSketch, model: Any, row: MicroBatch) -> Tensor:
-    """The gradient by the streamed model's ordinary backward, ``[n]``."""
+    """Return the gradient ``[n]`` by the streamed model's ordinary backward."""
     model(input_ids=row.input_ids, labels=row.shift_labels, shift_labels=row.shift_labels).loss.backward()
     found = torch.cat([weight.grad.flatten() for weight in sketch.weights.values() if weight.grad is not None])
     model.zero_grad(set_to_none=True)
@@ -159,7 +159,7 @@ def plain_gradient_of(sketch: RowSketch, model: Any, row: MicroBatch) -> Tensor:
 
 
 def test_a_projection_keeps_products_in_the_mean() -> None:
-    """Over 400 draws: the mean of the product of two sketches, and the spread of a squared norm, about 2 / k."""
+    """Over 400 draws: the mean product of two sketches, and the spread of a squared norm, about 2 / k."""
     generator = torch.Generator().manual_seed(0)
     one, two = torch.randn(2, 1000, generator=generator, dtype=torch.float64)
     two = two + one
@@ -187,7 +187,7 @@ def test_a_model_without_a_trained_value_projection_is_refused() -> None:
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("schedule", [Schedule(chunk_size=64), Schedule(chunk_size=64, levels=2)])
 def test_it_holds_less_than_the_step_of_the_same_row(adapters: bool, schedule: Schedule) -> None:
-    """So that a plan of the step is one of the choice: there are no layer inputs, and one gradient of one weight."""
+    """It has no layer inputs and the gradient of only one weight, so a plan of the step covers it."""
     shape = {"num_hidden_layers": 4, "max_position_embeddings": 1024}
     model: Any = build("qwen3", **shape)
     if adapters:

@@ -1,4 +1,4 @@
-"""Records of long runs: the end is read and cut, texts are moved aside, and events of jumps are rare."""
+"""Records of long runs: the end is read and truncated, text files are rotated, and spike events are rare."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_strange_line_is_named_by_its_number_from_the_end_too(tmp_path: Path) 
 
 
 def test_cuts_are_those_of_a_file_read_whole(tmp_path: Path) -> None:
-    """At each step of random files with evaluations, torn ends, and lines that are longer than a block."""
+    """At each step of random files with evaluations, truncated last lines, and lines longer than a block."""
     drawn = random.Random(0)
     for case in range(60):
         path, kept_path = tmp_path / f"{case}.jsonl", tmp_path / "kept.jsonl"
@@ -131,7 +131,7 @@ def spikes(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_jumps_of_a_restless_curve_are_rare_events(tmp_path: Path) -> None:
-    """A policy's loss is near zero, and each step is far from the middle of the others."""
+    """A policy's loss is near zero, and each step is far from the median of the others."""
     guard, drawn = guard_of(tmp_path), random.Random(0)
     for step in range(1, 501):
         guard.watch(step, drawn.gauss(0, 1e-3) ** 3, abs(drawn.gauss(0, 1)) ** 5, [])

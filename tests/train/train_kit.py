@@ -1,4 +1,4 @@
-"""A tiny model and a stream of random rows: enough to train for real, in milliseconds."""
+"""A tiny model and a stream of random rows, with which real training takes milliseconds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_batch(row: int, length: int = 12) -> MicroBatch:
 
 @dataclass
 class RowStream:
-    """Rows in a fixed order, ``accumulation`` to a step; the last step of an epoch takes what is left."""
+    """Rows in a fixed order, ``accumulation`` per step; the last step of an epoch has the rest."""
 
     num_rows: int = 10
     accumulation: int = 3
@@ -86,7 +86,7 @@ class RowStream:
 
 @dataclass
 class Trainer:
-    """Calls ``train`` as ``recipe.build_sft`` does, with defaults that a test overrides."""
+    """Calls ``train`` with defaults that a test overrides."""
 
     folder: Path
     output: io.StringIO = field(default_factory=io.StringIO)
@@ -135,7 +135,7 @@ class Trainer:
 
 
 class State:
-    """The optimizer's state of a backend that has whole tensors, or slices of them; by ``PARAMETER/KEY``."""
+    """A fake backend with optimizer state as whole tensors or slices, by ``PARAMETER/KEY``."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = True) -> None:
         self.tensors, self.whole = tensors, whole
@@ -153,7 +153,7 @@ def save_tensors(
     whole: bool = True,
     **more: Any,
 ) -> Path:
-    """Write a checkpoint of these tensors, by one rank."""
+    """Write a checkpoint with these tensors from one rank."""
     needed = writer.num_bytes + sum(tensor.nbytes for tensor in tensors.values())
     slices = share_out_whole(tensors, 0, 1)
     content = Content(**{"rng": capture_rng(), **more}, state=state, slices=slices, whole=whole, needed=needed)

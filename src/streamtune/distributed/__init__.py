@@ -1,11 +1,12 @@
-"""Several ranks: started, watched and ended together. Importing it loads no torch.
+"""Start, watch and end several ranks together. Importing this package loads no torch.
 
-environment   the rank of this process, by the variables of its launcher
-launcher      --nproc and --hostfile: ranks of this machine (local_ranks) and, over ssh, of others (remote, agent)
-failure       the errors of ranks, and which of several came first
-agree         before training: the same versions, recipe and data on every rank, and each reaches the others
-watchdog      while training: a rank that is gone, stands still or cannot be reached ends all the others
-pytorch       the process group, DDP and FSDP2; ``deepspeed`` has ZeRO
+environment   rank and world size of this process, from its launcher's variables
+launcher      --nproc and --hostfile: ranks on this machine (local_ranks) and over ssh on others (remote, agent)
+failure       errors of ranks, and which rank failed first
+agree         checks before training: equal versions, recipe and data, and machines that reach each other
+watchdog      while training, ends all ranks if one is dead, hangs or cannot be reached
+pytorch       process group, DDP and FSDP2
+deepspeed     ZeRO
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""``python -m streamtune.distributed.agent``: starts the ranks of its machine for a launcher on another one.
+"""``python -m streamtune.distributed.agent``: start the ranks of this machine for a launcher on another machine.
 
-Started over ssh, it exchanges JSON documents, one a line. It reads
+The launcher starts it over ssh and exchanges JSON documents with it, one per line. The agent reads
 
     {"start": {...}}  {"signal": 2}  {"kill": true}  {"ping": true}
 
-and writes ``{"hello": {...}}`` first, then ``{"end": {...}}`` for each rank that ends and
-``{"out": text, "to": 1 or 2}`` for what rank 0 prints, if that is here. Where the launcher has nothing to say it says
-``ping``: where that stays out, or the connection is closed, the ranks are ended.
+It first writes ``{"hello": {...}}``, then ``{"end": {...}}`` for each rank that ends, and ``{"out": text, "to": 1 or
+2}`` for the output of rank 0 if it runs here. The launcher sends ``ping`` regularly. If no message arrives, or the
+connection is closed, the agent ends its ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from streamtune.distributed.local_ranks import LocalRanks, count_devices
 from streamtune.errors import StreamTuneError
 
 SILENCE_SECONDS = 20.0
-"""Time without a message from the launcher after which the ranks are ended."""
+"""Seconds without a message from the launcher after which the ranks are ended."""
 
 
 def main() -> None:
@@ -59,17 +59,17 @@ def _listen(messages: queue.Queue[dict[str, Any] | None]) -> None:
 class _Agent:
     def __init__(self) -> None:
         self._ranks: LocalRanks | None = None
-        self._alone = False
-        self._speaking = threading.Lock()
+        self._disconnected = False
+        self._write_lock = threading.Lock()
         self._readers: list[threading.Thread] = []
 
     def say(self, document: dict[str, Any]) -> None:
-        with self._speaking:
+        with self._write_lock:
             try:
                 sys.stdout.buffer.write(json.dumps(document).encode() + b"\n")
                 sys.stdout.buffer.flush()
             except OSError:
-                self._alone = True
+                self._disconnected = True
 
     def serve(self, messages: queue.Queue[dict[str, Any] | None]) -> None:
         last_heard = time.monotonic()
@@ -82,24 +82,24 @@ class _Agent:
                 if message is None:
                     return
                 last_heard = time.monotonic()
-                self._obey(message)
-            if self._alone or time.monotonic() - last_heard > SILENCE_SECONDS:
+                self._handle(message)
+            if self._disconnected or time.monotonic() - last_heard > SILENCE_SECONDS:
                 return
-            if self._ranks is not None and self._tell_ends():
+            if self._ranks is not None and self._report_ends():
                 return
 
-    def _tell_ends(self) -> bool:
-        """Report the ranks that have ended; return True if all have."""
+    def _report_ends(self) -> bool:
+        """Report the ranks that have ended; return True if all ranks have ended."""
         assert self._ranks is not None
         ends = self._ranks.poll()
         if any(end.rank == 0 for end in ends):
-            for reader in self._readers:  # its last lines before its end
+            for reader in self._readers:  # forward the last lines before the end is reported
                 reader.join(timeout=2)
         for end in ends:
             self.say({"end": asdict(end)})
         return not self._ranks.running
 
-    def _obey(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "start" in message:
             self._start(message["start"])
         elif self._ranks is not None and "signal" in message:
@@ -125,11 +125,11 @@ class _Agent:
         if has_main and 0 in self._ranks.running:
             process = self._ranks.process(0)
             for to, stream in ((1, process.stdout), (2, process.stderr)):
-                reader = threading.Thread(target=self._pass_on, args=(stream, to), daemon=True)
+                reader = threading.Thread(target=self._forward_output, args=(stream, to), daemon=True)
                 reader.start()
                 self._readers.append(reader)
 
-    def _pass_on(self, stream: IO[bytes], to: int) -> None:
+    def _forward_output(self, stream: IO[bytes], to: int) -> None:
         while data := os.read(stream.fileno(), 65536):
             self.say({"out": data.decode("utf-8", errors="replace"), "to": to})
 

@@ -1,10 +1,11 @@
-"""Checks before training: all ranks run the same program, recipe and data, and every machine reaches the others.
+"""Check before training that all ranks have the same versions, recipe and data, and that all machines are connected.
 
-    1. each rank sends rank 0 its facts, and the first rank of each machine the address at which it can be called
-    2. rank 0 compares them and sends all of them the outcome
-    3. the first ranks call each other, as the process group will, and rank 0 sends all of them the outcome
+    1. Each rank sends its facts to rank 0; the first rank of each machine also sends the address where it listens.
+    2. Rank 0 compares the facts and sends the result to all ranks.
+    3. The first ranks connect to each other, as the process group will, and rank 0 sends the result to all ranks.
 
-The checks use connections of their own: different versions can break the process group before it reports an error.
+The checks have their own connections, because different versions can break the process group before it reports an
+error.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from streamtune.base.privacy import allow_rank_connections
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.failure import Failure
 from streamtune.distributed.hosts import listen_at
-from streamtune.distributed.wire import Admission, Line, dial, listen
+from streamtune.distributed.wire import Admission, Channel, dial, listen
 from streamtune.errors import DistributedError
 
 PURPOSE = "agree"
 PACKAGES = ("torch", "transformers", "deepspeed", "peft")
 TOGETHER_SECONDS = 300.0
-"""Wait for the slowest rank: reading data may take it longer."""
+"""Seconds to wait for the slowest rank, which may still read data."""
 REACH_SECONDS = 10.0
 SHOWN_LENGTH = 40
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that ranks must share to compute the same, without importing any package."""
+    """Return the versions that must be equal on all ranks, by package; no package is imported."""
     versions_by_name = {"python": platform.python_version(), "streamtune": __version__}
     for package in PACKAGES:
         try:
@@ -50,29 +51,37 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(text: str) -> str:
-    """Return a short hash of a text that is too long to compare by eye."""
+    """Return a short hash of a text that is too long to show in an error."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def agree(
     facts: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = TOGETHER_SECONDS
 ) -> None:
-    """Compare ``facts`` and :func:`versions` over all ranks, which all call this. With one rank nothing happens.
+    """Check that ``facts`` and :func:`versions` are equal on all ranks. Called by all ranks; one rank is not checked.
+
+    Args:
+        facts: Facts to compare, by name.
+        environment: Environment of this rank; None: read from the variables.
+        seconds: Seconds to wait for the slowest rank.
 
     Raises:
-        DistributedError: Ranks differ, have not come in time or cannot reach others; the same error on every rank.
+        DistributedError: Ranks differ, are late or cannot reach each other. Every rank raises the same error.
     """
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
         return
     message: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": env.local_rank == 0}
-    outcome = _collect(env, message, seconds) if env.is_main else _report(env, message, seconds)
+    outcome = _compare_on_rank_0(env, message, seconds) if env.is_main else _report_to_rank_0(env, message, seconds)
     if outcome is not None:
         raise Failure.from_dict(outcome).error(named=False)
 
 
 class _ReachablePort:
-    """A port of each machine's first rank that other machines can call, while inside; none on one machine."""
+    """Context manager: the first rank of each machine listens at a port that others connect to as a test.
+
+    Nothing listens if all ranks are on one machine.
+    """
 
     def __init__(self, env: RankEnvironment, address: str) -> None:
         self._server: socket.socket | None = None
@@ -99,30 +108,30 @@ class _ReachablePort:
                 caller.close()
 
 
-def _report(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Send this rank's facts to rank 0, and return the outcome."""
-    line = dial(env, PURPOSE, {}, seconds)
+def _report_to_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    """Send this rank's facts to rank 0, and return the result: a failure as a dict, or None."""
+    channel = dial(env, PURPOSE, {}, seconds)
     try:
-        address = line.connection.getsockname()[0]
+        address = channel.connection.getsockname()[0]
         with _ReachablePort(env, address) as reachable:
-            line.send({**message, "address": address, "port": reachable.port})
-            answer = line.receive(seconds + REACH_SECONDS)
+            channel.send({**message, "address": address, "port": reachable.port})
+            answer = channel.receive(seconds + REACH_SECONDS)
             if answer["outcome"] is None:
-                line.send({"unreached": _call_leaders(answer["leaders"], env.rank)})
-                answer = line.receive(2 * REACH_SECONDS + seconds)
+                channel.send({"unreached": _call_leaders(answer["leaders"], env.rank)})
+                answer = channel.receive(2 * REACH_SECONDS + seconds)
         return answer["outcome"]
     except OSError as error:
         raise DistributedError(
-            f"rank {env.rank} on {env.host} lost rank 0 at {env.master_addr} before the first step: {error}",
-            fix="see what rank 0 says",
+            f"rank {env.rank} on {env.host} lost its connection to rank 0 ({env.master_addr}) before training: {error}",
+            fix="see the error of rank 0",
         ) from None
     finally:
-        line.close()
+        channel.close()
 
 
-def _collect(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Collect the facts of all ranks on rank 0, send the outcome to the ranks that came, and return it."""
-    callers: dict[int, tuple[Line, dict[str, Any]]] = {}
+def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    """Compare the facts of all ranks on rank 0, send the result to connected ranks, and return it."""
+    callers: dict[int, tuple[Channel, dict[str, Any]]] = {}
     hosts = {0: env.host}
     try:
         with _ReachablePort(env, env.master_addr) as reachable:
@@ -141,15 +150,15 @@ def _collect(env: RankEnvironment, message: dict[str, Any], seconds: float) -> d
                 outcome = _check_reach(env, callers, hosts, leaders)
                 _send_outcome(callers, outcome, [])
     finally:
-        for line, _ in callers.values():
-            line.close()
+        for channel, _ in callers.values():
+            channel.close()
     return asdict(outcome) if outcome is not None else None
 
 
 def _wait_for_facts(
-    env: RankEnvironment, callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str], seconds: float
+    env: RankEnvironment, callers: dict[int, tuple[Channel, dict[str, Any]]], hosts: dict[int, str], seconds: float
 ) -> Failure | None:
-    """Wait for every rank to call and send its facts; return a failure if some do not."""
+    """Wait until every rank has connected and sent its facts; return a failure if some have not."""
     until = time.monotonic() + seconds
     with (
         selectors.DefaultSelector() as selector,
@@ -159,40 +168,47 @@ def _wait_for_facts(
             if time.monotonic() > until:
                 missing = [rank for rank in range(1, env.world_size) if rank not in callers]
                 are = "have" if len(missing) > 1 else "has"
-                what = f"{describe_ranks(missing)} of {env.world_size} {are} not called rank 0 on {env.host} within "
-                fix = f"see their logs; their hosts must reach ports of {env.master_addr}"
+                who = describe_ranks(missing)
+                what = f"{who} of {env.world_size} {are} not connected to rank 0 on {env.host} within "
+                fix = f"see their logs; their hosts must be able to connect to {env.master_addr}"
                 return Failure(missing[0], "?", f"{what}{seconds:.0f} s", fix=fix)
             for key, _ in selector.select(max(0.01, min(1.0, until - time.monotonic()))):
                 if (admitted := admission.take(key.fileobj)) is not None:
-                    _hear_facts(*admitted, callers, hosts)
-            admission.tidy()
+                    _receive_facts(*admitted, callers, hosts)
+            admission.close_late()
     return None
 
 
-def _hear_facts(
-    line: Line, greeting: dict[str, Any], callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str]
+def _receive_facts(
+    channel: Channel,
+    greeting: dict[str, Any],
+    callers: dict[int, tuple[Channel, dict[str, Any]]],
+    hosts: dict[int, str],
 ) -> None:
-    """Record the facts of an admitted rank; without them close the connection, and the rank calls again."""
+    """Record the facts of an admitted rank; if they do not arrive, close the connection, and the rank retries."""
     try:
-        said = line.receive(5.0)
+        said = channel.receive(5.0)
         ranks = {name: said[name] for name in ("facts", "leads", "address", "port")}
     except (OSError, KeyError):
-        line.close()
+        channel.close()
         return
     if (before := callers.get(greeting["rank"])) is not None:
         before[0].close()
-    callers[greeting["rank"]], hosts[greeting["rank"]] = (line, ranks), greeting["host"]
+    callers[greeting["rank"]], hosts[greeting["rank"]] = (channel, ranks), greeting["host"]
 
 
-def _send_outcome(callers: Mapping[int, tuple[Line, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:
+def _send_outcome(callers: Mapping[int, tuple[Channel, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:
     document = {"outcome": asdict(outcome) if outcome is not None else None, "leaders": list(leaders)}
-    for line, _ in callers.values():
+    for channel, _ in callers.values():
         with suppress(OSError):
-            line.send(document)
+            channel.send(document)
 
 
 def _call_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
-    """Call the first ranks of the other machines, if this rank is a first; return those not reached, and why."""
+    """Connect to the first ranks of the other machines; return descriptions of those that cannot be reached.
+
+    Empty if this rank is not the first of its machine.
+    """
     if rank not in [leader["rank"] for leader in leaders]:
         return []
     unreached = []
@@ -210,28 +226,33 @@ def _call_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
 
 def _check_reach(
     env: RankEnvironment,
-    callers: Mapping[int, tuple[Line, Any]],
+    callers: Mapping[int, tuple[Channel, Any]],
     hosts: Mapping[int, str],
     leaders: Sequence[dict[str, Any]],
 ) -> Failure | None:
-    """Return a failure that names each machine that does not reach another; None if all do."""
+    """Return a failure that names machines that cannot reach each other; None if all can."""
     unreached = {0: _call_leaders(leaders, 0)}
-    for rank, (line, _) in callers.items():
+    for rank, (channel, _) in callers.items():
         try:
-            unreached[rank] = line.receive(REACH_SECONDS * max(1, len(leaders)))["unreached"]
+            unreached[rank] = channel.receive(REACH_SECONDS * max(1, len(leaders)))["unreached"]
         except (OSError, KeyError):
-            unreached[rank] = [f"rank 0 on {env.host}: it went silent"]
+            unreached[rank] = [f"rank 0 on {env.host}: it sent no result"]
     lines = [
         f"rank {rank} on {hosts[rank]} cannot reach {place}" for rank in sorted(unreached) for place in unreached[rank]
     ]
     if not lines:
         return None
-    fix = "the hosts must reach each other on every port above 1024, as gloo and NCCL connect each to each"
+    fix = "allow connections between the hosts on all ports above 1024; gloo and NCCL connect every pair of ranks"
     return Failure(0, env.host, "\n- ".join(["ranks cannot reach each other", *lines[:8]]), fix=fix)
 
 
 def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
-    """Return a failure with a line for each fact that differs: its values, and the ranks of each; None if all agree."""
+    """Return a failure that lists each fact that differs, with its values and their ranks; None if all are equal.
+
+    Args:
+        facts: Facts of each rank, by name.
+        hosts: Host of each rank.
+    """
     differences = []
     for name in dict.fromkeys(name for said in facts.values() for name in said):
         who: dict[str, list[int]] = {}
@@ -245,13 +266,13 @@ def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, st
             differences.append(f"{name}: {'; '.join(said)}")
     if not differences:
         return None
-    fix = "install the same versions on every host, and give every rank the same recipe, settings and data files"
-    what = "\n- ".join(["the ranks are not alike", *differences])
+    fix = "install the same versions on every host, and use the same recipe, settings and data files on every rank"
+    what = "\n- ".join(["the ranks differ", *differences])
     return Failure(0, hosts[0], what, fix=fix)
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Describe ranks in short: ``rank 3``, ``ranks 0-6, 8``."""
+    """Return a short description of ranks, such as ``rank 3`` or ``ranks 0-6, 8``."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

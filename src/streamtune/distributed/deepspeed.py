@@ -1,10 +1,11 @@
-"""DeepSpeed as backend: ZeRO stages 1, 2 and 3 with the same traffic as without streaming.
+"""Train with DeepSpeed: ZeRO stages 1, 2 and 3, with the same traffic as without streaming.
 
-The engine's node returns each parameter's gradient once a layer and micro-step, for any number of chunks, so that ZeRO
-reduces it once. Under stage 3 a decoder layer is a *leaf module*: hooks around its call gather all of its weights at
-once, once for the forward and once for the backward. No function of DeepSpeed is patched.
+A streamed layer is one autograd node, which returns each parameter's gradient once per micro-batch, for any number of
+chunks. So ZeRO reduces it once. Under stage 3 a decoder layer is a *leaf module*: hooks around its call gather all its
+weights together, once for the forward and once for the backward. No function of DeepSpeed is patched.
 
-DeepSpeed averages over ranks, while the shares of ranks add up: each is multiplied by the number of ranks.
+DeepSpeed averages gradients over ranks, but here the ranks' gradients must be added. So each loss is multiplied by the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from streamtune.train.backend import Backend
 from streamtune.train.slices import MASTER, Slice, SliceReader
 
 NO_MICRO_STEP = -1
-"""DeepSpeed's count before the first backward of a step."""
+"""DeepSpeed's ``micro_step_id`` before the first backward of a step."""
 
 
 class _OptimizerPart(NamedTuple):
-    """This rank's part of a parameter, in the flat float32 tensor that the optimizer steps."""
+    """This rank's part of a parameter, in the flat fp32 tensor that the optimizer updates."""
 
     flat: Tensor
     start: int
@@ -38,12 +39,12 @@ class _OptimizerPart(NamedTuple):
 
     @property
     def span(self) -> slice:
-        """The part's place in ``flat``."""
+        """Range of the part in ``flat``."""
         return slice(self.start, self.start + self.length)
 
 
 def check_deepspeed() -> None:
-    """Refuse to go on without DeepSpeed; the error has the command that installs it."""
+    """Raise an ArgumentError with the install command if DeepSpeed is not installed."""
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
@@ -52,24 +53,27 @@ def check_deepspeed() -> None:
         ) from None
 
 
-def _prepare() -> None:
+def _init_deepspeed() -> None:
     import deepspeed
 
     if not distributed.get_backend().startswith("nccl") and not torch.cuda.is_available():
-        # Shared memory between CPU ranks is an operator that takes a minute to compile, and saves nothing here.
+        # The operator for shared memory between CPU ranks takes a minute to compile and saves no time here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed(dist_init_required=False)
 
 
 class DeepSpeedBackend(Backend):
-    """Weights, gradients and optimizer shared by ZeRO.
+    """A backend with ZeRO, which shards the optimizer, and by stage also gradients and weights.
 
-    The module is streamed already and on this rank's device; offloaded weights are on the host. Each decoder layer of
-    ``layers`` is gathered whole.
+    Args:
+        module: Streamed model on this rank's device; offloaded weights are on the host.
+        optimizer: Optimizer over its parameters.
+        config: Resolved DeepSpeed configuration.
+        layers: Decoder layers, each of which is gathered whole.
 
     Raises:
-        ArgumentError: DeepSpeed is not installed, or refuses the configuration or the optimizer.
+        ArgumentError: DeepSpeed is not installed, or rejects the configuration or the optimizer.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class DeepSpeedBackend(Backend):
         check_deepspeed()
         import deepspeed
 
-        _prepare()
+        _init_deepspeed()
         super().__init__(module, config)
         self.stage = int(config["zero_optimization"]["stage"])
         if self.stage == 3:
@@ -92,11 +96,11 @@ class DeepSpeedBackend(Backend):
                 model=module, optimizer=optimizer, config=dict(config), dist_init_required=False
             )
         except (ValueError, AssertionError, deepspeed.runtime.config.DeepSpeedConfigError) as error:
-            raise ArgumentError(f"DeepSpeed refuses the configuration: {error}", where="deepspeed") from error
+            raise ArgumentError(f"DeepSpeed rejects the configuration: {error}", where="deepspeed") from error
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
         if self.stage == 3 and not any(parameter.requires_grad for parameter in embedding.parameters()):
-            # A leaf gathers its weights in the backward only if its first input needs a gradient. Registered after
-            # DeepSpeed's own hook, which would gather the embedding for a backward that it does not have.
+            # A leaf module gathers its weights in the backward only if its first input requires a gradient. This hook
+            # must come after DeepSpeed's own, which would gather the frozen embedding for a backward.
             embedding.register_forward_hook(_needs_gradient)
         self.size = distributed.get_world_size()
 
@@ -112,7 +116,7 @@ class DeepSpeedBackend(Backend):
         self.engine.backward(loss * self.size, scale_wrt_gas=False)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the norm; DeepSpeed clips in its step, by the ``gradient_clipping`` of its configuration."""
+        """Return the gradient norm; DeepSpeed clips in its step, by ``gradient_clipping`` of its configuration."""
         assert max_norm == self.engine.gradient_clipping()
         local = sum(
             (part.detach().double().square().sum() for part in self._gradients()), torch.zeros((), dtype=torch.float64)
@@ -122,7 +126,7 @@ class DeepSpeedBackend(Backend):
         return math.sqrt(total.item())
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield the parts of the gradient that this rank holds; the parts of all ranks are the whole."""
+        """Yield this rank's shards of the gradients."""
         from deepspeed.utils import safe_get_local_grad
 
         for parameter in self.module.parameters():
@@ -141,7 +145,7 @@ class DeepSpeedBackend(Backend):
         optimizer = self.engine.optimizer
         optimizer.zero_grad(set_to_none=True)
         optimizer.averaged_gradients.clear()
-        if self.stage < 3:  # its zero_grad lets the next backward add to the host copies
+        if self.stage < 3:  # zero_grad alone would let the next backward add to the host copies
             optimizer.micro_step_id = NO_MICRO_STEP
         if getattr(optimizer, "cpu_offload", False):
             optimizer.reset_cpu_buffers()
@@ -155,12 +159,12 @@ class DeepSpeedBackend(Backend):
             state.update({key: 0 for key, value in state.items() if isinstance(value, int)})
 
     def stepped(self) -> Iterator[Tensor]:
-        """Yield the trained values of this rank, in float32 if weights have fewer bits."""
-        parts = (self._part_of(parameter) for _, parameter in self._trained())
+        """Yield this rank's parts of the trained weights; fp32 master weights if the weights are narrower."""
+        parts = (self._part_of(parameter) for _, parameter in self._trained_parameters())
         return (part.flat[part.span] for part in parts if part is not None)
 
     def slices(self) -> Iterator[Slice]:
-        for name, parameter in self._trained():
+        for name, parameter in self._trained_parameters():
             part = self._part_of(parameter)
             if part is None:
                 continue
@@ -170,11 +174,11 @@ class DeepSpeedBackend(Backend):
             for key, value in self._state(part.flat).items():
                 if isinstance(value, Tensor) and value.shape == part.flat.shape:
                     yield Slice(name, key, shape, part.offset, value[part.span])
-                elif part.offset == 0:  # a count of steps: one for all, written with the first value
+                elif part.offset == 0:  # a step count, saved by the rank that has the parameter's first value
                     yield Slice(name, key, (), 0, self._saved_count(value).reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
-        trained = self._trained()
+        trained = self._trained_parameters()
         saved.check_parameters([name for name, _ in trained])
         state = self.engine.optimizer.optimizer.state
         fresh: set[int] = set()
@@ -191,28 +195,28 @@ class DeepSpeedBackend(Backend):
                     if flat.dtype != parameter.dtype:
                         with torch.no_grad():
                             flat[part.span].copy_(saved.read(name, key, part.offset, part.length))
-                elif saved.shape(name, key) == ():  # a count of steps
-                    state[flat][key] = self._count(flat, saved.read(name, key, 0, 1))
+                elif saved.shape(name, key) == ():  # a step count
+                    state[flat][key] = self._to_optimizer_count(flat, saved.read(name, key, 0, 1))
                 else:
                     whole = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
                     whole[part.span].copy_(saved.read(name, key, part.offset, part.length))
-        if self.stage < 3:  # it is linked to the old state
+        if self.stage < 3:  # DeepSpeed still refers to the old state
             self.engine.optimizer._hp_optimizer_states_linked = False
 
-    def _count(self, flat: Tensor, steps: Tensor) -> Any:
-        """Return a count of steps in the form that the optimizer keeps."""
+    def _to_optimizer_count(self, flat: Tensor, steps: Tensor) -> Any:
+        """Return a step count in the type that the optimizer expects."""
         optimizer = self.engine.optimizer.optimizer
         if type(optimizer) is not torch.optim.AdamW:
             return int(steps.item())  # DeepSpeed's own
         return steps.reshape(()).to(flat.device if optimizer.defaults.get("fused") else "cpu", torch.float32)
 
     def _saved_count(self, value: Any) -> Tensor:
-        """Return a count of steps as a checkpoint has it."""
+        """Return a step count as the tensor that checkpoints have."""
         if isinstance(self.engine.optimizer.optimizer, WeightwiseOptimizer):
             return pack_number(value)
         return torch.as_tensor(value, dtype=torch.float32)
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+    def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
     def _shape(self, parameter: Any) -> tuple[int, ...]:
@@ -222,7 +226,7 @@ class DeepSpeedBackend(Backend):
         return self.engine.optimizer.optimizer.state.get(flat, {})
 
     def _part_of(self, parameter: Any) -> _OptimizerPart | None:
-        """Return this rank's part of a parameter, without padding; None if it has none."""
+        """Return this rank's part of a parameter, without padding; None if this rank has no part."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -246,23 +250,28 @@ class DeepSpeedBackend(Backend):
 
 
 def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
-    """Partition a module by ZeRO-3: rank 0's weights are distributed, and each rank keeps its part.
+    """Shard a module with ZeRO-3: rank 0's weights are distributed, and each rank keeps its shard.
 
-    On other ranks the tensors are uninitialised. Parameters that are partitioned already are left.
+    The tensors of other ranks may be uninitialised. Parameters that are already sharded do not change.
     """
-    _prepare()
+    _init_deepspeed()
     import deepspeed
 
     deepspeed.zero.Init(module=module, config_dict_or_path=dict(config))
 
 
 def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
-    """Let ZeRO-3 gather the weights of a frozen model, shared by :func:`share_module`, when its modules are called.
+    """Let ZeRO-3 gather the weights of a frozen model, sharded by :func:`share_module`, when its modules are called.
+
+    Args:
+        model: The frozen model.
+        config: DeepSpeed configuration.
+        layers: Decoder layers, each of which is gathered whole.
 
     Returns:
-        The DeepSpeed engine that gathers them; keep it for as long as the model is called.
+        The DeepSpeed engine, which must be kept as long as the model is called.
     """
-    _prepare()
+    _init_deepspeed()
     import deepspeed
 
     deepspeed.utils.set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
@@ -271,9 +280,11 @@ def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[n
 
 
 def whole_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the parameters one by one: each whole on rank 0, None on the other ranks, which must iterate too.
+    """Yield parameter names with the full tensor on rank 0 and None on the other ranks, which must iterate too.
 
-    ``names`` selects some of them; the model may be shared by ZeRO or not.
+    Args:
+        model: Model, sharded by ZeRO or not.
+        names: Names of the parameters; None: all.
     """
     import deepspeed
 

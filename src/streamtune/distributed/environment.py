@@ -1,10 +1,11 @@
-"""The rank and the world of this process, read from the variables its launcher set. Loads no torch.
+"""Read rank and world size of this process from the variables of its launcher. Loads no torch.
 
     streamtune --nproc, torchrun, deepspeed   RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     srun                                      SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS ...
     mpirun                                    OMPI_COMM_WORLD_RANK ..., or PMI_RANK, MPI_LOCALRANKID ...
 
-The first row is what PyTorch and DeepSpeed read, so the others are converted to it (:meth:`RankEnvironment.export`).
+PyTorch and DeepSpeed read the variables in the first line, so the others are converted to these
+(:meth:`RankEnvironment.export`).
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ from streamtune.distributed.hosts import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 
 DEFAULT_PORT = 29500
-COUNTING = ("streamtune", "torchrun", "deepspeed")
-"""Launchers that always say how many ranks are on a machine."""
+COUNTING_LAUNCHERS = ("streamtune", "torchrun", "deepspeed")
+"""Launchers that always set the number of ranks on a machine."""
 SECRET_VARIABLE = "STREAMTUNE_SECRET"
-"""A secret that the user gives to all ranks and nobody else, for ranks that another launcher starts."""
+"""Variable with a secret that only the ranks know; the user sets it if another launcher starts the ranks."""
 RUN_ID_VARIABLE = "STREAMTUNE_RUN_ID"
-"""A value of its own for each run, which tells apart the connections of two runs on the same ports."""
+"""Variable with a unique value for each run, to distinguish connections of two runs on the same ports."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The rank of this process among all that train together, and the address of rank 0."""
+    """Rank of this process, number of ranks, and address of rank 0."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     master_addr: str = "127.0.0.1"
     """Address of rank 0."""
     master_port: int = DEFAULT_PORT
     launcher: str = "none"
-    """Launcher of this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``another
-    launcher``; ``none`` if it is alone.
+    """Launcher of this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun`` or ``another
+    launcher``; ``none`` for a single process.
     """
     run_id: str = ""
-    """The same on every rank of a run, and on no rank of another."""
+    """Id of the run: equal on all its ranks, and different in other runs."""
     one_machine: bool = False
     """True if all ranks are known to be on this machine."""
 
     @property
     def is_main(self) -> bool:
-        """True if this is rank 0, which prints for all."""
+        """True on rank 0, which prints for all ranks."""
         return self.rank == 0
 
     @property
@@ -61,9 +62,9 @@ class RankEnvironment:
         return os.environ.get("STREAMTUNE_HOST") or socket.gethostname()
 
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that PyTorch, DeepSpeed and their libraries read; those the user has set stay.
+        """Set the variables that PyTorch, DeepSpeed and their libraries read; existing variables are not changed.
 
-        Call it before torch is imported, which reads the number of threads once.
+        Call this before torch is imported, which reads the number of threads only once.
         """
         if self.launcher == "none":
             return
@@ -82,10 +83,10 @@ class RankEnvironment:
             self.choose_interface(environ)
 
     def choose_interface(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set the network interface of gloo: the one that reaches rank 0; on one machine the loopback, for NCCL too.
+        """Set gloo's network interface to one that reaches rank 0; on one machine use the loopback, also for NCCL.
 
-        By default gloo takes the address of the machine's own name, often one that others cannot reach, and NCCL an
-        interface that others can reach.
+        By default gloo uses the address of the machine's own name, which other machines often cannot reach. NCCL uses
+        an external interface, which is not needed on one machine.
         """
         if (interface := interface_to("127.0.0.1" if self.one_machine else self.master_addr)) is None:
             return
@@ -95,17 +96,21 @@ class RankEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Return the rank environment of this process; an ordinary process is rank 0 of 1."""
+    """Return the rank environment of this process; without a launcher it is rank 0 of 1.
+
+    Raises:
+        ArgumentError: A launcher variable is missing, not a number, or contradicts another.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         environment = _from_torch(environ)
-    elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
+    elif _read_number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
         environment = _from_slurm(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
         environment = _from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                           "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")  # fmt: skip
     elif "PMI_RANK" in environ and "PMI_SIZE" in environ:
         environment = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    elif _number(environ, "WORLD_SIZE", 1) > 1:
+    elif _read_number(environ, "WORLD_SIZE", 1) > 1:
         raise _missing("RANK", "the launcher")
     else:
         return RankEnvironment()
@@ -114,10 +119,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
         or not 0 <= environment.local_rank < environment.local_world_size
     ):
         raise ArgumentError(
-            f"{environment.launcher} says this is rank {environment.rank} of {environment.world_size}, "
-            f"{environment.local_rank} of {environment.local_world_size} on this machine",
+            f"the variables of {environment.launcher} are inconsistent: rank {environment.rank} of "
+            f"{environment.world_size}, local rank {environment.local_rank} of {environment.local_world_size}",
             where="environment",
-            fix="unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which may be left from another program",
+            fix="unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which another program may have set",
         )
     return environment
 
@@ -131,15 +136,15 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
         launcher = "deepspeed"
     else:
         launcher = "another launcher"
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank, size = _read_number(environ, "RANK"), _read_number(environ, "WORLD_SIZE")
     if "LOCAL_RANK" not in environ and size > 1:
         raise _missing("LOCAL_RANK", launcher)
     local_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ["WORLD_SIZE"]
     launched = RankEnvironment(
         rank,
-        _number(environ, "LOCAL_RANK", 0),
+        _read_number(environ, "LOCAL_RANK", 0),
         size,
-        _number({"LOCAL_WORLD_SIZE": local_size}, "LOCAL_WORLD_SIZE"),
+        _read_number({"LOCAL_WORLD_SIZE": local_size}, "LOCAL_WORLD_SIZE"),
         launcher=launcher,
     )
     job = (environ.get(name, "") for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
@@ -147,13 +152,13 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
-    size = _number(environ, "SLURM_STEP_NUM_TASKS")
+    size = _read_number(environ, "SLURM_STEP_NUM_TASKS")
     nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "")
     tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size))
-    node = _number(environ, "SLURM_NODEID", 0)
+    node = _read_number(environ, "SLURM_NODEID", 0)
     launched = RankEnvironment(
-        _number(environ, "SLURM_PROCID"),
-        _number(environ, "SLURM_LOCALID"),
+        _read_number(environ, "SLURM_PROCID"),
+        _read_number(environ, "SLURM_LOCALID"),
         size,
         tasks[node] if node < len(tasks) else 0,
         master_addr=nodes[0] if len(nodes) > 1 else "127.0.0.1",
@@ -163,31 +168,33 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
 
 
 def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> RankEnvironment:
-    world = _number(environ, size)
-    local = _number(environ, local_size, world if "MASTER_ADDR" not in environ else 0)
+    world = _read_number(environ, size)
+    local = _read_number(environ, local_size, world if "MASTER_ADDR" not in environ else 0)
     if local != world and "MASTER_ADDR" not in environ:
         raise ArgumentError(
-            "mpirun has started ranks on several machines, and none of them knows where rank 0 is",
+            "mpirun has started ranks on several machines, but the address of rank 0 is not set",
             where="MASTER_ADDR",
-            fix="name the first host: `mpirun -x MASTER_ADDR=HOST ...`",
+            fix="set it to the first host: `mpirun -x MASTER_ADDR=HOST ...`",
         )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_JOBID")
-    launched = RankEnvironment(_number(environ, rank), _number(environ, local_rank), world, local, launcher="mpirun")
+    launched = RankEnvironment(
+        _read_number(environ, rank), _read_number(environ, local_rank), world, local, launcher="mpirun"
+    )
     return _with_address(launched, environ, job or str(os.getppid() if local == world else ""))
 
 
 def _with_address(launched: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
-    """Add the address and port of rank 0, as the variables give them or derived from the job, and the run's id."""
+    """Return the environment with the run's id, and the address and port of rank 0, from variables or the job's id."""
     address = environ.get("MASTER_ADDR") or launched.master_addr
     check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):
         job = f"{environ[SECRET_VARIABLE]}/{job}"
     has_job_port = launched.launcher in ("srun", "mpirun") and job
     port = 15000 + int(_digest(job)[:8], 16) % 5000 if has_job_port else DEFAULT_PORT
-    port = _number(environ, "MASTER_PORT", port)
+    port = _read_number(environ, "MASTER_PORT", port)
     if port > 65535:
         raise ArgumentError(
-            f"the variable MASTER_PORT should be a port and is {port}",
+            f"MASTER_PORT must be a port, found {port}",
             where="environment",
             fix="set it to a free port from 1024 to 65535 on all ranks",
         )
@@ -197,7 +204,7 @@ def _with_address(launched: RankEnvironment, environ: Mapping[str, str], job: st
         master_addr=address,
         master_port=port,
         run_id=_digest(f"{job}/{address}/{port}/{launched.world_size}")[:32],
-        one_machine=alone and (launched.launcher in COUNTING or address in LOOPBACK),
+        one_machine=alone and (launched.launcher in COUNTING_LAUNCHERS or address in LOOPBACK),
     )
 
 
@@ -205,7 +212,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _read_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = environ.get(name)
     if not value and default is not None:
         return default
@@ -213,7 +220,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         raise _missing(name, "the launcher")
     if not value.strip().isdecimal():
         raise ArgumentError(
-            f"the variable {name} should be a number and is '{value}'",
+            f"the variable {name} must be a number, found '{value}'",
             where="environment",
             fix=f"unset {name}, or start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
         )
@@ -222,14 +229,14 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 def _missing(name: str, launcher: str) -> ArgumentError:
     return ArgumentError(
-        f"this is a rank of several, and {launcher} has not set {name}",
+        f"this process is one of several ranks, but {launcher} has not set {name}",
         where="environment",
         fix="start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
     )
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand Slurm's list of hosts: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
+    """Return the hosts in Slurm's host list: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
     nodes: list[str] = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         nodes += _expand_entry(entry)
@@ -248,7 +255,7 @@ def _expand_entry(entry: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Expand Slurm's number of tasks for each node: ``2(x3),1`` -> ``2, 2, 2, 1``."""
+    """Return the number of tasks of each node from Slurm's list: ``2(x3),1`` -> ``2, 2, 2, 1``."""
     tasks: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
@@ -262,18 +269,18 @@ def usable_cpus() -> int:
 
 
 def interface_to(host: str) -> str | None:
-    """Return the network interface through which this machine reaches ``host``; None if there is none."""
+    """Return the name of the network interface through which this machine reaches ``host``; None if unknown."""
     import psutil  # 20 ms
 
     try:
         with allow_rank_connections():
             address = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
             with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
-                probe.connect((address[4][0], 9))  # a datagram socket sends nothing here, it only chooses the route
+                probe.connect((address[4][0], 9))  # on a datagram socket this only chooses the route; nothing is sent
                 ours, theirs = probe.getsockname()[0], address[4][0]
     except OSError:
         return None
-    # The route to an address of this machine is always the loopback; others arrive at the interface that has it.
+    # The route to an own address is the loopback, but other machines reach the interface that has the address.
     wanted = theirs if ours == theirs else ours
     for name, addresses in psutil.net_if_addrs().items():
         if any(str(known.address).partition("%")[0] == wanted for known in addresses):

@@ -1,8 +1,8 @@
-"""Failures of ranks: the file that a rank writes for its launcher, and the choice of the first failure.
+"""Failures of ranks: how a rank passes its error to the launcher, and which rank failed first.
 
-A rank of ``streamtune --nproc`` does not print its error. It writes it as JSON into the file its launcher named, and
-the launcher shows the error of the rank that failed first. A rank that ends only because another failed names the
-other.
+With ``streamtune --nproc`` a rank does not print its error. It writes the error as JSON into a file whose name the
+launcher gave, and the launcher shows the error of the rank that failed first. A rank that ends only because another
+rank failed names that rank.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from streamtune import errors
 from streamtune.errors import DistributedError, StreamTuneError
 
 ERROR_FILE_VARIABLE = "STREAMTUNE_ERROR_FILE"
-"""Names the file for a rank's failure; without it the rank prints the error."""
+"""Variable with the path of the file for a rank's failure; if it is not set, the rank prints its error."""
 TAIL_LINES = 8
-AT_ONCE = 2.0
-"""Seconds within which the order of several ends says nothing: ranks notice a dead peer that fast."""
+SAME_TIME_SECONDS = 2.0
+"""Seconds within which the order in which ranks end means nothing, because ranks notice a dead peer that fast."""
 ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals of which the log of a rank knows nothing."""
+"""Signals from outside, about which a rank's log says nothing."""
 FIXES = {
-    "SIGKILL": "the system kills what takes the host's last memory: see `dmesg`, and try fewer ranks on this host",
-    "SIGSEGV": "a library crashed: its last lines are in the log",
-    "SIGABRT": "a library gave up: its last lines are in the log",
-    "SIGBUS": "shared memory or a disk is full, see `df -h /dev/shm /tmp`; or a file was cut while it was read",
+    "SIGKILL": "host memory may be exhausted: see `dmesg`, and try fewer ranks on this host",
+    "SIGSEGV": "a library crashed: see the last lines of the log",
+    "SIGABRT": "a library aborted: see the last lines of the log",
+    "SIGBUS": "shared memory or a disk is full: see `df -h /dev/shm /tmp`; or a file was truncated while it was read",
 }
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank, in the form that processes send each other."""
+    """An error of a rank, which can be sent to other processes."""
 
     rank: int
-    """The rank at fault."""
+    """Rank at fault."""
     host: str
     what: str
     where: str = ""
@@ -49,9 +49,9 @@ class Failure:
     """Name of the error's class."""
     exit_code: int = 1
     own: bool = True
-    """True if the rank reports its own error."""
+    """True if the rank reported its own error."""
     seen: str = ""
-    """Finding of other ranks: it ``died``, is ``silent``, stands ``still`` or is ``missing``."""
+    """What other ranks observed: ``died``, ``silent``, ``still`` (it hangs) or ``missing``; empty for an own error."""
     time: float = field(default_factory=time.time)
 
     @classmethod
@@ -63,11 +63,15 @@ class Failure:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Failure:
-        """Make a failure from :func:`dataclasses.asdict`; keys of another version are left out."""
+        """Return the failure from the dict of :func:`dataclasses.asdict`; unknown keys are ignored."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     def error(self, *, named: bool = True) -> StreamTuneError:
-        """Return the error in its own class; ``named`` puts rank and host in front, unless other ranks found it."""
+        """Return the error with its original class.
+
+        Args:
+            named: True to put rank and host before the message; messages of other ranks always have them.
+        """
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, StreamTuneError)):
             kind = StreamTuneError
@@ -76,9 +80,13 @@ class Failure:
 
 
 def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
-    """Write a failure for the launcher, atomically; return True if there is a launcher to show it.
+    """Write a failure for the launcher atomically; return True if a launcher will show it.
 
-    The first failure that is written stays. ``path`` defaults to the file that the launcher named.
+    Only the first failure is written.
+
+    Args:
+        failure: The failure.
+        path: Path of the file; None: the path that the launcher gave.
     """
     path = path or os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
@@ -109,56 +117,58 @@ class RankEnd:
     rank: int
     host: str
     code: int
-    """Exit code; the negative number of the signal that killed it."""
+    """Exit code, or the negative number of the signal that killed the process."""
     failure: Failure | None = None
     tail: tuple[str, ...] = ()
     """Last lines of its log."""
     log: str = ""
     at: float = field(default_factory=time.monotonic)
-    """Monotonic time at which its launcher saw the end."""
+    """Monotonic time at which the launcher noticed the end."""
     sent: tuple[int, ...] = ()
-    """Signals that its launcher had sent before."""
+    """Signals that the launcher had sent."""
 
     @property
     def stopped(self) -> bool:
-        """True if it ended on request: by SIGINT, SIGTERM or a signal that its launcher sent."""
+        """True if the rank was stopped, by SIGINT, SIGTERM or a signal of its launcher."""
         return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or -self.code in self.sent
 
     @property
     def exit_code(self) -> int:
-        """Exit code as a shell reports it."""
+        """Exit code as a shell would report it."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
 def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
-    """Return the error to show for the ranks that ended, and the exit code; None if none failed."""
+    """Return the error of the rank that failed first, and the exit code; None if no rank failed."""
     failed = sorted((end for end in ends if end.code != 0 and not end.stopped), key=lambda end: end.at)
     if not failed:
         return None
-    # Where the connection of two ranks is cut, each accuses the other: the accusation of rank 0 comes first.
+    # If the connection between two ranks breaks, each accuses the other; rank 0's accusation counts.
     in_order = sorted(ends, key=lambda end: end.rank)
     accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
     blamed = {failure.rank for failure in accused}
-    # Ranks that did not end because of another; a killed process comes before the errors its death caused.
+    # Ranks that did not end because of another rank; a killed process precedes the errors that its death caused.
     culprits = [end for end in failed if end.failure is None or end.failure.own]
-    culprits.sort(key=lambda end: (end.at > failed[0].at + AT_ONCE, end.code >= 0, end.rank not in blamed, end.at))
+    culprits.sort(
+        key=lambda end: (end.at > failed[0].at + SAME_TIME_SECONDS, end.code >= 0, end.rank not in blamed, end.at)
+    )
     if not culprits:
         return accused[0].error(), failed[0].exit_code
     first = culprits[0]
     about = [failure for failure in accused if failure.rank == first.rank]
-    # A rank that is ended for another reason dies too: that it died comes last.
+    # A rank that was ended for another reason also died, so "died" has the lowest priority.
     seen = min(about, key=lambda failure: failure.seen == "died", default=None)
     if first.failure is None and seen is not None and seen.seen != "died":
         return seen.error(), 1
     if first.failure is None:
-        return _silent_end(first, seen), first.exit_code
+        return _unreported_end(first, seen), first.exit_code
     same = {end.failure.what for end in culprits if end.failure is not None}
     named = len(same) > 1 or len(culprits) < len(ends)
     return first.failure.error(named=named), first.failure.exit_code
 
 
-def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
-    """Return an error for a rank that wrote none, with the observations of the other ranks."""
+def _unreported_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
+    """Return the error for a rank that did not write one, with what other ranks observed (``seen``)."""
     what, fix = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
     if end.code < 0:
         name = _signal_name(-end.code)
@@ -166,7 +176,7 @@ def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
     if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
         what += f", {doing[1]}"
     if end.tail and -end.code not in ENDED_FROM_OUTSIDE:
-        what += "\nits last lines:\n" + "\n".join(end.tail)
+        what += "\nlast lines of its log:\n" + "\n".join(end.tail)
     return DistributedError(what, where=end.log, fix=fix)
 
 
@@ -178,7 +188,7 @@ def _signal_name(signum: int) -> str:
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return the last lines of a log that are not blank, without colours."""
+    """Return the last non-blank lines of a log, without colour codes."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))

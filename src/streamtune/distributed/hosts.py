@@ -1,12 +1,12 @@
-"""Names of hosts, hostfiles, and the ports on which ranks find each other besides the process group's.
+"""Host names, hostfiles, and the ports on which ranks find each other outside the process group.
 
 A hostfile has DeepSpeed's format:
 
     # a comment
     node-a slots=8
-    node-b slots=8    # another
+    node-b slots=8    # another comment
 
-Names of hosts are safe to give to ssh and to look up: letters, digits, dots and dashes. No name begins as an option.
+Host names are checked before they are passed to ssh: letters, digits, dots and dashes, and no leading dash.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SIDE_PORTS = 8
 
 
 def free_port() -> int:
-    """Return a free port, if possible outside the range that the system gives to connections."""
-    for _ in range(100):  # random: two runs that start at once should find different ports
+    """Return a free port, if possible outside the system's range for outgoing connections."""
+    for _ in range(100):  # random, so that two runs that start at the same time find different ports
         port = 25000 + secrets.randbelow(7000)
         if is_free(port):
             return port
@@ -50,10 +50,12 @@ def is_free(port: int) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Listen at the one address at which other ranks call rank 0: on one machine, the loopback.
+    """Return a socket that listens only at the address where other ranks reach rank 0 (on one machine, the loopback).
 
-    If the address does not belong to this machine (others reach it through address translation), listen on all
-    interfaces: it is unknown on which one the calls arrive. OSError if the port is taken.
+    If the address does not belong to this machine, as with network address translation, it listens on all interfaces.
+
+    Raises:
+        OSError: The port is taken.
     """
     places: list[tuple[int, str]] = []
     with suppress(OSError), allow_rank_connections():
@@ -76,9 +78,9 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def side_ports(master_port: int) -> list[int]:
-    """Return ports derived from the process group's port; rank 0 takes the first free one.
+    """Return ports derived from the process group's port, of which rank 0 uses the first free one.
 
-    Neighbouring ports give different ones: two runs on one machine seldom collide, and notice if they do.
+    Neighbouring ports give different results, so two runs on one machine rarely collide, and they notice it.
     """
     first = master_port * SIDE_PORTS % 10000
     return [15000 + (first + index) % 10000 for index in range(SIDE_PORTS)]
@@ -93,33 +95,36 @@ SHOWN_LENGTH = 80
 
 
 def check_host(name: str, where: str, *, user: bool = False) -> None:
-    """Refuse a name that is not a host, or that ssh would read as an option (``-oProxyCommand=...``).
+    """Raise an ArgumentError unless ``name`` is a valid host name that ssh cannot read as an option.
 
-    ``where`` is the place for the error: ``file:line`` or a variable. ``user`` allows users before it: ``user@host``.
+    Args:
+        name: Name to check.
+        where: Source of the name for the error: ``file:line`` or a variable.
+        user: True to allow ``user@host``.
     """
     *users, host = name.split("@") if user else [name]
     if HOST.fullmatch(host) and all(USER.fullmatch(part) for part in users):
         return
     shown = ascii(name if len(name) <= SHOWN_LENGTH else f"{name[:SHOWN_LENGTH]}...")
     raise ArgumentError(
-        f"{shown} is no name of a host",
+        f"{shown} is not a valid host name",
         where=where,
-        fix="a name has letters, digits, dots, dashes and underscores, and does not begin with a dash; "
-        + ("USER@ may stand before it; " if user else "")
-        + "give other options of ssh in ~/.ssh/config",
+        fix="use letters, digits, dots, dashes and underscores, without a leading dash; "
+        + ("USER@ may precede it; " if user else "")
+        + "set ssh options in ~/.ssh/config",
     )
 
 
 LINE = re.compile(r"(?P<name>\S+)(?:\s+slots=(?P<slots>-?[0-9]+))?")
 MOST_SLOTS = 1024
-"""Most ranks of one machine: known machines have 16 accelerators, and ranks on the CPU take a core each."""
+"""Largest number of ranks on one machine; machines have up to 16 accelerators, and CPU ranks need a core each."""
 LONGEST_LINE = 1000
 MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and the ranks it takes."""
+    """A machine, and the number of ranks to start on it."""
 
     name: str
     """Name for ssh: ``node-a``, ``user@10.0.0.1``."""
@@ -134,9 +139,15 @@ class Host:
 
 
 def read_hostfile(path: Path, per_host: int | None = None) -> list[Host]:
-    """Read a hostfile; ``per_host`` ranks start on each host, None takes all slots.
+    """Return the hosts in a hostfile.
 
-    Errors have ``file:line`` of a line that is not valid, or whose slots do not allow ``per_host``.
+    Args:
+        path: Path of the hostfile.
+        per_host: Number of ranks to start on each host; None: as many as its slots.
+
+    Raises:
+        ArgumentError: The file cannot be read, a line is invalid, or a host has fewer slots than ``per_host``; the
+            error names ``file:line``.
     """
     text = _read_text(path)
     hosts: list[Host] = []
@@ -145,33 +156,37 @@ def read_hostfile(path: Path, per_host: int | None = None) -> list[Host]:
         if said:
             hosts.append(_read_line(said, f"{path}:{number}", hosts, per_host))
     if not hosts:
-        raise ArgumentError("the hostfile names no host", where=str(path), fix="write a line `HOST slots=N` for each")
+        raise ArgumentError("the hostfile has no host", where=str(path), fix="write a line `HOST slots=N` per host")
     alone = next((host for host in hosts if host.address in LOOPBACK), None)
     if alone is not None and len(hosts) > 1:
         raise ArgumentError(
-            f"'{alone.address}' is another machine on every host",
+            f"'{alone.address}' means a different machine on every host",
             where=alone.where,
-            fix="write the name or address by which the other hosts reach it",
+            fix="use the name or address by which other hosts reach it",
         )
     return hosts
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a hostfile, which must be a regular file: a pipe may wait, and a device may never end."""
+    """Return the text of a hostfile.
+
+    Raises:
+        ArgumentError: It cannot be read, is too large or not UTF-8, or is a pipe or device, which may block.
+    """
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ArgumentError(
-                    f"the hostfile {path} is a pipe or a device, not a file", where="--hostfile", fix="name a file"
+                    f"the hostfile {path} is a pipe or a device", where="--hostfile", fix="use a regular file"
                 )
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ArgumentError(f"the hostfile {_short(str(path))} cannot be read: {reason}", where="--hostfile",
-                            fix="name a file with a line `HOST slots=N` for each host") from None  # fmt: skip
+        raise ArgumentError(f"the hostfile {_shorten(str(path))} cannot be read: {reason}", where="--hostfile",
+                            fix="use a file with a line `HOST slots=N` for each host") from None  # fmt: skip
     if len(data) > MOST_BYTES:
-        raise ArgumentError(f"the hostfile {path} has more than {MOST_BYTES >> 20} MiB", where="--hostfile",
-                            fix="name a file with a line `HOST slots=N` for each host")  # fmt: skip
+        raise ArgumentError(f"the hostfile {path} is larger than {MOST_BYTES >> 20} MiB", where="--hostfile",
+                            fix="use a file with a line `HOST slots=N` for each host")  # fmt: skip
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -180,7 +195,7 @@ def _read_text(path: Path) -> str:
                             fix="save it as UTF-8") from None  # fmt: skip
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
@@ -190,23 +205,23 @@ def _read_line(said: str, where: str, before: Sequence[Host], per_host: int | No
 
     match = LINE.fullmatch(said) if len(said) <= LONGEST_LINE else None
     if match is None or any(part.startswith("-") for part in match["name"].split("@")) or not said.isprintable():
-        raise refused(f"{_short(repr(said))} is no line of a hostfile", "write `HOST slots=N`")
+        raise refused(f"{_shorten(repr(said))} is not a valid hostfile line", "write `HOST slots=N`")
     name, digits = match["name"], match["slots"]
     check_host(name, where, user=True)
     if digits is None:
-        raise refused(f"'{said}' does not say how many ranks", f"write `{said} slots=N`")
+        raise refused(f"'{said}' lacks the number of ranks", f"write `{said} slots=N`")
     slots = int(digits) if len(digits) <= 20 else MOST_SLOTS + 1
     host = Host(name, slots if per_host is None else per_host, where)
     if slots > MOST_SLOTS:
-        most = f"write the number of its devices, at most {MOST_SLOTS:,}"
-        raise refused(f"{name} has {_short(digits)} slots, which is more than any machine has", most)
+        most = f"set the number of its devices, at most {MOST_SLOTS:,}"
+        raise refused(f"{name} has {_shorten(digits)} slots; at most {MOST_SLOTS:,} are allowed", most)
     if slots < 1:
-        raise refused(f"{name} has {'no' if slots == 0 else slots} slots", "give it at least 1, or take the line out")
+        raise refused(f"{name} has {slots} slots, expected at least 1", "set at least 1, or delete the line")
     if host.slots > slots:
         raise refused(
-            f"--nproc {per_host} is more than the {slots} slots of {name}",
+            f"--nproc {per_host} exceeds the {slots} slots of {name}",
             f"lower --nproc to {slots}, or raise the slots",
         )
     if any(other.address == host.address for other in before):
-        raise refused(f"{name} is there twice", "write one line with all its slots")
+        raise refused(f"{name} occurs twice", "write one line with all its slots")
     return host

@@ -1,6 +1,7 @@
 """``--nproc`` and ``--hostfile``: start the ranks of a command, wait for them, and report one error for all.
 
-The launcher is the process the user started. It loads no torch. Rank 0 has its terminal, the others write to files.
+The launcher is the process that the user started. It loads no torch. Rank 0 writes to its terminal, the other ranks to
+log files.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from streamtune.distributed.environment import read_environment
 from streamtune.distributed.failure import RankEnd, first_failure
 from streamtune.distributed.hosts import MOST_SLOTS, Host, check_host, free_port, is_free, read_hostfile
 from streamtune.distributed.local_ranks import LocalRanks, count_devices
-from streamtune.distributed.remote import HELLO_SECONDS, RemoteRanks, passed_on
+from streamtune.distributed.remote import HELLO_SECONDS, RemoteRanks, exported_variables
 from streamtune.errors import ArgumentError
 
 LAUNCH_OPTIONS = ("--nproc", "--hostfile")
 TOGETHER_SECONDS = 3.0
-"""Time after the first failure, in which the other ranks notice it and write down what they saw."""
+"""Seconds after the first failure in which other ranks may notice it and write what they observed."""
 GRACE_SECONDS = 4.0
-"""Time between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 POLL_SECONDS = 0.03
 
 
@@ -51,43 +52,48 @@ class RankGroup(Protocol):
 
 
 def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None, device: str = "auto") -> int:
-    """Run ``streamtune ARGUMENTS`` in several ranks, ``nproc`` on each host, and return the exit code for all.
+    """Run ``streamtune ARGUMENTS`` in several ranks, and return the exit code.
 
-    The hosts are those of ``hostfile``; None is this machine. Options for the number of ranks are removed from the
-    arguments. ``device`` is ``cpu``, ``cuda`` or ``auto``, as in the recipe.
+    Args:
+        arguments: Arguments of the command; ``--nproc`` and ``--hostfile`` are removed from them.
+        nproc: Number of ranks on each host; None: as many as the hostfile says.
+        hostfile: Path of the hostfile; None: only this machine.
+        device: ``cpu``, ``cuda`` or ``auto``, as in the recipe.
 
     Raises:
-        DistributedError: A host cannot be reached, or a rank failed without an error of its own.
-        StreamTuneError: The error of the rank that failed first.
+        ArgumentError: The number of ranks or a host is not valid, or this process is already a rank.
+        DistributedError: A host cannot be reached, or a rank ended without reporting an error.
+        StreamTuneError: Error of the rank that failed first.
     """
     environment = read_environment()
     if environment.launcher != "none":
         raise ArgumentError(
-            f"this is rank {environment.rank} of {environment.world_size} already, started by {environment.launcher}",
+            f"this process is already rank {environment.rank} of {environment.world_size}, started by "
+            f"{environment.launcher}",
             where="--nproc" if nproc is not None else "--hostfile",
-            fix=f"leave the option out: {environment.launcher} starts the ranks",
+            fix=f"omit the option, because {environment.launcher} starts the ranks",
         )
     if nproc is not None and nproc < 1:
-        raise ArgumentError(f"{nproc} ranks cannot train", where="--nproc", fix="give 1 or more")
+        raise ArgumentError(f"--nproc must be 1 or more, found {nproc}", where="--nproc", fix="set 1 or more")
     if nproc is not None and nproc > MOST_SLOTS:
         raise ArgumentError(
-            f"{str(nproc)[:40]} ranks are more than a machine takes",
+            f"--nproc must be at most {MOST_SLOTS:,}, found {str(nproc)[:40]}",
             where="--nproc",
-            fix=f"give the number of its devices, at most {MOST_SLOTS:,}",
+            fix="set the number of devices of a machine",
         )
     hosts = read_hostfile(hostfile, nproc) if hostfile is not None else [Host("localhost", nproc or 1)]
     ranks = without_launch_options(arguments)
     groups: list[RankGroup] = []
     with _Signals() as signals:
         try:
-            _start(hosts, ranks, device, groups, alone=hostfile is None)
+            _start_ranks(hosts, ranks, device, groups, alone=hostfile is None)
             signals.started = True
-            ends = _wait(groups, signals)
+            ends = _wait_for_ends(groups, signals)
         finally:
             for group in groups:
                 group.close()
     if signals.first is not None:
-        ends = _without_echoes(ends)
+        ends = _drop_echoes(ends)
     if (failed := first_failure(ends)) is not None:
         error, code = failed
         error.exit_code = code
@@ -98,8 +104,8 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
     return codes.get(0, 0) or next((code for code in codes.values() if code), 0)
 
 
-def _without_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return the ends of ranks. After a request to stop, errors that it caused in other ranks count as stops."""
+def _drop_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """Return the ends of ranks; if some were stopped on request, errors that this caused in others count as stops."""
     if not any(end.stopped for end in ends):
         return list(ends)
     kinds = ("DistributedError", "StreamTuneError")
@@ -112,7 +118,7 @@ def _without_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without the options for the number of its ranks."""
+    """Return the arguments of a command without ``--nproc`` and ``--hostfile``."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -125,8 +131,13 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups: list[Any], *, alone: bool) -> None:
-    """Start every rank of every host into ``groups``; ranks of other machines once all these have answered."""
+def _start_ranks(
+    hosts: Sequence[Host], arguments: Sequence[str], device: str, groups: list[Any], *, alone: bool
+) -> None:
+    """Start all ranks of all hosts and append them to ``groups``.
+
+    Ranks are started after all remote hosts have answered.
+    """
     remotes: dict[str, RemoteRanks] = {}
     is_here = [alone or _is_this_machine(host) for host in hosts]
     for host, here in zip(hosts, is_here, strict=True):
@@ -153,15 +164,15 @@ def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups:
         if here:
             command = [sys.executable, "-P", "-m", "streamtune", *arguments]
             name = socket.gethostname() if alone else host.address
-            with interrupts.block_signals():  # until they can be ended
+            with interrupts.block_signals():  # until they are in `groups` and can be ended
                 groups.append(LocalRanks(command, first_rank, host.slots, {**safe_environment(), **environment}, name))
         else:
-            remotes[host.name].start(arguments, first_rank, host.slots, {**passed_on(), **environment})
+            remotes[host.name].start(arguments, first_rank, host.slots, {**exported_variables(), **environment})
         first_rank += host.slots
 
 
 def _is_this_machine(host: Host) -> bool:
-    """Return True if the host's address belongs to this machine: only then can a socket be bound to it."""
+    """Return True if the host's address belongs to this machine, so that a socket can be bound to it."""
     if "@" in host.name:
         return False
     try:
@@ -177,12 +188,12 @@ def _is_this_machine(host: Host) -> bool:
 
 
 def _check_devices(host: Host, devices: int) -> None:
-    """Refuse more ranks than devices; without devices the ranks compute on the CPU."""
+    """Raise an ArgumentError if the host has fewer devices than ranks; without devices the ranks run on the CPU."""
     if 0 < devices < host.slots:
         raise ArgumentError(
-            f"{host.slots} ranks need as many devices, and {host.address} has {devices}",
+            f"{host.slots} ranks need {host.slots} devices, but {host.address} has {devices}",
             where=host.where or "--nproc",
-            fix=f"give {devices} or fewer, or train on the CPU with `--set device=cpu`",
+            fix=f"use {devices} or fewer, or train on the CPU with `--set device=cpu`",
         )
 
 
@@ -192,20 +203,20 @@ def _choose_port(*, here: bool, free_there: int | None) -> int:
     if not asked:
         return free_port() if here or free_there is None else free_there
     if not asked.isdecimal() or not 0 < int(asked) < 65536:
-        raise ArgumentError(f"'{asked}' is no port", where="MASTER_PORT", fix="unset it: a free one is chosen")
+        raise ArgumentError(f"'{asked}' is not a port", where="MASTER_PORT", fix="unset it to use a free port")
     if here and not is_free(int(asked)):
         raise ArgumentError(
-            f"port {asked} is taken by another program",
+            f"port {asked} is in use by another program",
             where="MASTER_PORT",
-            fix=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{asked}'`",
+            fix=f"unset it to use a free port, or find the program: `ss -ltnp 'sport = :{asked}'`",
         )
     return int(asked)
 
 
-def _wait(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
-    """Wait until every rank has ended, and return the ends; after a failure, end the ranks that remain."""
+def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
+    """Wait until all ranks have ended, and return their ends; after a failure, end the remaining ranks."""
     ends: list[RankEnd] = []
-    passed_on = 0
+    num_passed = 0
     terminate_at = kill_at = None
     while True:
         for group in groups:
@@ -213,15 +224,15 @@ def _wait(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
         if not any(group.running for group in groups):
             return ends
         now = time.monotonic()
-        if reader_is_gone() and signals.first is None:  # rank 0 is on another machine, and its output comes here
+        if reader_is_gone() and signals.first is None:  # a remote rank 0 does not notice it; its output comes here
             signals.ask(signal.SIGTERM)
         for signum in signals.take():
             _send(groups, signum)
-            passed_on += 1
-            if passed_on == 2:  # the ranks leave at once by themselves
+            num_passed += 1
+            if num_passed == 2:  # a second signal makes the ranks quit at once
                 kill_at = now + 1.0
-        if kill_at is None and passed_on and any(end.stopped for end in ends):
-            # All stop at the same step; a rank that waits for another in a library does not notice that it is gone.
+        if kill_at is None and num_passed and any(end.stopped for end in ends):
+            # All ranks stop at the same step, but one that waits in a library does not notice that others have ended.
             kill_at = now + TOGETHER_SECONDS
         if terminate_at is None and any(end.code != 0 and not end.stopped for end in ends):
             terminate_at = now + TOGETHER_SECONDS
@@ -242,14 +253,14 @@ def _send(groups: Sequence[RankGroup], signum: int) -> None:
 
 
 class _Signals:
-    """Keeps arriving signals, while inside, for :func:`_wait`, which passes them on to every rank."""
+    """Context manager that records signals for :func:`_wait_for_ends`, which passes them on to every rank."""
 
     def __init__(self) -> None:
         self.started = False
-        """True once there are ranks to pass them on to; before, a signal interrupts the start."""
+        """True if ranks have been started; before, a signal interrupts the start."""
         self.first: int | None = None
-        """SIGINT or SIGTERM, as the first of them is passed on."""
-        self._came: list[int] = []
+        """First signal that was passed on, SIGINT or SIGTERM; None if there was none."""
+        self._pending: list[int] = []
         self._previous: dict[int, Any] = {}
         self._entered = ExitStack()
 
@@ -257,8 +268,8 @@ class _Signals:
         self._entered.enter_context(interrupts.handled_elsewhere())
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if not interrupts.is_ignored(signum):
-                self._previous[signum] = signal.signal(signum, self._keep)
-        # Ranks would go on without the launcher, and ranks of other machines end when it is silent.
+                self._previous[signum] = signal.signal(signum, self._record)
+        # Ctrl-Z would suspend only the launcher: local ranks would continue, and remote ranks would end.
         self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         return self
 
@@ -268,13 +279,13 @@ class _Signals:
         self._entered.close()
 
     def take(self) -> list[int]:
-        return [self._came.pop(0) for _ in range(len(self._came))]
+        return [self._pending.pop(0) for _ in range(len(self._pending))]
 
     def ask(self, signum: int) -> None:
         self.first = self.first or signum
-        self._came.append(signum)
+        self._pending.append(signum)
 
-    def _keep(self, signum: int, frame: FrameType | None) -> None:
+    def _record(self, signum: int, frame: FrameType | None) -> None:
         if not self.started:
             before = self._previous[signum]
             if callable(before):
@@ -283,5 +294,5 @@ class _Signals:
         interrupts.record_handled()
         if signum != signal.SIGHUP:
             self.ask(signum)
-        elif self.first is None:  # a closed terminal sends it several times: it never counts as the second signal
+        elif self.first is None:  # a closing terminal sends it several times, so it never counts as the second signal
             self.ask(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""The ranks of one machine: started as processes, watched, and ended without leaving any behind.
+"""Start, watch and end the ranks of one machine as processes, without leaving any behind.
 
-Each rank has a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on once,
-and what a rank has started itself ends with it. If the launcher dies, the kernel ends its ranks.
+Each rank has its own process group. So Ctrl-C in a terminal reaches only the launcher, which passes it on once, and
+processes that a rank has started end with it. If the launcher dies, the kernel ends its ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamtune.errors import ArgumentError
 
 PARENT_VARIABLE = "STREAMTUNE_LAUNCHER_PID"
 LOG_FILE_VARIABLE = "STREAMTUNE_LOG_FILE"
-"""Names the file for a rank's output until it has a run directory."""
+"""Variable with the path of a rank's log file until the rank has a run directory."""
 PR_SET_PDEATHSIG = 1
 
 Output = tuple[IO[bytes] | int | None, IO[bytes] | int | None]
@@ -34,10 +34,18 @@ Output = tuple[IO[bytes] | int | None, IO[bytes] | int | None]
 
 
 class LocalRanks:
-    """The processes of ``count`` ranks of this machine, numbered from ``first_rank``.
+    """The processes of the ranks on this machine.
 
-    Each runs ``command``. ``environment`` has ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
-    ``host`` is this machine in messages. ``main_output`` is the output of rank 0; None is the output of this process.
+    Args:
+        command: Command that each rank runs.
+        first_rank: Lowest rank on this machine.
+        count: Number of ranks on this machine.
+        environment: Variables, with ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
+        host: Name of this machine in messages.
+        main_output: Standard output and error of rank 0; None: as this process.
+
+    Raises:
+        ArgumentError: A process cannot be started.
     """
 
     def __init__(
@@ -55,14 +63,14 @@ class LocalRanks:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._sent: list[int] = []
         try:
-            with block_signals():  # until a rank handles signals: before, the interpreter shows a traceback
+            with block_signals():  # a rank that gets a signal before it has handlers would show a traceback
                 for local_rank in range(count):
                     rank = first_rank + local_rank
                     variables = self._environment(environment, rank, local_rank, count)
                     self._running[rank] = self._start(command, rank, variables, main_output)
         except OSError as error:
             self.kill()
-            raise ArgumentError(f"the ranks cannot be started: {error}") from None
+            raise ArgumentError(f"cannot start the ranks: {error}") from None
 
     def _environment(self, given: Mapping[str, str], rank: int, local_rank: int, count: int) -> dict[str, str]:
         threads = str(max(1, usable_cpus() // count))
@@ -105,10 +113,10 @@ class LocalRanks:
         return self._running[rank]
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that ended since the last call; processes that they left running are ended too."""
+        """Return the ranks that have ended since the last call; processes that they left running are killed."""
         ends = []
         for rank, process in list(self._running.items()):
-            # Not reaped yet: until then its number names no other process group.
+            # WNOWAIT does not reap it, so its process id still names its process group.
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             with suppress(ProcessLookupError, PermissionError):
@@ -129,14 +137,14 @@ class LocalRanks:
                 process.send_signal(signum)
 
     def kill(self) -> None:
-        """End every rank and all it has started, now."""
+        """Kill every rank and all processes that it has started."""
         self._sent.append(signal.SIGKILL)
         for process in self._running.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> list[RankEnd]:
-        """End all running ranks, wait for them, and remove the files that were for the launcher alone."""
+        """Kill all running ranks, wait for them, remove temporary files, and return the ends."""
         self.kill()
         ends: list[RankEnd] = []
         deadline = time.monotonic() + 10
@@ -148,19 +156,19 @@ class LocalRanks:
 
 
 def die_with_launcher() -> None:
-    """Let the kernel end this process, if it is a rank, when its launcher ends for any reason."""
+    """Ask the kernel to kill this process, if it is a rank, when its launcher ends for any reason."""
     launcher = os.environ.pop(PARENT_VARIABLE, None)
     if launcher is None or sys.platform != "linux":
         return
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it ended before it could be tied to this process
+    if os.getppid() != int(launcher):  # it ended before the call above
         os._exit(128 + signal.SIGKILL)
 
 
 def count_devices() -> int:
-    """Return the number of CUDA devices as torch will count them, without loading torch; 0 without a driver."""
+    """Return the number of CUDA devices, as torch counts them, without loading torch; 0 without a driver."""
     import ctypes
 
     count = ctypes.c_int(0)
@@ -178,10 +186,10 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def leave_terminal(environment: RankEnvironment) -> int | None:
-    """Redirect the output of a rank other than 0, if it shares a terminal with rank 0, to a temporary file.
+    """Redirect the output of a rank other than 0 to a temporary file, unless ``streamtune --nproc`` has done so.
 
-    Under ``streamtune --nproc`` the launcher has redirected it already, and has the file. Return a descriptor of the
-    previous standard error; None if nothing was changed.
+    Returns:
+        A file descriptor of the previous standard error; None if nothing was redirected.
     """
     if environment.is_main or os.environ.get(LOG_FILE_VARIABLE):
         return None
@@ -189,14 +197,14 @@ def leave_terminal(environment: RankEnvironment) -> int | None:
     os.environ[LOG_FILE_VARIABLE] = name
     atexit.register(Path(name).unlink, missing_ok=True)
     before = os.dup(2)
-    _write_to(handle)
+    _redirect_output(handle)
     return before
 
 
 def keep_log(directory: Path, environment: RankEnvironment) -> None:
-    """Move the log of a rank other than 0 into the run directory, and continue it there.
+    """Move the log of a rank other than 0 into the run directory, where it continues.
 
-    A log that cannot be moved stays in its file.
+    If it cannot be moved, it continues in its present file.
     """
     current = os.environ.get(LOG_FILE_VARIABLE)
     if environment.is_main or not current or Path(current).is_symlink():
@@ -212,14 +220,14 @@ def keep_log(directory: Path, environment: RankEnvironment) -> None:
         sys.stderr.flush()
         with source.open("rb") as written, os.fdopen(os.dup(handle), "ab") as kept:
             shutil.copyfileobj(written, kept)
-        _write_to(handle)
+        _redirect_output(handle)
         source.unlink()
-        if os.environ.get(ERROR_FILE_VARIABLE):  # its launcher looks there for the last lines
+        if os.environ.get(ERROR_FILE_VARIABLE):  # the launcher reads the last lines at the old path
             source.symlink_to(target.resolve())
 
 
-def _write_to(handle: int) -> None:
-    """Redirect standard output and error to ``handle``, and close it."""
+def _redirect_output(handle: int) -> None:
+    """Redirect standard output and error to the file descriptor ``handle``, and close ``handle``."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(handle, 1)

@@ -1,12 +1,12 @@
-"""PyTorch's part of several ranks: the process group, the weights of a model on ``meta``, DDP and FSDP2.
+"""Train several ranks with PyTorch: the process group, sharded loading of weights, DDP and FSDP2.
 
-Numbers on the CPU travel over gloo and tensors of an accelerator over NCCL, in one group: messages of the training
-loop never wait for a kernel. The group is joined before the model is made, and left before the process ends.
+One group uses gloo for CPU tensors and NCCL for tensors of an accelerator, so that messages of the training loop never
+wait for a kernel. A process joins the group before the model is made, and leaves it before it ends.
 
-DDP keeps a whole model and optimizer on every rank and averages gradients once a step. FSDP2 shards weights, gradients
-and optimizer, a decoder layer at a time: ``fully_shard`` puts hooks around a decoder layer's call, and the engine's
-autograd node runs inside that call. So a layer is gathered once for the forward and once for the backward, and its
-gradient is reduced once, for any number of chunks.
+DDP keeps the whole model and optimizer on every rank and averages gradients once per step. FSDP2 shards weights,
+gradients and optimizer by decoder layer. ``fully_shard`` puts hooks around a decoder layer's call, and the streamed
+layer's autograd node runs inside that call. So a layer is gathered once for the forward and once for the backward, and
+its gradient is reduced once, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from streamtune.train.backend import TorchBackend
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
 PATIENCE = timedelta(hours=2)
-"""Timeout of a collective: a rank may compute for so long. The watchdog notices ranks that are gone."""
+"""Timeout of a collective: how long a rank may compute. Dead ranks are noticed by the watchdog."""
 
 
 def join(device: torch.device) -> None:
-    """Join the default process group by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``."""
+    """Join the default process group, as the variables ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` say.
+
+    Raises:
+        DistributedError: Rank 0 cannot listen at ``MASTER_PORT``.
+    """
     if distributed.is_initialized():
         return
     cuda = device.type == "cuda"
@@ -62,26 +66,29 @@ def join(device: torch.device) -> None:
 
 
 def _store(environment: RankEnvironment) -> Store:
-    """Return the store of the ranks' addresses: a server in rank 0, only at the address that the others call.
+    """Return the store with the ranks' addresses: a server in rank 0 that listens only at the address of rank 0.
 
-    PyTorch's own server would listen on all interfaces. It authenticates nobody: keys begin with a hash that only the
-    ranks of a run know, so that runs that call each other's address by mistake do not mix.
+    PyTorch's own server would listen on all interfaces. The store has no authentication. So keys begin with a hash that
+    only the ranks of a run know; runs that connect to each other by mistake do not mix.
+
+    Raises:
+        DistributedError: The port is taken, or listening fails.
     """
     if environment.world_size == 1:
         return HashStore()
     host, port = environment.master_addr, environment.master_port
-    # torchrun has started a server already, and its ranks only call it.
+    # torchrun has already started a server, to which its ranks connect.
     serves = environment.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     descriptor = None
     if serves:
         try:
             descriptor = listen_at(host, port).detach()
         except OSError as error:
-            why = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+            why = "another program uses it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
             raise DistributedError(
                 f"rank 0 on {environment.host} cannot listen at port {port} of {host}: {why}",
                 where="MASTER_PORT",
-                fix=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{port}'`",
+                fix=f"unset it to use a free port, or find the program: `ss -ltnp 'sport = :{port}'`",
             ) from None
     server = TCPStore(
         host, port, is_master=serves, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=descriptor
@@ -91,9 +98,9 @@ def _store(environment: RankEnvironment) -> Store:
 
 
 def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
-    """Return the group of the ranks that share this rank's sequences; None if each rank has its own.
+    """Return the process group of the consecutive ranks that share this rank's sequences; None if none do.
 
-    Consecutive ranks share. All ranks must call it together.
+    Called by all ranks.
     """
     if sequence_size == 1:
         return None
@@ -105,7 +112,7 @@ def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
 
 
 def leave() -> None:
-    """Leave the process group after all ranks are done: its threads abort a process whose objects they outlive."""
+    """Leave the process group when all ranks are done; its threads could abort a process that ends without this."""
     if not distributed.is_initialized():
         return
     gc.collect()
@@ -114,30 +121,30 @@ def leave() -> None:
 
 
 class LayerSource(Protocol):
-    """Weights that are not loaded yet: ``streamtune.models.Deferred``."""
+    """A source of weights that are not loaded yet, as ``streamtune.models.Deferred``."""
 
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """Return the names of a module's parameters that this source has loaded or is to load."""
+        """Return the names of a module's parameters that this source loads."""
         ...
 
     def awaits(self, name: str) -> bool:
-        """Return True if a parameter is still to be loaded. One that is used in several places is loaded once."""
+        """Return True if a parameter is not loaded yet. A tied parameter is loaded once."""
         ...
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return a parameter with its shape and dtype."""
+        """Return a parameter that has the shape and dtype of the one to load."""
         ...
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the values of parameters, on the CPU."""
+        """Return the values of parameters as CPU tensors, by name."""
         ...
 
     def place(self, name: str, values: Tensor) -> None:
-        """Set the values of a parameter wherever it is used."""
+        """Set the values of a parameter in all places where it is used."""
         ...
 
     def close(self) -> None:
-        """Finish loading: all values are placed."""
+        """Finish loading, after all values have been set."""
         ...
 
 
@@ -150,18 +157,24 @@ def fill(
     main: Callable[[Callable[[], Any]], Any],
     share: Callable[[nn.Module], None],
 ) -> None:
-    """Load the weights of ``model``, on ``meta`` with buffers on the CPU, shared among the ranks.
+    """Load the weights of ``model`` layer by layer, sharded over the ranks.
 
-    For each decoder layer, and each other module with weights of its own: rank 0 reads or draws them, the others
-    allocate tensors for them, and the engine distributes them and keeps each rank's part. So a rank holds its part of
-    the layers before, and one whole layer, on ``device``.
+    Decoder layers are loaded one by one, then the other modules that have weights. Rank 0 reads or draws the weights,
+    and the other ranks allocate tensors. Then ``share`` distributes them, and each rank keeps its shard. So a rank
+    holds on ``device`` its shard of the loaded layers and one whole layer.
 
-    ``main`` calls a function on rank 0, and raises its error on all ranks. All ranks call ``share`` with a module that
-    has weights on rank 0, uninitialised tensors on the others.
+    Args:
+        model: Model on ``meta``, with buffers on the CPU.
+        layers: Decoder layers of the model.
+        source: Source of the weights.
+        device: Device of this rank.
+        main: Function that calls another on rank 0 and raises its error on all ranks.
+        share: Function that shards a module, called by all ranks; the module has weights on rank 0 and uninitialised
+            tensors on the others.
     """
     layers = list(layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
-    # From the last to the first: a module comes after those below it.
+    # In reverse order, so that a module comes after its children.
     others = [module for module in reversed(list(model.modules())) if id(module) not in inside]
     for module, names in (
         *((layer, source.names_in(layer)) for layer in layers),
@@ -183,7 +196,7 @@ def fill(
 def _place(
     source: LayerSource, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    """Place the values on rank 0, and uninitialised tensors for them on the others."""
+    """Set parameters to their values on rank 0, and to uninitialised tensors on the other ranks."""
     values_by_name: dict[str, Tensor] = {}
     main(lambda: values_by_name.update(source.read(names)))
     for name in names:
@@ -197,7 +210,7 @@ def _place(
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move parameters that came with the model and are not shared yet, such as adapters, to ``device``."""
+    """Move parameters that are loaded but not sharded, such as adapters, to ``device``."""
     for parameter in module.parameters():
         shared = hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
         if not shared and parameter.device.type not in (device.type, "meta"):
@@ -205,12 +218,12 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 class DdpBackend(TorchBackend):
-    """PyTorch's ``DistributedDataParallel`` of a streamed module, the same on every rank."""
+    """A backend with PyTorch's ``DistributedDataParallel``; the streamed module is equal on every rank."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
         device = next(module.parameters()).device
-        # Packed on each rank from the same weights; they cannot be sent.
+        # Each rank packs these from the same weights; DDP cannot broadcast them.
         packed = [name for name, p in module.named_parameters() if type(p).__name__ == "PackedExperts"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, packed)
         self.engine = DistributedDataParallel(
@@ -223,14 +236,14 @@ class DdpBackend(TorchBackend):
         return self.engine
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Reduce gradients with the last micro-batch only."""
+        """Return a context in which gradients are reduced only if this is the last micro-batch."""
         return nullcontext() if last else self.engine.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         (loss * self.size).backward()
 
     def slices(self) -> Iterator[Slice]:
-        """Yield the optimizer state: every rank has all of it, and parameters are shared out for writing."""
+        """Yield the optimizer state that this rank saves; all ranks have the state, and each saves some parameters."""
         return share_out_whole(self.optimizer_tensors(), distributed.get_rank(), self.size)
 
 
@@ -242,9 +255,9 @@ def _offset(parameter: Tensor) -> int:
 
 
 def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Broadcast rank 0's weights of a module; of a decoder layer each rank keeps its part.
+    """Broadcast rank 0's weights of a module; if it is a decoder layer, each rank keeps only its shard.
 
-    Modules outside the layers are one group, which :class:`FsdpBackend` shares when all of it is loaded.
+    Modules outside the layers are one FSDP group, which :class:`FsdpBackend` shards after all of it is loaded.
     """
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
@@ -254,9 +267,11 @@ def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the parameters one by one: each whole on rank 0, None on the other ranks, which must iterate too.
+    """Yield parameter names with the full tensor on rank 0 and None on the other ranks, which must iterate too.
 
-    ``names`` selects some of them.
+    Args:
+        model: Model sharded by FSDP2.
+        names: Names of the parameters; None: all.
     """
     model.reshard()  # weights stay gathered after a forward without backward
     for name, parameter in model.named_parameters():
@@ -267,25 +282,28 @@ def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[
 
 
 class FsdpBackend(TorchBackend):
-    """FSDP2 over all ranks of a module that is streamed already, the same on every rank.
+    """A backend with FSDP2 over all ranks.
 
-    ``make_optimizer`` makes the optimizer over the parameters of a model, once they are shared.
+    Args:
+        module: Streamed model, equal on every rank.
+        make_optimizer: Function that makes the optimizer of a model; called after the parameters are sharded.
+        layers: Decoder layers, each of which is one FSDP group.
     """
 
-    module: Any  # fully_shard makes an FSDPModule of it
+    module: Any  # fully_shard changes its class to FSDPModule
 
     def __init__(
         self, module: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer], layers: Iterable[nn.Module]
     ) -> None:
         for layer in layers:
-            if not isinstance(layer, FSDPModule):  # its weights may be shared already
+            if not isinstance(layer, FSDPModule):  # its weights may be sharded already
                 fully_shard(layer)
         fully_shard(module)
         super().__init__(module, make_optimizer(module))
         self.size = distributed.get_world_size()
 
     def backward(self, loss: Tensor) -> None:
-        """Reduce every micro-batch: a whole gradient would not fit."""
+        """Run the backward; gradients are reduced in every micro-batch, because whole gradients may not fit."""
         (loss * self.size).backward()
 
     def _number(self, norm: Tensor) -> float:
@@ -300,7 +318,7 @@ class FsdpBackend(TorchBackend):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, DTensor):
                     yield Slice(name, key, tuple(value.shape), _offset(parameter), value.to_local().reshape(-1))
-                elif distributed.get_rank() == 0 and value is not None:  # a count of steps
+                elif distributed.get_rank() == 0 and value is not None:  # a step count
                     count = value if isinstance(value, Tensor) else pack_number(value)
                     yield Slice(name, key, (), 0, count.reshape(1))
 
@@ -314,7 +332,7 @@ class FsdpBackend(TorchBackend):
                     fused = self.optimizer.defaults.get("fused")
                     count = unpack_number(saved.read(name, key, 0, 1).reshape(()))
                     state[key] = count.to(parameter.device if fused else "cpu") if isinstance(count, Tensor) else count
-                elif key != MASTER:  # weights are float32 here, or have no master copy
+                elif key != MASTER:  # weights are fp32 here, or have no master weights
                     state[key] = torch.zeros_like(parameter, requires_grad=False)
                     local = state[key].to_local()
                     if local.numel():
@@ -327,7 +345,7 @@ class FsdpBackend(TorchBackend):
 
     @contextmanager
     def called_directly(self) -> Iterator[None]:
-        """Gather weights outside the layers while inside, as a call of the model does."""
+        """Context manager: weights outside the decoder layers are gathered, as in a call of the model."""
         self.module.unshard()
         try:
             yield

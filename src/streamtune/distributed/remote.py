@@ -1,4 +1,4 @@
-"""The ranks of another machine, started over ssh; ``local_ranks`` does the same for this machine."""
+"""Start, watch and end the ranks of another machine over ssh; ``local_ranks`` does the same on this machine."""
 
 from __future__ import annotations
 
@@ -25,48 +25,55 @@ SSH = (
     "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
     "-o LogLevel=ERROR --"
 )
-"""The host follows, whatever it begins with."""
+"""Command to which the host is appended; ``--`` ends the options."""
 SSH_VARIABLE = "STREAMTUNE_SSH"
-"""Names another command, which is given the host and a line for its shell."""
+"""Variable with another command, to which the host and a shell command line are appended."""
 AGENT = "streamtune.distributed.agent"
-"""Module that is started on other machines; nothing here imports it, so that ``python -m`` runs it once."""
+"""Module that is started on other machines. Nothing imports it here, so that ``python -m`` loads it once."""
 
 PING_SECONDS = 2.0
-"""Time between two messages to an agent, which ends its ranks if none comes."""
+"""Seconds between two messages to an agent, which ends its ranks if no message arrives."""
 HELLO_SECONDS = 25.0
-NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Variables that Python needs to start, so they are written into the command; others go through the connection."""
-PASSED = (
+STARTUP_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""Variables that Python needs at its start; they are part of the command, while others are sent to the agent."""
+EXPORTED_PREFIXES = (
     "CUDA_DEVICE", "CUDA_LAUNCH", "CUBLAS_", "DEEPSPEED_", "DS_", "FI_", "GLOO_", "HF_", "HUGGING", "KMP_", "LANG",
     "LC_", "MKL_", "NCCL_", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "OMP_", "PYTHON", "PYTORCH_", "STREAMTUNE_",
     "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "XDG_CACHE_HOME",
 )  # fmt: skip
-"""Prefixes of the variables that are passed on; ``STREAMTUNE_EXPORT=NAME,NAME`` adds more."""
+"""Prefixes of variables that are passed to other machines; ``STREAMTUNE_EXPORT=NAME,NAME`` adds more."""
 
 
-def passed_on(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that ranks on other machines get from this one: for libraries, not of a login."""
+def exported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that are passed to ranks on other machines: library settings, not the login's variables."""
     more = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
     return {
         name: value
         for name, value in safe_environment(environ).items()
-        if name in NEEDED or name in more or name.upper().startswith(PASSED)
+        if name in STARTUP_VARIABLES or name in more or name.upper().startswith(EXPORTED_PREFIXES)
     }
 
 
 class RemoteRanks:
-    """The processes of the ranks of another machine."""
+    """The processes of the ranks on another machine.
+
+    Args:
+        host: The machine.
+
+    Raises:
+        DistributedError: The ssh command cannot be run.
+    """
 
     def __init__(self, host: Host) -> None:
         self.host = host.address
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._complaints: list[str] = []
+        self._error_lines: list[str] = []
         self._running: set[int] = set()
         self._sent: list[int] = []
-        self._speaking = threading.Lock()
+        self._write_lock = threading.Lock()
         self._closed = threading.Event()
         known = safe_environment()
-        needed = [f"{name}={shlex.quote(known[name])}" for name in NEEDED if name in known]
+        needed = [f"{name}={shlex.quote(known[name])}" for name in STARTUP_VARIABLES if name in known]
         python = shlex.quote(sys.executable)
         line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {' '.join(needed)} {python} -P -m {AGENT}"
         ssh = shlex.split(os.environ.get(SSH_VARIABLE) or SSH)
@@ -79,14 +86,21 @@ class RemoteRanks:
                 process_group=0,
             )
         except OSError as error:
-            raise DistributedError(f"{ssh[0]} cannot be run: {error.strerror}", where=host.where) from None
+            raise DistributedError(f"cannot run {ssh[0]}: {error.strerror}", where=host.where) from None
         self._host = host
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._listen_to_errors)]
         for thread in (*self._threads, threading.Thread(target=self._ping, daemon=True)):
             thread.start()
 
     def hello(self, until: float) -> dict[str, Any]:
-        """Wait for the agent's first message until the monotonic time ``until``, and return it."""
+        """Wait for the agent's first message, and return its content.
+
+        Args:
+            until: Monotonic time at which waiting ends.
+
+        Raises:
+            DistributedError: No message arrived in time, or the connection was closed.
+        """
         try:
             message = self._messages.get(timeout=max(0.1, until - time.monotonic()))
         except queue.Empty:
@@ -98,22 +112,22 @@ class RemoteRanks:
         return dict(message["hello"])
 
     def _unreachable(self, otherwise: str) -> DistributedError:
-        said = "\n".join(self._last_complaints(4)) or otherwise
+        said = "\n".join(self._last_error_lines(4)) or otherwise
         code = self._process.poll()
-        ran = code not in (None, 255)  # 255 is ssh's own code; others are of its command
+        ran = code not in (None, 255)  # 255 is ssh's own exit code; others are the command's
         what = f"{self.host} cannot run streamtune" if ran else f"{self.host} cannot be reached"
         fix = (
-            f"install the same version there, so that `{sys.executable} -m streamtune` runs in {Path.cwd()}"
+            f"install the same version there: `{sys.executable} -m streamtune` must run in {Path.cwd()}"
             if ran
             else f"`ssh {self._host.name} true` must work without a password"
         )
         return DistributedError(f"{what}: {said}", where=self._host.where, fix=fix)
 
-    def _last_complaints(self, count: int) -> list[str]:
-        """Return the last lines of standard error; if the command has ended, all of it is read first."""
+    def _last_error_lines(self, count: int) -> list[str]:
+        """Return the last ``count`` lines of standard error; if the command has ended, wait until all is read."""
         if self._process.poll() is not None:
-            self._threads[1].join(2)  # a child of it may hold the other end
-        return self._complaints[-count:]
+            self._threads[1].join(2)  # a child process may keep the pipe open
+        return self._error_lines[-count:]
 
     def start(self, arguments: Sequence[str], first_rank: int, count: int, environment: Mapping[str, str]) -> None:
         self._running = set(range(first_rank, first_rank + count))
@@ -124,15 +138,15 @@ class RemoteRanks:
             "environment": dict(environment),
             "host": self.host,
         }
-        self._say({"start": asked})
+        self._send({"start": asked})
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have not ended, as far as is known."""
+        """Ranks that are not known to have ended."""
         return sorted(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that ended since the last call, all if the connection broke; print their output."""
+        """Return the ranks that have ended since the last call (all if the connection is lost); print their output."""
         ends: list[RankEnd] = []
         while True:
             try:
@@ -140,7 +154,7 @@ class RemoteRanks:
             except queue.Empty:
                 return ends
             if message is None:
-                ends += self._lost()
+                ends += self._ends_after_loss()
             elif "end" in message:
                 ends.append(self._ended(message["end"]))
             elif "refused" in message:
@@ -159,9 +173,9 @@ class RemoteRanks:
         log = f"{self.host}:{message['log']}" if message["log"] else ""
         return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent=sent)
 
-    def _lost(self) -> list[RankEnd]:
-        """Return the ends of all remaining ranks after the connection was lost."""
-        said = "; ".join(self._last_complaints(2)) or "it was closed"
+    def _ends_after_loss(self) -> list[RankEnd]:
+        """Return the ends of all remaining ranks, because the connection was lost."""
+        said = "; ".join(self._last_error_lines(2)) or "it was closed"
         ends = []
         for rank in self.running:
             what = f"the connection to {self.host} was lost: {said}"
@@ -172,17 +186,17 @@ class RemoteRanks:
 
     def send(self, signum: int) -> None:
         self._sent.append(signum)
-        self._say({"signal": signum})
+        self._send({"signal": signum})
 
     def kill(self) -> None:
         self._sent.append(signal.SIGKILL)
-        self._say({"kill": True})
+        self._send({"kill": True})
 
     def close(self) -> list[RankEnd]:
-        """End the ranks that still run there, and the connection. If it is broken, the agent ends by itself."""
+        """Kill the remaining ranks and close the connection; if it is broken, the agent kills them after a timeout."""
         self.kill()
         self._closed.set()
-        with suppress(OSError, ValueError), self._speaking:
+        with suppress(OSError, ValueError), self._write_lock:
             if self._process.stdin is not None:
                 self._process.stdin.close()
         try:
@@ -193,12 +207,12 @@ class RemoteRanks:
             self._process.wait()
         for thread, stream in zip(self._threads, (self._process.stdout, self._process.stderr), strict=True):
             thread.join(2)
-            if stream is not None and not thread.is_alive():  # else a child of it still has the other end
+            if stream is not None and not thread.is_alive():  # a child process may keep the pipe open
                 stream.close()
         return self.poll()
 
-    def _say(self, message: dict[str, Any]) -> None:
-        with suppress(OSError, ValueError), self._speaking:
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(OSError, ValueError), self._write_lock:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
@@ -208,16 +222,16 @@ class RemoteRanks:
         for line in self._process.stdout:
             try:
                 self._messages.put(json.loads(line))
-            except ValueError:  # what a login prints
-                self._complaints.append(line.decode("utf-8", errors="replace").strip())
+            except ValueError:  # output of the login shell
+                self._error_lines.append(line.decode("utf-8", errors="replace").strip())
         self._messages.put(None)
 
     def _listen_to_errors(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._complaints.append(line.decode("utf-8", errors="replace").strip())
-            del self._complaints[:-20]
+            self._error_lines.append(line.decode("utf-8", errors="replace").strip())
+            del self._error_lines[:-20]
 
     def _ping(self) -> None:
         while not self._closed.wait(PING_SECONDS):
-            self._say({"ping": True})
+            self._send({"ping": True})

@@ -1,4 +1,4 @@
-"""Verdicts on ranks: the rank at fault, found from the reports of all. The functions read no clock."""
+"""Find the rank at fault from the reports of all ranks. The functions take the time as an argument."""
 
 from __future__ import annotations
 
@@ -18,69 +18,68 @@ from streamtune.distributed.vitals import computes
 
 LOOK_SECONDS = 0.5
 RAN_SECONDS = 5.0
-"""A process that computed within so many seconds is alive, even if other processes take all cores."""
+"""Seconds since a process last computed within which it counts as alive, even if other processes take all cores."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """Limits in seconds, beyond which ranks are at fault."""
+    """Time limits in seconds after which a rank counts as failed."""
 
     silence: float = 15.0
     """Without a message from a rank: it is stopped, or its machine cannot be reached."""
     stillness: float = 16.0
-    """All ranks stand still for so long (and the window of ``vitals``, 4 s): nobody does the work that they wait
-    for."""
+    """Without progress on any rank (plus the window of ``vitals``, 4 s): the ranks are deadlocked."""
     place: float = 1800.0
-    """Every main thread is at one place for so long, even if it keeps a core busy there, as it does while it waits for
-    an accelerator.
+    """With every main thread at the same place in the code, even if it keeps a core busy, as when it waits for an
+    accelerator.
     """
     waiting: float = 7200.0
-    """A rank waits for so long for something outside: a reward's answer, a disk."""
+    """With a rank waiting for something outside, such as a reward function or a disk."""
     start: float = 900.0
-    """Wait for the slowest rank to come."""
+    """Until the slowest rank has connected."""
     course: float = 30.0
-    """Shortest measurement of a slow rank."""
+    """Shortest time over which a slow rank is measured."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Report of a rank on itself, about once a second."""
+    """The report that a rank sends about itself, about once a second."""
 
     step: int = 0
     phase: str = "starting"
     patient: bool = False
-    """True if it may wait for something outside: a reward's answer, a slow disk."""
+    """True if it may wait for something outside, such as a reward function or a slow disk."""
     still: float = 0.0
-    """Seconds without computing, reading, writing or sending."""
+    """Seconds since it last computed, read, wrote or sent."""
     placed: float = 0.0
-    """Seconds that its main thread has been at one place."""
+    """Seconds since its main thread last moved to another place in the code."""
     place: str = ""
     collective: bool = False
     busy: float = 0.0
     """Seconds since the start in which its main thread did not wait for other ranks."""
     unanswered: str = ""
-    """Address of a connection whose other end does not acknowledge."""
+    """Address of a connection whose other end does not acknowledge data; empty if there is none."""
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Beat:
-        """Make a report from :func:`dataclasses.asdict`; keys of another version are left out."""
+        """Return the report from the dict of :func:`dataclasses.asdict`; unknown keys are ignored."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     @property
     def doing(self) -> str:
-        """The step and its phase: ``in step 3, batch 1/2``."""
+        """Step and phase as text, such as ``in step 3, batch 1/2``."""
         return f"in step {self.step}, {self.phase}" if self.step else "before the first step"
 
     @property
     def standing(self) -> str:
-        """The place of the main thread: ``waits in all_reduce (train/step.py:88)``."""
-        return f"{'waits' if self.collective else 'stands'} in {self.place}"
+        """Place of the main thread as text, such as ``waits in all_reduce (train/step.py:88)``."""
+        return f"{'waits' if self.collective else 'is'} in {self.place}"
 
 
 @dataclass
 class Peer:
-    """State of a rank, as far as it is known."""
+    """The state of a rank, as far as it is known."""
 
     rank: int
     host: str
@@ -90,21 +89,21 @@ class Peer:
     """:func:`this_process` of that rank."""
     beat: Beat = field(default_factory=Beat)
     done: bool = False
-    """True if it has said that it is done."""
+    """True if it has reported that it is done."""
     gone: bool = False
-    """True if its connection was closed without a word."""
+    """True if its connection was closed without a goodbye."""
     seconds: tuple[float, float] = (0.0, 0.0)
-    """CPU seconds of its process and seconds that it waited for a core, at the last look, if it is on this machine."""
+    """CPU seconds of its process, and seconds that it waited for a core, at the last check; 0 on other machines."""
     looked: float = float("-inf")
-    """Time of the last look."""
+    """Time of the last check."""
     ran: float = float("-inf")
-    """Time at which it was last seen to compute."""
+    """Time of the last check that found it computing."""
     was_stopped: bool = False
-    """True if a signal had stopped it at a look since its last message. Another rank may have killed it since."""
+    """True if a check since its last message found it stopped by a signal; another rank may have killed it since."""
 
 
 def this_process() -> tuple[str, int]:
-    """Return a name of the machine (boot, and name spaces of processes and network) and the process id."""
+    """Return a unique name of the machine (boot id and the process's namespaces) and the process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         spaces = [str(Path(f"/proc/self/ns/{space}").readlink()) for space in ("pid", "net")]
@@ -114,11 +113,17 @@ def this_process() -> tuple[str, int]:
 
 
 def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Failure | None:
-    """Return the failure of a rank that is gone, stopped or out of reach; None if all are well."""
+    """Return the failure of a rank that is dead, stopped or unreachable; None if all ranks are well.
+
+    Args:
+        peers: State of each rank.
+        now: Monotonic time.
+        limits: Time limits.
+    """
     peers = [peer for peer in peers if not peer.done]
     for peer in peers:
         if peer.gone:
-            what = f"rank {peer.rank} on {peer.host} died without a word, {peer.beat.doing}"
+            what = f"rank {peer.rank} on {peer.host} died without reporting an error, {peer.beat.doing}"
             return Failure(peer.rank, peer.host, what, fix="see its log", own=False, seen="died")
     for peer in peers:
         if now - peer.last_heard > limits.silence / 3:
@@ -132,34 +137,34 @@ def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
     hosts = sorted({peer.host for peer in silent})
     who = f"{describe_ranks([peer.rank for peer in silent])} on {', '.join(hosts)}"
     have = "have" if len(silent) > 1 else "has"
-    # A dead rank would have closed its connection: a silent rank that is gone was killed by another for that.
+    # A process that dies closes its connection. So a silent rank that is gone had been stopped, and was then killed.
     stopped = first.was_stopped or _is_gone(first)
-    why = "stopped by a signal" if stopped else "stopped, or out of reach"
-    what = f"{who} {have} said nothing for {limits.silence:.0f} s: {why}, {first.beat.doing}"
+    why = "stopped by a signal" if stopped else "stopped or unreachable"
+    what = f"{who} {have} not responded for {limits.silence:.0f} s: {why}, {first.beat.doing}"
     fix = (
         f"find out who sent SIGSTOP to process {first.process[1]}"
         if stopped
-        else f"see whether {hosts[0]} runs, and whether its network is up"
+        else f"check that {hosts[0]} runs and that its network is up"
     )
     return Failure(
-        first.rank, first.host, f"{what}\nlast seen: it {first.beat.standing}", fix=fix, own=False, seen="silent"
+        first.rank, first.host, f"{what}\nits last report: {first.beat.standing}", fix=fix, own=False, seen="silent"
     )
 
 
 def _watch_from_outside(peer: Peer, now: float) -> None:
-    """Record whether a silent rank on this machine still computes: a library may hold the interpreter's lock."""
+    """Record whether a silent rank on this machine still computes; it is silent if a library holds the GIL."""
     state, (ran, waited) = _state(peer), _cpu_seconds(peer)
-    # Another rank may end it meanwhile: then it runs for a moment until it is gone. A rank that goes on is heard again.
+    # Kept, because a rank that another one kills runs for a moment. A rank that continues sends messages again.
     peer.was_stopped = peer.was_stopped or state in ("T", "t")
     if now - peer.looked >= LOOK_SECONDS:
-        # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
+        # The watchdog thread alone takes one or two percent of a core, also if only the network is down.
         if computes(ran - peer.seconds[0], waited - peer.seconds[1], now - peer.looked):
             peer.ran = now
         peer.seconds, peer.looked = (ran, waited), now
 
 
 def end_stopped(peer: Peer) -> None:
-    """Kill the process of a stopped rank on this machine, which could not notice that the others have ended."""
+    """Kill a rank's process on this machine if a signal has stopped it; it cannot notice that the others ended."""
     if _state(peer) in ("T", "t"):
         with suppress(OSError):
             os.kill(peer.process[1], signal.SIGKILL)
@@ -184,7 +189,7 @@ def _state(peer: Peer) -> str:
 
 
 def _cpu_seconds(peer: Peer) -> tuple[float, float]:
-    """Return the seconds that the threads of its process had a core and waited for one; 0 if unknown."""
+    """Return the seconds that a rank's threads ran, and the seconds that they waited for a core; 0 if unknown."""
     fields = _stat(peer)
     if not fields:
         return 0.0, 0.0
@@ -197,9 +202,13 @@ def _cpu_seconds(peer: Peer) -> tuple[float, float]:
 
 
 def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
-    """Return a failure if all ranks that are left stand still and wait in vain; None if one of them moves.
+    """Return a failure if no remaining rank makes progress; None if one of them does.
 
-    A rank that computes may keep all others waiting for as long as it takes: that is not a deadlock.
+    If one rank computes, the others may wait for it for any time; that is not a deadlock.
+
+    Args:
+        peers: State of each rank.
+        limits: Time limits.
     """
     left = [peer for peer in peers if not peer.done]
     if not left or any(peer.beat.phase == "starting" for peer in left):
@@ -215,21 +224,21 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
     first = (waiting or outside or left)[0]
     lines = [f"- {who} {standing}" for standing, who in _by_place(left)]
     cut = [peer for peer in left if peer.beat.unanswered]
-    lines += [f"- what rank {p.rank} on {p.host} sends to {p.beat.unanswered} does not arrive" for p in cut[:8]]
+    lines += [f"- data from rank {p.rank} on {p.host} to {p.beat.unanswered} does not arrive" for p in cut[:8]]
     if outside and len(outside) < len(left):
         who = f"{describe_ranks([peer.rank for peer in outside])} on {', '.join(sorted({p.host for p in outside}))}"
         have = "have" if len(outside) > 1 else "has"
-        head = f"{who} {have} stood still for {seconds:.0f} s while the others wait, {first.beat.doing}"
-        fix = "see the line it stands at, and its log"
+        head = f"{who} {have} made no progress for {seconds:.0f} s while the others wait, {first.beat.doing}"
+        fix = "see the line of code where it hangs, and its log"
     else:
-        head = f"all ranks have stood still for {seconds:.0f} s, {first.beat.doing}: nothing is computed or sent"
+        head = f"deadlock: no rank has made progress for {seconds:.0f} s, {first.beat.doing}"
         same = len({peer.beat.place.partition(" ")[0] for peer in left}) == 1
-        if cut or (same and not outside):  # one may be a step ahead of the other when their connection breaks
-            fix = "a connection between them is blocked: see the network and the firewalls of the hosts"
+        if cut or (same and not outside):  # if a connection breaks, one rank may be a step ahead of the other
+            fix = "a connection between them is blocked: check the network and firewalls of the hosts"
         elif outside:
-            fix = "see the lines they stand at"
+            fix = "see the lines of code where they hang"
         else:
-            fix = "they stand in different places: see whether one left the path that the others took"
+            fix = "they wait in different collectives: find out why one rank took another path"
     return Failure(first.rank, first.host, "\n".join([head, *lines]), fix=fix, own=False, seen="still")
 
 
@@ -239,7 +248,7 @@ def _by_place(peers: Sequence[Peer]) -> list[tuple[str, str]]:
         peers_by_place.setdefault(peer.beat.standing, []).append(peer)
     return [
         (
-            standing if len(who) == 1 else standing.replace("waits", "wait", 1).replace("stands", "stand", 1),
+            standing if len(who) == 1 else standing.replace("waits in", "wait in", 1).replace("is in", "are in", 1),
             f"{describe_ranks([p.rank for p in who])} on {', '.join(sorted({p.host for p in who})[:4])}",
         )
         for standing, who in list(peers_by_place.items())[:8]
@@ -247,10 +256,13 @@ def _by_place(peers: Sequence[Peer]) -> list[tuple[str, str]]:
 
 
 class Stragglers:
-    """Finds ranks that take much longer than the median for their part of each step.
+    """Finds ranks that take much longer for a step than the median of the others, without waiting for other ranks.
 
-    They take more than ``ratio`` times the median and ``seconds`` longer a step. At least ``course`` seconds and
-    ``steps`` are measured: the time a rank waits is sampled.
+    Args:
+        course: Shortest time over which a rank is measured, in seconds; waiting is only sampled, so it must be long.
+        ratio: Multiple of the median above which a rank is slow.
+        steps: Smallest number of steps that are measured.
+        seconds: Smallest number of seconds per step by which a slow rank exceeds the median.
     """
 
     def __init__(self, course: float, ratio: float = 1.5, steps: int = 20, seconds: float = 0.05) -> None:
@@ -259,7 +271,14 @@ class Stragglers:
         self._named: set[int] = set()
 
     def add(self, rank: int, step: int, busy: float, now: float) -> None:
-        """Add a report at time ``now``: when a rank came to ``step`` it had been busy for ``busy`` seconds."""
+        """Add a report of a rank.
+
+        Args:
+            rank: The rank.
+            step: Current step of the rank.
+            busy: Seconds since its start in which it did not wait for other ranks.
+            now: Monotonic time of the report.
+        """
         course = self._courses.setdefault(rank, deque())
         if course and step < course[-1][0]:
             course.clear()
@@ -273,7 +292,7 @@ class Stragglers:
         return last[0] - first[0] >= self._steps and last[2] - first[2] >= self._course
 
     def found(self) -> list[tuple[int, float, float]]:
-        """Return each slow rank once, with its seconds a step and the median of the others."""
+        """Return newly found slow ranks, with their seconds per step and the median of the others."""
         step_seconds = {
             rank: (course[-1][1] - course[0][1]) / (course[-1][0] - course[0][0])
             for rank, course in self._courses.items()

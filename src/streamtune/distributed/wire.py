@@ -1,8 +1,9 @@
-"""Connections between rank 0 and the other ranks, apart from the process group's: JSON documents, one a line.
+"""Connections between rank 0 and the other ranks outside the process group: JSON documents, one per line.
 
-The process group's connections give no reason when they stand still, and those of a store block the thread that waits.
+The process group cannot be used for this: its connections give no reason when they hang, and a store's connections
+block the waiting thread.
 
-Rank 0 lets in those that prove to be ranks of its run (:class:`Admission`). Whoever else connects holds nobody up.
+Rank 0 admits only callers that prove to be ranks of its run (:class:`Admission`). Other callers delay nobody.
 
     caller                                   rank 0
     {"nonce": a}                    ->
@@ -10,7 +11,7 @@ Rank 0 lets in those that prove to be ranks of its run (:class:`Admission`). Who
     {"proof": HMAC(..., "caller", a, b), "rank": 3, ...}  ->
                                     <-       {"welcome": true, ...}
 
-The run's id itself never travels, so a program that has taken a port before rank 0 learns nothing it could use there.
+The run's id itself is never sent. So a program that has taken rank 0's port learns nothing that it could use.
 """
 
 from __future__ import annotations
@@ -32,64 +33,71 @@ from streamtune.distributed.hosts import listen_at, side_ports
 from streamtune.errors import DistributedError
 
 MOST_BYTES = 1 << 20
-"""Most bytes of a document. Ours have hundreds; a stranger's connection is not read beyond it."""
+"""Largest document that is read, in bytes; real documents have some hundred."""
 ANSWER_SECONDS = 3.0
-"""Time for the answer to a greeting; without one the other side is another program."""
+"""Seconds to wait for the answer to a greeting; without an answer the other side is another program."""
 
 
-class Line:
-    """A connection that carries JSON documents in both directions, for one thread; calls block up to their time limit.
+class Channel:
+    """A connection for JSON documents in both directions, used by one thread; calls block up to their time limit.
 
-    ``most`` is the number of bytes read at most without the end of a document.
+    Args:
+        connection: The connected socket.
+        most: Largest document that is read, in bytes.
     """
 
     def __init__(self, connection: socket.socket, most: int = MOST_BYTES) -> None:
         self.connection = connection
         self._most = most
         self.greeting: dict[str, Any] = {}
-        """The answer in which the other side described itself when it was called."""
+        """Description that rank 0 sent when it admitted this rank; empty on rank 0."""
         self._pending = b""
 
     def trust(self) -> None:
-        """Accept documents of up to ``MOST_BYTES``: the other side is known to be a rank."""
+        """Accept documents of up to ``MOST_BYTES`` bytes, because the other side is known to be a rank."""
         self._most = MOST_BYTES
 
     def send(self, document: dict[str, Any], seconds: float = 2.0) -> None:
-        """Send a document; OSError if it is not sent in time, or the connection is closed."""
+        """Send a document.
+
+        Raises:
+            OSError: It could not be sent within ``seconds``, or the connection is closed.
+        """
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(document).encode() + b"\n")
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """Wait at most ``seconds`` for the next document, and return it.
+        """Return the next document, waiting at most ``seconds``.
 
-        TimeoutError if none came in time; OSError if the connection was closed, or the other side does not send
-        documents.
+        Raises:
+            TimeoutError: No document arrived in time.
+            OSError: The connection is closed, or the other side does not send documents.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._pending:
             self.connection.settimeout(max(0.001, until - time.monotonic()))
             self._read()
-        return self.arrived(1)[0]
+        return self.take_received(1)[0]
 
-    def drain(self, most: int = -1) -> list[dict[str, Any]]:
-        """Return the documents that have come, at most ``most`` if that is positive, without waiting.
+    def receive_all(self, most: int = -1) -> list[dict[str, Any]]:
+        """Return the documents that have arrived, at most ``most`` if that is positive, without waiting.
 
-        OSError as in :meth:`receive`; then :meth:`arrived` returns documents that came before the connection was
-        closed.
+        Raises:
+            OSError: As in :meth:`receive`. Then :meth:`take_received` returns documents that arrived before.
         """
         self.connection.settimeout(0)
         with suppress(BlockingIOError):
             while True:
                 self._read()
-        return self.arrived(most)
+        return self.take_received(most)
 
-    def arrived(self, most: int = -1) -> list[dict[str, Any]]:
-        """Return the documents that have been read already, at most ``most`` if that is positive."""
+    def take_received(self, most: int = -1) -> list[dict[str, Any]]:
+        """Return the documents that have already been read, at most ``most`` if that is positive."""
         *lines, self._pending = self._pending.split(b"\n", most)
         try:
             return [dict(json.loads(line)) for line in lines]
         except (ValueError, TypeError, RecursionError):
-            raise ConnectionError("the other side is no rank of this run") from None
+            raise ConnectionError("the other side is not a rank of this run") from None
 
     def _read(self) -> None:
         data = self.connection.recv(65536)
@@ -97,7 +105,7 @@ class Line:
             raise ConnectionError("the connection was closed")
         self._pending += data
         if len(self._pending) > self._most:
-            raise ConnectionError("the other side is no rank of this run")
+            raise ConnectionError("the other side is not a rank of this run")
 
     def close(self) -> None:
         with suppress(OSError):
@@ -107,33 +115,48 @@ class Line:
 def prove(environment: RankEnvironment, purpose: str, side: str, nonces: str) -> str:
     """Return an HMAC that only a rank of this run can compute.
 
-    ``side`` proves itself: ``rank 0`` or ``caller``. ``nonces`` are random numbers of both sides, used once.
+    Args:
+        environment: Environment of this rank, with the run's id.
+        purpose: Purpose of the connection.
+        side: The side that proves itself: ``rank 0`` or ``caller``.
+        nonces: Random numbers of both sides, used once.
     """
     said = f"{purpose}/{environment.world_size}/{side}/{nonces}"
     return hmac.new(environment.run_id.encode(), said.encode(), "sha256").hexdigest()
 
 
 def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
-    """Open rank 0's socket, which the others find with :func:`dial`."""
+    """Return rank 0's listening socket, to which the others connect with :func:`dial`.
+
+    Raises:
+        DistributedError: All ports are taken.
+    """
     ports = side_ports(environment.master_port)
     for port in ports:
         with suppress(OSError):
             return listen_at(environment.master_addr, port)
     raise DistributedError(
-        f"rank 0 cannot listen for the others ({purpose}): ports {ports[0]} to {ports[-1]} are taken",
-        fix="give another MASTER_PORT: they follow from it",
+        f"rank 0 cannot listen for other ranks ({purpose}): ports {ports[0]} to {ports[-1]} are taken",
+        fix="set another MASTER_PORT, from which these ports are derived",
     )
 
 
-def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seconds: float) -> Line:
-    """Connect this rank, which is not rank 0, to rank 0; retry until ``seconds`` have passed.
+def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seconds: float) -> Channel:
+    """Return a connection of this rank to rank 0; retry for ``seconds``.
 
-    ``about`` are entries of this rank's greeting besides rank and host.
+    Args:
+        environment: Environment of this rank, which is not rank 0.
+        purpose: Purpose of the connection.
+        about: Entries of this rank's greeting besides rank and host.
+        seconds: Seconds to retry.
+
+    Raises:
+        DistributedError: Rank 0 cannot be reached.
     """
     until = time.monotonic() + seconds
     address, ports = environment.master_addr, side_ports(environment.master_port)
     greeting = {"rank": environment.rank, "host": environment.host, **about}
-    reason = "nobody answers"
+    reason = "no answer"
     while True:
         for port in ports:
             try:
@@ -143,56 +166,59 @@ def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seco
             if time.monotonic() > until:
                 raise DistributedError(
                     f"rank {environment.rank} on {environment.host} cannot reach rank 0 at {address}: {reason}",
-                    fix=f"ports {ports[0]} to {ports[-1]} of {address} must be open to the other hosts, "
-                    "and rank 0 must have been started",
+                    fix=f"start rank 0, and open ports {ports[0]} to {ports[-1]} of {address} to the other hosts",
                 )
         time.sleep(0.1)
 
 
-def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Line:
+def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Channel:
     with allow_rank_connections():
-        line = Line(socket.create_connection((env.master_addr, port), timeout=seconds))
+        channel = Channel(socket.create_connection((env.master_addr, port), timeout=seconds))
     nonce = secrets.token_hex(16)
     try:
-        line.send({"nonce": nonce})
-        challenge = line.receive(ANSWER_SECONDS)
+        channel.send({"nonce": nonce})
+        challenge = channel.receive(ANSWER_SECONDS)
         nonces = f"{nonce}/{challenge.get('nonce')}"
         if not hmac.compare_digest(
             str(challenge.get("proof")).encode(), prove(env, purpose, "rank 0", nonces).encode()
         ):
             raise ConnectionError(f"another program answers at port {port}")
-        line.send({**greeting, "proof": prove(env, purpose, "caller", nonces)})
-        answer = line.receive(ANSWER_SECONDS)
+        channel.send({**greeting, "proof": prove(env, purpose, "caller", nonces)})
+        answer = channel.receive(ANSWER_SECONDS)
         if answer.get("welcome") is not True:
             raise ConnectionError(f"another program answers at port {port}")
-        line.greeting = answer
+        channel.greeting = answer
     except OSError:
-        line.close()
+        channel.close()
         raise
-    line.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return line
+    channel.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return channel
 
 
 MOST_WAITING = 128
-"""Connections that have not proved anything yet; one more ends the oldest."""
+"""Largest number of unproven connections; one more closes the oldest."""
 MOST_GREETING = 8192
-"""Bytes of a greeting."""
+"""Largest greeting, in bytes."""
 
 
 @dataclass
 class _Caller:
-    line: Line
+    channel: Channel
     until: float
     nonces: str = ""
-    """Random numbers of both sides, once rank 0 has sent its own."""
+    """Random numbers of both sides; empty until rank 0 has sent its own."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 class Admission:
-    """Lets ranks of this run in, on rank 0, and nobody else, without waiting for any of them.
+    """Admits connections of this run's ranks on rank 0, and closes all others, without blocking.
 
-    ``server`` is closed with it. ``about`` are entries of rank 0's greeting. ``selector`` watches the sockets, with
-    this object as their data.
+    Args:
+        server: Listening socket, which :meth:`close` closes.
+        environment: Environment of rank 0.
+        purpose: Purpose of the connections.
+        about: Entries of rank 0's answer.
+        selector: Selector that watches the sockets, with this object as their data.
     """
 
     def __init__(
@@ -217,10 +243,11 @@ class Admission:
             yield self._server.fileno()
         yield from (connection.fileno() for connection in self._callers)
 
-    def take(self, ready: Any) -> tuple[Line, dict[str, Any]] | None:
-        """Accept or read from a socket that has become readable.
+    def take(self, ready: Any) -> tuple[Channel, dict[str, Any]] | None:
+        """Accept a connection or read from one, after the socket ``ready`` has become readable.
 
-        Return the line to a rank that has been let in and its greeting, with ``rank`` and ``host`` checked; else None.
+        Returns:
+            If a rank was admitted, its connection and its greeting, with ``rank`` and ``host`` checked; else None.
         """
         if ready is self._server:
             self._accept()
@@ -229,7 +256,7 @@ class Admission:
         if caller is None:
             return None
         try:
-            for document in caller.line.drain(1):
+            for document in caller.channel.receive_all(1):
                 if caller.nonces:
                     return self._admit(caller, document)
                 self._challenge(caller, document)
@@ -237,8 +264,8 @@ class Admission:
             self._drop(caller)
         return None
 
-    def tidy(self) -> None:
-        """Close the connections that have proved nothing in time."""
+    def close_late(self) -> None:
+        """Close connections whose proof is late."""
         now = time.monotonic()
         for caller in [caller for caller in self._callers.values() if caller.until < now]:
             self._drop(caller)
@@ -260,31 +287,31 @@ class Admission:
         if len(self._callers) >= MOST_WAITING:
             self._drop(next(iter(self._callers.values())))
         connection.setblocking(False)
-        self._callers[connection] = _Caller(Line(connection, MOST_GREETING), time.monotonic() + ANSWER_SECONDS)
+        self._callers[connection] = _Caller(Channel(connection, MOST_GREETING), time.monotonic() + ANSWER_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ, self)
 
     def _challenge(self, caller: _Caller, document: dict[str, Any]) -> None:
         caller.nonces = f"{str(document['nonce'])[:64]}/{caller.nonce}"
         proof = prove(self._env, self._purpose, "rank 0", caller.nonces)
-        caller.line.send({"nonce": caller.nonce, "proof": proof}, seconds=0)
+        caller.channel.send({"nonce": caller.nonce, "proof": proof}, seconds=0)
 
-    def _admit(self, caller: _Caller, document: dict[str, Any]) -> tuple[Line, dict[str, Any]]:
+    def _admit(self, caller: _Caller, document: dict[str, Any]) -> tuple[Channel, dict[str, Any]]:
         expected = prove(self._env, self._purpose, "caller", caller.nonces)
         if not hmac.compare_digest(str(document["proof"]).encode(), expected.encode()):
-            raise ConnectionError("not of this run")
+            raise ConnectionError("the proof is not from this run")
         document["rank"], document["host"] = int(document["rank"]), str(document["host"])
         if not 0 < document["rank"] < self._env.world_size:
-            raise ConnectionError("no rank of this run")
-        caller.line.send({"welcome": True, "host": self._env.host, **self._about}, seconds=0)
-        caller.line.trust()
+            raise ConnectionError("the rank is not in this run")
+        caller.channel.send({"welcome": True, "host": self._env.host, **self._about}, seconds=0)
+        caller.channel.trust()
         self._forget(caller)
-        return caller.line, document
+        return caller.channel, document
 
     def _forget(self, caller: _Caller) -> None:
         with suppress(KeyError, ValueError):
-            self._selector.unregister(caller.line.connection)
-        self._callers.pop(caller.line.connection, None)
+            self._selector.unregister(caller.channel.connection)
+        self._callers.pop(caller.channel.connection, None)
 
     def _drop(self, caller: _Caller) -> None:
         self._forget(caller)
-        caller.line.close()
+        caller.channel.close()

@@ -1,4 +1,4 @@
-"""The memory that a step may take, given or free now, and the search for the largest number that fits into it."""
+"""Memory budgets of a step, the memory that is free now, and the search for the largest number that fits a budget."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a step may take; None is all there is, or no limit for a simulated step.
+    """Bytes that a step may take on each tier.
+
+    None means all the memory of a tier, or no limit if the step is simulated.
 
     Attributes:
         device_bytes: Bytes on the device.
-        host_bytes, disk_bytes: Bytes that the engine keeps there.
+        host_bytes, disk_bytes: Bytes that the engine may offload to host and disk.
         margin: Fraction of an accelerator's memory that stays free if ``device_bytes`` is None.
     """
 
@@ -27,25 +29,30 @@ class Budget:
 
     def __str__(self) -> str:
         sizes = {"": self.device_bytes, " of the host": self.host_bytes, " of disk": self.disk_bytes}
-        words = [f"{_rounded(size)}{name}" for name, size in sizes.items() if size is not None]
+        words = [f"{_show_rounded(size)}{name}" for name, size in sizes.items() if size is not None]
         return " and ".join(words) or "the device"
 
     def share_of(self, device: int | None, host: int | None, disk: int | None, *, usable: float = 1.0) -> float | None:
-        """Return the largest fraction of the ``usable`` budget that a step takes, of any tier; None if unknown."""
+        """Return the fraction of its budget that the fullest tier takes; None if no tier has both figures.
+
+        Args:
+            device, host, disk: Bytes that the step takes on each tier; None if unknown.
+            usable: Fraction of each budget that counts as the whole.
+        """
         pairs = ((device, self.device_bytes), (host, self.host_bytes), (disk, self.disk_bytes))
         return max((used / (usable * limit) for used, limit in pairs if used is not None and limit), default=None)
 
 
 @dataclass(frozen=True)
 class Limits(Budget):
-    """A budget of which every size is known: the memory to plan with.
+    """The memory to plan with: a budget in which every size is known.
 
     Attributes:
-        device_bytes: Bytes that the step may hold on the device in all, weights included.
+        device_bytes: Total bytes that the step may hold on the device, weights included.
         host_bytes: Bytes of host memory for offloading.
-        disk_bytes: Bytes of the directory for offloading.
-        margin: Fraction of each that stays free.
-        shared: True if the device's memory is the host's: a step on the CPU.
+        disk_bytes: Bytes of disk space for offloading.
+        margin: Fraction of each tier that stays free.
+        shared: True if device and host are the same memory, as on the CPU.
     """
 
     device_bytes: int
@@ -67,26 +74,26 @@ class Limits(Budget):
         return int((1 - self.margin) * self.disk_bytes)
 
     def tiers(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
-        """Return what a step takes of each tier, with the bytes that are planned with."""
+        """Return one pair per tier: the bytes a step takes, and the bytes it may take (margin subtracted)."""
         memory = ((device + host, self.device),) if self.shared else ((device, self.device), (host, self.host))
         return *memory, (disk, self.disk)
 
     def excess(self, device: float, host: float, disk: float) -> float:
-        """Return by how many bytes a step exceeds the worst tier; negative is what is left."""
+        """Return by how many bytes a step exceeds its worst tier; 0 or less if it fits."""
         return max(used - limit for used, limit in self.tiers(device, host, disk))
 
     def filled(self, device: float, host: float, disk: float) -> float | None:
-        """Return the fraction that a step takes of the tier it fills most; None if it needs a tier without memory.
+        """Return the fraction of its limit that the fullest tier takes; None if the step needs a tier without memory.
 
-        Unused tiers are left out. In :meth:`excess` a tier without memory has nothing left, so every step that fits has
-        an excess of 0.
+        Tiers that the step does not use are ignored. They are not in :meth:`excess`: if a tier has no memory, a step
+        that fits has an excess of 0.
         """
         wanted = [(used, limit) for used, limit in self.tiers(device, host, disk) if used > 0]
         return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
 
 
-def _rounded(size: int) -> str:
-    """Return a size as text, in at most four digits of GiB or MiB."""
+def _show_rounded(size: int) -> str:
+    """Return a size as text: four significant digits in GiB or MiB, or the exact number of bytes below 1 MiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
             return f"{size / unit:.4g} {name}"
@@ -94,13 +101,13 @@ def _rounded(size: int) -> str:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return the free bytes of an accelerator, including what torch's allocator holds and does not use."""
+    """Return the free bytes of an accelerator, including memory that torch's allocator reserves but does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def free_disk_bytes(directory: str | Path) -> int:
-    """Return the free bytes of the disk of a directory, which need not exist yet."""
+    """Return the free bytes on the disk of a directory; the directory need not exist yet."""
     path = Path(directory).expanduser().absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -111,16 +118,17 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
 
-FAR = 0.8
-"""Fraction of a number below which another number is far enough from it to tell the slope."""
+FAR_RATIO = 0.8
+"""Largest ratio of two attempted numbers at which they are far enough apart to estimate the slope of memory."""
 
 
 @dataclass(frozen=True)
 class Attempt:
     """The result of trying a number.
 
-    ``filled`` is the fraction of the budget that it takes, above 1 if it does not fit; None if unknown, as when
-    aborted.
+    Attributes:
+        fits: True if the number fits the budget.
+        filled: Fraction of the budget that it takes, above 1 if it does not fit; None if unknown (attempt aborted).
     """
 
     fits: bool
@@ -133,9 +141,10 @@ class Range:
 
     Attributes:
         first: The first attempt.
-        least, most: Smallest and largest number that is attempted.
-        step, share: The search stops when fitting and failing are at most ``step``, or ``share`` of what fits, apart.
-        grain: Attempts are multiples of it, except ``first``, ``least`` and ``most``.
+        least, most: Smallest and largest number that may be attempted.
+        step: Absolute tolerance: the search stops if the bracket is at most this wide.
+        share: Relative tolerance, as a fraction of the number that fits. The larger tolerance counts.
+        grain: Attempts are multiples of ``grain`` where possible.
     """
 
     first: int
@@ -146,28 +155,28 @@ class Range:
     grain: int = 1
 
     def tolerance(self, fits: int) -> int:
-        """Return the distance between ``fits`` and a failing number at which the search is over."""
+        """Return the largest distance between ``fits`` and a failing number at which the search stops."""
         return max(self.step, int(self.share * fits))
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """The largest number that was seen to fit (0: none) and the smallest that was seen to fail (None: none)."""
+    """The result of a search: the largest number that fitted (0: none) and the smallest that failed (None: none)."""
 
     fits: int
     fails: int | None
 
 
 def search_largest(attempt: Callable[[int], Attempt], within: Range) -> Bracket:
-    """Find the largest number that fits, in few attempts: doubling, then bisecting between fitting and failing.
+    """Find the largest number that fits in few attempts: double until one fails, then narrow the bracket.
 
-    Memory is nearly linear in the length once there are several chunks. So when the line through two attempts predicts
-    the end of the budget, the next attempt is half a tolerance below that point, and the one after it half a tolerance
-    above; if both turn out as predicted, the search is over. Otherwise the bracket is halved, so there are at most
-    twice as many attempts as in plain bisection.
+    Memory is nearly linear in the length once a row has several chunks. A line through two attempts therefore predicts
+    where the budget ends. The search tries a number half a tolerance below that point, then one half a tolerance above.
+    If both turn out as predicted, the search is over. If not, it bisects: at most twice the attempts of plain
+    bisection.
 
     Args:
-        attempt: Tries a number; if it fits, every smaller number is expected to fit too.
+        attempt: Function that tries a number. If a number fits, every smaller number is assumed to fit.
         within: Range and tolerance of the search.
     """
     low, high = 0, None
@@ -185,33 +194,36 @@ def search_largest(attempt: Callable[[int], Attempt], within: Range) -> Bracket:
         size = high - low if high is not None else 0
         stuck = aimed and 2 * size > size_before > 0
         size_before = size
-        number, aimed = _next(low, high, {} if stuck else known, within)
+        number, aimed = _next_number(low, high, {} if stuck else known, within)
     return Bracket(low, high)
 
 
-def _next(low: int, high: int | None, known: dict[int, float], within: Range) -> tuple[int | None, bool]:
-    """Return the next number, None at the end of the search, and True if :func:`_aim` predicted it."""
+def _next_number(low: int, high: int | None, known: dict[int, float], within: Range) -> tuple[int | None, bool]:
+    """Return the next number to try (None: the search is over), and True if :func:`_predict_end` predicted it."""
     if low == within.most or (high is not None and low and high - low <= within.tolerance(low)):
         return None, False
     if not low:  # nothing has fitted yet
         assert high is not None
         return (max(high // 2, within.least) if high > within.least else None), False
     ceiling = min(2 * low, within.most) if high is None else high
-    aim = _aim(low, known, within)
+    aim = _predict_end(low, known, within)
     if aim is not None and low < aim < ceiling:
         return aim, True
     if high is None:
         return ceiling, False
-    middle = _round((low + high) // 2, within)
+    middle = _round_to_grain((low + high) // 2, within)
     return (middle if low < middle < high else (low + high) // 2), False
 
 
-def _aim(low: int, known: dict[int, float], within: Range) -> int | None:
-    """Return a number just below the budget's end by the line through two attempts, or above if ``low`` is there."""
+def _predict_end(low: int, known: dict[int, float], within: Range) -> int | None:
+    """Return a number just below the predicted end of the budget, or just above if ``low`` is already that close.
+
+    The prediction is linear through two attempts; None if they do not give a rising line.
+    """
     below = sorted(number for number in known if number <= low)
     above = sorted(number for number in known if number > low)
-    # Chunks are equal, so bytes rise in small teeth: two attempts side by side may say nothing of the line.
-    apart = [number for number in below if number <= FAR * low] or below[:-1]
+    # Rows are divided into equal chunks, so bytes rise unevenly: two close attempts may not show the slope.
+    apart = [number for number in below if number <= FAR_RATIO * low] or below[:-1]
     pair = below[-1:] + above[:1] if above else apart[-1:] + below[-1:]
     if len(pair) < 2 or pair[0] == pair[1]:
         return None
@@ -221,8 +233,8 @@ def _aim(low: int, known: dict[int, float], within: Range) -> int | None:
     end = pair[0] + (1 - known[pair[0]]) / slope
     half = within.tolerance(low) / 2
     aim = end - half if end - half > low + half else end + half
-    return _round(int(aim), within)
+    return _round_to_grain(int(aim), within)
 
 
-def _round(number: int, within: Range) -> int:
+def _round_to_grain(number: int, within: Range) -> int:
     return number - number % within.grain

@@ -1,10 +1,10 @@
 """The rates of the local device, measured in a few seconds and cached on disk.
 
-Each figure is the best of several runs of one kind of operator, on tensors of a chunk's size: other work on the machine
-can only slow a run down. All are measured in two rounds, of which the better counts. Rates are measured again if they
-are old, or if the rounds were far apart.
+Each rate is the fastest of several runs of one kind of operator, on tensors the size of a chunk. The fastest counts
+because other work on the machine can only slow a run down. All rates are measured in two rounds, and the better round
+counts. Rates are measured again if they are old, or if the two rounds differed much.
 
-The steps of runs correct them: :func:`correct_rates` keeps a factor by which every prediction is multiplied.
+Real steps correct the rates: :func:`correct_rates` caches a factor that multiplies every predicted time.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ from streamtune.plan.simulate import Workload, simulate
 from streamtune.schedule import Schedule
 
 LONG_ENOUGH = 8e-3
-"""Seconds of one run from which the clock and the launch no longer count."""
+"""Seconds from which a run is long enough that clock resolution and launch overhead do not matter."""
 MOST_IN_A_ROW = 64
-"""Runs that are measured together."""
+"""Largest number of runs that are timed together."""
 
 HEAD_DIM = 128
 
 FORM = "rates of a chunk, runs in a row, the better of two rounds"
-"""Name of what is measured; it changes with that, so that figures saved before are not used."""
+"""Version of the measurement, part of the cache key. Change it with the measurement, so that old rates are not used."""
 
-OLD, UNSURE = timedelta(days=30), timedelta(hours=1)
-"""Ages from which rates are measured again: in general, and if their rounds were far apart."""
+MAX_AGE, MAX_AGE_IF_BUSY = timedelta(days=30), timedelta(hours=1)
+"""Ages from which rates are measured again: in general, and if the machine was busy."""
 
 FAR_APART = 0.25
-"""Difference between the rounds of a rate, relative to the better, from which the machine counts as busy."""
+"""Relative difference between the two rounds of a rate above which the machine counts as busy."""
 
 LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
-"""Bounds of a correction: beyond them something else is wrong than the rates."""
+"""Bounds of the correction factor: a larger deviation has another cause than the rates."""
 
 
 @dataclass(frozen=True)
-class KeptRates:
-    """Rates as they are cached on disk.
+class CachedRates:
+    """An entry of the cache file.
 
     Attributes:
         rates: Measured rates.
-        measured: Date and time, in UTC.
-        spread: Largest difference between two rounds of a rate, relative to the better one.
+        measured: Time of the measurement, in UTC (ISO 8601).
+        spread: Largest difference between the two rounds of a rate, relative to the better one.
         factor: Measured step time divided by predicted step time; 1 before any run.
-        corrected: Date and time of the correction; empty without one.
+        corrected: Time of the last correction, in UTC (ISO 8601); empty if there was none.
     """
 
     rates: Rates
@@ -74,22 +74,26 @@ class KeptRates:
     corrected: str = ""
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> KeptRates:
-        """Return the rates in an entry of the file; TypeError, ValueError or KeyError for other versions' entries."""
-        kept = cls(**{**found, "rates": Rates(**found["rates"])})
-        datetime.fromisoformat(kept.measured)
-        if not LEAST_FACTOR <= kept.factor <= MOST_FACTOR:
-            raise ValueError(f"a factor of {kept.factor}")
-        return kept
+    def read(cls, found: dict[str, Any]) -> CachedRates:
+        """Return the entry read from the JSON object ``found``.
+
+        Raises:
+            TypeError, ValueError, KeyError: Another version wrote the entry.
+        """
+        cached = cls(**{**found, "rates": Rates(**found["rates"])})
+        datetime.fromisoformat(cached.measured)
+        if not LEAST_FACTOR <= cached.factor <= MOST_FACTOR:
+            raise ValueError(f"factor {cached.factor} is not between {LEAST_FACTOR} and {MOST_FACTOR}")
+        return cached
 
     @property
     def is_current(self) -> bool:
-        """True unless the rates are old, or were measured on a busy machine more than an hour ago."""
+        """True if the rates are less than 30 days old, or less than an hour if they were measured on a busy machine."""
         age = datetime.now(UTC) - datetime.fromisoformat(self.measured)
-        return age < (UNSURE if self.spread > FAR_APART else OLD)
+        return age < (MAX_AGE_IF_BUSY if self.spread > FAR_APART else MAX_AGE)
 
-    def used(self) -> Rates:
-        """Return the corrected rates, from which steps are predicted."""
+    def corrected_rates(self) -> Rates:
+        """Return the measured rates corrected by ``factor``; step times are predicted with these."""
         if self.factor == 1.0:
             return self.rates
         slower = {name: getattr(self.rates, name) / self.factor for name in _per_second(self.rates)}
@@ -102,44 +106,49 @@ class KeptRates:
 
 
 def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[str], None] = lambda text: None) -> Rates:
-    """Return the rates of ``device`` in ``dtype``: cached, or measured now and cached.
+    """Return the rates of ``device`` in ``dtype``, from the cache or measured now and cached.
 
-    The key is device, machine, threads, torch version and dtype. If the file cannot be read or written, they are
-    measured each time. ``notify`` is called with a message before a measurement.
+    The cache key is device, machine, processor, number of threads, torch version and dtype. If the cache file cannot be
+    read or written, the rates are measured each time.
+
+    Args:
+        device: Device whose rates are wanted.
+        dtype: Dtype of matrix products and attention.
+        notify: Function that takes a message; called before a measurement.
     """
-    kept = _kept(device, dtype, notify)
-    if kept is None or not kept.is_current:
-        again = " again" if kept is not None else ""
-        notify(f"measuring{again} how fast {_name(device)} is")
-        found = _measured(device, dtype)
-        if kept is not None and kept.spread > FAR_APART:  # a busy moment then or now: the better of each counts
-            found = replace(found, rates=_better(kept.rates, found.rates))
-        kept = found
-        _save(device, dtype, lambda _: found)
-    return kept.used()
+    cached = _read_cached(device, dtype, notify)
+    if cached is None or not cached.is_current:
+        again = " again" if cached is not None else ""
+        notify(f"measuring{again} how fast {_describe_device(device)} is")
+        measured = _measure_two_rounds(device, dtype)
+        if cached is not None and cached.spread > FAR_APART:  # the machine was busy then: the better of each counts
+            measured = replace(measured, rates=_better(cached.rates, measured.rates))
+        cached = measured
+        _update_cache(device, dtype, lambda _: measured)
+    return cached.corrected_rates()
 
 
 def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> None:
-    """Record that steps took ``ratio`` times as long as predicted from the cached rates.
+    """Record in the cache that steps took ``ratio`` times as long as predicted from the cached rates.
 
-    Without cached rates, or if the file cannot be written, nothing is recorded.
+    Nothing is recorded if no rates are cached, or if the cache file cannot be written.
     """
 
-    def correct(kept: KeptRates | None) -> KeptRates | None:
-        if kept is None:
+    def correct(cached: CachedRates | None) -> CachedRates | None:
+        if cached is None:
             return None
-        factor = min(MOST_FACTOR, max(LEAST_FACTOR, kept.factor * ratio))
-        return replace(kept, factor=factor, corrected=_now())
+        factor = min(MOST_FACTOR, max(LEAST_FACTOR, cached.factor * ratio))
+        return replace(cached, factor=factor, corrected=_now())
 
-    if _kept(device, dtype) is not None:
-        _save(device, dtype, correct)
+    if _read_cached(device, dtype) is not None:
+        _update_cache(device, dtype, correct)
 
 
-def _measured(device: torch.device, dtype: torch.dtype) -> KeptRates:
+def _measure_two_rounds(device: torch.device, dtype: torch.dtype) -> CachedRates:
     first, second = measure_rates(device, dtype), measure_rates(device, dtype)
     pairs = [(getattr(first, name), getattr(second, name)) for name in _per_second(first)]
     spread = max(1 - min(pair) / max(pair) for pair in pairs)
-    return KeptRates(_better(first, second), _now(), round(spread, 4))
+    return CachedRates(_better(first, second), _now(), round(spread, 4))
 
 
 def _better(one: Rates, other: Rates) -> Rates:
@@ -148,7 +157,7 @@ def _better(one: Rates, other: Rates) -> Rates:
 
 
 def _per_second(rates: Rates) -> list[str]:
-    """Return the names of the rates that are higher on a faster device."""
+    """Return the field names of the rates that are higher on a faster device."""
     return [f.name for f in fields(rates) if f.name.endswith(("_flops", "_bandwidth"))]
 
 
@@ -156,50 +165,61 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _kept(
+def _read_cached(
     device: torch.device, dtype: torch.dtype, notify: Callable[[str], None] = lambda text: None
-) -> KeptRates | None:
-    return _rates_in(_saved().read_json(notify), _key(device, dtype))
+) -> CachedRates | None:
+    return _read_entry(_cache().read_json(notify), _cache_key(device, dtype))
 
 
-def _rates_in(entries: dict[str, Any], key: str) -> KeptRates | None:
+def _read_entry(entries: dict[str, Any], key: str) -> CachedRates | None:
     with contextlib.suppress(TypeError, ValueError, KeyError):  # written by another version
-        return KeptRates.read(entries[key])
+        return CachedRates.read(entries[key])
     return None
 
 
-def _save(device: torch.device, dtype: torch.dtype, change: Callable[[KeptRates | None], KeptRates | None]) -> None:
-    """Write what ``change`` returns for the rates that are cached by now: another process may have written since."""
-    key = _key(device, dtype)
+def _update_cache(
+    device: torch.device, dtype: torch.dtype, change: Callable[[CachedRates | None], CachedRates | None]
+) -> None:
+    """Replace the cache entry by the result of ``change``.
+
+    The entry is read again first, because another process may have written it. A failed write is ignored.
+    """
+    key = _cache_key(device, dtype)
 
     def changed(entries: dict[str, Any]) -> dict[str, Any]:
-        kept = change(_rates_in(entries, key))
-        return entries if kept is None else {**entries, key: asdict(kept)}
+        entry = change(_read_entry(entries, key))
+        return entries if entry is None else {**entries, key: asdict(entry)}
 
     with contextlib.suppress(OSError):
-        _saved().update(changed)
+        _cache().update(changed)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Measure every rate but the disk's. Takes about 2 seconds on a CPU core and less on an accelerator."""
+    """Return the measured rates of ``device``; the disk's rate is assumed.
+
+    Takes about 2 seconds on a CPU core and less on an accelerator.
+    """
     clock = _Clock(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        forward, backward = _attention(clock, dtype)
+        forward, backward = _measure_attention(clock, dtype)
         return Rates(
-            source=f"measured on {_name(device)} in {str(dtype).removeprefix('torch.')}",
-            matmul_flops=_matmul(clock, dtype),
+            source=f"measured on {_describe_device(device)} in {str(dtype).removeprefix('torch.')}",
+            matmul_flops=_measure_matmul(clock, dtype),
             attention_flops=forward,
             attention_backward_flops=backward,
-            touch_bandwidth=_touch(clock, dtype),
-            copy_bandwidth=_copy(clock),
+            touch_bandwidth=_measure_touch(clock, dtype),
+            copy_bandwidth=_measure_copy(clock),
             disk_bandwidth=DISK_BANDWIDTH,
-            launch_seconds=_launch(clock),
+            launch_seconds=_measure_launch(clock),
             overlaps=device.type != "cpu",
         )
 
 
 def measure_disk(directory: Path, size: int = 64 << 20) -> float:
-    """Measure the bytes/s of writing a file to the disk of ``directory``; reading is assumed not to be slower."""
+    """Return the bytes/s measured by writing ``size`` bytes to the disk of ``directory``.
+
+    Reading is assumed to be at least as fast.
+    """
     import tempfile
 
     block = os.urandom(1 << 20)
@@ -216,22 +236,26 @@ def cache_file() -> Path:
     return cache_folder() / "rates.json"
 
 
-def _saved() -> CacheFile:
+def _cache() -> CacheFile:
     return CacheFile(cache_file(), "rates")
 
 
-def _name(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"this {platform.machine()} CPU with {torch.get_num_threads()} threads"
 
 
-def _key(device: torch.device, dtype: torch.dtype) -> str:
-    return " | ".join([_name(device), platform.node(), _processor(), f"torch {torch.__version__}", str(dtype), FORM])
+def _cache_key(device: torch.device, dtype: torch.dtype) -> str:
+    machine = (_describe_device(device), platform.node(), _processor())
+    return " | ".join([*machine, f"torch {torch.__version__}", str(dtype), FORM])
 
 
 def _processor() -> str:
-    """Return the model of the processor: a container keeps its host name when it moves to another machine."""
+    """Return the model name of the CPU.
+
+    It is part of the cache key because a container keeps its host name when it moves to another machine.
+    """
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
@@ -243,32 +267,32 @@ def _processor() -> str:
 
 
 class _Clock:
-    """Measures the seconds of one run: the best of several, after one that warms up."""
+    """Times a function on a device: the fastest of several runs, after one warm-up run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def best(self, run: Callable[[], object], *, budget: float = 0.15) -> float:
-        """Return the seconds of the fastest of several runs: for about ``budget`` seconds, at least three.
+    def fastest_seconds(self, run: Callable[[], object], *, budget: float = 0.15) -> float:
+        """Return the seconds of the fastest run.
 
-        An accelerator gets the next operator while it computes, as in a step. Short runs are measured several in a row,
-        so that the host's overhead for each is not counted.
+        Runs are repeated for about ``budget`` seconds, and at least three times. On an accelerator short runs are
+        queued back to back and timed together, as in a step, so that the host's overhead per run is not counted.
         """
-        self.once(run)
-        row = 1 if self.device.type == "cpu" else min(MOST_IN_A_ROW, math.ceil(LONG_ENOUGH / self.once(run)))
+        self.seconds(run)
+        count = 1 if self.device.type == "cpu" else min(MOST_IN_A_ROW, math.ceil(LONG_ENOUGH / self.seconds(run)))
         times: list[float] = []
-        while len(times) < 3 or row * sum(times) < budget:
-            times.append(self.once(run, row) / row)
+        while len(times) < 3 or count * sum(times) < budget:
+            times.append(self.seconds(run, count) / count)
         return min(times)
 
-    def once(self, run: Callable[[], object], row: int = 1) -> float:
-        """Return the seconds of ``row`` runs, until the device is done.
+    def seconds(self, run: Callable[[], object], count: int = 1) -> float:
+        """Return the total seconds of ``count`` runs, until the device has finished.
 
-        On a CPU it is at most the processor time of this process: on a busy machine a run also waits for others.
+        On a CPU the result is at most the CPU time of this process, because a busy machine makes runs wait.
         """
         self._wait()
         start, used = time.perf_counter(), time.process_time()
-        for _ in range(row):
+        for _ in range(count):
             run()
         self._wait()
         passed = time.perf_counter() - start
@@ -279,20 +303,20 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
-def _matmul(clock: _Clock, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square product that is large enough to run for :data:`LONG_ENOUGH`."""
+def _measure_matmul(clock: _Clock, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square matrix product large enough to run for :data:`LONG_ENOUGH` seconds."""
     for size in (512, 1024, 2048, 4096, 8192):
         x = torch.randn(size, size, device=clock.device).to(dtype)
-        seconds = clock.best(partial(torch.matmul, x, x))
+        seconds = clock.fastest_seconds(partial(torch.matmul, x, x))
         if seconds > LONG_ENOUGH:
             break
     return 2 * size**3 / seconds
 
 
-def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the FLOP/s of a chunk's attention, as the engine computes it, over its prefix and itself.
+def _measure_attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the forward and backward FLOP/s of a chunk's attention to itself and to its prefix, as the engine runs it.
 
-    Forward and backward: 4 D and 10 D for each pair of a query and a key that it sees.
+    For head dimension D, a query-key pair counts 4 D FLOPs forward and 10 D backward.
     """
     heads, queries = ((4, 4), 512) if clock.device.type == "cpu" else ((32, 8), 2048)
     for keys in (512, 1024, 2048, 4096, 8192, 16384):
@@ -303,39 +327,39 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
         mask = LazyMask(1, queries, keys, q_offset=keys - queries, device=clock.device)
         forward = partial(prefix_attention, q, k, v, mask.rows(0, queries), scale=HEAD_DIM**-0.5)
         with torch.no_grad():
-            seconds = clock.best(forward)
+            seconds = clock.fastest_seconds(forward)
         if seconds > LONG_ENOUGH:
             break
     out = forward()
     grad = torch.ones_like(out)
-    back = clock.best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+    back = clock.fastest_seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
     pairs = heads[0] * queries * (keys - queries + (queries + 1) / 2)
     return 4 * HEAD_DIM * pairs / seconds, 10 * HEAD_DIM * pairs / back
 
 
-def _touch(clock: _Clock, dtype: torch.dtype) -> float:
-    """Return the bytes/s of operators between matrix products: sum, product, activation, change of dtype and copy."""
+def _measure_touch(clock: _Clock, dtype: torch.dtype) -> float:
+    """Return the bytes/s of element-wise operators: sum, product, activation, cast and copy."""
     elements = 1 << (20 if clock.device.type == "cpu" else 26)
     x = torch.randn(elements, device=clock.device).to(dtype)
     size, wide = x.element_size(), 4
-    seconds = clock.best(lambda: (x + x, x * x, functional.silu(x), x.float(), x.clone()))
+    seconds = clock.fastest_seconds(lambda: (x + x, x * x, functional.silu(x), x.float(), x.clone()))
     return elements * (3 * size + 3 * size + 2 * size + (size + wide) + 2 * size) / seconds
 
 
-def _copy(clock: _Clock) -> float:
-    """Return the bytes/s between device and host, in the slower direction; on the CPU from memory to memory."""
+def _measure_copy(clock: _Clock) -> float:
+    """Return the bytes/s of copies between device and host, in the slower direction; on the CPU within memory."""
     size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
     there = torch.zeros(size, dtype=torch.uint8, device=clock.device)
-    out = clock.best(lambda: host.copy_(there, non_blocking=True))
-    back = clock.best(lambda: there.copy_(host, non_blocking=True))
+    out = clock.fastest_seconds(lambda: host.copy_(there, non_blocking=True))
+    back = clock.fastest_seconds(lambda: there.copy_(host, non_blocking=True))
     return size / max(out, back)
 
 
-def _launch(clock: _Clock) -> float:
-    """Return the engine's overhead for an operator, in seconds.
+def _measure_launch(clock: _Clock) -> float:
+    """Return the engine's overhead per operator, in seconds.
 
-    It is the time of a step of a model so small that it takes nothing else, divided by the operators counted in it.
+    It is the step time of a tiny model divided by its number of operators: such a step is overhead only.
     """
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
@@ -350,5 +374,5 @@ def _launch(clock: _Clock) -> float:
     model: Any = make(clock.device)
     ids = torch.zeros(1, workload.length, dtype=torch.long, device=clock.device)
     with stream(model, schedule=schedule):
-        seconds = clock.best(lambda: model(input_ids=ids, labels=ids).loss.backward())
+        seconds = clock.fastest_seconds(lambda: model(input_ids=ids, labels=ids).loss.backward())
     return seconds / operators

@@ -1,11 +1,12 @@
-"""Estimate bytes and work of hundreds of schedules from simulations of five.
+"""Estimate bytes and work of hundreds of schedules from five simulations.
 
-A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
-are simulated at the length that is planned for. A choice adds its difference from the plain step, and the differences
-of several choices add up, because each keeps tensors of its own. In the chunk size c, bytes are linear, and work is ``a
-+ b / c``: weights and the prefix are touched once a chunk. Where tensors are kept, and how many, is arithmetic.
+Five steps are simulated at the planned length: a plain step, and four that differ from it in one choice. These have
+another chunk size, or keep keys and values, attention outputs, or one whole layer. A choice adds its difference. The
+differences of several choices add up, because each choice keeps other tensors. For chunk size c, bytes are linear in c,
+and work is ``a + b / c``, because weights and prefix are read once per chunk. The rest is arithmetic: on which tier
+tensors are stored, and how many.
 
-Estimates serve to choose. The chosen schedule itself is simulated (``planner``).
+Estimates are used to choose. The planner then simulates the chosen schedule itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.engine.memory.placement import extra_forwards, place_layers
-from streamtune.plan.simulate.partition import moved_again
+from streamtune.plan.simulate.partition import recopied_bytes
 from streamtune.plan.simulate.simulate import Simulation, Work
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
@@ -27,19 +28,19 @@ Simulate = Callable[[Workload, Schedule], Simulation]
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
 ATTENTION = f"{WORK}attention_flops"
 FORWARD_SHARE = 2 / 9
-"""Share of a forward in a step's attention, forward run twice: 2 and 2 products of a tile, 5 in the backward."""
-
+"""Fraction of a step's attention FLOPs in one forward. A tile takes 2 matrix products in each of two forwards, and 5 in
+the backward."""
 
 IN_FLIGHT = 4
-"""Chunks on the device of tensors kept elsewhere: on their way there, or fetched ahead."""
+"""Number of chunks of an offloaded tensor that are on the device at a time: being copied out, or prefetched."""
 
 HEAD_COPIES = 2
-"""Copies of a chunk's fp32 logits that a smaller head chunk makes smaller."""
+"""Number of fp32 copies of a head chunk's logits; their size falls with the head chunk size."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes on the device by phase, bytes on host and disk, work: numbers that can be added and scaled, by name."""
+    """Figures of a step by name, which can be added and scaled: device bytes by phase, host and disk bytes, work."""
 
     values: dict[str, float]
 
@@ -63,7 +64,7 @@ class Figures:
 
     @property
     def work(self) -> Work:
-        """The work of the step, in whole numbers of 0 or more."""
+        """The work of the step, rounded to integers and at least 0."""
         return Work(**{f.name: max(0, round(self.values.get(f"{WORK}{f.name}", 0.0))) for f in fields(Work)})
 
     def plus(self, other: Figures, times: float = 1.0) -> Figures:
@@ -72,7 +73,7 @@ class Figures:
         return Figures({n: self.values.get(n, 0.0) + times * other.values.get(n, 0.0) for n in names})
 
     def room_for(self, more: Figures, limit: float) -> float:
-        """Return how many times ``more`` fits on a device of ``limit`` bytes in addition to these figures."""
+        """Return how many times ``more`` can be added before the step exceeds ``limit`` bytes on the device."""
         times = float("inf")
         for name, size in self.values.items():
             step = more.values.get(name, 0.0)
@@ -85,12 +86,12 @@ class Estimator:
     """Estimates the figures of any schedule of one workload.
 
     Args:
-        workload: The step that is trained.
+        workload: Step to train.
         layers: Number of decoder layers of the model.
-        simulate: Simulates a step.
+        simulate: Function that simulates a step.
         chunks: Chunk sizes that will be estimated.
-        head_chunk: Head chunk size of the simulated steps; the largest that will be estimated.
-        given: Fields of the schedules that are not chosen.
+        head_chunk: Head chunk size of the simulated steps, and the largest that will be estimated.
+        given: Fields that have the same value in every schedule.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Estimator:
         given: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers, self.rows, self.length = layers, workload.rows, workload.shard_tokens
-        self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
+        self.chunk, self.wide_chunk = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
         plain = Schedule(self.chunk, head_chunk, **(given or {}))
         self.plainest = Figures.of(simulate(workload, plain))
@@ -114,101 +115,109 @@ class Estimator:
             self.simulations += 1
             return Figures.of(simulate(workload, replace(plain, **choice))).plus(self.plainest, -1.0)
 
-        self._wider = added(chunk_size=self.wide) if self.wide != self.chunk else Figures({})
-        self._keys = added(keep_kv="device")
-        self._outputs = added(keep_attention="device")
+        self._wide_chunk_figures = added(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
+        self._kv_figures = added(keep_kv="device")
+        self._attention_figures = added(keep_attention="device")
         self.of_a_kept_layer = added(keep_layers=1) if plain.weights == "device" else Figures({})
-        """Figures that keeping one layer whole adds."""
+        """Figures that one layer kept whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         model: Any = workload.make_model()
         embedding: Tensor = model.get_input_embeddings().weight
-        self._gathered_again = Figures({f"{WORK}moved_bytes": float(moved_again(model, workload, 1))})
-        """Copies from the host of one extra forward, if the weights wait there."""
+        self._copied_again_figures = Figures({f"{WORK}moved_bytes": float(recopied_bytes(model, workload, 1))})
+        """Figures that one extra forward adds by copying weights from the host; 0 if weights are on the device."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
         self.input_bytes = embedding.shape[1] * element * self.rows * self.length
-        """Bytes of one layer's input, on one rank."""
+        """Bytes of one layer's input on one rank."""
 
     # --- a schedule ---------------------------------------------------------------------------------------------------
 
     def estimate(self, schedule: Schedule) -> Figures:
-        total = self._plain(schedule.chunk_size)
+        total = self._plain_figures(schedule.chunk_size)
         if self.head_chunk > schedule.head_chunk_size:
             fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
             total = total.plus(Figures({f"{DEVICE}head": -fewer}))
-        total = total.plus(self._inputs(schedule))
+        total = total.plus(self._layer_input_figures(schedule))
         share = (self.layers - min(schedule.keep_layers, self.layers)) / self.layers
-        for kept, place in ((self._keys, schedule.keep_kv), (self._outputs, schedule.keep_attention)):
+        for kept, place in ((self._kv_figures, schedule.keep_kv), (self._attention_figures, schedule.keep_attention)):
             if place != "no":
-                total = total.plus(self._somewhere(kept, str(place)), share)
+                total = total.plus(self._placed_figures(kept, str(place)), share)
         return total.plus(self.of_a_kept_layer, schedule.keep_layers)
 
     def of_a_device_layer(self, schedule: Schedule) -> Figures:
-        return self._moved(self.input_bytes, schedule.offload, -1.0)
+        return self._offload_figures(self.input_bytes, schedule.offload, -1.0)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _plain(self, chunk: int) -> Figures:
-        """Return the figures with another chunk size: one level, all layer inputs on the device, nothing kept."""
-        if self.wide == self.chunk:
+    def _plain_figures(self, chunk: int) -> Figures:
+        """Return the figures of the plain schedule with chunk size ``chunk``.
+
+        The plain schedule has ``levels: 1``, stores all layer inputs on the device, and keeps nothing else.
+        """
+        if self.wide_chunk == self.chunk:
             return self.plainest
         chunk = min(chunk, self.length)
-        along = (chunk - self.chunk) / (self.wide - self.chunk)
-        turns = (1 / chunk - 1 / self.chunk) / (1 / self.wide - 1 / self.chunk)
-        more = {n: v * (turns if n.startswith(WORK) else along) for n, v in self._wider.values.items()}
+        along = (chunk - self.chunk) / (self.wide_chunk - self.chunk)
+        turns = (1 / chunk - 1 / self.chunk) / (1 / self.wide_chunk - 1 / self.chunk)
+        more = {n: v * (turns if n.startswith(WORK) else along) for n, v in self._wide_chunk_figures.values.items()}
         return self.plainest.plus(Figures(more))
 
-    def _inputs(self, schedule: Schedule) -> Figures:
-        """Return what storing layer inputs by the schedule adds, compared with all of them on the device."""
+    def _layer_input_figures(self, schedule: Schedule) -> Figures:
+        """Return the figures that the schedule adds, compared with all layer inputs stored on the device."""
         each = self.input_bytes
         streamed = self.layers - min(schedule.keep_layers, self.layers)
         total = Figures({})
         if schedule.levels == 2:
-            held = min(streamed, _most_held(schedule, self.layers))
-            forward = self._forward(attention=schedule.keep_attention == "no")
-            total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
-            total = total.plus(self._gathered_again, sum(extra_forwards(schedule, self.layers)))
+            held = min(streamed, _most_inputs_held(schedule, self.layers))
+            forward = self._extra_forward_figures(attention=schedule.keep_attention == "no")
+            total = self._device_figures(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
+            total = total.plus(self._copied_again_figures, sum(extra_forwards(schedule, self.layers)))
             streamed = held
         if schedule.offload != "device":
-            # The gradient that is handed on waits there too, unless it takes the place of an input that stayed.
+            # The gradient passed between layers is offloaded too, unless it can take the place of a stored input.
             away = max(0, streamed - schedule.device_layers) + (schedule.device_layers == 0)
-            again = 1 if schedule.keep_kv == "no" else 0  # the projection of keys and values reads inputs once more
-            total = total.plus(self._moved(away * each, schedule.offload, again=again))
-            total = total.plus(self._on_device(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
-        if schedule.stream_grads:  # the gradient of the output goes chunk by chunk as that of the input comes
+            again = 1 if schedule.keep_kv == "no" else 0  # recomputing keys and values reads the inputs once more
+            total = total.plus(self._offload_figures(away * each, schedule.offload, again=again))
+            total = total.plus(self._device_figures(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
+        if schedule.stream_grads:  # each chunk's output gradient is freed when its input gradient is made
             total = total.plus(Figures({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
         return total
 
-    def _forward(self, *, attention: bool) -> Figures:
-        """Return the work of another forward of the layers: a fourth of a step's products, two ninths of its attention;
-        a smaller share if a reference runs forward as well.
+    def _extra_forward_figures(self, *, attention: bool) -> Figures:
+        """Return the work of one extra forward of all layers.
+
+        It is a fourth of a step's matrix products and two ninths of its attention, or a smaller fraction if the step
+        also runs a reference forward.
         """
         work = self.plainest.values
         forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
         share = FORWARD_SHARE / (1 + FORWARD_SHARE * self.forwards)
         return Figures({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
-    def _somewhere(self, kept: Figures, place: str) -> Figures:
-        """Return the figures of tensors kept at ``place``, from the figures of the same tensors on the device."""
+    def _placed_figures(self, kept: Figures, place: str) -> Figures:
+        """Return the figures of tensors kept at ``place``; ``kept`` has their figures if kept on the device."""
         if place == "device":
             return kept
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
-        return kept.plus(self._moved(size, place))
+        return kept.plus(self._offload_figures(size, place))
 
-    def _moved(self, size: float, place: str, times: float = 1.0, *, again: int = 0) -> Figures:
-        """Return what moving ``size`` bytes from device to host or disk adds: copies there, back and ``again`` more."""
+    def _offload_figures(self, size: float, place: str, times: float = 1.0, *, again: int = 0) -> Figures:
+        """Return the figures that moving ``size`` bytes from the device to host or disk adds.
+
+        The bytes are copied out once and back ``1 + again`` times.
+        """
         name = f"{WORK}moved_bytes" if place == "host" else f"{WORK}disk_moved_bytes"
         away = Figures({HOST if place == "host" else DISK: size, name: (2 + again) * size})
-        return Figures({}).plus(self._on_device(-size), times).plus(away, times)
+        return Figures({}).plus(self._device_figures(-size), times).plus(away, times)
 
-    def _on_device(self, size: float) -> Figures:
-        """Return the figures of bytes that are on the device in all phases but the optimizer's."""
+    def _device_figures(self, size: float) -> Figures:
+        """Return the figures of ``size`` bytes that are on the device in every phase except the optimizer step."""
         names = [n for n in self.plainest.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
         return Figures(dict.fromkeys(names, size))
 
 
-def _most_held(schedule: Schedule, layers: int) -> int:
-    """Return the number of layer inputs held at a time: inputs stored in the forward, and one segment's inputs."""
+def _most_inputs_held(schedule: Schedule, layers: int) -> int:
+    """Return how many layer inputs exist at a time: those stored in the forward, plus one segment's inputs."""
     places = place_layers(schedule, layers)
     stored = sum(place.begins and not place.whole for place in places)
     longest = current = 0

@@ -1,9 +1,9 @@
 """Choose the fastest exact schedule that fits the available memory.
 
-1. A few simulations give what every choice adds to the memory and to the work of a step (``estimate``).
+1. A few simulations show how much memory and work each choice adds to a step (``estimate``).
 2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``rates``).
-3. The first that is estimated to fit is simulated itself, at its real length. If it does not fit, the memory to plan
-   with is reduced for its chunk size by what the estimate left out, and step 2 is repeated.
+3. The first combination that should fit is simulated at its real length. If it does not fit, the planner subtracts the
+   error of the estimate from the memory for that chunk size, and repeats step 2.
 
 The returned schedule has been simulated; its alternatives are estimates.
 """
@@ -25,7 +25,7 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
-from streamtune.plan.choices import Candidate, Space, best_in_chunk_order, candidates, excess_of, may_order_chunks
+from streamtune.plan.choices import Candidate, SearchSpace, best_in_chunk_order, candidates, excess_of, may_order_chunks
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
 from streamtune.plan.refusal import NothingFitsError, nothing_fits, smallest_step
@@ -37,15 +37,16 @@ from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import GIVEN, Schedule
 
 MOST_TRIED = 6
-"""Simulations of candidates before the smallest one is the last."""
+"""Largest number of candidates that are simulated before the planner tries the smallest schedule."""
 
 LEAST_SAVING = 0.003
-"""Fraction of a step that a departure from the default schedule must save: predictions are not more precise."""
+"""Fraction of the step time that each deviation from the default schedule must save; predictions are not more exact."""
 
 LEAST_SLOWDOWN = 1.1
-"""Step time relative to the same step without copies to host and disk, from which the other order is tried."""
+"""Step time, relative to the same step without copies to host and disk, above which ``order: chunk`` is tried."""
 
 MOST_SHOWN = 3
+"""Largest number of alternatives in a plan."""
 
 KEEPS_NOTHING: dict[str, Any] = {
     "order": "layer",
@@ -56,12 +57,12 @@ KEEPS_NOTHING: dict[str, Any] = {
     "keep_layers": 0,
     "stream_grads": False,
 }
-"""Choices of a step without a backward, for which nothing is stored."""
+"""Choices for a step without a backward: nothing is stored."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A schedule that was not chosen: its estimated bytes and seconds, and the reason why not."""
+    """A schedule that was not chosen, with its estimated bytes and seconds, and the reason in ``why_not``."""
 
     schedule: Schedule
     peak_bytes: int
@@ -74,20 +75,20 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """The schedule to train with.
+    """The schedule to train with, its simulated memory and its predicted time.
 
     Attributes:
-        schedule: The fastest found that fits.
-        simulation: Its simulated step, at its length.
-        step_seconds: Its predicted time.
-        alternatives: Other estimated schedules, the fastest first.
-        binds: The largest term of the tier in which memory is scarcest.
-        limits: The memory that was planned with.
-        rates: The rates that the time is predicted from.
+        schedule: Fastest schedule found that fits, or the given schedule.
+        simulation: Simulated step with this schedule, at the planned length.
+        step_seconds: Predicted seconds of the step.
+        alternatives: Other schedules with estimated figures, the fastest first.
+        binds: Largest memory term on the fullest tier.
+        limits: Memory that was planned with.
+        rates: Rates from which the time is predicted.
         traffic: Messages between ranks in the step.
         seconds: Seconds that planning took.
-        simulations: Number of simulations, including those for the estimates.
-        flops: FLOPs that the model needs for the step, of the ranks that share a sequence (``simulate.workload``).
+        simulations: Number of simulations, including the simulations behind the estimates.
+        flops: FLOPs of the model in the step, summed over the ranks that share a sequence (``simulate.workload``).
     """
 
     schedule: Schedule
@@ -104,7 +105,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the simulated step is within the limits: always of a chosen schedule, not always of a given one."""
+        """True if the simulated step is within the limits. A chosen schedule always fits; a given one may not."""
         return excess_of(self.simulation, self.limits) <= 0
 
     def to_json(self) -> dict[str, Any]:
@@ -137,56 +138,56 @@ def choose(
     simulate: Simulate = simulate,
     explain: bool = True,
 ) -> Plan:
-    """Choose the fastest exact schedule for ``workload`` within ``limits``.
+    """Return the plan with the fastest exact schedule for ``workload`` within ``limits``.
 
-    The order of chunks is tried if it is given, if nothing else fits, and if the fastest schedule in the order of
-    layers recomputes layers or waits for copies.
+    ``order: chunk`` is tried if it is given, if nothing else fits, or if the fastest schedule with ``order: layer``
+    recomputes layers or waits for copies.
 
     Args:
-        workload: The step that is trained, at the length to plan for.
-        limits: The memory.
+        workload: Step to train, at the length to plan for.
+        limits: Memory to plan with.
         rates: Rates of the device.
-        fixed: Given fields of the schedule.
-        simulate: Simulates a step.
-        explain: Find out what would help if nothing fits, by more simulations.
+        fixed: Given fields of the schedule, by name.
+        simulate: Function that simulates a step.
+        explain: True to run more simulations if nothing fits, to find out what would help.
 
     Raises:
-        NothingFitsError: Nothing fits; the error names the largest terms, and what would help.
+        NothingFitsError: No schedule fits; the error names the largest terms and what would help.
     """
     written, plan = dict(fixed or {}), None
-    refuse = nothing_fits if explain else _nothing_fits
-    if workload.step.gradients == "none":  # nothing is kept: a schedule is its chunks
+    refuse = nothing_fits if explain else _unexplained_error
+    if workload.step.gradients == "none":  # no backward: only chunk sizes are chosen
         written = {**KEEPS_NOTHING, **written}
-    if written.get("weights") == "host":  # layers that are kept whole, or taken again for every chunk, need theirs
+    if written.get("weights") == "host":  # keep_layers and order: chunk need the weights on the device
         written = {"keep_layers": 0, "order": "layer", **written}
     if written.get("order") != "chunk":
         plan = _choose_in_layer_order(workload, limits, rates, fixed=written, simulate=simulate, refuse=refuse)
         if not may_order_chunks(written, workload.cluster) or not _is_slowed(plan, workload):
             return plan
     started, pace = time.perf_counter(), Pace(workload, rates)
-    space = Space(len(decoder_layers(workload.make_model())), workload.shard_tokens, limits, written)
-    found = best_in_chunk_order(workload, space, simulate)
+    search_space = SearchSpace(len(decoder_layers(workload.make_model())), workload.shard_tokens, limits, written)
+    found = best_in_chunk_order(workload, search_space, simulate)
     if plan is None and found is None:
         found = smallest_step(workload, limits, written, simulate)
         if excess_of(found[1], limits) > 0:
-            raise refuse(workload, space, dict([found]), limits, simulate)
+            raise refuse(workload, search_space, dict([found]), limits, simulate)
     if found is None or (
         plan is not None and plan.step_seconds <= (1 + LEAST_SAVING) * pace.seconds(found[1].work, found[0])
     ):
         assert plan is not None
         return plan
-    return _plan(*found, limits, pace, started)
+    return _make_plan(*found, limits, pace, started)
 
 
 def _is_slowed(plan: Plan, workload: Workload) -> bool:
-    """Return True if a plan recomputes layers, or takes longer for its copies to host or disk."""
+    """Return True if the plan recomputes layers, or is notably slower because of copies to host or disk."""
     work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
     undelayed = Pace(workload, plan.rates).seconds(work, plan.schedule)
     return plan.schedule.levels == 2 or plan.step_seconds > LEAST_SLOWDOWN * undelayed
 
 
-def _nothing_fits(*_: Any) -> NothingFitsError:
-    """Return the error alone, where nobody reads what would help."""
+def _unexplained_error(*_: Any) -> NothingFitsError:
+    """Return the error without terms and advice, if ``explain`` is False."""
     return NothingFitsError("no schedule fits", where="max_length")
 
 
@@ -203,24 +204,24 @@ def _choose_in_layer_order(
     pace = Pace(workload, rates)
     model: Any = workload.make_model()
     layers = decoder_layers(model)
-    space = Space(len(layers), workload.shard_tokens, limits, fixed or {})
-    if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
-        easy := _nothing_recomputed(space, workload, simulate)
+    search_space = SearchSpace(len(layers), workload.shard_tokens, limits, fixed or {})
+    if _may_keep_every_layer(search_space, workload, model.get_input_embeddings().weight) and (
+        easy := _keep_every_layer(search_space, workload, simulate)
     ):
-        return _plan(*easy, limits, pace, started)
+        return _make_plan(*easy, limits, pace, started)
     estimator = Estimator(
         workload,
         len(layers),
         simulate,
-        chunks=space.options("chunk_size"),
-        head_chunk=space.options("head_chunk_size")[-1],
-        given=space.given,
+        chunks=search_space.options("chunk_size"),
+        head_chunk=search_space.options("head_chunk_size")[-1],
+        given=search_space.given,
     )
     tried: dict[Schedule, Simulation] = {}
-    reduced: dict[int, Limits] = {}  # by chunk size: an estimate of long chunks says nothing of short ones
+    reduced: dict[int, Limits] = {}  # by chunk size: the estimate's error for one size tells nothing of another
     found = None
     while found is None and len(tried) < MOST_TRIED:
-        ranked = _ranked(space, estimator, limits, pace, reduced)
+        ranked = _rank_candidates(search_space, estimator, limits, pace, reduced)
         best = next(
             (
                 c
@@ -236,32 +237,32 @@ def _choose_in_layer_order(
             found = best
         else:
             size = best.schedule.chunk_size
-            reduced[size] = _less(reduced.get(size, limits), best, simulation)
+            reduced[size] = _reduce_limits(reduced.get(size, limits), best, simulation)
     if found is None:
-        ranked = _ranked(space, estimator, limits, pace)
-        found = _least_excess(ranked, limits, workload, simulate, tried)
-    if found is None:  # estimates err: what reaches furthest is asked itself
-        schedule, simulation = smallest_step(workload, limits, space.fixed, simulate)
+        ranked = _rank_candidates(search_space, estimator, limits, pace)
+        found = _try_least_excess(ranked, limits, workload, simulate, tried)
+    if found is None:  # estimates may be wrong: simulate the smallest schedule
+        schedule, simulation = smallest_step(workload, limits, search_space.fixed, simulate)
         tried[schedule] = simulation
         if excess_of(simulation, limits) > 0:
-            raise refuse(workload, space, tried, limits, simulate)
-        if schedule.levels == 2 and not {"levels", "segment_size"} & set(space.fixed):  # less work, where it fits
+            raise refuse(workload, search_space, tried, limits, simulate)
+        if schedule.levels == 2 and not {"levels", "segment_size"} & set(search_space.fixed):  # less work, if it fits
             plainer = replace(schedule, levels=1)
             tried[plainer] = simulate(workload, plainer)
             schedule = plainer if excess_of(tried[plainer], limits) <= 0 else schedule
         found = Candidate(schedule, Figures.of(tried[schedule]))
     others = _alternatives(found, tried, ranked, limits, pace)
-    plan = _plan(found.schedule, tried[found.schedule], limits, pace, started)
+    plan = _make_plan(found.schedule, tried[found.schedule], limits, pace, started)
     return replace(plan, alternatives=others, simulations=estimator.simulations + len(tried))
 
 
-def _plan(schedule: Schedule, simulation: Simulation, limits: Limits, pace: Pace, started: float) -> Plan:
+def _make_plan(schedule: Schedule, simulation: Simulation, limits: Limits, pace: Pace, started: float) -> Plan:
     return Plan(
         schedule=schedule,
         simulation=simulation,
         step_seconds=pace.seconds(simulation.work, schedule),
         alternatives=(),
-        binds=_binds(simulation, limits),
+        binds=_limiting_term(simulation, limits),
         limits=limits,
         rates=pace.rates,
         traffic=pace.traffic(schedule),
@@ -273,74 +274,80 @@ def _plan(schedule: Schedule, simulation: Simulation, limits: Limits, pace: Pace
 def evaluate_schedule(
     workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
 ) -> Plan:
-    """Return the plan of a given schedule, its simulated memory and predicted time, whether it fits or not."""
+    """Return the plan of a given schedule, with its simulated memory and predicted time; it need not fit."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
-    return _plan(schedule, simulation, limits, Pace(workload, rates), started)
+    return _make_plan(schedule, simulation, limits, Pace(workload, rates), started)
 
 
 def as_fixed(schedule: Schedule) -> dict[str, Any]:
-    """Return every field of a schedule as the argument ``fixed`` of :func:`choose`."""
+    """Return all fields of a schedule by name, as :func:`choose` takes them in ``fixed``."""
     return {f.name: getattr(schedule, f.name) for f in fields(schedule)}
 
 
-# --- the short way ---------------------------------------------------------------------------------------------------
+# --- shortcut: everything is kept ------------------------------------------------------------------------------------
 
 
-SIZES = {"chunk_size", "head_chunk_size", "offload_dir", "order", *GIVEN}
-"""Fields that may be given without deciding what is kept."""
+SIZE_FIELDS = {"chunk_size", "head_chunk_size", "offload_dir", "order", *GIVEN}
+"""Fields that, if given, leave open what is kept."""
 
 LEAST_OF_A_LAYER = 8
-"""Bytes of a layer's activations at least, in hidden states."""
+"""Lower bound of a layer's activation bytes, as a multiple of the bytes of its hidden states."""
 
 
-def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
-    """Return True if the activations of all layers may fit, so that a simulation is worth its time."""
-    if not set(space.fixed) <= SIZES:
+def _may_keep_every_layer(search_space: SearchSpace, workload: Workload, embedding: Tensor) -> bool:
+    """Return True if the activations of all layers may fit on the device, so that a simulation is worthwhile."""
+    if not set(search_space.fixed) <= SIZE_FIELDS:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
     tokens = workload.shard_tokens * workload.rows
-    return LEAST_OF_A_LAYER * token_bytes * tokens * space.layers <= space.limits.device
+    return LEAST_OF_A_LAYER * token_bytes * tokens * search_space.layers <= search_space.limits.device
 
 
-def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) -> tuple[Schedule, Simulation] | None:
-    """Return the fastest schedule, which keeps every layer whole, and its step; None if it does not fit."""
-    sizes = {name: value for name, value in space.fixed.items() if name != "offload_dir"}
-    schedule = Schedule(**sizes, keep_layers=space.layers)
+def _keep_every_layer(
+    search_space: SearchSpace, workload: Workload, simulate: Simulate
+) -> tuple[Schedule, Simulation] | None:
+    """Return the schedule that keeps every layer whole, the fastest of all, with its step; None if it does not fit."""
+    sizes = {name: value for name, value in search_space.fixed.items() if name != "offload_dir"}
+    schedule = Schedule(**sizes, keep_layers=search_space.layers)
     simulation = simulate(workload, schedule)
-    return (schedule, simulation) if excess_of(simulation, space.limits) <= 0 else None
+    return (schedule, simulation) if excess_of(simulation, search_space.limits) <= 0 else None
 
 
 # --- the order --------------------------------------------------------------------------------------------------------
 
 
-def _ranked(
-    space: Space, estimator: Estimator, limits: Limits, pace: Pace, reduced: Mapping[int, Limits] | None = None
+def _rank_candidates(
+    search_space: SearchSpace,
+    estimator: Estimator,
+    limits: Limits,
+    pace: Pace,
+    reduced: Mapping[int, Limits] | None = None,
 ) -> list[Candidate]:
-    """Return all candidates, the fastest first; of two that are about as fast, the plainer first.
+    """Return all candidates, the fastest first; of two about as fast, the one nearer the default schedule first.
 
-    ``reduced`` has the memory for some chunk sizes, where it is less than ``limits``.
+    ``reduced`` has the memory to plan with for some chunk sizes, where it is less than ``limits``.
     """
-    return sorted(candidates(space, estimator, limits, reduced), key=lambda candidate: _score(candidate, pace))
+    return sorted(candidates(search_space, estimator, limits, reduced), key=lambda candidate: _score(candidate, pace))
 
 
-def _seconds(candidate: Candidate, pace: Pace) -> float:
+def _predict_seconds(candidate: Candidate, pace: Pace) -> float:
     return pace.seconds(candidate.figures.work, candidate.schedule)
 
 
 def _score(candidate: Candidate, pace: Pace) -> float:
-    return _seconds(candidate, pace) * (1 + LEAST_SAVING * _departures(candidate.schedule))
+    return _predict_seconds(candidate, pace) * (1 + LEAST_SAVING * _count_deviations(candidate.schedule))
 
 
-def _departures(schedule: Schedule) -> int:
+def _count_deviations(schedule: Schedule) -> int:
     plain = Schedule()
     names = ("offload", "levels", "keep_kv", "keep_attention", "stream_grads")
     changed = sum(getattr(schedule, name) != getattr(plain, name) for name in names)
     return changed + bool(schedule.keep_layers) + bool(schedule.device_layers)
 
 
-def _less(limits: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
-    """Return the limits, reduced by what the estimate of a candidate left out."""
+def _reduce_limits(limits: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
+    """Return the limits, reduced by the bytes by which the estimate of a candidate was too low."""
     figures = candidate.figures
 
     def shrunk(size: int, real: int, estimated: float) -> int:
@@ -354,25 +361,25 @@ def _less(limits: Limits, candidate: Candidate, simulation: Simulation) -> Limit
     )
 
 
-def _least_excess(
+def _try_least_excess(
     ranked: list[Candidate],
     limits: Limits,
     workload: Workload,
     simulate: Simulate,
     tried: dict[Schedule, Simulation],
 ) -> Candidate | None:
-    """Return the candidate that is least above the limits, if it fits when it is simulated; else None."""
+    """Return the candidate whose estimate exceeds the limits least, if it fits when simulated; else None."""
     best = min(ranked, key=lambda candidate: candidate.excess(limits))
     if best.schedule not in tried:
         tried[best.schedule] = simulate(workload, best.schedule)
     return best if excess_of(tried[best.schedule], limits) <= 0 else None
 
 
-# --- what there is to say about it ------------------------------------------------------------------------------------
+# --- alternatives and limiting term -----------------------------------------------------------------------------------
 
 
-def _kind(schedule: Schedule) -> tuple[object, ...]:
-    """Return the kind of a schedule, regardless of its sizes: at most one alternative of each kind is shown."""
+def _schedule_kind(schedule: Schedule) -> tuple[object, ...]:
+    """Return the kind of a schedule, without its sizes. At most one alternative of each kind is shown."""
     return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
 
 
@@ -383,15 +390,17 @@ def _alternatives(
     limits: Limits,
     pace: Pace,
 ) -> tuple[Alternative, ...]:
-    """Return the fastest that does not fit, the next that does, and the one with the least device memory: one of each
-    kind.
+    """Return up to :data:`MOST_SHOWN` alternatives, at most one of each kind.
+
+    They are the fastest that does not fit (if faster than the chosen), the fastest that fits, the one with the least
+    device memory, and further ones that fit.
     """
-    own = _seconds(chosen, pace)
-    real = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / own  # what estimates are off by, there
+    own = _predict_seconds(chosen, pace)
+    real = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / own  # the error of the chosen one's estimate
     others: dict[tuple[object, ...], Candidate] = {}
     for candidate in ranked:
-        if _kind(candidate.schedule) != _kind(chosen.schedule):
-            others.setdefault(_kind(candidate.schedule), candidate)
+        if _schedule_kind(candidate.schedule) != _schedule_kind(chosen.schedule):
+            others.setdefault(_schedule_kind(candidate.schedule), candidate)
     rest = list(others.values())
     fitting = [c for c in rest if c.excess(limits) <= 0]
     faster = [c for c in rest if c.excess(limits) > 0 and _score(c, pace) < _score(chosen, pace)]
@@ -399,16 +408,16 @@ def _alternatives(
     picked: list[Candidate] = []
     for group in (faster[:1], fitting[:1], thrifty[:1], fitting[1:]):
         picked += [c for c in group if c not in picked]
-    picked = sorted(picked[:MOST_SHOWN], key=lambda c: _seconds(c, pace))
+    picked = sorted(picked[:MOST_SHOWN], key=lambda c: _predict_seconds(c, pace))
     return tuple(_alternative(candidate, own, real, limits, pace) for candidate in picked)
 
 
 def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, pace: Pace) -> Alternative:
     figures, excess = candidate.figures, candidate.excess(limits)
-    seconds = _seconds(candidate, pace)
+    seconds = _predict_seconds(candidate, pace)
     why = f"{seconds / own:.2f}x the time"
     if excess > 0:
-        why = f"does not fit, {show_size(excess)} too much on the {candidate.tier_that_lacks(limits)}"
+        why = f"does not fit: exceeds the {candidate.tier_that_lacks(limits)} by {show_size(excess)}"
     return Alternative(
         schedule=candidate.schedule,
         peak_bytes=round(figures.device_bytes),
@@ -420,7 +429,7 @@ def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, 
     )
 
 
-def _binds(simulation: Simulation, limits: Limits) -> str:
+def _limiting_term(simulation: Simulation, limits: Limits) -> str:
     used = {
         "host": simulation.host_bytes / max(1, limits.host),
         "disk": simulation.disk_bytes / max(1, limits.disk),
@@ -435,7 +444,7 @@ def _binds(simulation: Simulation, limits: Limits) -> str:
 
 
 def plan_schedule(model: nn.Module, **how: Any) -> Schedule:
-    """Plan a step, and return its schedule, as :meth:`streamtune.Schedule.plan` does."""
+    """Plan a step and return its schedule; takes the arguments of :meth:`streamtune.Schedule.plan`."""
     return plan_step(model, **how).schedule
 
 
@@ -453,26 +462,28 @@ def plan_step(
     schedule: Schedule | None = None,
     **fixed: Any,
 ) -> Plan:
-    """Plan a step of a model, with its simulation; takes the arguments of :meth:`streamtune.Schedule.plan`.
+    """Return the plan of a step of ``model``; takes the arguments of :meth:`streamtune.Schedule.plan`.
 
     Args:
-        schedule: A given schedule: it is simulated, and no other is looked for.
+        schedule: Given schedule; it is simulated, and no other is searched for.
 
     Raises:
-        ArgumentError: No schedule fits, or the model is streamed already; a given schedule is not refused.
+        ArgumentError: No schedule fits, the model is already streamed, a field is unknown, or a ``meta`` model is given
+            without ``device_memory``. A given schedule that does not fit raises no error.
     """
     device = model_device(model)
     if any("forward" in module.__dict__ for module in model.modules()):
-        raise ArgumentError("the model is streamed already", fix="plan before stream(model), or .remove() it first")
+        raise ArgumentError("the model is already streamed", fix="plan before stream(model), or call .remove() first")
     unknown = sorted(set(fixed) - set(Schedule.__dataclass_fields__))
     if unknown:
-        raise ArgumentError(f"a schedule has no {unknown[0]!r}", fix=", ".join(Schedule.__dataclass_fields__))
+        names = ", ".join(Schedule.__dataclass_fields__)
+        raise ArgumentError(f"unknown schedule field {unknown[0]!r}", fix=f"fields: {names}")
     planned_for = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
-    given = _bytes(device_memory, "device_memory")
+    given = _parse_bytes(device_memory, "device_memory")
     if device.type == "meta" and given is None:
-        raise ArgumentError("a model on meta has no device", fix="say device_memory='80GiB'")
-    device_bytes = given if given is not None else _free(device) + device_held_bytes(model)
-    host_bytes = _bytes(host_memory, "host_memory")
+        raise ArgumentError("a model on meta has no device", fix="pass device_memory, such as '80GiB'")
+    device_bytes = given if given is not None else _free_bytes(device) + device_held_bytes(model)
+    host_bytes = _parse_bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")
     limits = Limits(
         device_bytes=device_bytes,
@@ -490,7 +501,7 @@ def plan_step(
         length=max_length,
         batch_size=batch_size,
         micro_batches=2 if accumulated else 1,
-        make_optimizer=optimizer or _adamw,
+        make_optimizer=optimizer or _make_adamw,
         autocast=autocast,
         device_type=planned_for,
     )
@@ -500,9 +511,10 @@ def plan_step(
 
 
 def with_waiting_weights(limits: Limits, model: nn.Module, *, device_given: bool, host_given: bool) -> Limits:
-    """Return the limits, raised by the bytes that weights of ``model`` on the host already take there.
+    """Return the limits, raised by the bytes that weights of ``model`` already take on the host.
 
-    They are part of what a step holds, and the free memory was measured besides them. Given memory is not raised.
+    A step's figures include these weights, but the measured free memory does not. Memory sizes that the user gave are
+    not raised.
     """
     away = host_held_bytes(model)
     if limits.shared:
@@ -510,13 +522,13 @@ def with_waiting_weights(limits: Limits, model: nn.Module, *, device_given: bool
     return limits if host_given else replace(limits, host_bytes=limits.host_bytes + away)
 
 
-def _free(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     return usable_host_bytes() if device.type == "cpu" else free_device_bytes(device)
 
 
-def _bytes(size: int | str | None, name: str) -> int | None:
+def _parse_bytes(size: int | str | None, name: str) -> int | None:
     return parse_size(size, where=name) if isinstance(size, str) else size
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def _make_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)

@@ -1,25 +1,27 @@
-"""Predict the time of a step, and the devices whose rates are known.
+"""Predict the time of a step, and list devices with the rates of their data sheets.
 
-The time is the work that a simulation counted, over rates that were measured or taken from a data sheet:
+The time is the work that a simulation counted, divided by rates that were measured or taken from a data sheet:
 
     device = matmul / r_m + attention / r_a + touched / r_t
 
-Operators compute one after another: matrix products and attention take the time of their operations, everything else
-the time of the bytes it reads and writes, including a product of few rows, which waits for its matrices. On an
-accelerator operator launches, copies and an optimizer that steps on the host in the backward overlap with the
-computation, so a step takes the longest of these times: the device's work, ``operators * t_o``, ``moved / r_c``, ``disk
-/ r_d``, and the optimizer's. On the CPU, where the same cores do all of it, it takes their sum.
+Operators run one after another. Matrix products and attention are limited by FLOPs. All other operators are limited by
+the bytes they read and write, including products of few rows, which wait for their matrices.
 
-The devices are for plans without the device: public figures, each from its maker's data sheet. Memory is the size that
-a program finds (the driver keeps some of the nominal size), rates are of dense bfloat16 without sparsity, bandwidths
-are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets less:
+On an accelerator other work overlaps with the computation: operator launches, copies, and an optimizer that steps on
+the host during the backward. So a step takes the longest of five times: the device's work, ``operators * t_o``, ``moved
+/ r_c``, ``disk / r_d`` and the optimizer. On the CPU the same cores do all of this, so a step takes the sum.
+
+The list of devices is for planning without the device at hand. Its figures come from the makers' data sheets. Memory is
+the size that a program can use (the driver reserves part of the nominal size). Rates are for bfloat16 without sparsity,
+bandwidths are peaks, and ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets less:
 ``SHEET_EFFICIENCY`` has the assumed fractions.
 
-Links between devices, one direction of one device: NVLink 3, 4 and 5 are 600, 900 and 1,800 GB/s both ways (data sheets
-of A100, H100 and B200), the seven links of an MI300X 64 GB/s each way; without them, or with a bridge that joins two
-devices only, PCIe. The network is that of the maker's own machine for each device: eight ports of 200 Gb/s (DGX A100)
-or 400 Gb/s (DGX H100, H200 and B200; eight as well in platforms of MI300X). For others, 100 Gb/s (server cards) and 10
-Gb/s (workstation cards) are assumed.
+Links between devices count one direction of one device. NVLink 3, 4 and 5 have 600, 900 and 1,800 GB/s in both
+directions together (data sheets of A100, H100 and B200). The seven links of an MI300X have 64 GB/s per direction each.
+Devices without such links, or with a bridge that joins only two devices, use PCIe.
+
+The network is the one in the maker's own machine: eight ports of 200 Gb/s (DGX A100) or of 400 Gb/s (DGX H100, H200 and
+B200, and MI300X platforms). For other devices 100 Gb/s (server cards) or 10 Gb/s (workstation cards) are assumed.
 """
 
 from __future__ import annotations
@@ -42,8 +44,18 @@ INFINITY = ("Infinity Fabric", 7 * 64e9)
 
 @dataclass(frozen=True)
 class Device:
-    """One device: bytes of memory, FLOP/s of bfloat16 matmuls, bytes/s of its memory, of its link to the host, to other
-    devices of its node, and to other nodes.
+    """A device by its data sheet.
+
+    Attributes:
+        name: Name as ``--device`` takes it.
+        title: Name as screens show it.
+        memory_bytes: Bytes of memory that a program can use.
+        matmul_flops: FLOP/s of dense bfloat16 matrix products.
+        memory_bandwidth: Bytes/s of the device's memory.
+        host_bandwidth: Bytes/s to the host, one direction.
+        link_name: Name of the link to other devices of the node.
+        link_bandwidth: Bytes/s to other devices of the node, one direction.
+        network_bandwidth: Bytes/s to other nodes, one direction.
     """
 
     name: str
@@ -92,7 +104,11 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(name: str) -> Device:
-    """Return a device by its name, or by a part of it (``h100``, ``4090``) if only one device has it."""
+    """Return the device called ``name``; a part of its name (``h100``, ``4090``) is enough if it is unique.
+
+    Raises:
+        ArgumentError: No device, or more than one, has this name.
+    """
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in DEVICES:
         return DEVICES[wanted]
@@ -107,12 +123,12 @@ def find_device(name: str) -> Device:
     raise ArgumentError(
         f"no device is called '{name}'",
         where="--device",
-        fix=(f"{nearest} " if nearest else "") + f"Known are {known}; for another give --device-memory 80GiB",
+        fix=(f"{nearest} " if nearest else "") + f"devices: {known}; for another, pass --device-memory, such as 80GiB",
     )
 
 
 def nearest_device(size: int) -> Device:
-    """Return the device whose memory is nearest to ``size`` bytes; of several, the fastest."""
+    """Return the device whose memory size is nearest to ``size`` bytes; on a tie, the fastest."""
     return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - size), -device.matmul_flops))
 
 
@@ -137,11 +153,11 @@ PEAKS: dict[str, float] = {
     "mi250x": 383e12,
     "mi300x": 1307e12,
 }
-"""FLOP/s of dense bfloat16 products by the words of a device's name, from data sheets; the first match counts."""
+"""Dense bfloat16 FLOP/s from data sheets, by a part of the device's name; the first match counts."""
 
 
 def peak_flops_of(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a device by the name that its driver gives; None if unknown."""
+    """Return the dense bfloat16 FLOP/s of the device that the driver calls ``name``; None if unknown."""
     words = f" {' '.join(name.lower().replace('-', ' ').replace('_', ' ').split())} "
     return next((peak for known, peak in PEAKS.items() if f" {known} " in words), None)
 
@@ -154,36 +170,37 @@ SHEET_EFFICIENCY = {
     "copy": 0.8,
     "link": 0.7,
 }
-"""Fraction of a data sheet's figure that a step is assumed to get: long matmuls reach 60 to 75% of the dense rate,
-flash kernels about half of it forward and less backward; collectives of some MB and more 70 to 85% of a link.
+"""Fraction of each data-sheet figure that a step is assumed to reach. Long matrix products reach 60 to 75% of the dense
+rate, flash-attention kernels about half forward and less backward. Collectives of some MB or more reach 70 to 85% of a
+link.
 """
 
 DISK_BANDWIDTH = 2e9
-"""Bytes/s of one NVMe disk under O_DIRECT, unless measured."""
+"""Bytes/s of one NVMe disk with O_DIRECT; used if the disk was not measured."""
 
 HOST_BANDWIDTH = 100e9
-"""Bytes/s that an optimizer on the host reads and writes, all devices of a node together: about a fourth of two sockets
-of DDR5.
+"""Bytes/s that an optimizer on the host reads and writes, for all devices of a node together: about a fourth of the
+bandwidth of two sockets with DDR5.
 """
 
 LAUNCH_SECONDS = 8e-6
-"""Seconds in which Python launches one operator."""
+"""Seconds that Python needs to launch one operator."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device, per second.
+    """The rates of a device, from which step times are predicted.
 
     Attributes:
         source: Origin of the figures: the device they were measured on, or a data sheet.
-        matmul_flops: FLOP/s of matrix products, in the dtype of the computation.
-        attention_flops, attention_backward_flops: FLOP/s of the attention kernel.
-        touch_bandwidth: Bytes/s, read and written, of operators that compute next to nothing.
+        matmul_flops: FLOP/s of matrix products in the compute dtype.
+        attention_flops, attention_backward_flops: FLOP/s of the attention kernel, forward and backward.
+        touch_bandwidth: Bytes/s that element-wise operators read and write.
         copy_bandwidth: Bytes/s between device and host, one direction.
         disk_bandwidth: Bytes/s to and from the disk.
-        host_bandwidth: Bytes/s of the host's memory for an optimizer there.
-        launch_seconds: Overhead of an operator besides its work.
-        overlaps: True if copies overlap with the computation.
+        host_bandwidth: Bytes/s of host memory for an optimizer that steps on the host.
+        launch_seconds: Seconds to launch one operator.
+        overlaps: True if copies and launches overlap with the computation.
     """
 
     source: str
@@ -199,12 +216,12 @@ class Rates:
 
     @property
     def seconds_of_attention(self) -> float:
-        """Seconds of an attention FLOP in a checkpointed step: 2 + 2 products of a tile forward, 5 backward."""
+        """Mean seconds per attention FLOP: a tile takes 2 products in each of two forwards, and 5 in the backward."""
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 
 def sheet_rates(device: Device) -> Rates:
-    """Return the rates of a device by its data sheet times :data:`SHEET_EFFICIENCY`."""
+    """Return the rates of a device: its data sheet's figures times :data:`SHEET_EFFICIENCY`."""
     part = SHEET_EFFICIENCY
     return Rates(
         source=f"data sheet of {device.title} times {part['matmul']:.0%} (matmul), {part['attention']:.0%} (attention)",
@@ -227,7 +244,7 @@ def predict_seconds(work: Work, rates: Rates) -> float:
         + work.attention_flops * rates.seconds_of_attention
         + work.touched_bytes / rates.touch_bandwidth
     )
-    compute += work.host_touched_bytes / rates.host_bandwidth  # an optimizer on the host waits for the last gradient
+    compute += work.host_touched_bytes / rates.host_bandwidth  # this optimizer starts after the last gradient
     launches = work.operators * rates.launch_seconds
     copies = work.moved_bytes / rates.copy_bandwidth
     disk = work.disk_moved_bytes / rates.disk_bandwidth

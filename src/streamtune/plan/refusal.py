@@ -1,4 +1,4 @@
-"""The error if no schedule fits: the memory that is too small, its largest terms, and what would help."""
+"""The error if no schedule fits: which memory is too small, its largest terms, and what would help."""
 
 from __future__ import annotations
 
@@ -13,104 +13,123 @@ from streamtune.base.text import show_size
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Attempt, Limits, Range, search_largest
-from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space, excess_of, may_order_chunks, smallest_in_chunk_order
+from streamtune.plan.choices import (
+    CHUNKS,
+    HEAD_CHUNKS,
+    SearchSpace,
+    excess_of,
+    may_order_chunks,
+    smallest_in_chunk_order,
+)
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
 FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
-"""Terms that do not grow with the sequence."""
+"""Memory terms whose size does not depend on the row length."""
 
 
 STREAMED_TERMS = ("layer inputs", "keys and values")
-"""Terms on the host that grow with the sequence."""
+"""Memory terms on the host that grow with the row length."""
 
 
 class NothingFitsError(ArgumentError):
-    """No schedule fits the memory."""
+    """No schedule fits the memory budget."""
 
 
 def nothing_fits(
     workload: Workload,
-    space: Space,
+    search_space: SearchSpace,
     tried: dict[Schedule, Simulation],
     limits: Limits,
     simulate: Simulate,
 ) -> NothingFitsError:
-    """Return the error for a workload under no schedule; ``tried`` has the one with the least memory."""
+    """Return the error for a workload that no schedule fits; ``tried`` contains the schedule with the least memory."""
     simulation = min(tried.values(), key=lambda simulation: excess_of(simulation, limits))
     if (error := _host_too_small(workload, simulation, limits)) is not None:
         return error
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
-    what = f"no schedule fits {_describe(workload)}: {_needs(simulation, limits)}; of that {_largest_terms(simulation)}"
+    largest = _largest_terms(simulation)
+    what = f"no schedule fits {_describe(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
     helps: list[str] = []
-    beside = "weights, the reference's" if workload.reference_bytes else "weights"
+    reference = ", reference weights" if workload.reference_bytes else ""
     if base > limits.device:
         helps.append(
-            f"{beside}, gradients and optimizer state alone are {show_size(base)}: "
-            f"{_host_tiers(workload, space, limits, simulation, base)}train adapters (finetuning_type: lora or "
-            "qlora), keep the weights in bfloat16, or take a larger device"
+            f"weights{reference}, gradients and optimizer state alone take {show_size(base)}: "
+            f"{_host_advice(workload, search_space, limits, simulation, base)}train adapters (finetuning_type: lora or "
+            "qlora), keep the weights in bfloat16, or use a larger device"
         )
-    elif longest := longest_below(workload, limits, space.fixed, simulate):
+    elif longest := longest_below(workload, limits, search_space.fixed, simulate):
         helps.append(f"set max_length: {longest}, the longest that fits")
-    chosen = ("offload", "levels", "chunk_size", *(() if space.fixed.get("weights") == "host" else ("keep_layers",)))
-    if given := [name for name in chosen if name in space.fixed]:
+    chosen = (
+        "offload",
+        "levels",
+        "chunk_size",
+        *(() if search_space.fixed.get("weights") == "host" else ("keep_layers",)),
+    )
+    if given := [name for name in chosen if name in search_space.fixed]:
         helps.append(f"leave {', '.join(given)} to the planner")
     if not limits.shared and simulation.host_bytes > limits.host:
-        helps.append("a machine with more memory, or offload_dir: a directory on a fast disk, holds more layer inputs")
+        helps.append("use a machine with more memory, or set offload_dir to a directory on a fast disk")
     if workload.cluster.ranks > workload.cluster.sequence_size:
         ranks = workload.cluster.ranks
-        helps.append(f"sequence_parallel_size: {ranks} shares each row between all {ranks} ranks")
-    helps.append("longer chunks never help: they only make the working set larger")
+        helps.append(f"sequence_parallel_size: {ranks} divides each row among all {ranks} ranks")
+    helps.append("longer chunks never help: each needs more memory at a time")
     return NothingFitsError(what, where="max_length", fix="; ".join(helps))
 
 
-def _host_tiers(workload: Workload, space: Space, limits: Limits, simulation: Simulation, base: int) -> str:
+def _host_advice(
+    workload: Workload, search_space: SearchSpace, limits: Limits, simulation: Simulation, base: int
+) -> str:
     """Return advice on what to offload to the host so that the step fits; the cheapest move first."""
-    tiers = []
+    advice = []
     state = simulation.terms.get("optimizer", 0)
-    if 0 < state <= limits.host and base - state <= limits.device and _may_wait(workload, space, limits, state):
-        tiers.append(f"engine: {{optimizer: host}} keeps the {show_size(state)} of state in the host's memory; or ")
-    if _may_wait(workload, space, limits, base):
-        tiers.append("engine: {weights: host} keeps them in the host's memory; or ")
-    return "".join(tiers)
+    if (
+        0 < state <= limits.host
+        and base - state <= limits.device
+        and _may_offload(workload, search_space, limits, state)
+    ):
+        advice.append(f"engine: {{optimizer: host}} offloads the {show_size(state)} of optimizer state; or ")
+    if _may_offload(workload, search_space, limits, base):
+        advice.append("engine: {weights: host} offloads all of these to host memory; or ")
+    return "".join(advice)
 
 
-def _may_wait(workload: Workload, space: Space, limits: Limits, size: int) -> bool:
-    """Return True if weights of ``size`` bytes, with gradients and optimizer, could wait on the host."""
+def _may_offload(workload: Workload, search_space: SearchSpace, limits: Limits, size: int) -> bool:
+    """Return True if ``size`` bytes of weights, gradients and optimizer state may be offloaded to the host."""
     alone = workload.cluster.ranks == 1 and workload.cluster.engine == "none"
-    return alone and not limits.shared and space.fixed.get("weights") != "host" and size <= limits.host
+    return alone and not limits.shared and search_space.fixed.get("weights") != "host" and size <= limits.host
 
 
 def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) -> NothingFitsError | None:
-    """Return the error if weights, gradients and optimizer state that wait on the host exceed it; else None."""
+    """Return the error if offloaded weights, gradients and optimizer state exceed the host's memory; else None."""
     if not exceeds_host(simulation, limits):
         return None
-    fixed = _stays_on_host(simulation)
+    fixed = _fixed_host_terms(simulation)
     largest = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(fixed.items(), key=lambda item: -item[1]))
     ours = workload.cluster.engine == "none"
     place = "engine.weights" if "weights" in fixed else "engine.optimizer"
     freed = (
         ""
         if not ours or workload.step.gradients == "layer"
-        else "write optim_in_backward: true, which holds few gradients; "
+        else "set optim_in_backward: true, which holds few gradients at a time; "
     )
     return NothingFitsError(
-        f"no row fits, however short: the host holds {show_size(sum(fixed.values()))} of the step ({largest}), and "
+        f"no row length fits: the step needs {show_size(sum(fixed.values()))} of host memory ({largest}), and "
         f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
         where=place if ours else "deepspeed",
-        fix=f"{freed}train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a "
+        fix=f"{freed}train adapters (finetuning_type: lora or qlora), shard the state over more ranks, or use a "
         "machine with more memory",
     )
 
 
 def exceeds_host(simulation: Simulation, limits: Limits) -> bool:
-    """Return True if weights, gradients and optimizer state that wait on the host exceed it at any row length."""
-    return not limits.shared and sum(_stays_on_host(simulation).values()) > limits.host
+    """Return True if offloaded weights, gradients and optimizer state exceed the host's memory at any row length."""
+    return not limits.shared and sum(_fixed_host_terms(simulation).values()) > limits.host
 
 
-def _stays_on_host(simulation: Simulation) -> dict[str, int]:
+def _fixed_host_terms(simulation: Simulation) -> dict[str, int]:
     return {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
 
 
@@ -118,11 +137,14 @@ def _describe(workload: Workload) -> str:
     scored = workload.scored
     if scored is None:
         return f"a row of {workload.length:,} tokens"
-    return f"{scored.describe()} of up to {workload.length:,} tokens, {scored.rows * scored.length:,} in all"
+    return f"{scored.describe()} of up to {workload.length:,} tokens, {scored.rows * scored.length:,} in total"
 
 
-def _needs(simulation: Simulation, limits: Limits) -> str:
-    """Return ``the thriftiest takes 95.2 GiB of the device's 75.1 GiB (79.1 GiB less 5%), in the backward``."""
+def _describe_excess(simulation: Simulation, limits: Limits) -> str:
+    """Return a clause about the tier that is exceeded most.
+
+    Example: ``the smallest needs 95.2 GiB, in the backward, and 75.1 GiB of the device are usable (79.1 GiB less 5%)``.
+    """
     tiers = [
         (
             "device",
@@ -136,8 +158,8 @@ def _needs(simulation: Simulation, limits: Limits) -> str:
     name, used, usable, whole = max(tiers, key=lambda tier: tier[1] - tier[2])
     when = f", in the {simulation.phase}" if name == "device" else ""
     return (
-        f"the thriftiest takes {show_size(used)} of the {name}'s {show_size(usable)} "
-        f"({show_size(whole)} less {limits.margin:.0%}){when}"
+        f"the smallest needs {show_size(used)}{when}, and {show_size(usable)} of the {name} are usable "
+        f"({show_size(whole)} less {limits.margin:.0%})"
     )
 
 
@@ -146,21 +168,21 @@ def _largest_terms(simulation: Simulation, count: int = 3) -> str:
     return ", ".join(f"{name} {show_size(size)}" for name, size in largest)
 
 
-MOST = 1 << 30
-"""Tokens of the longest row that is tried."""
+LONGEST_TRIED = 1 << 30
+"""Longest row that is tried, in tokens."""
 
 COARSE = 0.05
 """Relative tolerance of the length that another number of ranks would allow."""
 
 SHORTEST, GRAIN = 64, 64
-"""Tokens of the shortest length that is offered, and of the grain that lengths are rounded down to."""
+"""Shortest row length that is suggested, and the multiple to which lengths are rounded down, in tokens."""
 
 
 def smallest_schedule(limits: Limits, written: Mapping[str, Any]) -> Schedule:
-    """Return the schedule with the smallest chunks and nothing kept, and two levels.
+    """Return the schedule with the smallest chunks, ``levels: 2`` and nothing kept.
 
-    Layer inputs are on the furthest tier that has memory: disk, then host, then device. Fields in ``written`` stay,
-    except ``offload_dir`` if nothing goes to disk.
+    Layer inputs are stored on the first of disk, host and device that has memory and that the given fields allow.
+    Fields in ``written`` are kept, except ``offload_dir`` if nothing is offloaded to disk.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
@@ -173,7 +195,7 @@ def smallest_schedule(limits: Limits, written: Mapping[str, Any]) -> Schedule:
         chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
         if chosen["offload"] != "disk":
             chosen.pop("offload_dir", None)
-        with suppress(ArgumentError):  # what is written goes with other tiers
+        with suppress(ArgumentError):  # the given fields exclude this tier
             return Schedule(**chosen)
     return Schedule(**written)
 
@@ -184,9 +206,10 @@ def smallest_step(
     written: Mapping[str, Any],
     simulate: Simulate,
 ) -> tuple[Schedule, Simulation]:
-    """Return the schedule of :func:`smallest_schedule` and its simulated step.
+    """Return the schedule that needs the least memory, and its simulated step.
 
-    If host or disk has no room for all layer inputs, the rest stay on the device, provided that the step then fits.
+    It is :func:`smallest_schedule`, or ``order: chunk`` if that is given or exceeds the limits less. If host or disk
+    cannot hold all layer inputs, the rest stay on the device, provided that the step then fits.
     """
     schedule = smallest_schedule(limits, written)
     found = simulate(workload, schedule)
@@ -208,22 +231,27 @@ def smallest_step(
 
 
 def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -> int:
-    """Return the most tokens of a row that some schedule fits, within 5%; 0 if the workload's own length does not fit.
+    """Return the length of the longest row that fits, in tokens, within 5%.
 
-    The search begins at that length.
+    The search starts at the workload's own length; the result is 0 if that does not fit.
     """
     least = workload.length
-    within = Range(first=least, least=least, most=MOST, step=1, share=COARSE, grain=1024)
-    return _search(workload, limits, written, simulate, within)
+    within = Range(first=least, least=least, most=LONGEST_TRIED, step=1, share=COARSE, grain=1024)
+    return _search_length(workload, limits, written, simulate, within)
 
 
 def longest_below(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate) -> int:
-    """Return the most tokens of a row below the workload's that some schedule fits, within about 1%; 0 if none."""
+    """Return the length of the longest row that fits, in tokens, up to the workload's length.
+
+    The tolerance is 1% or :data:`GRAIN` tokens, whichever is larger; 0 if no length fits.
+    """
     within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
-    return _search(workload, limits, written, simulate, within)
+    return _search_length(workload, limits, written, simulate, within)
 
 
-def _search(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate, within: Range) -> int:
+def _search_length(
+    workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate, within: Range
+) -> int:
     def attempt(length: int) -> Attempt:
         _, step = smallest_step(replace(workload, length=length), limits, written, simulate)
         filled = limits.filled(step.peak_bytes, step.host_bytes, step.disk_bytes)

@@ -1,23 +1,24 @@
-"""Predict what ranks send each other in a step, over which link, and how long that takes, without running the step.
+"""Predict the messages between ranks in a step: their bytes, their links and their time, without running the step.
 
-The autograd node of the engine determines the traffic of ZeRO: a layer is gathered once forward and once backward, and
-its gradient is reduced once, for any number of chunks. So the traffic follows from sizes. In a world of W ranks, on n
-nodes of g, of a model of P bytes with gradients of G, each rank sends in a step of M micro-batches
+A streamed layer is one autograd node. So ZeRO gathers it once forward and once backward, and reduces its gradient once,
+for any number of chunks, and the traffic follows from sizes alone. Let W ranks run on n nodes with g ranks each, and
+let the model have P bytes of weights and G bytes of gradients. In a step of M micro-batches each rank sends
 
     ddp          all-reduce     2 G (W - 1) / W
-    zero1        reduce           G (W - 1) / W, gather of what was updated G (W - 1) / W
-    zero2        reduce       M x G (W - 1) / W, gather of what was updated G (W - 1) / W
+    zero1        reduce           G (W - 1) / W, gather of updated weights  G (W - 1) / W
+    zero2        reduce       M x G (W - 1) / W, gather of updated weights  G (W - 1) / W
     zero3, fsdp  gather       M x 2 P (W - 1) / W, reduce M x G (W - 1) / W
-                 and each layer that runs forward once more (``levels: 2``) another time; under FSDP2 not the last one
-                 of a segment, which is gathered for its backward by then
 
-of which G (n - 1) / (n g) crosses to another node, as in rings that leave a node once through each of its devices.
-Ranks that share a sequence exchange every chunk's queries, keys, values, outputs and their gradients (ulysses), or pass
-the keys and values of all earlier chunks around (ring). A layer with a state passes each chunk's state on to the next
-rank, and its gradient back.
+With zero3 and fsdp a layer that runs forward again (``levels: 2``) is gathered again. FSDP2 does not gather the last
+layer of a segment again, because it is already gathered for its backward.
 
-The transfers of one collective over the two links are assumed to overlap, and no collective to overlap with
-computation: if an engine does overlap them, a step is faster than predicted.
+Of a collective of G bytes, G (n - 1) / (n g) crosses to another node, as in rings that leave a node once through each
+of its devices. With ``ulysses``, ranks that share a sequence exchange every chunk's queries, keys, values, outputs and
+their gradients. With ``ring`` they pass the keys and values of all earlier chunks around. A layer with a state sends
+each chunk's state to the next rank, and the state's gradient back.
+
+The two links of one collective are assumed to work at the same time. Collectives are assumed not to overlap with
+computation; if they do, a step is faster than predicted.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Flow:
-    """One kind of message of a step, as one rank sends it.
+    """One kind of message that a rank sends in a step.
 
     Attributes:
-        what: Its description.
+        what: Description of the message.
         count: Number of collectives.
-        node_bytes, network_bytes: Bytes sent to ranks of the same node, and to others.
-        seconds: Time of all of them, one after another.
+        node_bytes: Bytes that the rank sends to ranks on the same node.
+        network_bytes: Bytes that the rank sends to other nodes.
+        seconds: Total time of the collectives, one after another.
     """
 
     what: str
@@ -66,7 +68,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages of a step, by kind, and the names of the links."""
+    """The messages that a rank sends in a step, by kind, and the names of the links."""
 
     flows: tuple[Flow, ...]
     node_name: str
@@ -99,23 +101,23 @@ class Traffic:
 
 
 class Pace:
-    """Predicts the seconds of a step of one workload: a rank's computation, then its messages."""
+    """Predicts the step time of one workload: a rank's computation plus its messages."""
 
     def __init__(self, workload: Workload, rates: Rates) -> None:
         self.rates, self.workload, self.cluster = rates, workload, workload.cluster
-        self._exchange = None if self.cluster.ranks == 1 else _Messages(workload)
+        self._messages = None if self.cluster.ranks == 1 else _Messages(workload)
 
     def seconds(self, work: Work, schedule: Schedule) -> float:
         return predict_seconds(work, self.rates) + self.traffic(schedule).seconds
 
     def traffic(self, schedule: Schedule) -> Traffic:
         links = self.cluster.links
-        flows = () if self._exchange is None else tuple(self._exchange.flows(schedule))
+        flows = () if self._messages is None else tuple(self._messages.flows(schedule))
         return Traffic(flows, links.node_name, links.network_name)
 
 
 class _Messages:
-    """The sizes of the messages, computed once from a model."""
+    """Computes the messages of a step from the sizes of a model, which it reads once."""
 
     def __init__(self, workload: Workload) -> None:
         model: Any = workload.make_model()
@@ -137,39 +139,39 @@ class _Messages:
         self.forwards = 0.0 if scored is None else scored.forwards
 
     def flows(self, schedule: Schedule) -> Iterator[Flow]:
-        """Iterate over the messages of a step that have bytes."""
-        for flow in (*self._partitions(schedule), *self._sequences(schedule)):
+        """Yield the messages of a step that are not empty."""
+        for flow in (*self._weight_flows(schedule), *self._sequence_flows(schedule)):
             if flow.node_bytes or flow.network_bytes:
                 yield flow
 
     # --- weights and gradients ----------------------------------------------------------------------------------------
 
-    def _partitions(self, schedule: Schedule) -> Iterator[Flow]:
+    def _weight_flows(self, schedule: Schedule) -> Iterator[Flow]:
         cluster, times = self.cluster, self.workload.micro_batches
         buckets = max(1, -(-self.elements // max(1, cluster.buckets.reduce)))
         match cluster.engine:
             case "none" | "ddp" if self.workload.step.gradients == "none":
-                return  # ranks exchange losses
+                return  # ranks exchange only losses
             case "none" | "ddp":
-                yield self._collective("all-reduce of gradients", buckets, 2 * self.trained)
+                yield self._collective_flow("all-reduce of gradients", buckets, 2 * self.trained)
             case "zero1" | "zero2":
                 often = 1 if cluster.engine == "zero1" else times
-                yield self._collective("reduction of gradients", often * buckets, often * self.trained)
-                yield self._collective("gathering of updated weights", buckets, self.trained)
+                yield self._collective_flow("reduction of gradients", often * buckets, often * self.trained)
+                yield self._collective_flow("gathering of updated weights", buckets, self.trained)
             case _:
-                again = self._again(schedule, begun=cluster.engine == "fsdp")
+                again = self._count_recomputed(schedule, begun=cluster.engine == "fsdp")
                 whole = round(times * (1 + self.forwards) * self.weights)
-                yield self._collective("gathering of weights, forward", times * self.modules, whole)
-                yield self._collective(
+                yield self._collective_flow("gathering of weights, forward", times * self.modules, whole)
+                yield self._collective_flow(
                     "gathering of weights, backward",
                     times * (self.modules + again),
                     times * (self.weights + again * self.layer_weights),
                 )
                 count = self.layers if cluster.engine == "fsdp" else max(buckets, 1)
-                yield self._collective("reduction of gradients", times * count, times * self.trained)
+                yield self._collective_flow("reduction of gradients", times * count, times * self.trained)
 
-    def _collective(self, what: str, count: int, size: int) -> Flow:
-        """Return the flow of ``count`` gatherings or reductions of ``size`` bytes in all."""
+    def _collective_flow(self, what: str, count: int, size: int) -> Flow:
+        """Return the flow of ``count`` all-gathers or reductions of ``size`` bytes in total."""
         cluster, links = self.cluster, self.cluster.links
         sent = size * (cluster.ranks - 1) / cluster.ranks
         crossing = size * (cluster.nodes - 1) / cluster.nodes / cluster.ranks_per_node
@@ -179,17 +181,17 @@ class _Messages:
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
-    def _again(self, schedule: Schedule, *, begun: bool = False) -> int:
-        """Return how many layers run forward once more, to compute inputs that were not stored.
+    def _count_recomputed(self, schedule: Schedule, *, begun: bool = False) -> int:
+        """Return how many layers run forward again, to recompute inputs that were not stored.
 
-        ``begun`` leaves out the last layer of each segment, whose weights are on their way for its backward.
+        With ``begun`` the last layer of each segment does not count: it is already gathered for its backward.
         """
         if self.workload.mode != "stream":
             return 0
         forwards = extra_forwards(schedule, self.layers)
         return sum(forwards) - (sum(map(bool, forwards)) if begun else 0)
 
-    def _sequences(self, schedule: Schedule) -> Iterator[Flow]:
+    def _sequence_flows(self, schedule: Schedule) -> Iterator[Flow]:
         cluster = self.cluster
         if cluster.sequence_size == 1:
             return
@@ -199,24 +201,26 @@ class _Messages:
         width = heads.keys * (heads.key_dim + heads.value_dim)
         keys = tokens * width * self.element
         queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element  # and outputs
-        again = self._again(schedule) / self.layers
-        yield from self._states(workload.rows * chunks, 1 + self.forwards + again)
+        again = self._count_recomputed(schedule) / self.layers
+        yield from self._state_flows(workload.rows * chunks, 1 + self.forwards + again)
         layers = self.attending * self.layers
         streamed = self.attending * (self.layers - min(schedule.keep_layers, self.layers))
         forwards = (1 + self.forwards + again) * layers
         if cluster.form == "ring":
             replayed = streamed if schedule.keep_attention == "no" else 0
-            yield from self._ring(keys, tokens * width * FP32, forwards + replayed, layers, chunks)
+            yield from self._ring_flows(keys, tokens * width * FP32, forwards + replayed, layers, chunks)
             return
         keys = round(keys * self.copies)
         projected = streamed * (1 - 1 / chunks) if schedule.keep_kv == "no" else 0  # the last chunk's are made anyway
         size = forwards * (queries + keys) + projected * keys + streamed * (queries + keys)
         count = 4 * forwards + 2 * projected + 4 * streamed
-        yield self._all_to_all("all-to-all, forward and recomputed", round(count * chunks), round(size))
-        yield self._all_to_all("all-to-all of gradients", round(4 * layers * chunks), round(layers * (queries + keys)))
+        yield self._all_to_all_flow("all-to-all, forward and recomputed", round(count * chunks), round(size))
+        yield self._all_to_all_flow(
+            "all-to-all of gradients", round(4 * layers * chunks), round(layers * (queries + keys))
+        )
 
-    def _all_to_all(self, what: str, count: int, size: int) -> Flow:
-        """Return the flow of ``count`` exchanges of ``size`` bytes in all, of which each rank keeps its own part."""
+    def _all_to_all_flow(self, what: str, count: int, size: int) -> Flow:
+        """Return the flow of ``count`` all-to-all exchanges; ``size`` is their total, with each rank's own part."""
         cluster, links = self.cluster, self.cluster.links
         near = min(cluster.sequence_size, cluster.ranks_per_node)
         inside = size * (near - 1) / cluster.sequence_size
@@ -224,51 +228,51 @@ class _Messages:
         seconds = max(inside / links.node, crossing / links.network) + count * links.launch_seconds
         return Flow(what, count, round(inside), round(crossing), seconds)
 
-    def _states(self, row_chunks: int, forwards: float) -> Iterator[Flow]:
-        """Iterate over the flows of states: a rank sends one state a chunk, and the next rank waits for it."""
+    def _state_flows(self, row_chunks: int, forwards: float) -> Iterator[Flow]:
+        """Yield the flows of recurrent states: a rank sends one state per chunk, and the next rank waits for it."""
         cluster, states = self.cluster, self.states
         size = row_chunks * states.row_bytes
         chunks = row_chunks // self.workload.rows * states.layers
         for what, times in (("states passed on", forwards), ("their gradients passed back", 1.0)):
-            flow = self._passed(what, times, size, chunks)
+            flow = self._hop_flow(what, times, size, chunks)
             yield replace(flow, seconds=flow.seconds * cluster.sequence_size)
 
-    def _ring(self, keys: int, sums: int, forwards: float, layers: float, chunks: int) -> Iterator[Flow]:
-        """Iterate over the flows of a ring.
+    def _ring_flows(self, keys: int, sums: int, forwards: float, layers: float, chunks: int) -> Iterator[Flow]:
+        """Yield the flows of ``ring``.
 
-        A rank's keys and values are passed to all others with every chunk that follows. Their gradients are passed
-        along with them, and on to the rank whose keys and values they are.
+        A rank's keys and values are passed to all other ranks for every later chunk. Their gradients take the same way,
+        plus one hop back to the rank that owns the keys and values.
         """
         hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
-        yield self._passed("keys and values passed on", (forwards + layers) * hops, keys * visits, chunks)
-        yield self._passed("their gradients passed on", layers * (hops + 1), sums * visits, chunks)
+        yield self._hop_flow("keys and values passed on", (forwards + layers) * hops, keys * visits, chunks)
+        yield self._hop_flow("their gradients passed on", layers * (hops + 1), sums * visits, chunks)
 
-    def _passed(self, what: str, hops: float, size: float, chunks: int) -> Flow:
-        """Return the flow of ``size`` bytes, of all chunks together, that are passed on ``hops`` times."""
+    def _hop_flow(self, what: str, hops: float, size: float, chunks: int) -> Flow:
+        """Return the flow of ``size`` bytes, summed over all chunks, that are passed on ``hops`` times."""
         cluster, links = self.cluster, self.cluster.links
         sent, far = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
         count = round(chunks * hops)
-        # All wait for the slowest hop, the one between two nodes.
+        # All ranks wait for the slowest hop, which is between two nodes.
         seconds = sent / (links.network if cluster.spans_nodes else links.node) + count * links.launch_seconds
         return Flow(what, count, round(sent * (1 - far)), round(sent * far), seconds)
 
 
-# --- states that layers carry from token to token --------------------------------------------------------------------
+# --- recurrent states -------------------------------------------------------------------------------------------------
 
 CHUNKS = 2
-"""Chunks of the step in which states are measured."""
+"""Number of chunks in the step that measures states."""
 
 
 @dataclass(frozen=True)
 class CarriedStates:
-    """The states of all layers after one token: number of layers that carry any, and bytes for each row."""
+    """The recurrent states of a model: the number of layers that have one, and bytes of all states per row."""
 
     layers: int
     row_bytes: int
 
 
 def carried_states(model: Any, *, autocast: bool = False) -> CarriedStates:
-    """Return the states of a model on ``meta``, which is left as it was."""
+    """Return the recurrent states of a model on ``meta``, measured in a simulated step; the model is not changed."""
     layers = sum(map(carries_states, decoder_layers(model)))
     if not layers:
         return CarriedStates(0, 0)
@@ -279,7 +283,7 @@ def carried_states(model: Any, *, autocast: bool = False) -> CarriedStates:
 
 
 class _StateSizes:
-    """Adds up the bytes of the states that the engine keeps."""
+    """Sums the bytes of the recurrent states that the engine stores."""
 
     kept = 0
 
@@ -288,7 +292,7 @@ class _StateSizes:
             self.kept += sum(tensor.nbytes for tensor in tensors)
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Do nothing: states are kept in the forward only."""
+        """Do nothing: only stored states are counted."""
 
     def on_resize(self, x: Tensor) -> None:
-        """Do nothing: a state has one size."""
+        """Do nothing: states are not resized."""

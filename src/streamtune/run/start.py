@@ -97,7 +97,7 @@ class Start(Setup):
     """Fingerprints of the files that are read, of models on a hub too where asked."""
     changes: list[str] = field(default_factory=list)
     """Allowed differences from the run that it goes on with, in the words of the notes; ``events.jsonl`` has them."""
-    hold: train.DirectoryHold | None = None
+    lock: train.DirectoryLock | None = None
     """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
 
     def __enter__(self) -> Start:
@@ -110,8 +110,8 @@ class Start(Setup):
 
     def release(self) -> None:
         """Release the directory, so that other processes can have it."""
-        if self.hold is not None:
-            self.hold.release()
+        if self.lock is not None:
+            self.lock.release()
 
     def move_aside(self) -> Path | None:
         """Rename the directory if it holds another run, and hold a new one in its place; return where that run is.
@@ -121,11 +121,11 @@ class Start(Setup):
         """
         if not self.replaces:
             return None
-        if self.hold is None:
+        if self.lock is None:
             return self.directory.move_aside()
-        aside = self.hold.move_aside()
+        aside = self.lock.move_aside()
         try:
-            self.hold.take(new=True)
+            self.lock.take(new=True)
         except ArgumentError as error:
             error.what += f"; the run that was there is now in {aside}"
             raise
@@ -287,10 +287,10 @@ def start_run(
 
         def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None, str]:
             if not dry_run:
-                hold = held.enter_context(directory.hold())
-                if not hold.works:
+                lock = held.enter_context(directory.lock())
+                if not lock.works:
                     notify(f"nothing keeps a second start out of {directory.path}: its file system has no locks")
-                taken.append(hold)
+                taken.append(lock)
             identity = directory.read_identity()
             if identity is not None and resume != "never":
                 of_rows = (directory.selected, directory.path / "completions.jsonl")
@@ -299,7 +299,7 @@ def start_run(
             files = fingerprint_tokenizer_files(recipe)
             return identity, None if found is None else (found.path, found.state), files, date.today().isoformat()
 
-        taken: list[train.DirectoryHold] = []
+        taken: list[train.DirectoryLock] = []
         before, kept, tokenizer_files, today = world.main(look)
         checkpoint = None if kept is None else train.Checkpoint(*kept)
         begun = checkpoint.state["identity"] if checkpoint is not None else before if resume != "never" else None
@@ -322,7 +322,7 @@ def start_run(
             fingerprint=lambda hubs: fingerprint_inputs(
                 setup.task, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs, times=times
             ),
-            hold=taken[0] if taken else None,
+            lock=taken[0] if taken else None,
         )
         if start.replaces:
             _refuse_own_inputs(setup.task, loaded.path.parent, directory.path)

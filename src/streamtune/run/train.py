@@ -182,7 +182,7 @@ def _claimed(run: Run) -> Iterator[Path | None]:
         text = dump_recipe(run.recipe, comment=f"resolved from {run.start.loaded.path}")
         world.main(
             lambda: held.enter_context(
-                run.directory.claim(start.identity, text, run.backend.config, start.hold, _documents(run))
+                run.directory.claim(start.identity, text, run.backend.config, start.lock, _documents(run))
             )
         )
         if world.size > 1:

@@ -1,12 +1,12 @@
-"""The training loop and what it keeps: run directory, checkpoints, metrics, progress."""
+"""The training loop, with its run directory, checkpoints, metrics and progress display."""
 
 from __future__ import annotations
 
 from streamtune.train.backend import Backend, BlockBackend, ForwardBackend, LocalBackend
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
+from streamtune.train.directory_lock import DirectoryLock
 from streamtune.train.evaluations import Progressed
 from streamtune.train.guard import skipped_most
-from streamtune.train.hold import DirectoryHold
 from streamtune.train.in_backward import HostOptimizer, InBackwardBackend
 from streamtune.train.loop import TrainJob, train
 from streamtune.train.objective import (
@@ -61,7 +61,7 @@ __all__ = [
     "Backend",
     "BlockBackend",
     "Checkpoint",
-    "DirectoryHold",
+    "DirectoryLock",
     "ForwardBackend",
     "HeldOut",
     "HostOptimizer",

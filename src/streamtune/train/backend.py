@@ -1,5 +1,7 @@
-"""Backends turn a loss into new weights: gradients, optimizer and weights of one device (here) or of several ranks
-(``streamtune.distributed``). The shares of all ranks add up to the gradient.
+"""Backends turn a loss into new weights: they hold the weights, gradients and optimizer.
+
+The backends here are for one device; ``streamtune.distributed`` has those for several ranks. The gradients of all ranks
+add up to the gradient of the step.
 """
 
 from __future__ import annotations
@@ -32,49 +34,58 @@ from streamtune.train.slices import MASTER, Slice, SliceReader, check_same_param
 from streamtune.train.world import WORLD, World
 
 TRAINED = "trained"
-"""Key of the trained weights in the state of an optimizer whose average is saved as the model."""
+"""Key of the trained weights in the state of an averaging optimizer, whose averaged weights are saved as the model."""
 
 
 class Backend(ABC):
-    """Weights, gradients and optimizer, wherever they are.
+    """Base class of backends, which own weights, gradients and optimizer.
 
     Args:
         module: The streamed model.
-        config: Configuration of the library behind it, with every default filled in; empty without a library.
+        config: Configuration of the library behind the backend, with every default filled in; empty without one.
     """
 
     whole = False
-    """True if this rank alone holds everything: its slices are whole tensors, and so are a checkpoint's slices."""
+    """True if this rank holds everything: its slices, and the slices in a checkpoint, are whole tensors."""
 
     clipped_by: float | None = None
-    """Norm that this step's gradient is clipped by, where that may differ from its own norm."""
+    """Norm with which this step's gradient is clipped; None if it is the gradient's own norm."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.module, self.config = module, config
 
     @property
     def model(self) -> Any:
-        """The module that is called for a loss that goes backward."""
+        """Module to call for a loss with a backward."""
         return self.module
 
-    def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:  # noqa: B027 (most need nothing)
-        """Prepare a step; ``again`` computes its gradients once more, with the same rows and random numbers."""
+    def begin_step(self, learning_rate: float, recompute: Callable[[], object]) -> None:  # noqa: B027 (most need nothing)
+        """Prepare a step.
+
+        Args:
+            learning_rate: Learning rate of the step.
+            recompute: Function that computes the step's gradients again, with the same rows and random numbers.
+        """
 
     def compute(self, take: Callable[[], StepScore | None]) -> StepScore | None:
-        """Compute the gradients of a step by calls of ``take``, each over all micro-batches; None if it was stopped."""
+        """Compute the gradients of a step; return its score, or None if it was stopped.
+
+        Args:
+            take: Function that runs forward and backward of all micro-batches; it may be called several times.
+        """
         return take()
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for the model's call and the backward of one micro-batch, the step's ``last`` or not."""
+        """Return a context for forward and backward of one micro-batch; ``last`` is True for the step's last one."""
         return nullcontext()
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``, a scalar with graph, to the step's gradient."""
+        """Run the backward of ``loss``, a scalar with a graph, and add its gradient to the step's gradient."""
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> float:
-        """Bound the gradient to ``max_norm`` (0: leave it) at the latest in :meth:`step`; return its norm."""
+        """Return the gradient norm; the gradient is clipped to ``max_norm`` (0: not at all) now or in :meth:`step`."""
 
     @abstractmethod
     def step(self, learning_rate: float) -> None:
@@ -82,61 +93,69 @@ class Backend(ABC):
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Drop the gradients that were added since the last step."""
+        """Drop all gradients since the last step."""
 
     @abstractmethod
     def reset_optimizer(self) -> None:
         """Reset the optimizer's state."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides tensors, as JSON values: the same on every rank, mostly nothing."""
+        """Return the backend's state that is not in tensors, as JSON values, equal on all ranks; often empty."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have none)
-        """Restore what :meth:`state` returned; empty for a checkpoint without it."""
+        """Restore the state that :meth:`state` returned; empty if the checkpoint has none."""
 
     @abstractmethod
     def stepped(self) -> Iterator[Tensor]:
-        """Iterate over the weights that the optimizer steps, as this rank has them: whole, or its part of each."""
+        """Iterate over the weights that the optimizer updates; under sharding, over this rank's shards."""
 
     @abstractmethod
     def slices(self) -> Iterator[Slice]:
-        """Return the state that this rank writes: all ranks together write each value once."""
+        """Iterate over the optimizer state that this rank saves; all ranks together save each value once."""
 
     @abstractmethod
     def load_slices(self, saved: SliceReader) -> None:
-        """Load this rank's part of a state, whichever ranks wrote it; CheckpointError if it is another model's."""
+        """Load this rank's part of a saved optimizer state, whatever ranks saved it.
+
+        Raises:
+            CheckpointError: The state does not belong to this model.
+        """
 
     @abstractmethod
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """Iterate over the parameters (or ``names``), each whole on rank 0 and None elsewhere.
+        """Iterate over parameter names with the full tensor on rank 0 and None on other ranks.
 
-        A tensor is valid until the next one. All ranks iterate to the end.
+        All ranks must iterate to the end, because each tensor may be gathered. A tensor is valid until the next one.
+
+        Args:
+            names: Names of the parameters; None: all.
         """
 
     def called_directly(self) -> AbstractContextManager[Any]:
-        """Return a context to call parts of the model without gradients, by all ranks in step, as to write text."""
+        """Return a context to call parts of the model without gradients (as in generation), on all ranks alike."""
         return nullcontext()
 
     def averaged(self) -> AbstractContextManager[Any]:
-        """Return a context in which the model has the weights that are evaluated and saved.
+        """Return a context in which the model has the weights to evaluate and save.
 
-        If the optimizer averages, they differ from the trained weights, which are back afterwards, to the bit.
+        With an averaging optimizer these are the averaged weights. On exit the trained weights are restored bit for
+        bit.
         """
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
-        """Free threads and buffers; nothing is called afterwards."""
+        """Free threads and buffers. The backend must not be used afterwards."""
 
 
 class TorchBackend(Backend):
-    """A torch optimizer over the parameters of the model: one device, or several that share gradients (DDP, FSDP2)."""
+    """A backend with a torch optimizer over the model's parameters: one device, DDP or FSDP2."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module)
         self.optimizer = optimizer
         self._trained_weights: dict[nn.Parameter, Tensor] = {}
-        """Copies of the trained weights, while the model has their averages."""
+        """Copies of the trained weights while the model has the averaged weights; empty at other times."""
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -164,10 +183,13 @@ class TorchBackend(Backend):
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def reset_optimizer(self) -> None:
-        self.optimizer.state.clear()  # it puts another dictionary there when it loads: looked up now
+        self.optimizer.state.clear()  # loading replaces the dictionary, so it is looked up here
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """Return the optimizer's state by ``PARAMETER/KEY``, not copied; with trained weights if it averages."""
+        """Return the optimizer's state by ``PARAMETER/KEY``, not copied.
+
+        With an averaging optimizer it includes the trained weights.
+        """
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         trained = {
             f"{names[id(p)]}/{TRAINED}": self._trained_weights.get(p, p.detach())
@@ -179,7 +201,7 @@ class TorchBackend(Backend):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """While active, a copy of the trained weights is held in host memory."""
+        """Context manager: the model has the averaged weights; a copy of the trained weights is in host memory."""
         if self._trained_weights or not any(map(is_averaged, self.optimizer.param_groups)):
             yield
             return
@@ -215,15 +237,15 @@ class TorchBackend(Backend):
 
 
 class LocalBackend(TorchBackend):
-    """One device, which holds everything."""
+    """A backend of one device, which holds everything."""
 
     whole = True
 
 
 class BlockBackend(LocalBackend):
-    """One device with all weights, and the gradients and moments of one block of layers.
+    """A backend of one device for ``BlockAdamW``: gradients and moments exist for one block of layers at a time.
 
-    A checkpoint has the number of steps taken, which determines the block, and the block's moments, if there are any.
+    A checkpoint has the number of steps, which determines the block, and the block's moments if they exist.
     """
 
     optimizer: BlockAdamW
@@ -243,7 +265,10 @@ class BlockBackend(LocalBackend):
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return the state by parameter name, which survives a reordering of the optimizer's groups. Nothing is copied."""
+    """Return the optimizer's state by ``PARAMETER/KEY``, not copied.
+
+    Unlike torch's numbering, names do not depend on the order of the optimizer's groups.
+    """
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
@@ -252,7 +277,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load a state by parameter name; CheckpointError if it is another model's or optimizer's."""
+    """Load an optimizer state given by ``PARAMETER/KEY``.
+
+    Raises:
+        CheckpointError: The state does not belong to this model or optimizer.
+    """
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -263,26 +292,32 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             _check_form(names[id(parameter)], parameter, by_parameter[names[id(parameter)]], group)
-    # torch numbers the parameters in the order of the groups, and knows on which device each entry belongs.
+    # torch numbers parameters in the order of the groups, and moves each entry to its device.
     state = {index: by_parameter[name] for index, name in enumerate(order)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 ADAMW = {"step", "exp_avg", "exp_avg_sq"}
 BLOCK = 256
-"""Values of a weight that share a scale in the states of bitsandbytes, and values of a table."""
+"""Number of values that share a scale in states of bitsandbytes, and number of entries in its lookup table."""
 
 
 def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
-    """Refuse a state that a kernel would read beyond its end: fused kernels look at the size of the weight alone."""
+    """Check that the saved state of one parameter has the shapes and dtypes that the optimizer expects.
+
+    Fused kernels derive sizes from the weight alone, so they would read beyond the end of a state that is too small.
+
+    Raises:
+        CheckpointError: An entry is missing or has a wrong shape or dtype.
+    """
 
     def refuse(what: str) -> CheckpointError:
         return CheckpointError(
-            f"the optimizer's state of {name} in the checkpoint {what}", fix="use another checkpoint: --resume PATH"
+            f"the checkpoint's optimizer state of {name} {what}", fix="use another checkpoint: --resume PATH"
         )
 
     rule = group.get("rule")
-    own_shapes = rule in RULES and RULES[rule].own_shapes  # torch's operators refuse one that does not fit
+    own_shapes = rule in RULES and RULES[rule].own_shapes  # torch's operators check these shapes
     if rule in (None, "adamw") and entry and (missing := ADAMW - entry.keys()):
         raise refuse(f"has no {', '.join(sorted(missing))}")
     for key, value in entry.items():
@@ -294,30 +329,30 @@ def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group
         else:
             fits = value.ndim == 0 or own_shapes or value.shape == parameter.shape
         if not fits:
-            raise refuse(f"has '{key}' of shape {list(value.shape)}, and the weight is {list(parameter.shape)}")
+            raise refuse(f"has '{key}' of shape {list(value.shape)}, but the weight has shape {list(parameter.shape)}")
         if key in ADAMW and not value.is_floating_point() and rule in (None, "adamw"):
-            raise refuse(f"has '{key}' in {str(value.dtype).removeprefix('torch.')}")
+            raise refuse(f"has '{key}' in {str(value.dtype).removeprefix('torch.')}, expected floating point")
 
 
 LEAST_MOVED = 0.5
-"""Share of the weights that a perturbation has to change."""
+"""Smallest fraction of the weights that a perturbation must change."""
 
 
 class ForwardBackend(TorchBackend):
-    """Steps by the losses of a step's micro-batches at perturbed weights, without gradients (``optim.zeroth_order``).
+    """A backend for zeroth-order optimization: steps from losses at perturbed weights, without a backward.
 
-    Several ranks have the same weights and draw the same directions. They exchange the loss of each forward alone, and
-    then take the same step. The loss of a step is the mean of the measured losses; it equals the loss at the weights to
-    second order in eps. Dropout takes the same random numbers in all forwards.
+    All ranks have the same weights and draw the same directions. They exchange only the loss of each forward, and then
+    take the same step. The loss of a step is the mean of the measured losses, which equals the loss at the unperturbed
+    weights up to second order in eps. Dropout uses the same random numbers in all forwards.
 
     Args:
         module: The streamed model.
-        optimizer: Optimizer over its parameters.
+        optimizer: Optimizer over its parameters (``optim.zeroth_order``).
         layers: Decoder layers of the model.
-        world: The ranks that share the step.
+        world: Ranks that share the step.
 
     Raises:
-        ArgumentError: The perturbation is lost in the rounding of most weights.
+        ArgumentError: Rounding absorbs the perturbation in most weights.
     """
 
     optimizer: ZerothOrderSGD
@@ -336,7 +371,7 @@ class ForwardBackend(TorchBackend):
         self._check_moved()
 
     def compute(self, take: Callable[[], StepScore | None]) -> StepScore | None:
-        """Call ``take`` on both sides of the weights in each direction."""
+        """Call ``take`` with weights perturbed both ways along each direction; return the mean score."""
         optimizer, began, scores = self.optimizer, capture_rng(), list[StepScore]()
         self._slopes = []
         for direction in range(optimizer.directions):
@@ -354,11 +389,11 @@ class ForwardBackend(TorchBackend):
         return StepScore.mean(scores)
 
     def backward(self, loss: Tensor) -> None:
-        """Add a loss to the forward's loss."""
+        """Add the loss of a micro-batch to the current forward's loss; no gradient is computed."""
         self._loss += loss.item()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Bound and return the root mean square of the slopes, which estimates the gradient's norm."""
+        """Return the root mean square of the slopes, which estimates the gradient's norm; clip the slopes with it."""
         norm = math.sqrt(sum(slope * slope for slope in self._slopes) / max(1, len(self._slopes)))
         if 0 < max_norm < norm < math.inf:
             self._slopes = [slope * max_norm / norm for slope in self._slopes]
@@ -379,11 +414,11 @@ class ForwardBackend(TorchBackend):
         self.optimizer.steps_taken = state.get("steps_taken", 0)
 
     def slices(self) -> Iterator[Slice]:
-        """Return nothing: no weight has a state."""
+        """Return an empty iterator: the optimizer has no tensors as state."""
         return iter(())
 
     def load_slices(self, saved: SliceReader) -> None:
-        """Load nothing: no weight has a state."""
+        """Do nothing: the optimizer has no tensors as state."""
 
     def _check_moved(self) -> None:
         moved = self.optimizer.moved_share()
@@ -391,8 +426,8 @@ class ForwardBackend(TorchBackend):
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
             raise ArgumentError(
-                f"an eps of {self.optimizer.eps:g} is rounded off in {1 - moved:.0%} of the weights, which are in "
-                f"{' and '.join(dtypes)}",
+                f"eps {self.optimizer.eps:g} is too small: rounding absorbs it in {1 - moved:.0%} of the weights "
+                f"({' and '.join(dtypes)})",
                 where="optim_args.eps",
-                fix="write a larger eps, dtype: float32, or train adapters (finetuning_type: lora)",
+                fix="set a larger eps or dtype: float32, or train adapters (finetuning_type: lora)",
             )

@@ -1,13 +1,13 @@
-"""Checkpoints: complete or absent, verified before use, exact on resume.
+"""Read and verify checkpoints. A checkpoint is complete or absent, and resuming from it is exact.
 
     checkpoints/step-000100/
-      model/                       in Hugging Face format, tokenizer included: `from_pretrained` loads it
-      optimizer-00001.safetensors  the optimizer's tensors, by parameter name; with slices.json in parts, see ``slices``
-      rng.safetensors              torch's generators, of rank 0; rng-r00003.safetensors and .json of rank 3
-      state.json                   step, position in the data, the other generators, identity of the run
+      model/                       model and tokenizer in Hugging Face format; `from_pretrained` loads it
+      optimizer-00001.safetensors  optimizer tensors by parameter name; in slices if slices.json exists (``slices``)
+      rng.safetensors              torch's random states of rank 0; rank 3 has rng-r00003.safetensors and .json
+      state.json                   step, position in the data, other random states, identity of the run
       manifest.json                size and SHA-256 of every other file, written last
 
-No pickle anywhere: reading a checkpoint runs no code. ``saver`` writes checkpoints, ``staging`` commits them.
+Checkpoints contain no pickle, so reading one runs no code. ``saver`` writes checkpoints, ``staging`` commits them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ STEP_NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk whose files agree with its manifest."""
+    """A verified checkpoint on disk: its files match its manifest.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        state: Content of ``state.json``.
+    """
 
     path: Path
     state: dict[str, Any]
@@ -58,102 +63,120 @@ class Checkpoint:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return int(self.state.get("ranks", 1))
 
     def rng(self, rank: int = 0) -> RngState:
-        """Read the random state of one of the ranks that wrote it."""
+        """Return the saved random state of a rank."""
         path = self.path / f"{rng_name(rank)}.safetensors"
         plain = json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) if rank else self.state["rng"]
         return RngState(_read_tensors([path]), plain)
 
 
 def rng_name(rank: int) -> str:
-    """Return the file name of a rank's random state, without the suffix."""
+    """Return the file name of a rank's random state, without suffix."""
     return f"rng-r{rank:05d}" if rank else "rng"
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the path of a step's checkpoint, such as ``folder/step-000100``."""
+    """Return the path of the checkpoint of ``step``, such as ``folder/step-000100``."""
     return folder / f"step-{step:06d}"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify every byte of the checkpoint at ``path`` and open it; CheckpointError if it is damaged."""
+    """Return the checkpoint at ``path`` after verifying every byte of it.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete or damaged.
+    """
     manifest = read_manifest(path)
     verify_files(path, manifest)
     try:
-        state = _checked_state(json.loads((path / STATE).read_text(encoding="utf-8")))
+        state = _check_state(json.loads((path / STATE).read_text(encoding="utf-8")))
         step = state["step"]
     except (OSError, ValueError, RecursionError) as error:
         why = f"{STATE} cannot be read ({error})"
         raise CheckpointError(f"{path} is damaged: {why}", fix="use another checkpoint") from error
     named = STEP_NAME.fullmatch(path.name)
     if step != manifest.step or (named is not None and int(named[1]) != step):
-        raise CheckpointError(f"{path} is damaged: it is the checkpoint of step {step}", fix="use another checkpoint")
+        raise CheckpointError(
+            f"{path} is damaged: {STATE} names step {step}, which does not match", fix="use another checkpoint"
+        )
     return Checkpoint(path, state)
 
 
-_OF_STATE: dict[str, tuple[type, ...]] = {
+_STATE_TYPES: dict[str, tuple[type, ...]] = {
     "step": (int,),
     "identity": (dict,),
     "progressed": (dict,),
     "stream": (dict, type(None)),
     "rng": (dict,),
 }
-"""Types that entries of a state may have."""
-_OF_IDENTITY: dict[str, tuple[type, ...]] = dict.fromkeys(("recipe", "free", "versions", "files"), (dict,))
-_OF_RECIPE: dict[str, tuple[type, ...]] = {
+"""Allowed types of the entries of ``state.json``."""
+_IDENTITY_TYPES: dict[str, tuple[type, ...]] = dict.fromkeys(("recipe", "free", "versions", "files"), (dict,))
+_RECIPE_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("model_name_or_path", "quantization", "objective", "finetuning_type", "dtype"), (str, type(None))),
     **dict.fromkeys(("model", "rope_scaling"), (dict, type(None))),
     **dict.fromkeys(("rope_theta", "max_length", "seed"), (int, float, type(None))),
 }
-"""Settings of a run that other commands compute with."""
+"""Allowed types of the recipe's settings that other commands read."""
 
 
-def _checked_state(value: Any) -> dict[str, Any]:
-    """Return the content of ``state.json``; ValueError unless it has the form that a run writes."""
-    state = _checked(value, _OF_STATE, needed=("step", "identity"))
+def _check_state(value: Any) -> dict[str, Any]:
+    """Return the content of ``state.json`` after checking its types.
+
+    Raises:
+        ValueError: An entry is missing or has a wrong type.
+    """
+    state = _check_types(value, _STATE_TYPES, needed=("step", "identity"))
     ranks = state.get("ranks", 1)
     if state["step"] < 0 or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError("its 'step' or its 'ranks' is no count")
+        raise ValueError("'step' must be 0 or more, and 'ranks' 1 or more")
     for name, number in state.get("progressed", {}).items():
         if not isinstance(number, (int, float, list, type(None))):
-            raise ValueError(f"its 'progressed' has a '{name}' that is a {type(number).__name__}")
+            raise ValueError(f"'progressed.{name}' must be a number or a list, found {type(number).__name__}")
     check_identity(state["identity"])
     return state
 
 
 def check_identity(value: Any, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the identity of a run, as ``run.json`` and checkpoints have it, with the entries ``needed``.
+    """Return the identity of a run, from ``run.json`` or a checkpoint, after checking its types.
+
+    Args:
+        value: Parsed JSON.
+        needed: Names of entries that must exist.
 
     Raises:
-        ValueError: The content does not have the form that a run writes.
+        ValueError: An entry is missing or has a wrong type.
     """
-    identity = _checked(value, _OF_IDENTITY, needed)
-    _checked(identity.get("recipe", {}), _OF_RECIPE)
+    identity = _check_types(value, _IDENTITY_TYPES, needed)
+    _check_types(identity.get("recipe", {}), _RECIPE_TYPES)
     for name, texts in identity.items():
         if name in ("files", "versions") and not all(isinstance(text, str) for text in texts.values()):
-            raise ValueError(f"its '{name}' holds something that is no text")
+            raise ValueError(f"'{name}' must contain only strings")
     return identity
 
 
-def _checked(value: Any, types: Mapping[str, tuple[type, ...]], needed: Iterable[str] = ()) -> dict[str, Any]:
+def _check_types(value: Any, types: Mapping[str, tuple[type, ...]], needed: Iterable[str] = ()) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"it holds no JSON object but {'nothing' if value is None else f'a {type(value).__name__}'}")
+        raise ValueError(f"expected a JSON object, found {'null' if value is None else type(value).__name__}")
     for name in needed:
         if name not in value:
-            raise ValueError(f"it has no '{name}'")
+            raise ValueError(f"'{name}' is missing")
     for name, allowed in types.items():
         if name in value and (not isinstance(value[name], allowed) or isinstance(value[name], bool)):
-            wanted = "no JSON object but " if allowed == (dict,) else ""
-            raise ValueError(f"its '{name}' is {wanted}a {type(value[name]).__name__}")
+            wanted = " or ".join({dict: "an object", type(None): "null"}.get(kind, kind.__name__) for kind in allowed)
+            found = "null" if value[name] is None else type(value[name]).__name__
+            raise ValueError(f"'{name}' must be {wanted}, found {found}")
     return value
 
 
 @contextmanager
 def restoring(path: Path, what: str) -> Iterator[None]:
-    """Raise errors inside as a CheckpointError that names what could not be restored, but for errors of ours."""
+    """Context manager: an error inside becomes a CheckpointError that says ``what`` cannot be restored.
+
+    StreamTune's own errors and out-of-memory errors are not changed.
+    """
     try:
         yield
     except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
@@ -167,10 +190,14 @@ def restoring(path: Path, what: str) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint | None:
-    """Open the newest checkpoint of a run that verifies, None if there are none; report the damaged ones passed over.
+    """Return the newest undamaged checkpoint of a run; None if the run has no checkpoint.
+
+    Args:
+        folder: Folder of the run's checkpoints.
+        notify: Function that takes a message; called for each damaged checkpoint that is skipped.
 
     Raises:
-        CheckpointError: There are checkpoints and none of them verifies; the message names each.
+        CheckpointError: All checkpoints are damaged; the message names each.
     """
     damaged: list[str] = []
     for path in reversed(step_directories(folder)):
@@ -187,16 +214,16 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
         verb = "cannot be used" if len(damaged) == 1 else "can be used"
         raise CheckpointError(
             "\n- ".join([f"{count} in {folder} {verb}, and nothing was changed", *damaged]),
-            fix="put back a copy of one of them and start again, or go on from another with --resume PATH; "
-            "--resume never moves this run aside and starts anew",
+            fix="restore one of them from a copy and start again, or resume from another with --resume PATH; "
+            "--resume never moves this run aside and starts a new one",
         )
     return None
 
 
 def supersede(folder: Path, step: int) -> None:
-    """Rename the checkpoints after ``step``, to which a run goes back, to ``step-000200.superseded``.
+    """Rename the checkpoints after ``step`` to ``step-000200.superseded``, because the run resumes from ``step``.
 
-    They are damaged, or the user went back behind them; their steps are taken again.
+    They are damaged, or the user resumed from an earlier one. Their steps are trained again.
     """
     later = [path for path in step_directories(folder) if step_of(path) > step]
     for path in later:
@@ -208,7 +235,7 @@ def supersede(folder: Path, step: int) -> None:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint."""
+    """Return the step number in the name of a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -231,43 +258,47 @@ def _read_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
-NEEDED = (STATE, "rng.safetensors", "optimizer-00001.safetensors")
+REQUIRED_FILES = (STATE, "rng.safetensors", "optimizer-00001.safetensors")
 """Files that every checkpoint has."""
-LARGEST = 16 << 20
-"""Bytes of a manifest at most; a real one has some hundred for each file."""
+LARGEST_MANIFEST = 16 << 20
+"""Largest manifest that is read, in bytes; a real one has a few hundred bytes per file."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """``manifest.json``: every file of a checkpoint with its size and SHA-256, and a digest of the list itself.
+    """Content of ``manifest.json``: size and SHA-256 of every file of a checkpoint, and a digest of the list.
 
-    A checkpoint consists of exactly the files in its manifest: a file that differs, is missing or was added is refused,
-    and so is a symbolic link. The manifest's own bytes have to be those that :func:`write_manifest` writes for its
-    values, digest included, so that every changed byte is noticed.
+    A checkpoint consists of exactly the files in its manifest. A changed, missing or additional file is refused, and so
+    is a symbolic link. The manifest's own bytes must equal what :func:`write_manifest` writes for its values, so every
+    changed byte is noticed.
     """
 
     run: str
-    """Id of the run that wrote it."""
+    """Id of the run that wrote the checkpoint."""
     step: int
     metric: float | None
-    """Value that ranks it, where the best checkpoints are kept."""
+    """Value of ``metric_for_best_model`` by which checkpoints are ranked; None if they are not."""
     files: Mapping[str, Mapping[str, Any]]
     """Path with ``/`` -> ``{"bytes": n, "sha256": hex}``"""
 
 
 def write_manifest(folder: Path, *, run: str, step: int, metric: float | None) -> None:
-    """Write the manifest of all files below ``folder``, which are read back from disk."""
-    files = {name: _describe(folder / name) for name in sorted(_files_below(folder))}
-    (folder / MANIFEST).write_text(_text(Manifest(run, step, metric, files)), encoding="utf-8")
+    """Write the manifest of all files below ``folder``; their hashes are computed from disk."""
+    files = {name: _describe_file(folder / name) for name in sorted(_files_below(folder))}
+    (folder / MANIFEST).write_text(_manifest_text(Manifest(run, step, metric, files)), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at ``path``, and none of its files; CheckpointError if it was changed."""
+    """Return the manifest of the checkpoint at ``path``, without reading its other files.
+
+    Raises:
+        CheckpointError: The manifest is missing or damaged, or has another format.
+    """
     try:
         if path.is_symlink() or stat.S_ISLNK((path / MANIFEST).lstat().st_mode):
             raise _damaged(path, "it is a symbolic link")
-        if (path / MANIFEST).stat().st_size > LARGEST:
-            raise _damaged(path, f"{MANIFEST} is larger than any")
+        if (path / MANIFEST).stat().st_size > LARGEST_MANIFEST:
+            raise _damaged(path, f"{MANIFEST} is larger than {LARGEST_MANIFEST >> 20} MiB")
         text = (path / MANIFEST).read_text(encoding="utf-8")
         found = json.loads(text)
         if found["format"] != FORMAT:
@@ -276,10 +307,14 @@ def read_manifest(path: Path) -> Manifest:
                 fix="use the version of streamtune that wrote it",
             )
         manifest = Manifest(found["run"], int(found["step"]), found["metric"], found["files"])
-        if _text(manifest) != text or not isinstance(found["run"], str) or not isinstance(found["files"], dict):
-            raise _damaged(path, f"{MANIFEST} is not what was written")
+        if (
+            _manifest_text(manifest) != text
+            or not isinstance(found["run"], str)
+            or not isinstance(found["files"], dict)
+        ):
+            raise _damaged(path, f"{MANIFEST} was changed")
         if manifest.metric is not None and not isinstance(manifest.metric, float):
-            raise _damaged(path, f"{MANIFEST} is not what was written")
+            raise _damaged(path, f"{MANIFEST} was changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint",
@@ -287,13 +322,17 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
     for name in manifest.files:
         if not _is_plain(name):
-            raise _damaged(path, f"its manifest lists {name!r}, which is no file of a checkpoint")
+            raise _damaged(path, f"its manifest lists {name!r}, which is not a valid path in a checkpoint")
     return manifest
 
 
 def verify_files(path: Path, manifest: Manifest) -> None:
-    """Compare every byte of a checkpoint with its manifest; a CheckpointError names the first file that differs."""
-    for name in NEEDED:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: A file differs, is missing or was added; the message names the first such file.
+    """
+    for name in REQUIRED_FILES:
         if name not in manifest.files:
             raise _damaged(path, f"its manifest does not list {name}")
     try:
@@ -301,22 +340,26 @@ def verify_files(path: Path, manifest: Manifest) -> None:
         for name, expected in manifest.files.items():
             if name not in there:
                 raise _damaged(path, f"{name} is missing")
-            if _describe(path / name) != expected:
-                raise _damaged(path, f"{name} is not what was written")
+            if _describe_file(path / name) != expected:
+                raise _damaged(path, f"{name} was changed")
     except OSError as error:
         raise _damaged(path, f"it cannot be read: {error}") from error
     if added := sorted(there - manifest.files.keys() - {MANIFEST}):
         raise _damaged(path, f"{added[0]} is not in its manifest")
 
 
-def _text(manifest: Manifest) -> str:
+def _manifest_text(manifest: Manifest) -> str:
     body = {"format": FORMAT, **asdict(manifest)}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({**body, "digest": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files, with ``/``; CheckpointError for anything but plain files and directories."""
+    """Yield the relative paths of all files below ``folder``, with ``/`` as separator.
+
+    Raises:
+        CheckpointError: An entry is neither a regular file nor a directory.
+    """
     for directory, subfolders, names in os.walk(folder, onerror=_raise):
         for name in (*subfolders, *names):
             found = Path(directory, name)
@@ -324,7 +367,7 @@ def _files_below(folder: Path) -> Iterator[str]:
             if stat.S_ISREG(mode):
                 yield found.relative_to(folder).as_posix()
             elif not stat.S_ISDIR(mode):
-                what = "a symbolic link" if stat.S_ISLNK(mode) else "no plain file"
+                what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
                 raise _damaged(folder, f"{found.relative_to(folder).as_posix()} is {what}")
 
 
@@ -333,13 +376,13 @@ def _raise(error: OSError) -> None:
 
 
 def _is_plain(name: str) -> bool:
-    """Return True if ``name`` is the path of a file below the checkpoint, in its one normal form."""
+    """Return True if ``name`` is a normalised relative path that stays inside the checkpoint."""
     path = PurePosixPath(name)
     safe = not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
     return safe and name not in ("", ".", MANIFEST) and not any(mark in name for mark in ("\\", "\0", ":"))
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _describe_file(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

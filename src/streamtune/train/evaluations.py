@@ -1,4 +1,4 @@
-"""The progress of a run, and the best of its evaluations: when a run ends early, and which checkpoints it keeps."""
+"""Track the progress of a run and its best evaluations, for early stopping and for keeping the best checkpoints."""
 
 from __future__ import annotations
 
@@ -16,41 +16,48 @@ from streamtune.train.step import TrainSettings
 
 @dataclass(frozen=True)
 class Progressed:
-    """The progress of a run. Saved in every checkpoint, returned at the end."""
+    """The progress of a run, saved in every checkpoint and returned at the end."""
 
     step: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     tokens: int = 0
-    """Input tokens trained on, without padding."""
+    """Number of input tokens trained on, without padding."""
     first_loss: float | None = None
     last_loss: float | None = None
     eval_loss: float | None = None
-    """The newest held-out loss."""
+    """Latest held-out loss."""
     eval_due: bool = False
-    """True if the evaluation at this step was interrupted and is still to be done."""
+    """True if the evaluation at this step has not finished."""
     sample_due: bool = False
-    """True if the completions of the sample prompts at this step are still to be written."""
+    """True if the sample prompts have not been completed at this step."""
     skipped: int = 0
-    """Steps without an update, because something was not finite."""
+    """Number of steps without an update, because a loss or gradient was not finite."""
     best: float | None = None
-    """The best value so far of the metric that ends a run early."""
+    """Best value so far of the metric for early stopping."""
     not_better: int = 0
-    """Evaluations in a row whose metric was not better than ``best``."""
+    """Number of consecutive evaluations that were not better than ``best``."""
     ended_early: bool = False
-    """True if the run is over before its last step."""
+    """True if early stopping ended the run."""
     best_evaluations: Sequence[Sequence[float]] = ()
-    """The best values of ``metric_for_best_model`` (default: ``eval_loss``) and their steps, the best first."""
+    """Pairs of metric value and step, the best first, for ``metric_for_best_model`` (default: ``eval_loss``)."""
 
     @property
     def boundary(self) -> tuple[int, bool, bool]:
-        """Step, and which interrupted work is due there: a checkpoint is saved once for each."""
+        """Step, and whether evaluation and samples are still due there; a checkpoint is saved once per boundary."""
         return self.step, self.eval_due, self.sample_due
 
 
-def after_evaluation(
+def update_early_stopping(
     state: Progressed, found: Mapping[str, Any], settings: TrainSettings, progress: Progress
 ) -> Progressed:
-    """Return the state after an evaluation: with the best value so far, and whether the run ends early."""
+    """Return the state after an evaluation, with the fields for early stopping updated.
+
+    Args:
+        state: State before the evaluation.
+        found: Metrics of the evaluation.
+        settings: Settings of the run.
+        progress: Output, for a note if the run stops early.
+    """
     value = found.get(settings.metric_for_best_model or "")
     if settings.early_stopping_patience == 0 or value is None:
         return state
@@ -62,16 +69,17 @@ def after_evaluation(
     if ended:
         progress.note(
             state.step,
-            f"stopped early: {not_better} evaluations without a better {settings.metric_for_best_model} than "
-            f"{state.best:.4g}",
+            f"stopped early: {settings.metric_for_best_model} was not better than {state.best:.4g} in the last "
+            f"{not_better} evaluations",
         )
     return replace(state, not_better=not_better, ended_early=ended)
 
 
-def among_the_best(state: Progressed, found: Mapping[str, Any], settings: TrainSettings) -> tuple[Progressed, bool]:
-    """Return the state with the best evaluations updated, and True if this one is among them.
+def rank_evaluation(state: Progressed, found: Mapping[str, Any], settings: TrainSettings) -> tuple[Progressed, bool]:
+    """Return the state with ``best_evaluations`` updated, and True if this evaluation's checkpoint must be saved.
 
-    Its checkpoint is then saved whatever ``save_steps`` says: later steps overwrite these weights.
+    It must be saved at once if ``metric_for_best_model`` is set and this evaluation is among the best, whatever
+    ``save_steps`` is: later steps overwrite these weights.
     """
     value = found.get(settings.metric_for_best_model or "eval_loss")
     if value is None:
@@ -86,23 +94,23 @@ def among_the_best(state: Progressed, found: Mapping[str, Any], settings: TrainS
     return replace(state, best_evaluations=tuple(best)), is_best
 
 
-def tell_lost_best(state: Progressed, settings: TrainSettings, run: RunDirectory, progress: Progress) -> None:
-    """Show a note if an earlier evaluation was better than the last, and its weights are in no checkpoint."""
+def note_lost_best(state: Progressed, settings: TrainSettings, run: RunDirectory, progress: Progress) -> None:
+    """Show a note if an earlier evaluation was better than the last, and no checkpoint has its weights."""
     if settings.metric_for_best_model is not None or not state.best_evaluations or state.eval_loss is None:
         return
     value, step = state.best_evaluations[0]
     if value < state.eval_loss and not checkpoint_path(run.checkpoints, int(step)).exists():
         progress.note(
             state.step,
-            f"eval_loss was {value:.4g} at step {int(step)} and is {state.eval_loss:.4g}: the weights of that step are "
-            "not kept; metric_for_best_model: eval_loss keeps the best ones of the next run",
+            f"eval_loss was best at step {int(step)} ({value:.4g}, now {state.eval_loss:.4g}), but no checkpoint has "
+            "those weights; next time set metric_for_best_model: eval_loss to keep the best",
         )
 
 
-def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:
-    """Show a note if checkpoints are to be kept for a metric that is not measured."""
+def note_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:
+    """Show a note if ``metric_for_best_model`` names a metric that is not measured."""
     name = settings.metric_for_best_model
     if name is not None and name not in latest:
-        what = "keep checkpoints for" if settings.early_stopping_patience == 0 else "stop early by"
-        known = did_you_mean(name, latest) or f"there are {', '.join(latest)}"
-        progress.note(step, f"there is no metric '{name}' to {what}; {known}")
+        what = "keep checkpoints by" if settings.early_stopping_patience == 0 else "stop early by"
+        known = did_you_mean(name, latest) or f"metrics: {', '.join(latest)}"
+        progress.note(step, f"unknown metric '{name}' to {what}; {known}")

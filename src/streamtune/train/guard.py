@@ -1,7 +1,7 @@
-"""Watching of steps: numbers that are not finite, memory that runs out, sudden jumps, weights that do not move.
+"""Watch training steps for non-finite numbers, out of memory, spikes, and updates lost in rounding.
 
-:class:`StepGuard` makes every decision before the weights are touched. Several ranks must decide alike: all of them
-call :meth:`StepGuard.skips` at the same place, which combines their flags.
+:class:`StepGuard` decides before the weights are changed. All ranks must decide alike, so all of them call
+:meth:`StepGuard.skips` at the same place, which combines their findings.
 """
 
 from __future__ import annotations
@@ -28,39 +28,48 @@ from streamtune.train.step import GIB, TrainSettings, name_rows, peak_memory_byt
 from streamtune.train.world import WORLD, World
 
 NextSchedule = Callable[[bool], Schedule | None]
-"""Finds a schedule that holds less than the one that ran out of memory, None if there is none. Called with True it
-installs that schedule in the model's engine as well.
+"""Function that returns a schedule with less memory than the one that ran out of memory, or None. Called with True, it
+also installs that schedule in the model's engine.
 """
 
 Taken = TypeVar("Taken")
 
 WINDOW = 50
-"""Steps that a value is compared with."""
+"""Number of earlier steps with which a value is compared."""
 LEAST_STEPS = 10
-SPIKE = 6.0
-"""A spike exceeds the median of the window by this many deviations (1.4826 x the median distance from the median), and
-by ``LEAST_SPIKE`` of the median: a curve without noise has no deviations.
+"""Smallest number of earlier steps for a comparison."""
+SPIKE_DEVIATIONS = 6.0
+"""Number of deviations by which a spike exceeds the median of the window. A deviation is 1.4826 times the median
+distance from the median.
 """
 LEAST_SPIKE = 0.5
+"""Fraction of the median by which a spike must also exceed it, because a curve without noise has no deviations."""
 MOST_REPLANS = 4
-"""Schedules tried in one step."""
+"""Largest number of schedules tried in one step after out of memory."""
 FIRST_STEPS = 10
-"""Steps at the start of a run whose share of changed weights is recorded."""
-MOST = 1 << 22
-"""Values of a model that are compared."""
-WHOLE = 4096
-"""Values of a weight up to which all of them are compared."""
+"""Number of steps at the start of a run for which the share of changed weights is recorded."""
+MOST_COMPARED = 1 << 22
+"""Largest number of a model's values that are compared."""
+COMPARED_WHOLE = 4096
+"""Largest number of values of a weight that is always compared whole."""
 
 
 def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
-    """Return the failure of a run at its end if most of its steps were skipped, with the first of them."""
+    """Return the error of a run most of whose steps were skipped, with the first skipped step; else None.
+
+    Args:
+        steps: Number of steps of the run.
+        skipped: Number of skipped steps.
+        run: Directory of the run.
+        dtype: Dtype of the weights.
+    """
     if 2 * skipped <= steps:
         return None
     first = next((r for r in read_records(run.metrics) if r.get("skipped")), {})
     event = next((r for r in read_records(run.events) if r.get("event") == "non_finite"), {})
-    what = f"{skipped:,} of {steps:,} steps were skipped because they were not finite: the model is hardly trained"
+    what = f"{skipped:,} of {steps:,} steps were skipped because a loss or gradient was not finite"
     if first:
-        what += f"\n- the first was step {first['step']:,}, at learning rate {first['lr']:.3g}, weights in "
+        what += f"\n- the first was step {first['step']:,}, with learning rate {first['lr']:.3g} and weights in "
         what += str(dtype).removeprefix("torch.")
     if event.get("what"):
         what += f"\n- {event['what']}"
@@ -68,18 +77,21 @@ def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype
     return NonFiniteError(
         what,
         where=event.get("rows") or str(run.events),
-        fix="the model and the checkpoints are kept; before training anew look at these rows, lower learning_rate, "
-        f"warm up longer{narrow}; on_nan: stop ends a run at the first such step",
+        fix="look at these rows, lower learning_rate, "
+        f"warm up longer{narrow}; on_nan: stop ends a run at the first such step; model and checkpoints are kept",
     )
 
 
 class StepGuard:
-    """Watches the steps of a run.
+    """Decides about the steps of a run: skip, repeat with another schedule, or report a spike.
 
     Args:
-        next_schedule: Finds another schedule, see :data:`NextSchedule`.
-        world: The ranks that train together. With several, running out of memory ends the run: while one of them
-            repeats a step, the others would wait in a collective.
+        settings: Settings of the run.
+        run: Directory of the run.
+        device: Device whose memory is measured.
+        next_schedule: Function that finds another schedule, see :data:`NextSchedule`.
+        world: Ranks that train together. With several, out of memory ends the run: if one rank repeated a step, the
+            others would wait in a collective.
     """
 
     def __init__(
@@ -96,23 +108,23 @@ class StepGuard:
         losses = (record for record in records_backwards(run.metrics) if "loss" in record)
         before = list(islice(losses, WINDOW))[::-1]
         self._seen = {name: deque((r[name] for r in before), maxlen=WINDOW) for name in ("loss", "grad_norm")}
-        self._told: dict[str, int] = {}
-        """Step of the last event of each metric; later jumps within a window are counted in the next event."""
+        self._event_steps: dict[str, int] = {}
+        """Step of the last event of each metric; spikes within a window after it are counted in the next event."""
         for event in islice((e for e in records_backwards(run.events) if e.get("event") == "spike"), 4 * WINDOW):
             if isinstance(event.get("step"), int):
-                self._told.setdefault(str(event.get("metric")), event["step"])
-        self._untold: Counter[str] = Counter()
+                self._event_steps.setdefault(str(event.get("metric")), event["step"])
+        self._unreported: Counter[str] = Counter()
 
     def skips(self, wrong: NonFiniteError | None, step: int, skipped: int) -> bool:
-        """Return True if ``step`` is left out: its gradients are dropped and the learning-rate schedule goes on.
+        """Return True if ``step`` is skipped: its gradients are dropped, and the learning-rate schedule continues.
 
         Args:
-            wrong: Error of this rank, if something is not finite.
-            step: Number of the step, from 1.
-            skipped: Number of steps that the run skipped before.
+            wrong: Error of this rank if its loss or gradient is not finite; else None.
+            step: Number of the step, counted from 1.
+            skipped: Number of steps that the run has skipped so far.
 
         Raises:
-            NonFiniteError: Something is not finite, and the run is to stop; nothing was changed by this step.
+            NonFiniteError: A loss or gradient is not finite, and the settings stop the run. This step changed nothing.
         """
         if not self.world.any(wrong is not None):
             return False
@@ -120,23 +132,28 @@ class StepGuard:
         what, where, fix = next((each for each in reports if each is not None), (f"step {step} is not finite", "", ""))
         wrong = NonFiniteError(what, where=where, fix=fix)
         if self.settings.on_nan == "stop":
-            wrong.fix += "; or write on_nan: skip to go on without such steps"
+            wrong.fix += "; or set on_nan: skip to skip such steps"
             raise wrong
         if skipped >= self.settings.max_skips:
-            wrong.fix = f"{skipped} steps were skipped, as many as max_skips allows; {wrong.fix}"
+            wrong.fix = f"max_skips ({self.settings.max_skips}) is reached; {wrong.fix}"
             raise wrong
         if self.world.is_main:
             append_event(self.run.events, "non_finite", step=step, what=what, rows=where, skipped=skipped + 1)
         return True
 
     def attempt(self, take: Callable[[], Taken], undo: Callable[[], None], step: int) -> Taken:
-        """Compute the gradients of ``step``; if memory runs out, repeat it with another schedule if asked to.
+        """Return ``take()``; with ``on_oom: replan``, repeat it with another schedule when memory runs out.
 
-        The gradient is exact under every schedule. Random numbers repeat the first attempt's, as far as the
-        schedule does not decide how they are drawn. ``undo`` frees the gradients of an attempt.
+        Every schedule gives the same gradient. A repetition draws the same random numbers, as far as the schedule does
+        not change how they are drawn.
+
+        Args:
+            take: Function that computes the gradients of the step.
+            undo: Function that frees the gradients of a failed attempt.
+            step: Number of the step, counted from 1.
 
         Raises:
-            OutOfMemoryError: With the peak, and the schedule the planner would take next.
+            OutOfMemoryError: Memory ran out; the error has the peak and the schedule that the planner would try next.
         """
         alone = self.world.size == 1
         replans = self.settings.on_oom == "replan" and alone
@@ -146,7 +163,7 @@ class StepGuard:
                 return take()
             except OutOfMemoryError as error:
                 peak = peak_memory_bytes(self.device)
-                # Without its cause, whose traceback holds the tensors there was no room for.
+                # Made anew without its cause, because the traceback keeps the step's tensors alive.
                 failed = OutOfMemoryError(error.what, where=error.where, fix=error.fix)
             failed.what += f" (peak {peak / GIB:.2f} GiB)"
             undo()
@@ -155,15 +172,15 @@ class StepGuard:
                 torch.cuda.empty_cache()
             schedule = None
             if alone and tried < MOST_REPLANS:
-                # What the planner has to say against it must not hide what happened.
+                # An error of the planner must not hide the out-of-memory error.
                 with suppress(StreamTuneError, RuntimeError, MemoryError):
                     schedule = self.next_schedule(replans)
             details = {"step": step, "what": failed.what, "rows": failed.where, "peak_bytes": peak}
             if schedule is None or began is None:
                 if schedule is not None:
                     failed.fix = (
-                        f"the planner would take {schedule.describe()} next: write on_oom: replan and it does, for "
-                        f"the same gradient; or {failed.fix}"
+                        f"set on_oom: replan to continue with {schedule.describe()}, which gives the same gradient; "
+                        f"or {failed.fix}"
                     )
                     append_event(self.run.events, "out_of_memory", **details, next_schedule=asdict(schedule))
                 raise failed
@@ -172,28 +189,30 @@ class StepGuard:
         raise AssertionError("the last attempt returns or raises")
 
     def watch(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
-        """Write an event with this rank's rows if the loss or the gradient norm jumped.
+        """Write an event with this rank's rows if the loss or the gradient norm spiked.
 
-        At most one event is written in a window of steps: a policy's loss and norms jump in most of its steps. The next
-        event has the number of jumps since.
+        At most one event per metric is written in a window of steps, because with rewards they spike in most steps. The
+        next event has the number of spikes since.
         """
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             seen = self._seen[name]
             if len(seen) >= LEAST_STEPS:
                 middle = median(seen)
                 deviation = 1.4826 * median(abs(other - middle) for other in seen)
-                jump = max(SPIKE * deviation, LEAST_SPIKE * abs(middle))
+                jump = max(SPIKE_DEVIATIONS * deviation, LEAST_SPIKE * abs(middle))
                 if value > middle + jump:
-                    self._tell(step, name, value, middle, micro_batches)
+                    self._write_event(step, name, value, middle, micro_batches)
             seen.append(value)
 
-    def _tell(self, step: int, name: str, value: float, usual: float, micro_batches: Sequence[MicroBatch]) -> None:
-        last = self._told.get(name)
+    def _write_event(
+        self, step: int, name: str, value: float, usual: float, micro_batches: Sequence[MicroBatch]
+    ) -> None:
+        last = self._event_steps.get(name)
         if last is not None and last < step < last + WINDOW:
-            self._untold[name] += 1
+            self._unreported[name] += 1
             return
-        self._told[name] = step
-        more = {"more": untold} if (untold := self._untold.pop(name, 0)) else {}
+        self._event_steps[name] = step
+        more = {"more": untold} if (untold := self._unreported.pop(name, 0)) else {}
         if self.world.is_main:
             rows = name_rows(micro_batches, most=16)
             details = {"step": step, "metric": name, "value": value, "usual": usual, "rows": rows}
@@ -201,41 +220,41 @@ class StepGuard:
 
 
 class MovedWeights:
-    """Measures the share of the trained weights that a step changes: a step smaller than a rounding changes none.
+    """Measures the share of trained weights that a step changes; an update smaller than the rounding changes nothing.
 
-    Values before a step are kept on the host and compared after it. Models of up to 4 million trained values are
-    compared whole. Of a larger model every n-th value of each weight is compared, always the same ones, and weights
-    count by their size; a weight of up to 4,096 values is compared whole.
+    Values before a step are copied to the host and compared after it. Models of up to 4 million trained values are
+    compared whole. In a larger model every n-th value of each weight is compared, always the same values. Weights of up
+    to 4,096 values are compared whole. Each weight's share counts by its size.
 
     Args:
-        weights: The weights that the optimizer steps, as far as this rank has them.
+        weights: Weights (or this rank's shards) that the optimizer updates.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = [x for x in weights if x.numel()]
-        every = -(-sum(x.numel() for x in self._weights) // MOST)
-        self._every = [1 if x.numel() <= WHOLE else max(1, every) for x in self._weights]
-        self._before = [_values(x, n) for x, n in zip(self._weights, self._every, strict=True)]
+        every = -(-sum(x.numel() for x in self._weights) // MOST_COMPARED)
+        self._every = [1 if x.numel() <= COMPARED_WHOLE else max(1, every) for x in self._weights]
+        self._before = [_sample_values(x, n) for x, n in zip(self._weights, self._every, strict=True)]
 
     def share(self, world: World) -> float:
-        """Return the share of the weights of all ranks that differ now."""
+        """Return the share of the values of all ranks that have changed since, between 0 and 1."""
         moved = 0.0
         for x, n, before in zip(self._weights, self._every, self._before, strict=True):
-            changed = int((_values(x, n) != before).sum())
+            changed = int((_sample_values(x, n) != before).sum())
             moved += changed / len(before) * x.numel()
         found, all_of_them = world.sums([moved, float(sum(x.numel() for x in self._weights))])
         return found / all_of_them if all_of_them else 0.0
 
 
-def _values(x: Tensor, every: int) -> Tensor:
+def _sample_values(x: Tensor, every: int) -> Tensor:
     return x.detach().reshape(-1)[::every].to("cpu", copy=True)
 
 
 def describe_moved(share: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
-    """Return a note on a step that changed only ``share`` of the trained weights, of these dtypes."""
+    """Return a note that a step changed only ``share`` of the trained weights, which have these dtypes."""
     narrow = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
-    why = "it is smaller than the rounding of bfloat16 weights" if narrow else "it is smaller than a rounding of theirs"
-    fix = "delete 'dtype' to train float32 weights, or write weight_rounding: stochastic" if narrow else (
-        "raise learning_rate, or look at grad_norm: a gradient of 0 moves nothing"
+    why = f"most updates are smaller than the rounding{' of 16-bit weights' if narrow else ''}"
+    fix = "delete 'dtype' to train float32 weights, or set weight_rounding: stochastic" if narrow else (
+        "raise learning_rate, or check grad_norm: a gradient of 0 changes nothing"
     )  # fmt: skip
-    return f"a step at a learning rate of {learning_rate:g} changes {share:.1%} of the trained weights: {why}; {fix}"
+    return f"a step with learning rate {learning_rate:g} changed {share:.1%} of the trained weights: {why}; {fix}"

@@ -1,19 +1,19 @@
-"""Optimizers that step each weight in the backward, or on the host.
+"""Update weights during the backward, or on the host.
 
-In the backward a weight is stepped as soon as its gradient is complete, and the gradient is freed. Gradients then take
-the memory of one layer. With ``max_grad_norm`` a first backward measures the norm and keeps nothing; a second one, with
-the same random numbers, steps with gradients scaled by it. Without it there is one backward. Both equal the ordinary
-step to the bit.
+During the backward a weight is updated as soon as its gradient is complete, and the gradient is freed. So gradients
+take the memory of one layer. With ``max_grad_norm`` there are two backwards with the same random numbers. The first
+measures the gradient norm and stores nothing. The second updates the weights with gradients scaled by it. Without
+``max_grad_norm`` there is one backward. Both give bit for bit the ordinary step.
 
-With ``lagged`` gradients are scaled by the norm of the step before, in one backward:
+With ``lagged`` there is one backward, and gradients are scaled by the norm of the previous step:
 
-    g_t <- g_t * min(1, max_norm / (|g_(t-1)| + 1e-6))        |g_0| for the first step, by a first backward
+    g_t <- g_t * min(1, max_norm / (|g_(t-1)| + 1e-6))        the first step has a first backward for its own norm
 
-This differs from the ordinary step: a gradient that is suddenly large is not bounded until the next step. Over several
-micro-batches gradients accumulate as usual, and the backward of the last micro-batch steps.
+This differs from the ordinary step: a gradient that is suddenly large is not clipped until the next step. With several
+micro-batches gradients accumulate as usual, and weights are updated in the backward of the last one.
 
-A thread steps the weights that wait on the host, and those whose optimizer is there (:class:`HostOptimizer`), while the
-device computes the gradients of the layer before.
+A thread updates the weights that are offloaded to the host, and those whose optimizer is on the host
+(:class:`HostOptimizer`). Meanwhile the device computes the gradients of the next layer in the backward.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from streamtune.train.backend import LocalBackend
 
 
 class InBackwardBackend(LocalBackend):
-    """One device, whose optimizer steps in the backward.
+    """A backend of one device whose optimizer updates weights during the backward.
 
     Args:
-        module: The model.
-        optimizer: Optimizer over its parameters, which steps each weight by itself, as AdamW does.
-        max_norm: Norm that gradients are bounded to; 0 leaves them, and needs one backward a step.
-        lagged: Scale by the norm of the step before, which needs one backward too.
+        module: The streamed model.
+        optimizer: Optimizer over its parameters that updates each weight independently of the others, as AdamW does.
+        max_norm: Norm to which gradients are clipped; 0: no clipping, and one backward per step.
+        lagged: True to clip by the norm of the previous step, with one backward per step.
     """
 
     def __init__(
@@ -50,28 +50,28 @@ class InBackwardBackend(LocalBackend):
         super().__init__(module, optimizer)
         self.max_norm, self.lagged = max_norm, lagged and max_norm > 0
         self._norm_before: float | None = None
-        """Norm of the last step that was taken, where steps are scaled by it."""
+        """Norm of the previous step if ``lagged``; else None."""
         self._norm_now = math.nan
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trained]
-        # By index: an optimizer that loads a state puts new groups in the place of its own.
+        # By index, because an optimizer replaces its groups when it loads a state.
         self._group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._last = self._stepping = self._stepped = False
-        self._measuring, self._wrong = True, False
+        self._measuring, self._is_non_finite = True, False
         self._scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
-        self._again: Callable[[], object] = lambda: None
+        self._recompute: Callable[[], object] = lambda: None
         accelerated = any(p.device.type != "cpu" for p in module.parameters())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if accelerated else None
-        self._waiting: list[Future[None]] = []
-        self._stepping_one = Lock()
-        """Held while the optimizer's groups have one weight: weights on the device are stepped beside the thread."""
+        self._pending: list[Future[None]] = []
+        self._groups_lock = Lock()
+        """Held while the optimizer's groups have one weight, because two threads update weights."""
 
-    def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:
+    def begin_step(self, learning_rate: float, recompute: Callable[[], object]) -> None:
         set_learning_rate(self.optimizer, learning_rate)
-        self._norms, self._again, self._scale = {}, again, None
+        self._norms, self._recompute, self._scale = {}, recompute, None
         self._measuring, self._stepping, self._stepped = True, self.max_norm == 0, False
-        self._wrong = False
+        self._is_non_finite = False
         self.clipped_by = self._norm_before
         if self._norm_before is not None:
             self._stepping, self._scale = True, self._scale_of(torch.tensor(self._norm_before))
@@ -85,15 +85,19 @@ class InBackwardBackend(LocalBackend):
             self._last = False
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward; a loss that is not finite steps nothing: the loop sees it, and ends the run."""
+        """Run the backward, unless the loss is not finite and weights would be updated; the loop then ends the run."""
         if self._stepping and not math.isfinite(loss.item()):
-            self._wrong = True
+            self._is_non_finite = True
         else:
             loss.backward()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the norm of the gradients of this step; they are scaled by it in the second backward."""
-        self._join()
+        """Return the norm of this step's gradients; the second backward scales gradients by it.
+
+        Raises:
+            NonFiniteError: The norm is not finite, and this backward has already updated weights.
+        """
+        self._wait_for_thread()
         if not self._norms:
             return math.nan
         device = self._norms[next(iter(self._norms))].device
@@ -102,10 +106,10 @@ class InBackwardBackend(LocalBackend):
         value = norm.item()
         if self._stepping and not math.isfinite(value):
             raise NonFiniteError(
-                f"the norm of the gradient is {value}, and the optimizer has stepped with it in the backward",
+                f"the gradient norm is {value}, and weights were already updated in the backward",
                 where="optim_in_backward",
-                fix="go on from the last checkpoint (start the run again) with a lower learning_rate; max_grad_norm: "
-                "1.0 measures the norm before anything is stepped",
+                fix="start the run again, which resumes from the last checkpoint, with a lower learning_rate; with "
+                "max_grad_norm: 1.0 the norm is checked before any update",
             )
         if not self._stepping:
             self._scale = self._scale_of(norm)
@@ -114,36 +118,40 @@ class InBackwardBackend(LocalBackend):
         return value
 
     def _scale_of(self, norm: Tensor) -> Tensor:
-        """Return the factor of a gradient of this norm, as torch clips."""
+        """Return the factor by which torch's clipping scales a gradient with this norm."""
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def step(self, learning_rate: float) -> None:
-        """Run the second backward, if the first one only measured; wait for the optimizer."""
+        """Run the second backward if the first one only measured the norm; wait until all weights are updated."""
         if not self._stepping:
             set_learning_rate(self.optimizer, learning_rate)
             self._stepping, self._measuring = True, False
-            self._again()
-        self._join()
+            self._recompute()
+        self._wait_for_thread()
         self._stepping = self._stepped = False
         if self.lagged:
             self._norm_before = self._norm_now
 
     def drop_gradients(self) -> None:
-        """Drop the gradients; OutOfMemoryError if some weights were stepped: the step cannot be repeated."""
-        self._join()
+        """Drop the gradients.
+
+        Raises:
+            OutOfMemoryError: Some weights were already updated, so the step cannot be repeated.
+        """
+        self._wait_for_thread()
         if self._stepping and self._stepped:
             raise OutOfMemoryError(
-                "memory ran out in a backward whose optimizer had stepped some weights already",
+                "memory ran out in a backward that had already updated some weights",
                 where="optim_in_backward",
-                fix="start the run again: it goes on from its last checkpoint; write a smaller max_length or "
-                "engine.device_memory before",
+                fix="set a smaller max_length or engine.device_memory, then start the run again: it resumes from its "
+                "last checkpoint",
             )
         self.module.zero_grad(set_to_none=True)
         self._norms = {}
 
     def reset_optimizer(self) -> None:
         super().reset_optimizer()
-        self._norm_before = None  # the gradients that come are clipped by norms of their own
+        self._norm_before = None  # the next gradients are clipped by their own norm
 
     def state(self) -> dict[str, Any]:
         return {} if self._norm_before is None else {"norm_before": self._norm_before}
@@ -153,41 +161,41 @@ class InBackwardBackend(LocalBackend):
             self._norm_before = state.get("norm_before")
 
     def close(self) -> None:
-        self._join()
+        self._wait_for_thread()
         for hook in self._hooks:
             hook.remove()
         if self._thread is not None:
             self._thread.shutdown()
 
     def called_directly(self) -> AbstractContextManager[Any]:
-        self._join()
+        self._wait_for_thread()
         return super().called_directly()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Measure or use the complete gradient of a weight, and free it."""
-        if not self._last:  # more of it comes with the next micro-batch
+        """Measure the norm of a weight's complete gradient, or update the weight with it; then free the gradient."""
+        if not self._last:  # gradients of later micro-batches are still missing
             return
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
         if self._measuring:
             self._norms[id(parameter)] = torch.linalg.vector_norm(grad)
-        if not self._stepping or self._wrong:  # a loss of this step was not finite
+        if not self._stepping or self._is_non_finite:  # a loss of this step was not finite
             return
         self._stepped = True
-        if self._thread is None or not self._is_beside(parameter):
+        if self._thread is None or not self._steps_in_thread(parameter):
             self._step(parameter, grad)
         else:
             event = torch.cuda.current_stream(grad.device).record_event() if grad.device.type == "cuda" else None
-            self._waiting.append(self._thread.submit(self._step_beside, parameter, grad, event))
-            while len(self._waiting) > MOST_WAITING:
-                self._waiting.pop(0).result()
+            self._pending.append(self._thread.submit(self._step_in_thread, parameter, grad, event))
+            while len(self._pending) > MOST_PENDING:
+                self._pending.pop(0).result()
 
-    def _is_beside(self, parameter: Tensor) -> bool:
-        """Return True if the thread steps a weight: the processor has time for it while the device computes."""
+    def _steps_in_thread(self, parameter: Tensor) -> bool:
+        """Return True if the worker thread updates this weight: the CPU is idle while the device computes."""
         return parameter.device.type == "cpu" or isinstance(self.optimizer, HostOptimizer)
 
-    def _step_beside(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
-        """Step one weight in the thread, once ``event`` says that its gradient on the device is complete."""
+    def _step_in_thread(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
+        """Update one weight in the worker thread, after ``event``: then its gradient on the device is complete."""
         stream = self.optimizer.stream if isinstance(self.optimizer, HostOptimizer) else None
         if stream is None or event is None:
             self._step(parameter, grad)
@@ -199,11 +207,11 @@ class InBackwardBackend(LocalBackend):
 
     @torch.no_grad()
     def _step(self, parameter: Tensor, grad: Tensor) -> None:
-        """Step one weight: the others are taken out of the optimizer's groups meanwhile."""
+        """Update one weight with ``grad``; meanwhile the optimizer's groups have no other weight."""
         if self._scale is not None:
             grad.mul_(self._scale.to(grad.device))
         own = self._group_of[id(parameter)]
-        with self._stepping_one:
+        with self._groups_lock:
             before = [(group, group["params"]) for group in self.optimizer.param_groups]
             parameter.grad = grad
             try:
@@ -215,27 +223,27 @@ class InBackwardBackend(LocalBackend):
                     group["params"] = parameters
                 parameter.grad = None
 
-    def _join(self) -> None:
-        """Wait for the thread."""
-        waiting, self._waiting = self._waiting, []
+    def _wait_for_thread(self) -> None:
+        """Wait until the worker thread has updated all its weights."""
+        waiting, self._pending = self._pending, []
         for each in waiting:
             each.result()
 
 
-MOST_WAITING = 16
-"""Gradients that may wait for the thread: about two layers' worth."""
+MOST_PENDING = 16
+"""Largest number of gradients that wait for the worker thread; about two layers have as many."""
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """An optimizer over weights on the device whose states are on the host, where it steps.
+    """An optimizer that keeps its states on the host and updates weights of the device there.
 
-    For one weight after another, weight and gradient are copied to the host, stepped there, and the weight is copied
-    back. So the host holds the states of all weights and two tensors of one weight. The step is bit-identical to the
-    wrapped optimizer's if the device is a CPU; an accelerator's kernels may round differently.
+    It handles one weight after another: weight and gradient are copied to the host, and the updated weight is copied
+    back. So the host holds the states of all weights, and two tensors of one weight. On a CPU the step is bit-identical
+    to the wrapped optimizer's step; an accelerator's kernels may round differently.
 
     Args:
-        optimizer: Optimizer over the weights, without states yet. It is made anew, with the options of its groups, over
-            stand-ins on the CPU, each of which holds a weight only while it is stepped.
+        optimizer: Optimizer over the weights, without states yet. An optimizer of the same class and options is made
+            over CPU parameters, each of which has data only while its weight is updated.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -246,15 +254,15 @@ class HostOptimizer(torch.optim.Optimizer):
         }
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
         self.inner = make([{**g, "params": [self._stand_ins[p] for p in g["params"]]} for g in groups])
-        self.state = _States(self._stand_ins, self.inner)  # type: ignore[assignment]
+        self.state = _StatesByWeight(self._stand_ins, self.inner)  # type: ignore[assignment]
         self.pool = HostPool()
         device = next((p.device for p in every if p.device.type == "cuda"), None)
         self.stream = None if device is None else torch.cuda.Stream(device)
-        """Stream of the copies, for a caller that steps beside the computation."""
+        """CUDA stream for the copies, for a caller that updates weights while the device computes."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step the weights that have a gradient, and free it."""
+        """Update the weights that have a gradient, and free their gradients."""
         whole = [group["params"] for group in self.inner.param_groups]
         try:
             for index, group in enumerate(self.param_groups):
@@ -282,30 +290,30 @@ class HostOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, of an optimizer on the device or of this one; it stays on the host."""
+        """Load the state of this optimizer or of an optimizer on the device; it is stored on the host."""
         self.inner.load_state_dict(state_dict)
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
     def _step_one(self, parameter: nn.Parameter) -> None:
-        """Step one weight; the groups of the inner optimizer hold its stand-in alone."""
+        """Update one weight; the inner optimizer's groups have only its CPU parameter."""
         stand_in, grad = self._stand_ins[parameter], parameter.grad
         assert grad is not None
-        stays = is_host_storage(parameter.untyped_storage())  # it waits there, and so does its gradient
+        stays = is_host_storage(parameter.untyped_storage())  # weight and gradient are already on the host
         nothing = stand_in.data
-        stand_in.data = parameter.data if stays else self._copied(parameter.data)
-        stand_in.grad = grad if stays else self._copied(grad)
+        stand_in.data = parameter.data if stays else self._copy_to_host(parameter.data)
+        stand_in.grad = grad if stays else self._copy_to_host(grad)
         parameter.grad = None
         try:
             self._wait(parameter)
             self.inner.step()
             if not stays:
                 parameter.copy_(stand_in, non_blocking=True)
-                self._wait(parameter)  # before the host's memory is used again
+                self._wait(parameter)  # before the pinned memory is reused
         finally:
             stand_in.data, stand_in.grad = nothing, None
 
-    def _copied(self, x: Tensor) -> Tensor:
+    def _copy_to_host(self, x: Tensor) -> Tensor:
         return self.pool.take(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
     def _wait(self, parameter: Tensor) -> None:
@@ -313,8 +321,8 @@ class HostOptimizer(torch.optim.Optimizer):
             torch.cuda.current_stream(parameter.device).synchronize()
 
 
-class _States(Mapping[Any, Any]):
-    """States by weight; the inner optimizer has them by stand-in."""
+class _StatesByWeight(Mapping[Any, Any]):
+    """Maps a weight to its optimizer state, which the inner optimizer has under the weight's CPU parameter."""
 
     def __init__(self, stand_ins: Mapping[nn.Parameter, nn.Parameter], inner: torch.optim.Optimizer) -> None:
         self._stand_ins, self._inner = stand_ins, inner

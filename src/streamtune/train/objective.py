@@ -1,12 +1,12 @@
-"""Micro-batches, and the objectives that score them: the losses that the loop minimises.
+"""Micro-batches, and the objectives that compute their loss.
 
-The loss of an optimizer step is a mean over something (tokens, pairs, completions) of the whole step, however many
-micro-batches it is split over. The loop calls :meth:`Objective.totals` once, for all micro-batches together, and each
-micro-batch's :class:`Score` is divided by the totals: the scores add up, and so do their gradients.
+The loss of an optimizer step is a mean over the whole step (over tokens, pairs or completions), however many
+micro-batches the step has. The loop calls :meth:`Objective.totals` once for all micro-batches. The :class:`Score` of
+each micro-batch is divided by these totals. So scores add up to the step's loss, and gradients to the step's gradient.
 
-A :class:`Reference` is the model whose log-probs are compared with the trained model's. It is always streamed, never
-differentiated, and in evaluation mode, so without dropout. A model with adapters is its own reference when the adapters
-are switched off.
+A :class:`Reference` is the model whose log-probabilities are compared with the trained model's. It is streamed, runs in
+evaluation mode (without dropout) and has no gradients. A model with adapters is its own reference, with the adapters
+disabled.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ class Score:
     """The result of an objective for one micro-batch."""
 
     loss: Tensor
-    """Scalar with graph: the micro-batch's share of the step's loss."""
+    """Scalar with a graph: the micro-batch's share of the step's loss."""
     router_loss: Tensor | None = None
-    """Scalar with graph, added to the minimised loss and not to the shown loss."""
+    """Scalar with a graph, added to the minimised loss but not to the reported loss."""
     reported: Tensor | None = None
-    """Scalar: ``loss`` as it is shown, if part of ``loss`` is not shown. None: ``loss`` itself."""
+    """Scalar: the loss to report, if it differs from ``loss``. None: ``loss`` is reported."""
     metrics: Mapping[str, SumAndCount] = field(default_factory=dict)
-    """Name -> (sum, count): the record of a step shows the sums of all micro-batches divided by their counts."""
+    """Name -> (sum, count). The record of a step has the sums of all micro-batches divided by their counts."""
     held_out: Sequence[SumAndCount] = ()
-    """The held-out loss as means that are added: (sum, count) of each, over this batch. Read in evaluation alone, where
-    one mean is over all batches; empty for an objective without a held-out loss.
+    """Terms of the held-out loss, as (sum, count) over this batch; used only in evaluation. Each term is averaged over
+    all batches, and the means are added. Empty for an objective without a held-out loss.
     """
 
     @property
     def minimised(self) -> Tensor:
-        """Scalar with graph, from which the backward starts."""
+        """Scalar with a graph, from which the backward starts."""
         return self.loss if self.router_loss is None else self.loss + self.router_loss
 
 
 @dataclass(frozen=True)
 class StepScore:
-    """The loss of a whole optimizer step, and the metrics of its objective."""
+    """The loss of a whole optimizer step, and the objective's metrics."""
 
     loss: float
     metrics: dict[str, float]
     not_finite: NonFiniteError | None = None
-    """Set, not raised, if the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
+    """Error if the loss of a micro-batch was NaN or infinite. It is not raised here, because all ranks decide alike."""
     aux_loss: float | None = None
-    """This rank's share of the routers' balance loss, not multiplied with its coefficient; None without routers."""
+    """This rank's share of the routers' balance loss, without its coefficient; None without routers."""
 
     @classmethod
     def mean(cls, scores: Sequence[StepScore]) -> StepScore:
-        """Return the mean of several scores of the same micro-batches."""
+        """Return the mean of several scores for the same micro-batches."""
         auxiliary = [score.aux_loss for score in scores if score.aux_loss is not None]
         return cls(
             fmean(score.loss for score in scores),
@@ -85,42 +85,45 @@ class Objective(Protocol):
     """A loss that is a mean over a whole optimizer step."""
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
-        """Return the divisors of the step, counted over all ranks of ``world`` before its first backward. Never None.
+        """Return the divisors of the step, summed over all ranks of ``world``; never None.
 
-        Fillers count nothing, and take part in what all ranks compute.
+        Called before the first backward of the step. Fillers do not count.
         """
         ...
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: Any) -> Score:
-        """Score one micro-batch, under the loop's autocast.
+        """Return the score of one micro-batch; called under the loop's autocast.
 
-        ``totals`` are the divisors of its step. In evaluation, without gradients, they are None: nothing is divided,
-        ``loss`` is not read, ``held_out`` and ``metrics`` are.
+        Args:
+            model: The model to call.
+            batch: The micro-batch.
+            totals: Divisors of its step. None in evaluation, which has no gradients and reads only ``held_out`` and
+                ``metrics``.
         """
         ...
 
 
 class SupervisedObjective:
-    """The mean over every target of the step of ``-log p(target)``, or of another loss of a target.
+    """The objective of supervised fine-tuning: the mean of a per-token loss over all targets of a step.
 
-    The mean is weighted if rows have weights: a row of weight 2 counts like two rows. The held-out loss is always
-    ``-log p(target)``, each target once.
+    With row weights the mean is weighted: a row of weight 2 counts like two rows. The held-out loss is always
+    ``-log p(target)``, unweighted.
 
     Args:
-        handle: Handle of the model, if it is streamed: the loss that its routers add is not shown.
-        loss: Loss of a target.
-        teacher: Model that the divergence is from, if there is one; streamed as the model is. Without it batches hold
-            the teacher's top-k probabilities.
+        handle: Handle of the model if it is streamed; then the router loss is not reported.
+        loss: Per-token loss; by default the cross-entropy.
+        teacher: Streamed teacher of a distillation loss. None: without distillation, or batches have the teacher's
+            saved top-k probabilities.
     """
 
     def __init__(
         self, handle: StreamHandle | None = None, loss: TokenLoss = PLAIN, teacher: ModelReference | None = None
     ) -> None:
-        self._handle = handle  # whose routers are others once it is scheduled anew
+        self._handle = handle  # not its routers: a new schedule replaces them
         self.loss, self.teacher = loss, teacher
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
-        """Return the summed weights of all targets of the step: their number without weights."""
+        """Return the sum of the weights of all targets of the step; without weights, the number of targets."""
         return world.sums([sum(batch.target_weight for batch in counted(micro_batches))])[0]
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: float | None) -> Score:
@@ -149,7 +152,7 @@ class SupervisedObjective:
 
 
 def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bool) -> Tensor:
-    """Return the sum of ``-log p`` over the targets of ``batch`` divided by ``num_targets``, plus the routers' loss."""
+    """Return the sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``, plus the router loss."""
     with autocast(batch.input_ids.device, bf16):
         loss: Tensor = output_of(model, batch, num_targets=num_targets).loss
     return loss
@@ -158,7 +161,7 @@ def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bo
 def plain_token_loss(
     model: nn.Module, batch: MicroBatch, loss: TokenLoss, teacher: ModelReference | None = None
 ) -> Tensor:
-    """Return the sum of a loss over the targets of ``batch``, from the logits of models that are not streamed."""
+    """Return the sum of a per-token loss over the targets of ``batch``, from full logits of unstreamed models."""
     teacher_logits = None
     if teacher is not None:
         with torch.no_grad(), evaluating(teacher.model):
@@ -170,11 +173,11 @@ def plain_token_loss(
 
 
 def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:
-    """Call the model on a batch with its labels; ``more`` are arguments that replace or add to the usual ones."""
+    """Return the model's output for a batch with labels; ``more`` adds or replaces arguments of the call."""
     branches = batch.branches if isinstance(batch, PrefixBatch) else None
     with nullcontext() if branches is None else StreamHandle.of(model).laid_out(branches):
         return model(
-            # Transformers asks for labels to compute a loss at all, and takes the shifted ones where they are given.
+            # Transformers computes a loss only with labels, and uses shift_labels if given.
             labels=batch.shift_labels,
             shift_labels=batch.shift_labels,
             num_items_in_batch=num_targets,
@@ -183,33 +186,33 @@ def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more
 
 
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:
-    """Return a context that computes in bfloat16 if ``bf16``, uncached: a cache would hold all cast weights at once."""
+    """Return an autocast context for bfloat16, enabled if ``bf16``; uncached: a cache would hold all cast weights."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False)
 
 
 class Reference(Protocol):
-    """A source of the reference's log-probs."""
+    """A source of the reference model's log-probabilities."""
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
-        """Return the log-probs of the batch's targets: fp32 ``[K]``, no gradient, in the order of ``batch.row_K``."""
+        """Return log-probabilities of the batch's targets: fp32 ``[K]``, no gradient, ordered as ``batch.row_K``."""
         ...
 
 
 class ModelReference:
-    """A streamed model as reference, without its adapters if it has any.
+    """A streamed model as reference; its adapters are disabled unless ``adapters`` is True.
 
     Args:
-        model: The model that is called: with adapters the trained model itself, else another one.
+        model: Model to call: the trained model itself if it has adapters, else another model.
         handle: Handle of the model.
         temperature: Divisor of the logits.
-        adapters: Leave its adapters on.
+        adapters: True to keep its adapters enabled.
     """
 
     def __init__(self, model: Any, handle: StreamHandle, *, temperature: float = 1.0, adapters: bool = False) -> None:
         self.model, self.handle, self.temperature, self.adapters = model, handle, temperature, adapters
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
-        """Return the log-probs, under the caller's autocast."""
+        """Return log-probabilities of the batch's targets, computed under the caller's autocast."""
         without = nullcontext() if self.adapters else _without_adapters(self.model)
         with torch.no_grad(), evaluating(self.model), without, self.handle.routers.silenced():
             scores = self.handle.logprobs(
@@ -218,7 +221,7 @@ class ModelReference:
         return batch.ragged(scores.logprobs)
 
     def lazy_logits(self, batch: MicroBatch) -> LazyLogits:
-        """Return the logits of a batch, not computed: its final hidden states; under the caller's autocast."""
+        """Return lazy logits of a batch: its final hidden states, computed under the caller's autocast."""
         branches = batch.branches if isinstance(batch, PrefixBatch) else None
         with torch.no_grad(), evaluating(self.model), self.handle.routers.silenced():
             return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.arguments)
@@ -226,7 +229,7 @@ class ModelReference:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put the model in evaluation mode inside, and all of it back in its mode afterwards."""
+    """Context manager: the model is in evaluation mode; on exit its previous mode is restored."""
     training = model.training
     model.eval()
     try:
@@ -249,9 +252,9 @@ Batch = TypeVar("Batch", bound="MicroBatch")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one forward and backward, padded to one length; B rows, T positions.
+    """The rows of one forward and backward, padded to the same length: B rows, T positions.
 
-    ``shift_labels[b, t]`` is the token that position t is to predict, or :data:`IGNORE_INDEX`: shifted already.
+    Labels are already shifted: ``shift_labels[b, t]`` is the token that position t predicts, or :data:`IGNORE_INDEX`.
     """
 
     input_ids: Tensor
@@ -261,26 +264,32 @@ class MicroBatch:
     shift_labels: Tensor
     """[B, T] int64"""
     origins: tuple[str, ...]
-    """Source of each row, ``file:row``: for messages."""
+    """Source of each row as ``file:row``, for messages."""
     position_ids: Tensor | None = None
-    """[B, T] int64 from 0 in each row packed into a sequence; None if every sequence is one row"""
+    """[B, T] int64, starting at 0 for each packed row; None if every sequence is one row"""
     weights: Tensor | None = None
-    """[B, T] floats, factor of the loss of the target of position t; None if all are 1"""
+    """[B, T] floats, loss weight of the target of position t; None if all are 1"""
     top_k: TopKTeacher | None = None
-    """Top-k probabilities of a teacher at the trained positions, from a file; they stay on the host"""
+    """Saved top-k probabilities of a teacher at the trained positions, in host memory"""
     filler: bool = False
-    """True for a batch that counts nothing: it is computed because other ranks compute one."""
+    """True if the batch does not count; it runs only because other ranks have a batch at this point."""
 
-    _moved: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "shift_labels", "position_ids", "weights")
+    _tensor_fields: ClassVar[tuple[str, ...]] = (
+        "input_ids",
+        "attention_mask",
+        "shift_labels",
+        "position_ids",
+        "weights",
+    )
 
     @property
     def num_targets(self) -> int:
-        """Number of trained positions: the loss is a mean over them."""
+        """Number of trained positions."""
         return int((self.shift_labels != IGNORE_INDEX).sum())
 
     @property
     def target_weight(self) -> float:
-        """Sum of the weights of all trained positions: their number without weights."""
+        """Sum of the weights of all trained positions; without weights, the number of positions."""
         if self.weights is None:
             return self.num_targets
         return float(self.weights[self.shift_labels != IGNORE_INDEX].double().sum())
@@ -292,26 +301,26 @@ class MicroBatch:
 
     @property
     def padded_left(self) -> bool:
-        """True if padding stands before a token of its row. Padding after it is hidden by causality alone."""
+        """True if a row has padding before a token. Padding after all tokens needs no mask in causal attention."""
         return bool((self.attention_mask[:, 1:] > self.attention_mask[:, :-1]).any())
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the model's call, without labels."""
-        # Transformers separates packed rows by their positions, and looks at them only where no mask is given.
+        """Keyword arguments of the model's call, without labels."""
+        # Transformers separates packed rows by their positions, but only if no mask is given.
         packed = {} if self.position_ids is None else {"position_ids": self.position_ids}
-        # No token sees padding behind it, and a mask it does not need would cost it the faster kernels.
+        # Tokens do not see padding after them, and an unneeded mask would prevent faster kernels.
         mask = self.attention_mask if self.padded_left else None
         return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False}
 
     def to(self, device: torch.device) -> Self:
-        tensors = {name: getattr(self, name) for name in self._moved}
+        tensors = {name: getattr(self, name) for name in self._tensor_fields}
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixBatch(MicroBatch):
-    """Rows that share their beginnings, in one sequence ``[1, T]``, trained on as each of them alone."""
+    """Rows with shared beginnings in one sequence ``[1, T]``, with the same loss and gradient as separate rows."""
 
     branches: Branches
 
@@ -322,25 +331,25 @@ class PrefixBatch(MicroBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeBatch(MicroBatch):
-    """Completions of prompts: N of them, with K targets together, in one of two layouts.
+    """N completions of prompts, with K targets in total, in one of two layouts.
 
-    shared      one sequence ``[1, T]``: common beginnings once, a prompt and perhaps more (``branches``)
-    separate    a row for each completion ``[N, L]``, its prompt before it; padded on the right or on the left
+        shared      one sequence ``[1, T]`` in which each prompt, and other common beginnings, occur once (``branches``)
+        separate    one row per completion ``[N, L]`` with its prompt, padded on the right or on the left
 
-    An objective gets the same from both: 1-D over K, ordered by completion and then by position. A target that several
-    completions begin with is there once for each, and its gradient is the sum of theirs.
+    In both layouts an objective gets values ``[K]``, ordered by completion, then by position. A target in a common
+    beginning occurs once per completion, and its gradients add up.
     """
 
     place_K: Tensor  # noqa: N815
-    """int64 ``[K]``: position of each target in ``[B, T]``, flattened"""
+    """int64 ``[K]``: index of each target in the flattened ``[B, T]``"""
     row_K: Tensor  # noqa: N815
-    """int64 ``[K]``, sorted: the completion of each target"""
+    """int64 ``[K]``, sorted: index of each target's completion"""
     num_rows: int
-    """N"""
+    """Number of completions, N"""
     branches: Branches | None = None
-    """Tokens that each token sees, if beginnings are shared"""
+    """Layout of the tree if beginnings are shared: which tokens each token sees"""
 
-    _moved: ClassVar[tuple[str, ...]] = (
+    _tensor_fields: ClassVar[tuple[str, ...]] = (
         "input_ids",
         "attention_mask",
         "shift_labels",
@@ -351,34 +360,34 @@ class TreeBatch(MicroBatch):
 
     @property
     def num_targets(self) -> int:
-        """Targets of all completions, K."""
+        """Number of targets of all completions, K."""
         return len(self.row_K)
 
     def ragged(self, x_BT: Tensor) -> Tensor:
-        """Return the values at targets, ``[K]``, completion by completion. Differentiable."""
+        """Return the values of ``x_BT`` at the targets, ``[K]``, ordered by completion; differentiable."""
         return x_BT.flatten()[self.place_K]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``StreamHandle.logprobs``, without targets."""
+        """Keyword arguments of ``StreamHandle.logprobs``, without targets."""
         given = super().arguments
         return given if self.branches is None else {**given, "branches": self.branches}
 
 
 def counted(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches that count: all but fillers."""
+    """Return the batches without fillers."""
     return [batch for batch in batches if not batch.filler]
 
 
 class StepStream(Protocol):
-    """An endless source of optimizer steps, epoch after epoch, whose position can be saved."""
+    """An endless source of optimizer steps over epochs, whose position can be saved."""
 
     def next_step(self) -> Sequence[MicroBatch]:
-        """Return the micro-batches of the next optimizer step; fewer than usual at the end of an epoch."""
+        """Return the micro-batches of the next optimizer step; at the end of an epoch there may be fewer."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream, as plain JSON values."""
+        """Return the position of the stream as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

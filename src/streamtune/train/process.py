@@ -1,4 +1,4 @@
-"""State of the training process: every random generator that a step may draw from, and the signals that stop a run."""
+"""Random states of the training process, and the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from streamtune.base.streams import reader_is_gone
 
 @dataclass(frozen=True)
 class RngState:
-    """Torch's generators as tensors; ``random``'s and numpy's as plain JSON values."""
+    """The states of all random generators: torch's as tensors, ``random``'s and numpy's as JSON values."""
 
     tensors: dict[str, Tensor]
     """``cpu`` and ``cuda:0`` ... -> uint8"""
@@ -31,10 +31,14 @@ class RngState:
 
 
 def seed_everything(seed: int, rank: int = 0, step: int = 0) -> None:
-    """Seed ``random``, numpy and torch on every device. ``seed`` is below 2**32, numpy's limit.
+    """Seed ``random``, numpy and torch on every device.
 
-    Ranks draw differently: two ranks that drop the same units would be less random together than one alone. ``step`` is
-    for ranks that start there without a random state to restore.
+    Each rank gets another seed, so that ranks do not share dropout masks.
+
+    Args:
+        seed: Seed below 2**32, numpy's limit.
+        rank: Rank of this process.
+        step: Step at which the process starts, if it has no saved random state to restore.
     """
     if rank > 0 or step > 0:
         seed = int(np.random.SeedSequence((seed, rank, step) if step else (seed, rank)).generate_state(1)[0])
@@ -44,14 +48,14 @@ def seed_everything(seed: int, rank: int = 0, step: int = 0) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Have torch refuse kernels whose results vary from run to run. Call it before a device is used."""
+    """Make torch raise an error for nondeterministic kernels. Call this before a device is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def capture_rng() -> RngState:
-    """Read the state of every generator; draws nothing."""
+    """Return the state of every random generator, without drawing."""
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors |= {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -65,7 +69,7 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Restore every generator. Devices that do not exist any more are left out."""
+    """Restore the state of every random generator. Saved devices that no longer exist are ignored."""
     torch.set_rng_state(state.tensors["cpu"])
     for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in state.tensors:
@@ -78,7 +82,7 @@ def restore_rng(state: RngState) -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the random state at the end, whatever the block draws."""
+    """Context manager: on exit the random state is restored."""
     state = capture_rng()
     try:
         yield
@@ -87,17 +91,16 @@ def preserve_rng() -> Iterator[None]:
 
 
 class StopRequest:
-    """Records the first signal in :attr:`signum` while entered; the loop checks it and stops cleanly.
+    """Context manager that records the first signal in :attr:`signum`; the loop checks it and stops cleanly.
 
-    A second SIGINT or SIGTERM has the system's default effect: it ends the process at once, even inside a kernel or
-    while a checkpoint is written. That loses nothing: a checkpoint counts only once it is renamed into place. SIGHUP is
-    sent several times when a terminal is closed, or after SIGTERM, and so never counts as the second; under ``nohup``,
-    where it is ignored, it stays ignored.
+    A second SIGINT or SIGTERM has the system's default effect. It ends the process at once, even inside a kernel or
+    while a checkpoint is written. No data is lost, because a checkpoint counts only after it is renamed into place.
+    SIGHUP never counts as the second signal, because a closing terminal sends it several times, also after SIGTERM.
+    Under ``nohup`` SIGHUP stays ignored.
 
-    If the reader of standard output has gone (``| head``, a closed viewer), a stop is requested too: nobody may see how
-    the run goes on, and what was trained is saved.
+    A stop is also requested if the reader of standard output has gone (``| head``, a closed viewer).
 
-    Outside the main thread, where Python accepts no handlers, signals change nothing.
+    Outside the main thread Python accepts no handlers, so signals have their usual effect.
     """
 
     def __init__(self) -> None:
@@ -112,7 +115,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Name of the signal, or that nobody reads the output; empty without a stop."""
+        """Reason of the stop: the signal's name, or that the reader of the output has gone; empty without a stop."""
         if self.signum is not None:
             return signal.Signals(self.signum).name
         return "the reader of the output has gone" if reader_is_gone() else ""
@@ -141,14 +144,14 @@ class StopRequest:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         interrupts.record_handled()
-        if os.getpid() != self._owner:  # a fork of a library's: its parent decides
+        if os.getpid() != self._owner:  # in a forked worker: its parent decides
             return
         self.signum = signum
         for caught in self._previous:
             again = signal.SIG_DFL if caught in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN
             signal.signal(caught, again)
-        # Straight to the file descriptor: a handler may run in the middle of a print, whose buffer it must not touch.
-        # The live line hides the cursor, and a process that is killed next would not bring it back.
-        with suppress(OSError):  # the terminal may be what has gone
+        # Written to the file descriptor, because the handler may interrupt a print and must not touch its buffer.
+        # The live line hides the cursor; show it now, because the process may be killed next.
+        with suppress(OSError):  # the terminal may be closed
             cursor = interrupts.SHOW_CURSOR + b"\n" if os.isatty(2) else b""
-            os.write(2, cursor + b"Stopping after this micro-batch, then saving. Once more leaves at once.\n")
+            os.write(2, cursor + b"Stopping after this micro-batch, then saving. Repeat to quit at once.\n")

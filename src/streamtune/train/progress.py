@@ -1,5 +1,7 @@
-"""Output of a run while it trains: a live line on a terminal, ``key=value`` lines elsewhere, ``loss.png``, and calls of
-listeners (experiment trackers, and the user's callbacks).
+"""Output of a run while it trains.
+
+There are a live line on a terminal, or else ``key=value`` lines; ``loss.png``; and calls of listeners (experiment
+trackers and the user's callbacks).
 """
 
 from __future__ import annotations
@@ -29,23 +31,23 @@ from streamtune.train.rundir import RunDirectory
 from streamtune.train.staging import replace_file
 
 SHOWN = {"reward": "reward", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "kl"}
-"""Metrics of an objective that are shown, and their names on the screen; a file has them all."""
+"""Metrics that the screen shows, with their names there; ``metrics.jsonl`` has all metrics."""
 
 
 SAMPLE_PROMPT, SAMPLE_WIDTH = 24, 80
-"""Columns of a sample's prompt on the screen, and of its completion without a terminal."""
+"""Width of a sample's prompt, and of its completion without a terminal, in columns."""
 
 
 @dataclass
 class Progress:
-    """Reports a run of ``total_steps`` on ``console``; enter it around the loop.
+    """Context manager around the loop that reports a run on ``console``.
 
     Args:
         console: Console of the output; a terminal gets the live line.
-        total_steps: Optimizer steps of the whole run.
-        first_step: Steps taken before a resume: the time left is estimated from this session alone.
-        logging_steps: Steps between two lines without a terminal.
-        on_activity: Called with the number of the current step, from 1, and the current activity in it.
+        total_steps: Number of optimizer steps of the whole run.
+        first_step: Number of steps before a resume; the time left is estimated from later steps only.
+        logging_steps: Number of steps between two lines without a terminal.
+        on_activity: Function called with the current step (counted from 1) and the current activity.
     """
 
     console: Console
@@ -71,12 +73,12 @@ class Progress:
         self._live.stop()
 
     def step(self, record: dict[str, Any]) -> None:
-        """Report a step that is done; ``record`` is its line of ``metrics.jsonl``."""
+        """Report a finished step; ``record`` is its line of ``metrics.jsonl``."""
         self._record = record
         self.activity("")
         done = record["step"]
         if "loss" not in record:
-            self.note(done, "skipped: not finite")
+            self.note(done, "skipped: loss or gradient not finite")
             return
         if not self.console.is_terminal and (done % self.logging_steps == 0 or done == self.total_steps):
             self._print_pairs(
@@ -93,12 +95,12 @@ class Progress:
             )
 
     def activity(self, text: str) -> None:
-        """Show the current activity within a step, at the end of the live line."""
+        """Show ``text`` as the current activity, at the end of the live line; empty text shows none."""
         self._activity = text
         self.on_activity(self._record["step"] + 1, text or "training")
 
     def evaluated(self, step: int, found: Mapping[str, float]) -> None:
-        """Report an evaluation after ``step`` steps: ``eval_loss``, ``eval_`` metrics, and the same of each set."""
+        """Report the metrics ``found`` in the evaluation after ``step`` steps, overall and of each held-out set."""
         self.activity("")
         names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
         for metric in ("loss", "reward"):
@@ -115,7 +117,7 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
 
     def sampled(self, step: int, prompt: str, completion: str) -> None:
-        """Report a completion of a sample prompt, cut to one line; ``samples.jsonl`` has all of it."""
+        """Report a completion of a sample prompt, shortened to one line; ``samples.jsonl`` has the full text."""
         asked, wrote = shorten(prompt, SAMPLE_PROMPT), " ".join(completion.split())
         if self.console.is_terminal:
             left = self.console.width - cell_len(asked) - len(str(self.total_steps)) - 20
@@ -135,7 +137,7 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
 
     def note(self, step: int, text: str) -> None:
-        """Report an event in or after ``step``."""
+        """Report a note about ``step``."""
         if self.console.is_terminal:
             self._print_event(step, Text(text))
         else:
@@ -157,10 +159,10 @@ class Progress:
         return (time.monotonic() - self._started) / done * (self.total_steps - self._record["step"])
 
     def _line(self) -> Text:
-        """Return the live line, cut to the width of the terminal: the least important fields go first."""
+        """Return the live line; if it is wider than the terminal, the least important fields are left out."""
         record, width = self._record, self.console.width
         step = Text(f"step {record['step']}/{self.total_steps}", style="bold")
-        # (what is shown, how soon it goes: the highest number first)
+        # (text, priority: fields with the highest number are left out first)
         fields: list[tuple[Text, int]] = [(step, 0)]
         if "loss" in record:
             fields += [
@@ -171,7 +173,7 @@ class Progress:
                     if name in record
                 ],
                 (Text(f"lr {record['lr']:.2g}"), 5),
-                *([(Text(f"grad {record['grad_norm']:.2f}"), 7)] if width >= 100 else []),  # else room for the bar
+                *([(Text(f"grad {record['grad_norm']:.2f}"), 7)] if width >= 100 else []),  # the bar needs the space
                 (Text(f"{format_rate(record['tokens_per_s'])} tok/s"), 3),
                 *([(Text(f"MFU {record['mfu']:.0%}"), 5)] if "mfu" in record else []),
                 (Text(f"{record['peak_mem_gib']:.1f} GiB"), 4),
@@ -196,13 +198,13 @@ def _bar(done: int, total: int, width: int) -> Text:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a text on one line of at most ``width`` columns, with dots where it is cut."""
+    """Return a text as one line of at most ``width`` columns; a shortened text ends with dots."""
     text = " ".join(text.split())
     return text if cell_len(text) <= width else set_cell_size(text, width - 3).rstrip() + "..."
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return ``0:42``, ``1:02:03``, ``2d 03:04``, or ``-:--`` for None."""
+    """Return a duration as ``0:42``, ``1:02:03`` or ``2d 03:04``; ``-:--`` for None."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -214,13 +216,20 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Return a rate such as ``853`` or ``12.3k``."""
+    """Return a rate as ``853`` or ``12.3k``."""
     return f"{per_second:.0f}" if per_second < 1000 else f"{per_second / 1000:.1f}k"
 
 
 INK, MUTED, TRAIN, HELD_OUT = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
 OTHER_TRAIN, OTHER_HELD_OUT = "#7a5cc9", "#c98a1b"
-OF_SETS = (("#c98a1b", "s"), ("#2a9d6f", "^"), ("#7a5cc9", "D"), ("#b03a78", "v"), ("#4a6b8a", "P"), ("#6b4f2a", "X"))
+SET_STYLES = (
+    ("#c98a1b", "s"),
+    ("#2a9d6f", "^"),
+    ("#7a5cc9", "D"),
+    ("#b03a78", "v"),
+    ("#4a6b8a", "P"),
+    ("#6b4f2a", "X"),
+)
 """Colour and marker of each named held-out set."""
 
 Records = Sequence[dict[str, Any]]
@@ -228,12 +237,12 @@ Records = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Panel:
-    """One set of axes, drawn if a run has the first of its metrics."""
+    """One set of axes of the plot, drawn if the run has its first metric."""
 
     label: str
     """Label of the vertical axis."""
     metrics: tuple[str, ...]
-    """One curve each, or two with held-out values; two metrics at most."""
+    """Metrics to draw, at most two; each has a curve, and another for held-out values if they exist."""
     names: tuple[str, ...] = ("",)
     """Prefix of each metric's labels in the legend."""
     limits: tuple[float, float] | None = None
@@ -245,29 +254,29 @@ PANELS = (
     _Panel("mean reward", ("reward",)),
     _Panel("tokens per completion", ("completions/mean_length",)),
 )
-"""Panels below the loss, from the metrics of an objective."""
+"""Panels below the loss, for metrics of preference and reward objectives."""
 
 
 @dataclass
 class LossPlot:
-    """Draws the picture of a run, in at most a fiftieth of the run's time."""
+    """Draws ``loss.png`` of a run, in at most about a fiftieth of the run's time."""
 
     run: RunDirectory
     _next: float = field(default=0.0, init=False)
 
     def draw(self, *, last: bool = False) -> None:
-        """Draw it, unless it was drawn a short while ago and this is not the ``last`` time."""
+        """Draw the plot, unless it was drawn a short time ago; ``last`` draws it in any case."""
         began = time.monotonic()
         if began < self._next and not last:
             return
-        with suppress(OSError):  # a picture is not worth a run; what it shows is in metrics.jsonl
+        with suppress(OSError):  # a plot must not stop a run; its values are in metrics.jsonl
             draw_loss(read_records(self.run.metrics), self.run.loss_plot, title=self.run.path.name)
         now = time.monotonic()
         self._next = now + 50 * (now - began)
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Return the exponential moving average over about ``window`` values, without a bias towards the start."""
+    """Return the exponential moving average over about ``window`` values, with bias correction at the start."""
     decay = 1.0 - 1.0 / max(window, 1.0)
     total = weight = 0.0
     smoothed = []
@@ -279,8 +288,16 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
 
 @with_default_style
 def draw_loss(records: Records, path: Path, *, title: str) -> None:
-    """Draw the training loss, its moving average and the held-out loss; below them the metrics of :data:`PANELS`."""
-    # Slow to import, and only needed here. Figures made without pyplot need no display and leave nothing behind.
+    """Write a plot of training loss, its moving average and held-out loss; below, the metrics of :data:`PANELS`.
+
+    Nothing is written if no record has a loss.
+
+    Args:
+        records: Lines of ``metrics.jsonl``.
+        path: Path of the PNG file.
+        title: Title of the plot.
+    """
+    # Slow to import and only needed here. Figures made without pyplot need no display and have no global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -294,36 +311,36 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
     grid = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     for axes, panel in zip(grid, [loss, *panels], strict=True):
         _draw_panel(axes, panel, records)
-    # A name is no formula: `$` is shown as it is.
+    # A name is not a formula: `$` is shown literally.
     grid[0].set_title(plain(title), loc="left", parse_math=False, color=INK, fontsize=13, fontweight="bold", pad=12)
     grid[-1].set_xlabel("optimizer step", color=INK)
     grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1].set_xlim(left=0)
     picture = BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+        warnings.filterwarnings("ignore", "Glyph")  # the font may lack letters of a name
         FigureCanvasAgg(figure).print_png(picture)
     replace_file(path, picture.getvalue(), durably=False)
 
 
 def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
-    """Draw each metric of a panel over the steps: as measured, smoothed, and held out."""
+    """Draw the metrics of a panel over the steps: measured, smoothed and held-out values."""
     colours = ((TRAIN, HELD_OUT), (OTHER_TRAIN, OTHER_HELD_OUT))
     for metric, name, (colour, other) in zip(panel.metrics, panel.names, colours, strict=False):
-        steps, values = _course(records, metric)
+        steps, values = _read_series(records, metric)
         if not steps:
             continue
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
         smoothed = smooth(values, window=len(values) / 20)
         axes.plot(steps, smoothed, color=colour, linewidth=2.2, label=f"{name}training (smoothed)  {smoothed[-1]:.3f}")
-        steps, values = _course(records, f"eval_{metric}")
+        steps, values = _read_series(records, f"eval_{metric}")
         sets = eval_set_names(records, metric)
         if steps:
             shape = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linewidth": 1.4}
             whole = f"{name}all held out" if sets else f"{name}held out"
             axes.plot(steps, values, color=other, label=f"{whole}  {values[-1]:.3f}", **shape)
-        for called, (set_colour, marker) in zip(sets, cycle(OF_SETS), strict=False):
-            steps, values = _course(records, f"eval_{called}_{metric}")
+        for called, (set_colour, marker) in zip(sets, cycle(SET_STYLES), strict=False):
+            steps, values = _read_series(records, f"eval_{called}_{metric}")
             shape = {"marker": marker, "markersize": 5, "linewidth": 1.1, "linestyle": "--"}
             axes.plot(steps, values, color=set_colour, label=f"{name}{called}  {values[-1]:.3f}", **shape)
     axes.set_ylabel(panel.label, color=INK)
@@ -334,107 +351,111 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=INK)
-    # Four curves leave no corner free.
+    # Four curves leave no free corner for the legend.
     above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 2} if len(panel.metrics) > 1 else {}
     axes.legend(frameon=False, labelcolor=INK, **above)
 
 
-def _course(records: Records, metric: str) -> tuple[list[int], list[float]]:
+def _read_series(records: Records, metric: str) -> tuple[list[int], list[float]]:
     found = [(record["step"], record[metric]) for record in records if metric in record]
     return [step for step, _ in found], [value for _, value in found]
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Everything about a run that is known before its first step; secrets are removed from its texts."""
+    """Facts about a run that are known before its first step; secrets are removed from texts."""
 
     run: str
-    """Id, the same for a run and its resumptions."""
+    """Id of the run; a resumed run keeps it."""
     name: str
-    """Name of its directory."""
+    """Name of the run's directory."""
     directory: Path
     step: int
-    """Steps taken before: 0, or the step of the checkpoint that is resumed."""
+    """Step of the checkpoint from which the run resumes, or 0."""
     total_steps: int
     recipe: Mapping[str, Any]
-    """Every key of the recipe."""
+    """All keys of the recipe."""
     versions: Mapping[str, str]
     plan: Mapping[str, Any]
-    """The schedule; a planned one also has ``peak_bytes``, ``step_seconds`` and ``terms``, bytes by name."""
+    """The schedule. If it was planned, also ``peak_bytes``, ``step_seconds``, and ``terms``: bytes by memory term."""
 
 
 class Listener:
-    """The contract of a listener; each method does nothing unless it is overridden.
+    """Base class of listeners; each method does nothing unless it is overridden.
 
         started -> (step | evaluated | sampled | saved | event)* -> finished
 
-    Rank 0 alone calls listeners, in its training thread, with copies: changes to them do not reach the run. If a
-    listener raises, the loop saves a checkpoint at the next boundary between steps and leaves, and the error is raised
-    then.
+    Only rank 0 calls listeners, in its training thread. Their arguments are copies, so changes do not affect the run.
+    If a listener raises an error, the loop saves a checkpoint at the next boundary between steps, ends, and raises the
+    error.
     """
 
     def started(self, facts: RunFacts) -> None:
-        """Take the facts known before the first step, also of a resumed run."""
+        """Receive the facts of a new or resumed run, before its first step."""
 
     def step(self, record: dict[str, Any]) -> None:
-        """Take the line of ``metrics.jsonl`` of a step that is done."""
+        """Receive the line of ``metrics.jsonl`` of a finished step."""
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Take the line of ``metrics.jsonl`` of an evaluation: ``step``, ``eval_loss`` and other metrics."""
+        """Receive the line of ``metrics.jsonl`` of an evaluation: ``step``, ``eval_loss`` and other metrics."""
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
-        """Take lines of ``samples.jsonl``: ``step``, ``prompt``, ``completion``."""
+        """Receive new lines of ``samples.jsonl``: ``step``, ``prompt``, ``completion``."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Take the step and folder of a checkpoint that is complete and on disk."""
+        """Receive the step and folder of a checkpoint that is complete on disk."""
 
     def event(self, name: str, details: dict[str, Any]) -> None:
-        """Take ``resume``, ``finish``, ``stop`` or ``failure``, as ``events.jsonl`` has them."""
+        """Receive an event ``resume``, ``finish``, ``stop`` or ``failure``, as in ``events.jsonl``."""
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Take the outcome: ``status`` (``finished``, ``stopped`` or ``failed``), ``step``, and ``error`` if failed."""
+        """Receive the outcome at the end of the run.
+
+        Args:
+            outcome: ``status`` (``finished``, ``stopped`` or ``failed``), ``step``, and ``error`` if failed.
+        """
 
 
 @dataclass
 class Listeners(Listener):
-    """Calls several listeners with a copy for each, until one raises. Ranks other than 0 have none."""
+    """Calls several listeners, each with its own copy of the arguments. Ranks other than 0 have no listeners."""
 
     each: Sequence[Listener] = ()
     error: Exception | None = field(default=None, init=False)
-    """Error of a listener; that listener is not called any more."""
+    """First error that a listener raised; this listener is no longer called."""
     _failed: Listener | None = field(default=None, init=False)
 
     def started(self, facts: RunFacts) -> None:
-        self._tell(lambda one: one.started(copy.deepcopy(facts)))
+        self._call_each(lambda one: one.started(copy.deepcopy(facts)))
 
     def step(self, record: dict[str, Any]) -> None:
-        self._tell(lambda one: one.step(copy.deepcopy(record)))
+        self._call_each(lambda one: one.step(copy.deepcopy(record)))
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        self._tell(lambda one: one.evaluated(copy.deepcopy(record)))
+        self._call_each(lambda one: one.evaluated(copy.deepcopy(record)))
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
-        self._tell(lambda one: one.sampled(copy.deepcopy(samples)))
+        self._call_each(lambda one: one.sampled(copy.deepcopy(samples)))
 
     def saved(self, step: int, path: Path) -> None:
-        self._tell(lambda one: one.saved(step, path))
+        self._call_each(lambda one: one.saved(step, path))
 
     def event(self, name: str, details: dict[str, Any]) -> None:
-        self._tell(lambda one: one.event(name, copy.deepcopy(details)))
+        self._call_each(lambda one: one.event(name, copy.deepcopy(details)))
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Call all of them, whichever raises."""
-        self._tell(lambda one: one.finished(copy.deepcopy(outcome)))
+        """Call all listeners, except one that has raised an error."""
+        self._call_each(lambda one: one.finished(copy.deepcopy(outcome)))
 
     def raise_error(self) -> None:
         if self.error is not None:
             raise self.error
 
-    def _tell(self, call: Callable[[Listener], None]) -> None:
+    def _call_each(self, call: Callable[[Listener], None]) -> None:
         for one in self.each:
             if one is self._failed:
                 continue
-            if self.error is not None:  # the first error is the one that is shown
+            if self.error is not None:  # only the first error is reported
                 with suppress(Exception):
                     call(one)
                 continue

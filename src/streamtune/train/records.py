@@ -1,7 +1,7 @@
-"""The records that a run writes: ``metrics.jsonl`` and ``events.jsonl``, one JSON object a line.
+"""Read and write the records of a run: ``metrics.jsonl`` and ``events.jsonl``, one JSON object per line.
 
-A long run has hundreds of thousands of lines. A start needs the last ones: they are read from the end, and a file is
-cut where the first line to drop begins.
+A long run has hundreds of thousands of lines, and a resumed run needs only the last ones. So files are read from the
+end and truncated at the first line to delete.
 """
 
 from __future__ import annotations
@@ -20,88 +20,95 @@ from streamtune.base.privacy import redact_values
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.train.staging import append_to, cut_file, rename_file, replace_file, write_error
 
-OF_STEPS = ("non_finite", "out_of_memory", "spike", "skip")
-"""Events that are part of a step, and happen again when it is repeated. Others are history, and stay."""
+STEP_EVENTS = ("non_finite", "out_of_memory", "spike", "skip")
+"""Events of a step, which are deleted when the step is repeated. Other events are kept."""
 
 
 CHECKED_BYTES = 4 << 20
-"""Bytes at the end of a file of records whose lines are checked at a start."""
+"""Number of bytes at the end of a records file that are checked before a run resumes."""
 ROTATE_BYTES = 64 << 20
-"""Size from which a file of texts is moved aside, and a new one begins."""
+"""File size from which a text file is rotated."""
 ROTATED = 3
-"""Files moved aside that are kept; the oldest goes."""
+"""Number of rotated files that are kept."""
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Add one line. Floats are written with all their digits, so two runs can be compared exactly."""
+    """Append one line. Floats are written with all digits, so runs can be compared exactly.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
     append_records(path, [record])
 
 
 def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Add several lines at once: all of them, or after a crash the first ones."""
+    """Append several lines in one write; after a crash the file may have only the first of them.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
     lines = "".join(json.dumps(record) + "\n" for record in records)
     try:
         append_to(path, lines.encode("utf-8"))
     except OSError as error:
-        raise write_error(error, path, needed=len(lines), safe="checkpoints saved before are intact") from error
+        raise write_error(error, path, needed=len(lines), safe="earlier checkpoints are intact") from error
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:
-    """Add one line with an event, its details and its time (UTC)."""
-    redacted = redact_values(details)  # an error's text may quote anything
+    """Append a line with an event, its details and its time (UTC)."""
+    redacted = redact_values(details)  # the text of an error may contain secrets
     append_record(path, {"time": datetime.now(UTC).isoformat(timespec="seconds"), "event": event, **redacted})
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read all lines; none if the file does not exist. A last line torn by a crash is left out.
+    """Return all records; empty if the file does not exist. A last line truncated by a crash is ignored.
 
     Raises:
-        ArgumentError: The file cannot be read, or a line is not what a run writes, with ``file:line``: somebody changed
-            the file, and its unreadable lines would be lost when it is written anew.
+        ArgumentError: The file cannot be read, or a line is not a JSON object; the error names ``file:line``.
     """
     return [record for _, record in _read_from(path, 0)]
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a file, as an error names it."""
+    """A line of a records file, with its place for error messages."""
 
     path: Path
     start: int
     """Offset of its first byte."""
     text: bytes
     is_last: bool
-    """True if it is the last line, which a crash may have torn."""
+    """True if it is the last line, which a crash may have truncated."""
 
     def record(self) -> dict[str, Any] | None:
-        """Return the record; None for a last line that a crash has torn."""
+        """Return the record; None for a last line truncated by a crash."""
         try:
             record = json.loads(self.text.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            # Each line is written with its end at once. A crash may leave part of the last, or zeros in its place.
+            # A line and its newline are written together. A crash may leave a part of the last line, or zeros.
             if self.is_last and (b"\0" in self.text or not self.text.endswith(b"\n")):
                 return None
             reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "is not JSON"
-            raise self.strange(reason) from error
+            raise self.invalid(reason) from error
         if not isinstance(record, dict):
-            raise self.strange("is no JSON object")
+            raise self.invalid("is not a JSON object")
         return record
 
-    def strange(self, reason: str) -> ArgumentError:
-        """Return the error about the line."""
+    def invalid(self, reason: str) -> ArgumentError:
+        """Return the error that this line is invalid."""
         with self.path.open("rb") as file:
             number, left = 1, self.start
             while left and (block := file.read(min(left, BLOCK))):
                 number, left = number + block.count(b"\n"), left - len(block)
-        return _strange(self.path, number, reason)
+        return _invalid_records(self.path, number, reason)
 
 
 BLOCK = 1 << 16
-"""Bytes read at once from the end of a file."""
+"""Number of bytes read at a time from the end of a file."""
 
 
 def _read_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]:
-    """Yield lines and their records from byte ``start`` on, where a line begins; nothing if there is no file."""
+    """Yield lines with their records from byte ``start``, the start of a line; nothing if the file does not exist."""
     if not path.exists():
         return
     try:
@@ -115,11 +122,11 @@ def _read_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]
                 if record is not None:
                     yield line, record
     except OSError as error:
-        raise _strange(path, 0, f"cannot be read: {error.strerror or error}") from error
+        raise _invalid_records(path, 0, f"cannot be read: {error.strerror or error}") from error
 
 
 def _lines_backwards(path: Path) -> Iterator[_Line]:
-    """Yield the lines of a file from the last to the first; nothing if there is no file."""
+    """Yield the lines of a file from the last to the first; nothing if the file does not exist."""
     if not path.exists():
         return
     try:
@@ -129,7 +136,7 @@ def _lines_backwards(path: Path) -> Iterator[_Line]:
                 size = min(BLOCK, start)
                 start = file.seek(start - size)
                 rest = file.read(size) + rest
-                # Of the first line in ``rest`` the beginning may be before it.
+                # The first line in ``rest`` may begin in an earlier block.
                 *whole, rest = _split(rest, start == 0)
                 end = start + len(rest) + sum(map(len, whole))
                 for text in whole:
@@ -137,41 +144,43 @@ def _lines_backwards(path: Path) -> Iterator[_Line]:
                     yield _Line(path, end, text, is_last)
                     is_last = False
     except OSError as error:
-        raise _strange(path, 0, f"cannot be read: {error.strerror or error}") from error
+        raise _invalid_records(path, 0, f"cannot be read: {error.strerror or error}") from error
 
 
 def _split(text: bytes, from_start: bool) -> list[bytes]:
-    """Return the lines of a text from the last to the first; with ``from_start`` nothing stands before the first."""
+    """Return the lines of a text from the last to the first; ``from_start`` means that the first line is complete."""
     *lines, last = text.split(b"\n")
     found = [line + b"\n" for line in lines] + [last] * bool(last)
     return [*reversed(found), b""] if from_start else found[::-1]
 
 
 def records_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield records from the last to the first, reading only as much of the file as the caller takes."""
+    """Yield records from the last to the first; the file is read only as far as the caller iterates."""
     for line in _lines_backwards(path):
         if (record := line.record()) is not None:
             yield record
 
 
 def check_records(metrics: Sequence[Path], events: Path) -> None:
-    """Check that the records of a run can be continued, before anything of it is changed; of a long file the end.
+    """Check the records of a run before it resumes; of a long file only the last :data:`CHECKED_BYTES` bytes.
 
-    Each line of ``metrics`` belongs to a step.
+    Args:
+        metrics: Files in which each line must have a step.
+        events: Path of ``events.jsonl``.
 
     Raises:
-        ArgumentError: As :func:`read_records`, or a line has no step.
+        ArgumentError: A file cannot be read, a line is not a JSON object, or a line has no step.
     """
     for path in metrics:
-        for line, record in _last(path):
+        for line, record in _read_last(path):
             if not _is_step(record.get("step")):
-                raise line.strange("has no 'step' that is a whole number")
-    for line, record in _last(events):
-        if record.get("event") in OF_STEPS and not _is_step(record.get("step", 0)):
-            raise line.strange("has a 'step' that is no whole number")
+                raise line.invalid("has no integer 'step'")
+    for line, record in _read_last(events):
+        if record.get("event") in STEP_EVENTS and not _is_step(record.get("step", 0)):
+            raise line.invalid("has no integer 'step'")
 
 
-def _last(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
+def _read_last(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
     start = 0
     if path.exists() and (size := path.stat().st_size) > CHECKED_BYTES:
         with path.open("rb") as file:
@@ -185,17 +194,23 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _strange(path: Path, number: int, reason: str) -> ArgumentError:
+def _invalid_records(path: Path, number: int, reason: str) -> ArgumentError:
     line = f"line {number} of {path.name} " if number else f"{path.name} "
     return ArgumentError(
-        f"{line}{reason}, so the run cannot be gone on with",
+        f"{line}{reason}, so the run cannot resume",
         where=f"{path}:{number}" if number else str(path),
-        fix="fix the line, or move the file away: the run then goes on and writes a new one",
+        fix="fix the line, or move the file away; the run then resumes with a new file",
     )
 
 
 def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
-    """Drop the lines of steps after ``step``, which are taken again, and unless ``evaluated`` its evaluation."""
+    """Delete the lines of steps after ``step``, which are repeated.
+
+    Args:
+        path: Records file; nothing happens if it does not exist.
+        step: Last step whose lines are kept.
+        evaluated: False to delete the evaluation of ``step`` too, which is also repeated.
+    """
     if not path.is_file():
         return
 
@@ -204,7 +219,7 @@ def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
     for line in _lines_backwards(path):
         record = line.record()
         if record is not None and not _is_step(record.get("step")):
-            raise line.strange("has no 'step' that is a whole number")
+            raise line.invalid("has no integer 'step'")
         if record is not None and record["step"] < step:
             break
         is_kept = record is not None and record["step"] == step and (evaluated or not _is_evaluation(record))
@@ -216,15 +231,15 @@ def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
 
 
 def cut_events(path: Path, step: int) -> None:
-    """Drop the events of steps after ``step``, which happen again, and a line torn by a crash."""
+    """Delete the events of steps after ``step``, which are repeated, and a last line truncated by a crash."""
     if path.is_file():
         records = read_records(path)
-        kept = [r for r in records if r.get("event") not in OF_STEPS or r.get("step", 0) <= step]
+        kept = [r for r in records if r.get("event") not in STEP_EVENTS or r.get("step", 0) <= step]
         _replace(path, "".join(json.dumps(record) + "\n" for record in kept).encode("utf-8"))
 
 
 def _cut(path: Path, size: int, more: bytes) -> None:
-    """Cut a file to ``size`` bytes and add ``more``; with ``more``, replace it at once by a new file."""
+    """Truncate a file to ``size`` bytes and append ``more``; if ``more`` is not empty, replace the file atomically."""
     if path.stat().st_size == size and not more:
         return
     if more:
@@ -234,24 +249,24 @@ def _cut(path: Path, size: int, more: bytes) -> None:
     try:
         cut_file(path, size)
     except OSError as error:
-        raise write_error(error, path, needed=0, safe="checkpoints saved before are intact") from error
+        raise write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
 
 
 def _replace(path: Path, content: bytes) -> None:
     try:
         replace_file(path, content)
     except OSError as error:
-        safe = "checkpoints saved before are intact"
+        safe = "earlier checkpoints are intact"
         raise write_error(error, path, needed=path.stat().st_size, safe=safe) from error
 
 
 def rotated(path: Path) -> list[Path]:
-    """Return the names of a file of texts and of the files moved aside, the newest first, whether they exist or not."""
+    """Return the paths of a text file and of its rotated files, the newest first; they need not exist."""
     return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, ROTATED + 1))]
 
 
 def rotate(path: Path) -> None:
-    """Move a file of texts aside if it is long: ``name.jsonl`` becomes ``name.1.jsonl``, and the oldest goes."""
+    """Rotate a long text file: ``name.jsonl`` becomes ``name.1.jsonl``, and the oldest rotated file is deleted."""
     if not path.is_file() or path.stat().st_size < ROTATE_BYTES:
         return
     names = rotated(path)
@@ -260,11 +275,11 @@ def rotate(path: Path) -> None:
             if old.is_file():
                 rename_file(old, new.name)
     except OSError as error:
-        raise write_error(error, path, needed=0, safe="checkpoints saved before are intact") from error
+        raise write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
 
 
 def cut_rotated(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step`` in a file of texts, and in the files that were moved aside."""
+    """Delete the lines of steps after ``step`` in a text file and its rotated files."""
     for file in rotated(path):
         if not file.is_file():
             return
@@ -279,10 +294,10 @@ def _is_evaluation(record: dict[str, Any]) -> bool:
 
 @contextmanager
 def record_failure(path: Path) -> Iterator[None]:
-    """Add an event if the block fails, and raise the error again."""
+    """Context manager: if the block raises an error, write an event ``failure`` and raise the error again."""
     try:
         yield
     except Exception as error:
-        with suppress(CheckpointError):  # where the disk is what failed, it is the first failure that is reported
+        with suppress(CheckpointError):  # if the disk is full, the first error is reported
             append_event(path, "failure", error=type(error).__name__, what=str(error))
         raise

@@ -1,15 +1,22 @@
-"""The directory of a run, and the rules by which a run may use it.
+"""The directory of a run, and the rules for starting or resuming a run in it.
 
 output_dir/
-  run.json        identity of the run          recipe.yaml     resolved, replayable
-  metrics.jsonl   one line a step              events.jsonl    events with their times
-  samples.jsonl   sample prompts completed     trackers.json   ids of this run at its trackers
-  loss.png        checkpoints/                 final/          trained model, in Hugging Face format
-  plan.json       prediction                   data.json       counts and lengths of the rows
-  bad_rows.json   rows left out as faulty      selected.jsonl  rows chosen for each step
-  report.html     all of that on a page, written at the end
+  run.json        identity of the run
+  recipe.yaml     recipe with every default filled in
+  metrics.jsonl   one line per step
+  events.jsonl    events with their times
+  samples.jsonl   completed sample prompts
+  trackers.json   ids of this run at its trackers
+  loss.png
+  checkpoints/
+  final/          trained model in Hugging Face format
+  plan.json       predicted memory and time
+  data.json       counts and lengths of the rows
+  bad_rows.json   skipped rows
+  selected.jsonl  rows selected for each step
+  report.html     report of the run, written at the end
   deepspeed.json  DeepSpeed's configuration with every default filled in
-  .lock           held by the process that trains, see ``hold``
+  .lock           lock of the process that trains, see ``directory_lock``
 """
 
 from __future__ import annotations
@@ -26,26 +33,26 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_you_mean
 from streamtune.train.checkpoint import Checkpoint, check_identity, newest_checkpoint, open_checkpoint
-from streamtune.train.hold import IDENTITY, LOCK, DirectoryHold
+from streamtune.train.directory_lock import IDENTITY, LOCK, DirectoryLock
 from streamtune.train.records import read_records, rotated
 from streamtune.train.staging import fsync_path, write_durably, write_error
 from streamtune.train.world import World
 
 FILES = {
     "base": "the files of the model that training started from",
-    "adapter": "the files of the base that the model's adapters name",
+    "adapter": "the files of the adapters' base model",
     "start": "the files of the adapters that training started from",
     "reference": "the files of the reference model, or the file of a teacher",
-    "rewards": "the files with the source of the reward functions",
+    "rewards": "the source files of the reward functions",
 }
-"""Files that a run reads again when it resumes, by the key of their fingerprint."""
+"""Files that a resumed run reads again, by the key of their fingerprint."""
 
-MEASURED = {"probe.json", "probe.png", "bench.json", "bench.png"}
-"""Files that ``probe-max-len`` and ``bench`` write into the directory before there is a run."""
+MEASUREMENT_FILES = {"probe.json", "probe.png", "bench.json", "bench.png"}
+"""Files that ``probe-max-len`` and ``bench`` may write into the directory before a run."""
 
 
-class _Entry:
-    """Path of a file or folder of a run."""
+class _PathInRun:
+    """Descriptor that returns the path of a file or folder of a run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,29 +67,33 @@ class RunDirectory:
 
     path: Path
 
-    identity = _Entry(IDENTITY)
-    """Identity of the run: the part of the recipe that decides the result, and a fingerprint of the data."""
-    recipe = _Entry("recipe.yaml")
-    """The recipe, with every default filled in."""
-    deepspeed = _Entry("deepspeed.json")
-    metrics = _Entry("metrics.jsonl")
-    events = _Entry("events.jsonl")
-    samples = _Entry("samples.jsonl")
-    trackers = _Entry("trackers.json")
-    loss_plot = _Entry("loss.png")
-    plan = _Entry("plan.json")
-    """The planner's schedule and its prediction, as ``streamtune plan --json`` prints it."""
-    data = _Entry("data.json")
-    bad_rows = _Entry("bad_rows.json")
-    selected = _Entry("selected.jsonl")
-    report = _Entry("report.html")
-    checkpoints = _Entry("checkpoints")
-    final = _Entry("final")
+    identity = _PathInRun(IDENTITY)
+    """Identity of the run: the recipe keys that determine the result, and a fingerprint of the data."""
+    recipe = _PathInRun("recipe.yaml")
+    """Path of recipe.yaml: the recipe with every default filled in."""
+    deepspeed = _PathInRun("deepspeed.json")
+    metrics = _PathInRun("metrics.jsonl")
+    events = _PathInRun("events.jsonl")
+    samples = _PathInRun("samples.jsonl")
+    trackers = _PathInRun("trackers.json")
+    loss_plot = _PathInRun("loss.png")
+    plan = _PathInRun("plan.json")
+    """Path of plan.json: the chosen schedule and its prediction, in the format of ``streamtune plan --json``."""
+    data = _PathInRun("data.json")
+    bad_rows = _PathInRun("bad_rows.json")
+    selected = _PathInRun("selected.jsonl")
+    report = _PathInRun("report.html")
+    checkpoints = _PathInRun("checkpoints")
+    final = _PathInRun("final")
 
     def read_identity(self) -> dict[str, Any] | None:
-        """Return the identity of the run here, None without a run; ArgumentError if the files are not a run's."""
-        self._refuse_others()
-        # Listed before it is looked for: another start may write it meanwhile, and several files after it.
+        """Return the identity of the run in this directory; None if there is no run.
+
+        Raises:
+            ArgumentError: The directory cannot be read, or it has files that are not a run's.
+        """
+        self._check_entry_types()
+        # List the folder first: another process may write run.json, and more files after it, in between.
         try:
             entries = {entry.name for entry in self.path.iterdir()}
         except FileNotFoundError:
@@ -93,7 +104,7 @@ class RunDirectory:
             raise ArgumentError(
                 f"{self.path} cannot be read: {error.strerror}",
                 where="output_dir",
-                fix="make it readable and writable to you (chmod u+rwx), or give another --output-dir",
+                fix="make it readable and writable (chmod u+rwx), or use another --output-dir",
             ) from error
         if self.identity.is_file():
             try:
@@ -102,24 +113,27 @@ class RunDirectory:
                 )
             except (OSError, ValueError, RecursionError) as error:
                 raise ArgumentError(
-                    f"{self.identity} cannot be read, so nothing says what run this is: {error}",
+                    f"{self.identity} cannot be read, so the run is unknown: {error}",
                     where="output_dir",
-                    fix="give an empty or new folder with --output-dir; --resume takes a checkpoint of this one there",
+                    fix="use an empty or new folder (--output-dir); --resume PATH starts from a checkpoint of this run",
                 ) from error
             return identity
-        # A process killed while it claimed a new directory leaves its lock and the first file staged.
-        if entries - {LOCK, f".tmp-{IDENTITY}"} - MEASURED:
+        # A process killed at the start of a new run leaves its lock and a temporary run.json.
+        if entries - {LOCK, f".tmp-{IDENTITY}"} - MEASUREMENT_FILES:
             raise ArgumentError(
-                f"{self.path} is not empty, and what is in it is not a run of streamtune",
+                f"{self.path} is not empty and has no run of streamtune",
                 where="output_dir",
-                fix="give an empty or new folder with --output-dir",
+                fix="use an empty or new folder (--output-dir)",
             )
         return None
 
-    def _refuse_others(self) -> None:
-        """Refuse links and things of another type under the names that a run writes, moves and deletes.
+    def _check_entry_types(self) -> None:
+        """Check that each existing entry with a name that a run uses has the right type and is not a link.
 
-        A named pipe would wait for its other end, a folder would be replaced, and a link leads out of the directory.
+        A named pipe would block, a folder would be replaced, and a link leads out of the directory.
+
+        Raises:
+            ArgumentError: An entry is a symbolic link or has another type.
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
         texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
@@ -131,30 +145,30 @@ class RunDirectory:
         for path in (*files, *(path for path in steps if path.name.startswith("step-"))):
             if path.is_symlink():
                 raise ArgumentError(
-                    f"{path} is a symbolic link; a run keeps its files in its own directory",
+                    f"{path} is a symbolic link, but a run's files must be in its own directory",
                     where="output_dir",
-                    fix="remove the link; output_dir itself may be one, to a disk with room",
+                    fix="remove the link; output_dir itself may be a link, such as to a larger disk",
                 )
         for path, is_right, kind in [
             *((path, path.is_file, "regular file") for path in texts),
             *((path, path.is_dir, "folder") for path in folders),
         ]:
-            if os.path.lexists(path) and not is_right() and os.path.lexists(path):  # else it was removed meanwhile
+            if os.path.lexists(path) and not is_right() and os.path.lexists(path):  # again: it may have been removed
                 raise ArgumentError(
-                    f"{path} is no {kind}, and a run keeps one there",
+                    f"{path} must be a {kind}",
                     where="output_dir",
-                    fix="move it away, or give another --output-dir",
+                    fix="move it away, or use another --output-dir",
                 )
 
-    def hold(self) -> DirectoryHold:
-        """Lock the directory, which is made if it does not exist. Files that are not a run's are left as they are.
+    def lock(self) -> DirectoryLock:
+        """Lock the directory and return the lock; the directory is created if it does not exist.
 
         Raises:
             ArgumentError: Another process is training in it, or it has files that are not a run's.
             CheckpointError: It cannot be written to.
         """
         self.read_identity()
-        return DirectoryHold(self.path)
+        return DirectoryLock(self.path)
 
     @contextmanager
     def claim(
@@ -162,23 +176,27 @@ class RunDirectory:
         identity: Mapping[str, Any],
         recipe_yaml: str,
         deepspeed: Mapping[str, Any] = MappingProxyType({}),
-        hold: DirectoryHold | None = None,
+        lock: DirectoryLock | None = None,
         documents: Mapping[Path, Mapping[str, Any]] = MappingProxyType({}),
     ) -> Iterator[None]:
-        """Write the identity and recipe of the run, and keep other processes from training in the directory.
+        """Context manager: write the identity and recipe of the run; the directory is locked meanwhile.
 
         Args:
             identity: Identity of the run.
-            recipe_yaml: The recipe, with every default filled in.
-            deepspeed: Configuration of DeepSpeed; empty if it does not train.
-            hold: Lock of this process; without it the directory is locked here.
-            documents: Further documents to write, by their path: the plan, the data.
+            recipe_yaml: Recipe with every default filled in.
+            deepspeed: Configuration of DeepSpeed; empty without DeepSpeed.
+            lock: Lock that this process already has; None: the directory is locked here.
+            documents: Further JSON documents to write, by path, such as plan and data.
+
+        Raises:
+            ArgumentError: Another process is training in the directory.
+            CheckpointError: A file cannot be written.
         """
         texts = {self.identity: json.dumps(identity, indent=1) + "\n", self.recipe: recipe_yaml}
         texts |= {path: json.dumps(document, indent=1) + "\n" for path, document in documents.items()}
         if deepspeed:
             texts[self.deepspeed] = json.dumps(deepspeed, indent=2) + "\n"
-        with nullcontext(hold) if hold is not None else self.hold():
+        with nullcontext(lock) if lock is not None else self.lock():
             try:
                 for path, text in texts.items():
                     write_durably(path, text)
@@ -189,27 +207,31 @@ class RunDirectory:
     @staticmethod
     def _unwritable(error: OSError, texts: Mapping[Path, str]) -> CheckpointError:
         needed = sum(map(len, texts.values()))
-        return write_error(error, next(iter(texts)), needed=needed, safe="what was there before is intact")
+        return write_error(error, next(iter(texts)), needed=needed, safe="existing files are unchanged")
 
     def sync(self) -> None:
-        """Wait until every line of the run's records is on disk."""
+        """Wait until all records of the run are on disk."""
         for path in self.path.glob("[!.]*.jsonl"):
-            if path.is_file() and not path.is_symlink():  # else it is none of the run's
+            if path.is_file() and not path.is_symlink():  # anything else was not written by the run
                 fsync_path(path)
         fsync_path(self.path)
 
     def move_aside(self) -> Path:
-        """Rename a directory that holds a run to the first free ``NAME.old-N``, and return that path."""
-        return self.hold().move_aside()
+        """Rename the directory of a run to the first free ``NAME.old-N``, and return the new path."""
+        return self.lock().move_aside()
 
 
 def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint to resume; None starts at the beginning.
+    """Return the checkpoint to resume from; None to start from the beginning.
 
     Args:
-        run: The directory to look in.
-        resume: ``auto`` (the newest one of ``run`` that verifies), ``never``, or the path of a checkpoint.
-        notify: Called with a message about each damaged checkpoint.
+        run: Directory of the run.
+        resume: ``auto`` (the newest undamaged checkpoint of ``run``), ``never``, or the path of a checkpoint.
+        notify: Function called with a message about each damaged checkpoint.
+
+    Raises:
+        ArgumentError: The path does not exist.
+        CheckpointError: The checkpoint is damaged, or all checkpoints of the run are damaged or gone.
     """
     if resume == "never":
         return None
@@ -223,20 +245,20 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
         raise ArgumentError(
             f"there is no checkpoint {path}",
             where="--resume",
-            fix=did_you_mean(resume, ("auto", "never")) or "give auto, never, or runs/NAME/checkpoints/step-000100",
+            fix=did_you_mean(resume, ("auto", "never")) or "use auto, never, or runs/NAME/checkpoints/step-000100",
         )
-    return open_checkpoint(path.resolve())  # a link to a checkpoint is fine, one inside it is not
+    return open_checkpoint(path.resolve())  # a link to a checkpoint is allowed, a link inside it is not
 
 
 def _refuse_lost_checkpoints(run: RunDirectory) -> None:
-    """Refuse to start anew if a run's checkpoints are gone: its records and model would be overwritten."""
+    """Raise a CheckpointError if the run has saved checkpoints that are gone; a new start would overwrite its files."""
     saved = [record for record in read_records(run.events) if record.get("event") == "checkpoint"]
     if saved and run.identity.is_file():
         raise CheckpointError(
-            f"{run.path} holds a run that saved checkpoints, the last at step {saved[-1].get('step')}, and none is in "
-            f"{run.checkpoints}; nothing was changed",
-            fix="put a copy of one back and start again, or go on from another with --resume PATH; "
-            "--resume never moves this run aside and starts anew",
+            f"the run in {run.path} saved checkpoints, the last at step {saved[-1].get('step')}, but "
+            f"{run.checkpoints} has none; nothing was changed",
+            fix="restore one of them from a copy and start again, or resume from another with --resume PATH; "
+            "--resume never moves this run aside and starts a new one",
         )
 
 
@@ -248,68 +270,73 @@ def check_same_run(
     allow: Container[str] = (),
     fixed: Container[str] = (),
 ) -> list[str]:
-    """Refuse to resume a run under other settings or data than at its start; return the allowed differences.
+    """Check that a run resumes with the settings and data of its start; return descriptions of allowed differences.
 
     Args:
         before: Identity at the start: ``{"recipe": {key: value}, "data": fingerprint, "files": {key: fingerprint}}``.
-        now: Identity of this start; parts that it lacks are not compared.
+        now: Identity of this start; missing parts are not compared.
         where: Path of the run, for the message.
-        allow: Keys that may differ: of the recipe, ``data``, and of :data:`FILES`.
-        fixed: Keys that no flag lets differ, so none is advised.
+        allow: Keys that may differ: recipe keys, ``data``, and keys of :data:`FILES`.
+        fixed: Keys that --allow-change does not accept, so that the error does not suggest it.
 
     Raises:
-        RecipeError: They differ; the message names each key with both values.
+        RecipeError: Other keys differ; the message names each key with both values.
     """
     objectives = [each.get("recipe", {}).get("objective", "sft") for each in (before, now)]
     if objectives[0] != objectives[1]:
         raise RecipeError(
-            f"{where} holds a run of {objectives[0]}, and this is {objectives[1]}: one cannot go on as the other",
-            fix="write to another folder (--output-dir NEW), or start anew: --resume never moves the old run aside",
+            f"{where} already has a run of {objectives[0]}, which cannot resume as {objectives[1]}",
+            fix="use another folder (--output-dir NEW), or start a new run: --resume never moves the old one aside",
         )
-    found = _changes(before.get("recipe", {}), now.get("recipe", {}))
+    found = _describe_changes(before.get("recipe", {}), now.get("recipe", {}))
     if "data" in now and before.get("data") != now["data"]:
-        found["data"] = "the data is not the same"
+        found["data"] = "the data changed"
     old, new = before.get("files", {}), now.get("files", {})
     found |= {
-        key: f"{what} have changed ({key})"
+        key: f"{what} changed ({key})"
         for key, what in FILES.items()
         if key in old and new.get(key, old[key]) != old[key]
     }
     refused = {key: text for key, text in found.items() if key not in allow}
     if refused:
-        fix = "undo the change to go on with it, or start anew: --output-dir NEW, or --resume never (which moves the "
+        fix = "undo the change to resume, or start a new run: --output-dir NEW, or --resume never (which moves the "
         fix += "old run aside)"
         if not any(key in fixed for key in refused):
-            fix += "; to change the run on its way, " + " ".join(f"--allow-change {key}" for key in refused)
+            fix += "; to resume with the change, " + " ".join(f"--allow-change {key}" for key in refused)
         raise RecipeError(
-            f"{where} holds a run with other settings: {'; '.join(refused.values())}",
+            f"{where} already has a run with other settings: {'; '.join(refused.values())}",
             fix=fix,
         )
     return list(found.values())
 
 
 def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe other differences from the start of a run: keys that may differ, versions of libraries, ranks."""
-    parts = [_changes(before[part], now.get(part, {})) for part in ("free", "versions") if part in before]
-    parts.append(_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
+    """Return descriptions of harmless differences from the start of a run: free keys, library versions, ranks."""
+    parts = [_describe_changes(before[part], now.get(part, {})) for part in ("free", "versions") if part in before]
+    parts.append(_describe_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
     return [text for part in parts for text in part.values()]
 
 
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+def _describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     return {
-        key: f"{key} was {_short_json(old.get(key))} and is {_short_json(new.get(key))}"
+        key: f"{key} was {_short_json(old.get(key))}, is now {_short_json(new.get(key))}"
         for key in sorted({*old, *new})
         if old.get(key) != new.get(key)
     }
 
 
 def _short_json(value: Any) -> str:
-    """Return a setting as JSON, a group without its keys of value None."""
+    """Return a setting as JSON; keys with value None are left out of a group."""
     return json.dumps({k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value)
 
 
 def check_shared_folder(folder: Path, world: World) -> None:
-    """Refuse a directory that is not the same for all ranks: their checkpoints would be in pieces."""
+    """Check that all ranks see the same directory; otherwise their checkpoint files would be in different places.
+
+    Raises:
+        ArgumentError: A rank does not see a file that rank 0 wrote.
+        CheckpointError: Rank 0 cannot write to the directory.
+    """
     probe = folder / f".probe-{world.main(lambda: secrets.token_hex(8))}"
 
     def make() -> None:
@@ -321,22 +348,22 @@ def check_shared_folder(folder: Path, world: World) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}") from error
     try:
-        blind = [rank for rank, sees in enumerate(world.collect(_sees(probe))) if not sees]
+        blind = [rank for rank, sees in enumerate(world.collect(_can_see(probe))) if not sees]
     finally:
         if world.is_main:
             probe.unlink(missing_ok=True)
     if blind:
         named = ", ".join(map(str, blind[:8])) + (" ..." if len(blind) > 8 else "")
         raise ArgumentError(
-            f"{folder} is not the same directory on all nodes: rank 0 wrote to it and rank {named} cannot see it",
+            f"{folder} is not the same directory on all nodes: rank {named} cannot see a file that rank 0 wrote",
             where="output_dir",
-            fix="give a directory on a file system that all nodes share",
+            fix="use a directory on a file system that all nodes share",
         )
 
 
-def _sees(probe: Path) -> bool:
+def _can_see(probe: Path) -> bool:
     try:
-        list(probe.parent.iterdir())  # a network file system looks again at a directory that is listed
+        list(probe.parent.iterdir())  # makes a network file system refresh the directory
         return probe.exists()
     except OSError:
         return False

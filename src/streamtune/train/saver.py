@@ -1,15 +1,15 @@
-"""Write checkpoints, off the training thread where that is safe, and delete the old ones.
+"""Write checkpoints, in a worker thread if possible, and delete old ones.
 
     training thread    copy to the host     step   step   step            wait at the end
     worker                        write, hash, fsync, rename, read back, delete old ones
 
-At most one save is in flight; a second save waits for the first. Its copy has what training changes (trained weights,
-buffers) and the optimizer's tensors. If that copy would take more than half of the free host memory, or the model
-cannot be copied, the save runs in the training thread and copies only shards of 2 GiB.
+At most one save is in flight; a second save waits for the first. Its copy has trained weights, buffers and optimizer
+tensors. The save runs in the training thread if the model cannot be copied, or the copy would exceed half of the free
+host memory. It then copies only 2 GiB at a time.
 
-With several ranks each writes what it holds, from a worker of its own, into one staged directory that all must see; the
-workers have a process group of their own. Rank 0 writes the model, the index of the parts and the manifest. An error on
-any rank is raised on all, with its message, and the directory is discarded.
+With several ranks, each rank's worker writes what the rank holds into one staging directory that all ranks must see.
+The workers have their own process group. Rank 0 writes the model, the index of slices and the manifest. An error on
+one rank is raised on all ranks, and the directory is deleted.
 
 Errors of the worker are raised at the next boundary between steps.
 """
@@ -58,21 +58,24 @@ from streamtune.train.world import WORLD, World
 
 @dataclass(frozen=True)
 class ModelWriter:
-    """A way to write a model in Hugging Face format, and about how many bytes that takes."""
+    """Writes a model in Hugging Face format.
+
+    Attributes:
+        write: Function that writes the model into a folder.
+        num_bytes: Approximate size of the written files, in bytes.
+        snapshot: Function that copies weights that training changes to the host, and returns a function that writes
+            the copy, from any thread. None: the model cannot be copied.
+        together: True if no rank has the whole model. Then all ranks call ``write`` or ``snapshot``, and an error on
+            one is an error on all. Rank 0 has the snapshot and writes it alone.
+    """
 
     write: Callable[[Path], None]
     num_bytes: int
     snapshot: Callable[[], Callable[[Path], None]] | None = None
-    """Copies to the host what training changes, and returns a function that writes the copy from any thread. None: the
-    model cannot be copied, and is written as it stands.
-    """
     together: bool = False
-    """True if no rank has the whole model: all of them call ``write`` or ``snapshot`` then, and fail together or not at
-    all. Rank 0 has the snapshot, and writes it alone.
-    """
 
     def copied(self, world: World) -> ModelWriter:
-        """Return a writer of the model as it is now, for any thread of rank 0. Called by all ranks."""
+        """Return a writer of a copy of the current model, for any thread of rank 0. Called by all ranks."""
         if self.snapshot is None or not (self.together or world.is_main):
             return self
         return ModelWriter(self.snapshot(), self.num_bytes)
@@ -81,22 +84,22 @@ class ModelWriter:
 @dataclass(frozen=True)
 class Keep:
     newest: int
-    """Number of newest checkpoints that stay; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     best: int = 0
-    """Number of checkpoints with the best metric that stay besides."""
+    """Number of checkpoints with the best metric to keep in addition."""
     greater_is_better: bool = False
 
 
 def rotate(folder: Path, keep: Keep, *, run: str = "") -> list[Path]:
-    """Delete the checkpoints of ``run`` that need not stay, and return what was deleted.
+    """Delete the checkpoints of ``run`` that ``keep`` does not keep, and return their paths.
 
-    A directory without a manifest of this very run is not touched, even if it is named like one.
+    A directory without a manifest of this run is never deleted, whatever its name.
     """
     if keep.newest <= 0:
         return []
     own = [(path, manifest) for path in step_directories(folder) if (manifest := _manifest_of(path, run)) is not None]
     measured = [(manifest.metric, path) for path, manifest in own if manifest.metric is not None]
-    measured.sort(key=lambda found: found[0] if keep.greater_is_better else -found[0])  # of equals the newer stays
+    measured.sort(key=lambda found: found[0] if keep.greater_is_better else -found[0])  # on a tie the newer is kept
     stay = {path for path, _ in own[-keep.newest :]} | {path for _, path in measured[-keep.best :] if keep.best}
     surplus = [path for path, _ in own if path not in stay]
     for path in surplus:
@@ -113,16 +116,16 @@ def _manifest_of(path: Path, run: str) -> Manifest | None:
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of a run. Enter it around the loop: leaving waits for the save in flight.
+    """Context manager around the loop that saves checkpoints; on exit it waits for the save in flight.
 
     Args:
         folder: Folder of the checkpoints.
-        writer: Writes the model.
-        keep: The checkpoints that stay when a new one is verified.
-        world: The ranks; if ``asynchronous``, over a group that nothing else uses.
+        writer: Writer of the model.
+        keep: Which checkpoints are kept after a new one is verified.
+        world: Ranks; if ``asynchronous``, with a process group that nothing else uses.
         run: Id of the run.
-        asynchronous: Write off the training thread.
-        before: Called in the writing thread before anything is committed: writes all else that must be on disk by then.
+        asynchronous: True to write in a worker thread.
+        before: Function called in the writing thread before each save, to flush records that must be on disk first.
     """
 
     def __init__(
@@ -149,24 +152,24 @@ class CheckpointSaver:
         self._join()
 
     def save(self, backend: Backend, *, state: Mapping[str, Any], rng: RngState, metric: float | None = None) -> None:
-        """Save the run as it is now; returns when training may change it. Called by all ranks.
+        """Save the current state of the run; when this returns, training may continue. Called by all ranks.
 
         Args:
             backend: Backend with the optimizer's state.
-            state: JSON values, the same on every rank, ``step`` among them; not changed later.
-            rng: This rank's random state, which the next step starts from.
-            metric: Value that ranks the checkpoint, see :class:`Keep`.
+            state: JSON values, equal on all ranks, including ``step``; must not be changed later.
+            rng: This rank's random state before the next step.
+            metric: Value by which :class:`Keep` ranks the checkpoint; None if there is none.
 
         Raises:
-            CheckpointError: This save failed, on any rank, or the one before did. Earlier checkpoints are intact.
+            CheckpointError: This save or the previous one failed on a rank. Earlier checkpoints are intact.
         """
         self.wait_for_last()
         writer, world = self.writer, self.world
-        held = _size_of(backend)
+        held = _state_bytes(backend)
         needed = writer.num_bytes + sum(world.collect(held))
         slices = backend.slices()
         copied = self.asynchronous and writer.snapshot is not None
-        copied = copied and _has_room(world, held + writer.num_bytes * world.is_main)
+        copied = copied and _copies_fit(world, held + writer.num_bytes * world.is_main)
         if copied:
             slices = iter([each._replace(values=each.values.detach().to("cpu", copy=True)) for each in slices])
             writer = writer.copied(world)
@@ -175,28 +178,30 @@ class CheckpointSaver:
         )
 
         def write() -> None:
-            path = save_checkpoint(self.folder, content, writer, world, before=self.before, after=self._committed)
+            path = save_checkpoint(
+                self.folder, content, writer, world, before=self.before, after=self._verify_and_rotate
+            )
             self._saved.append(path)
 
         if not copied:
             write()
             return
-        worker = threading.Thread(target=self._guarded, args=(write,), name="checkpoint")
+        worker = threading.Thread(target=self._run_and_store_error, args=(write,), name="checkpoint")
         worker.start()
-        self._worker = worker  # only one that has started can be waited for
+        self._worker = worker  # set after start(): an unstarted thread cannot be joined
 
-    def check_room(self, backend: Backend) -> None:
-        """Raise a CheckpointError unless there is room for a checkpoint. Called by all ranks."""
-        needed = self.writer.num_bytes + sum(self.world.collect(_size_of(backend)))
-        explained = _explained(self.folder, needed, step_directories(self.folder))
-        self.world.main(explained(lambda: _refuse_if_full(self.folder, needed)))
+    def check_disk_space(self, backend: Backend) -> None:
+        """Raise a CheckpointError if the disk has no space for a checkpoint. Called by all ranks."""
+        needed = self.writer.num_bytes + sum(self.world.collect(_state_bytes(backend)))
+        explained = _explain_errors(self.folder, needed, step_directories(self.folder))
+        self.world.main(explained(lambda: _check_free_bytes(self.folder, needed)))
 
-    def _committed(self, path: Path) -> None:
-        open_checkpoint(path)  # only now is there one more than before
+    def _verify_and_rotate(self, path: Path) -> None:
+        open_checkpoint(path)  # verify it before old ones are deleted
         rotate(self.folder, self.keep, run=self.run)
 
     def wait_for_last(self) -> None:
-        """Wait for the save in flight, and raise its error."""
+        """Wait for the save in flight, and raise its error if it failed."""
         self._join()
         error, self._error = self._error, None
         if error is not None:
@@ -208,16 +213,16 @@ class CheckpointSaver:
         return self._error is not None
 
     def finished(self) -> list[Path]:
-        """Return the checkpoints that were committed since the last call."""
+        """Return the paths of the checkpoints committed since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
     def wait(self) -> list[Path]:
-        """Wait for the save in flight, as :meth:`wait_for_last`; then return the same as :meth:`finished`."""
+        """Wait for the save in flight, raise its error if it failed, and return the result of :meth:`finished`."""
         self.wait_for_last()
         return self.finished()
 
-    def _guarded(self, write: Callable[[], None]) -> None:
+    def _run_and_store_error(self, write: Callable[[], None]) -> None:
         try:
             write()
         except BaseException as error:  # raised again in the training thread
@@ -231,22 +236,22 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a checkpoint besides the model."""
+    """The content of a checkpoint except the model."""
 
     state: Mapping[str, Any]
-    """JSON values; ``step`` among them."""
+    """JSON values, including ``step``."""
     rng: RngState
-    """Random state of this rank, which the next step starts from."""
+    """Random state of this rank before the next step."""
     slices: Iterable[Slice]
-    """The optimizer's state that this rank holds; copied to the host in shards."""
+    """Optimizer state that this rank holds; copied to the host in parts."""
     whole: bool
-    """True if the slices are whole tensors, and this rank has all of them."""
+    """True if the slices are whole tensors and this rank has all of them."""
     needed: int
-    """About how many bytes the checkpoint takes, model included."""
+    """Approximate size of the checkpoint in bytes, model included."""
     run: str = ""
-    """Id of the run, whose own checkpoints alone are deleted by it."""
+    """Id of the run; a run deletes only its own checkpoints."""
     metric: float | None = None
-    """Value that ranks the checkpoint, where the best ones are kept."""
+    """Value by which checkpoints are ranked; None if there is none."""
 
 
 def save_checkpoint(
@@ -258,37 +263,43 @@ def save_checkpoint(
     before: Callable[[], None] = lambda: None,
     after: Callable[[Path], None] = lambda path: None,
 ) -> Path:
-    """Write ``folder/step-N``, commit it at once, and return its path. Called by all ranks.
+    """Write the checkpoint ``folder/step-N``, commit it, and return its path. Called by all ranks.
 
-    Rank 0 calls ``before`` before anything is written, and ``after`` with the path once it is committed.
+    Args:
+        folder: Folder of the checkpoints.
+        content: Content of the checkpoint except the model.
+        writer: Writer of the model.
+        world: Ranks that write.
+        before: Function that rank 0 calls before anything is written.
+        after: Function that rank 0 calls with the path of the committed checkpoint.
 
     Raises:
-        CheckpointError: It cannot be written. Earlier checkpoints are intact.
+        CheckpointError: The checkpoint cannot be written. Earlier checkpoints are intact.
     """
     step = int(content.state["step"])
     target = checkpoint_path(folder, step)
-    explained = _explained(target, content.needed, step_directories(folder))
+    explained = _explain_errors(target, content.needed, step_directories(folder))
     ranks = {} if content.whole else {"ranks": world.size}
 
     def begin() -> Path:
         before()
         refuse_link(folder)
         make_directory(folder)
-        _refuse_if_full(folder, content.needed)
+        _check_free_bytes(folder, content.needed)
         return staging.enter_context(commit_directory(target))
 
     def commit() -> None:
         if not content.whole:
             write_index(staged, every)
         _write_json(staged / STATE, {**content.state, **ranks, "rng": content.rng.plain})
-        # Last: a directory with a manifest has everything the manifest lists.
+        # The manifest is written last, so it lists only complete files.
         write_manifest(staged, run=content.run, step=step, metric=content.metric)
         staging.pop_all().close()
         after(target)
 
     with ExitStack() as staging:
         staged = world.main(explained(begin))
-        entries = world.together(explained(lambda: _write_own(staged, world, content)))
+        entries = world.together(explained(lambda: _write_rank_state(staged, world, content)))
         every = [entry for found in world.collect(entries) for entry in found]
         _write_model(writer, staged / "model", world, explained)
         world.main(explained(commit))
@@ -296,8 +307,12 @@ def save_checkpoint(
 
 
 def write_final(target: Path, writer: ModelWriter, world: World = WORLD) -> None:
-    """Write the trained model to ``target``, whole or not at all, replacing an earlier one. Called by all ranks."""
-    explained = _explained(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
+    """Write the trained model to ``target`` atomically, replacing an earlier one. Called by all ranks.
+
+    Raises:
+        CheckpointError: The model cannot be written.
+    """
+    explained = _explain_errors(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
     with ExitStack() as staging:
         staged = world.main(explained(lambda: staging.enter_context(commit_directory(target))))
         _write_model(writer, staged, world, explained)
@@ -305,18 +320,18 @@ def write_final(target: Path, writer: ModelWriter, world: World = WORLD) -> None
 
 
 def _write_model(writer: ModelWriter, folder: Path, world: World, explained: ContextDecorator) -> None:
-    """Write the model: by rank 0 if it has all of it, else by all ranks."""
+    """Write the model, by rank 0 if it has the whole model, else by all ranks."""
     (world.together if writer.together else world.main)(explained(lambda: writer.write(folder)))
 
 
-def _write_own(staged: Path, world: World, content: Content) -> list[Entry]:
-    """Write to disk the state that this rank holds; return its entries of the index."""
+def _write_rank_state(staged: Path, world: World, content: Content) -> list[Entry]:
+    """Write the optimizer and random state that this rank holds; return its index entries."""
     entries = write_slices(staged, content.slices, world.rank, whole=content.whole)
     name = rng_name(world.rank)
     save_file(content.rng.tensors, staged / f"{name}.safetensors")
     if world.rank:
         _write_json(staged / f"{name}.json", content.rng.plain)
-    if world.size > 1:  # its own files: on a network file system another machine has nothing to flush of them
+    if world.size > 1:  # each rank flushes its own files: on a network file system another machine cannot
         for path in {staged / entry[-1] for entry in entries} | set(staged.glob(f"{name}.*")):
             fsync_path(path)
     return entries
@@ -326,31 +341,42 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _size_of(backend: Backend) -> int:
+def _state_bytes(backend: Backend) -> int:
     """Return how many bytes of optimizer state this rank writes."""
     return sum(each.values.nbytes for each in backend.slices())
 
 
-def _has_room(world: World, size: int) -> bool:
-    """Return True if on every host the copies (``size`` bytes on this rank) take less than half of the free memory."""
+def _copies_fit(world: World, size: int) -> bool:
+    """Return True if the copies of all ranks take at most half of the free memory on every host.
+
+    Args:
+        world: Ranks that copy.
+        size: Bytes that this rank copies.
+    """
     host = socket.gethostname()
     needed = sum(size for other, size in world.collect((host, size)) if other == host)
     return not world.any(2 * needed > psutil.virtual_memory().available)
 
 
-def _refuse_if_full(folder: Path, needed: int) -> None:
+def _check_free_bytes(folder: Path, needed: int) -> None:
     if needed > free_bytes(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @contextmanager
-def _explained(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
-    """Turn errors while ``target`` of ``needed`` bytes is written into a message; the checkpoints ``previous`` stay."""
-    safe = f"{previous[-1]} is intact" if previous else "there was no checkpoint before this one"
+def _explain_errors(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
+    """Context manager: an error while ``target`` is written becomes a CheckpointError.
+
+    Args:
+        target: Path that is written.
+        needed: Size of ``target`` in bytes.
+        previous: Existing checkpoints, of which the error names the last.
+    """
+    safe = f"{previous[-1]} is intact" if previous else "there is no earlier checkpoint"
     try:
         yield
     except Exception as error:
-        # Tokenizers raise Exception itself where the system fails them; anything more specific is a mistake of ours.
+        # Tokenizers raise plain Exception for I/O errors; any more specific class is a bug of ours.
         if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
             raise
         raise write_error(error, target, needed=needed, safe=safe) from error

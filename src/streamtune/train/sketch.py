@@ -1,16 +1,17 @@
-"""The gradient of one row, in a few hundred numbers, by which rows are compared (``tasks.steps``).
+"""Sketch the gradient of one row in a few hundred numbers, to compare rows for selection (``tasks.steps``).
 
-It is the gradient of the row's mean loss with respect to the value projection of the last layer that has one (CoLM,
-arXiv 2407.19580, section 4.3, which estimates it from two forwards). Only that weight asks for a gradient: the layers
-below it run forward without a graph, chunk by chunk, and the backward ends at the weight. Logits exist for one chunk of
-tokens at a time.
+A sketch is computed from the gradient of the row's mean loss for one weight, the value projection of the last layer
+that has one. CoLM (arXiv 2407.19580, section 4.3) estimates this gradient from two forwards. Only this weight requires
+a gradient. So the layers below it run forward without a graph, chunk by chunk, and the backward ends at the weight.
+Logits exist for one chunk of tokens at a time.
 
-With Adam's moments m, v of the weight it is the step that Adam would take for the row alone (section 4.2):
+If the weight has Adam's moments m and v, the gradient g is replaced by the step that Adam would take for this row alone
+(section 4.2):
 
     ((b1 m + (1 - b1) g) / (1 - b1^t))  /  (sqrt((b2 v + (1 - b2) g^2) / (1 - b2^t)) + eps)
 
-The result is projected by a count sketch: its n entries are put into k groups at random, and each group is summed with
-random signs. The mean over the draws of a product or distance of two sketches is that between the gradients.
+A count sketch projects the n numbers: they are divided into k random groups, and each group is summed with random
+signs. In expectation, the dot product and the squared distance of two sketches equal those between the gradients.
 """
 
 from __future__ import annotations
@@ -29,13 +30,21 @@ from streamtune.train.objective import MicroBatch, Objective, TreeBatch, autocas
 from streamtune.train.process import preserve_rng
 
 VALUES = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
-"""Names of modules that compute values, or values beside keys or queries."""
+"""Names of modules that project values, alone or together with keys or queries."""
 
 Weights = Mapping[str, nn.Parameter]
 
 
 def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict[str, nn.Parameter]:
-    """Return the trained weights of the value projection of the last layer that has some; ``key`` asks for them."""
+    """Return the trained weights of the value projection, by name, of the last layer that has any.
+
+    Args:
+        layers: Decoder layers.
+        key: Recipe key that needs them, for the error.
+
+    Raises:
+        UnsupportedModelError: No layer has a trained value projection.
+    """
     for layer in reversed(layers):
         found = {
             name: parameter
@@ -45,17 +54,20 @@ def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict
         if found:
             return found
     raise UnsupportedModelError(
-        f"the gradient of the last value projection is computed, and {type(layers[-1]).__name__} has no trained weight "
-        f"in a module named {', '.join(VALUES)}",
+        f"{key} needs a trained value projection, but {type(layers[-1]).__name__} has no trained weight in a module "
+        f"named {', '.join(VALUES)}",
         where=key,
-        fix="add it to lora_target, or delete the line",
+        fix="add the module to lora_target, or delete the line",
     )
 
 
 class Projection:
-    """A random projection of ``count`` numbers to at most ``size``, drawn from a seed; it is kept on the host.
+    """A random projection (count sketch), stored on the host; the same seed gives the same projection.
 
-    The same seed draws the same projection.
+    Args:
+        count: Number of values to project.
+        size: Largest number of values of the projection.
+        seed: Random seed.
     """
 
     def __init__(self, count: int, size: int, seed: int) -> None:
@@ -65,7 +77,7 @@ class Projection:
         self.signs_n = torch.randint(0, 2, (count,), generator=draw, dtype=torch.int8) * 2 - 1
 
     def __call__(self, values_n: Tensor) -> Tensor:
-        """Return the projection ``[k]`` of values ``[n]``, on their device and in their dtype."""
+        """Return the projection ``[k]`` of ``values_n`` ``[n]``, on their device and in their dtype."""
         order_n, signs_n = self.order_n.to(values_n.device), self.signs_n.to(values_n.device)
         signed_n = values_n.index_select(0, order_n) * signs_n
         missing = -len(signed_n) % self.size
@@ -73,16 +85,16 @@ class Projection:
 
 
 class RowSketch:
-    """Computes sketches of rows with the current weights of a streamed model, which is in evaluation mode meanwhile.
+    """Computes gradient sketches of rows with the current weights of a streamed model, in evaluation mode.
 
     Args:
-        model: The streamed model that is called.
+        model: Streamed model to call.
         handle: Handle of the model.
-        objective: Loss of a row.
+        objective: Objective that gives the loss of a row.
         device: Device of the model.
-        size: Numbers of a sketch.
+        size: Number of values of a sketch.
         seed: Seed of the projection.
-        bf16: Run the forward under bfloat16 autocast.
+        bf16: True to run the forward under bfloat16 autocast.
     """
 
     def __init__(
@@ -100,13 +112,13 @@ class RowSketch:
         self.weights: Weights = value_weights(handle.layers)
         self.project = Projection(sum(weight.numel() for weight in self.weights.values()), size, seed)
         self.optimizer: torch.optim.Optimizer | None = None
-        """Optimizer whose moments scale the gradient; None does not scale it."""
+        """Optimizer whose moments replace the gradient by Adam's step; None uses the plain gradient."""
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        """Return the sketch ``[k]`` of a batch of one row, fp32 (fp64 of weights in fp64) on the host.
+        """Return the sketch ``[k]`` of a batch with one row, on the host: fp32, or fp64 for fp64 weights.
 
-        Dropout is off and no router loss is added; the random state is restored. Accumulated gradients are left alone,
-        and hooks on them are not called.
+        Dropout is off, no router loss is added, and the random state is restored. Accumulated gradients do not change,
+        and gradient hooks are not called.
         """
         batch = batch.to(self.device)
         totals = self.objective.totals([batch])
@@ -117,7 +129,7 @@ class RowSketch:
             with autocast(self.device, self.bf16):
                 return self.objective.score(self.model, batch, totals).loss
 
-        grads = _gradients(self.model, self.handle, self.weights, loss)
+        grads = _weight_gradients(self.model, self.handle, self.weights, loss)
         with torch.no_grad():
             pairs = zip(self.weights.values(), grads, strict=True)
             return self.project(torch.cat([self._scaled(weight, grad).flatten() for weight, grad in pairs])).cpu()
@@ -132,7 +144,15 @@ class RowSketch:
 
 
 class CompletionGradient:
-    """Computes the norm of the gradient of ``-log p`` of a completion, of the weights that a sketch is of."""
+    """Computes the gradient norm of ``-log p`` of a completion, for the weights that :class:`RowSketch` uses.
+
+    Args:
+        model: Streamed model to call.
+        handle: Handle of the model.
+        temperature: Divisor of the logits.
+        device: Device of the model.
+        bf16: True to run the forward under bfloat16 autocast.
+    """
 
     def __init__(
         self, model: Any, handle: StreamHandle, *, temperature: float, device: torch.device, bf16: bool = False
@@ -141,11 +161,11 @@ class CompletionGradient:
 
     @cached_property
     def weights(self) -> Weights:
-        """The weights, found on demand: an evaluated model has none that are trained."""
+        """Weights by name, looked up on first use, because a model in evaluation may have no trained weights."""
         return value_weights(self.handle.layers, "allocation")
 
     def __call__(self, batch: TreeBatch) -> float:
-        """Return the norm for a batch of one completion; as :class:`RowSketch`, it leaves the model as it was."""
+        """Return the gradient norm of a batch with one completion; gradients and random state do not change."""
         batch = batch.to(self.device)
 
         def loss() -> Tensor:
@@ -155,13 +175,13 @@ class CompletionGradient:
                 )
             return -batch.ragged(scores.logprobs).sum()
 
-        grads = _gradients(self.model, self.handle, self.weights, loss)
+        grads = _weight_gradients(self.model, self.handle, self.weights, loss)
         return float(torch.stack([grad.double().norm() for grad in grads]).norm())
 
 
-def _gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
-    """Return the gradients of a loss with respect to ``weights``, zeros without dependence, and compute no others."""
-    with preserve_rng(), evaluating(model), handle.routers.silenced(), _alone(model, weights):
+def _weight_gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the gradients of a loss for ``weights`` only; zeros for a weight that the loss does not depend on."""
+    with preserve_rng(), evaluating(model), handle.routers.silenced(), _only_trained(model, weights):
         grads = torch.autograd.grad(loss(), list(weights.values()), allow_unused=True)
     pairs = zip(weights.values(), grads, strict=True)
     return [torch.zeros_like(weight) if grad is None else grad for weight, grad in pairs]
@@ -171,9 +191,9 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
     """Return Adam's step for a gradient, without the learning rate; the gradient itself if the weight has no moments.
 
     Args:
-        grad: Gradient of a weight; the result has its shape and dtype.
-        state: The optimizer's state of the weight: ``exp_avg``, ``exp_avg_sq`` and ``step`` are read.
-        group: Options of its group: ``betas`` and ``eps`` are read.
+        grad: Gradient of a weight; the result has the same shape and dtype.
+        state: Optimizer state of the weight, with ``exp_avg``, ``exp_avg_sq`` and ``step``.
+        group: Options of its parameter group, with ``betas`` and ``eps``.
     """
     moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
     whole = all(isinstance(x, Tensor) and x.shape == grad.shape and x.is_floating_point() for x in moments)
@@ -187,8 +207,8 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
 
 
 @contextmanager
-def _alone(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Let only ``weights`` ask for a gradient inside."""
+def _only_trained(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Context manager: only ``weights`` require a gradient."""
     mine = {id(weight) for weight in weights.values()}
     others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
     for parameter in others:

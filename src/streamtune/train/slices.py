@@ -1,15 +1,15 @@
-"""The state of an optimizer in slices: each is written by the rank that holds it, and read by any that needs it.
+"""Save optimizer state in slices: each rank writes the slices it holds, and any rank can read the slices it needs.
 
-A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that share the state hold
-different slices of the same tensors, by rows (FSDP2), by a range of each parameter (ZeRO-3) or of all of them joined
-(ZeRO-1 and 2). Offsets count in the parameter itself, so files written by one layout are read by any other: a rank
-reads only the ranges that overlap what it holds.
+A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that shard the state hold
+different slices of the same tensors. FSDP2 shards by rows, ZeRO-3 by a range of each parameter, and ZeRO-1 and 2 by a
+range of all parameters joined. Offsets are relative to the parameter, so any layout can read files of any other layout.
+A rank reads only the ranges that overlap its own.
 
-    optimizer-00001.safetensors         of rank 0; "lm_head.weight/exp_avg@4096": values from 4096 on, one dimension
-    optimizer-r00003-00001.safetensors  of rank 3
+    optimizer-00001.safetensors         rank 0; "lm_head.weight/exp_avg@4096" has the values from offset 4096, flattened
+    optimizer-r00003-00001.safetensors  rank 3
     slices.json                         {"lm_head.weight/exp_avg": {"shape": [..], "slices": [[0, 4096, FILE], ...]}}
 
-A checkpoint of one device has no ``slices.json`` and whole tensors: "lm_head.weight/exp_avg".
+A checkpoint of one device has whole tensors, named "lm_head.weight/exp_avg", and no ``slices.json``.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from streamtune.errors import CheckpointError
 
 INDEX = "slices.json"
 MASTER = "master"
-"""Key of the float32 weights that are kept beside narrower weights."""
+"""Key of fp32 master weights."""
 FILE_BYTES = 2 << 30
-"""Values are copied to the host in pieces of about this size, a file each."""
+"""Approximate size of one file, and of the values that are copied to the host at a time."""
 
 
 class Slice(NamedTuple):
-    """A range of one tensor of the state, as this rank holds it."""
+    """A range of one tensor of the optimizer state that this rank holds."""
 
     parameter: str
     key: str
     """``exp_avg``, ``step`` ..., or :data:`MASTER`."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor; ``()`` for a count."""
+    """Shape of the whole tensor; ``()`` for a scalar."""
     offset: int
-    """Offset in the whole tensor, flattened."""
+    """Offset in the flattened whole tensor."""
     values: Tensor
-    """[n] on any device."""
+    """[n], on any device."""
 
     @property
     def name(self) -> str:
@@ -57,9 +57,13 @@ Entry = tuple[str, tuple[int, ...], int, int, str]
 
 
 def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: bool = False) -> list[Entry]:
-    """Write what this rank holds into ``folder``, in files of bounded size, and return the entries of the index.
+    """Write the slices that this rank holds, and return their entries for the index.
 
-    With ``whole`` each slice is a tensor: it is written in its shape and under its name, and needs no index.
+    Args:
+        folder: Folder of the files, which have about :data:`FILE_BYTES` bytes each.
+        slices: Slices that this rank holds.
+        rank: This rank.
+        whole: True if each slice is a whole tensor; it is then written with its shape and plain name.
     """
     entries: list[Entry] = []
     held: dict[str, Tensor] = {}
@@ -78,31 +82,35 @@ def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: boo
             flush()
         if whole:
             held[each.name] = each.values.detach().cpu().contiguous().reshape(each.shape)
-        else:  # slices of one tensor share its memory, which a file cannot
+        else:  # a file cannot store tensors that share memory, as slices of one tensor do
             held[f"{each.name}@{each.offset}"] = each.values.detach().to("cpu", copy=True).contiguous().flatten()
         entries.append((each.name, each.shape, each.offset, each.values.numel(), _file_name(rank, number + 1)))
-    if held or rank == 0:  # a checkpoint has a first file, whatever is in it
+    if held or rank == 0:  # every checkpoint has a first file, even if it is empty
         flush()
     return entries
 
 
 def write_index(folder: Path, entries: Iterable[Entry]) -> None:
-    """Write the entries of all ranks into one index; CheckpointError if they disagree or do not add up to a tensor."""
+    """Write the index of the slices of all ranks.
+
+    Raises:
+        CheckpointError: Ranks disagree on a shape, or their slices do not cover a tensor exactly.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, shape, offset, count, file in entries:
         listed = found.setdefault(name, {"shape": list(shape), "slices": []})
         if listed["shape"] != list(shape):
-            raise CheckpointError(f"ranks do not agree on the shape of {name}: {listed['shape']} and {list(shape)}")
+            raise CheckpointError(f"ranks disagree on the shape of {name}: {listed['shape']} and {list(shape)}")
         listed["slices"].append([offset, count, file])
     for name, listed in found.items():
         listed["slices"].sort()
         end = 0
         for offset, count, _ in listed["slices"]:
             if offset != end:
-                raise CheckpointError(f"the ranks have values {offset} on of {name}, and up to {end} before them")
+                raise CheckpointError(f"slices of {name} do not join: one ends at {end}, the next begins at {offset}")
             end = offset + count
         if end != math.prod(listed["shape"]):
-            raise CheckpointError(f"the ranks have {end} of {math.prod(listed['shape'])} values of {name}")
+            raise CheckpointError(f"slices of {name} have {end} of {math.prod(listed['shape'])} values")
     (folder / INDEX).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
 
 
@@ -111,11 +119,11 @@ def _file_name(rank: int, number: int) -> str:
 
 
 class SliceReader:
-    """The optimizer's state of a checkpoint, by ranges.
+    """Reads ranges of the optimizer state of a checkpoint.
 
     Args:
-        folder: The verified checkpoint.
-        masters: Read only the float32 weights of ranks that divide the optimizer, and no states.
+        folder: Folder of a verified checkpoint.
+        masters: True to read only fp32 master weights, not the optimizer's states.
     """
 
     def __init__(self, folder: Path, *, masters: bool = False) -> None:
@@ -146,19 +154,23 @@ class SliceReader:
         return [name.rpartition("/")[2] for name in self._shapes if name.rpartition("/")[0] == parameter]
 
     def parameters(self) -> set[str]:
-        """Return the parameters that have any state."""
+        """Return the names of the parameters that have state."""
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:
-        """Raise a CheckpointError if the state is for other parameters than ``trained``."""
+        """Raise a CheckpointError unless the state is for exactly the parameters ``trained``."""
         check_same_parameters(self.parameters(), trained)
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor; ``()`` for a count."""
+        """Return the shape of the whole tensor; ``()`` for a scalar."""
         return self._shapes[f"{parameter}/{key}"]
 
     def read(self, parameter: str, key: str, offset: int, count: int) -> Tensor:
-        """Return ``count`` values from ``offset`` on, flattened, on the CPU; CheckpointError if some are missing."""
+        """Return ``count`` values of the flattened tensor from ``offset``, as a CPU tensor ``[count]``.
+
+        Raises:
+            CheckpointError: Some of the values are missing.
+        """
         name = f"{parameter}/{key}"
         parts: list[Tensor] = []
         for start, size, file, stored in self._slices.get(name, []):
@@ -166,7 +178,7 @@ class SliceReader:
             if first < last:
                 parts.append(_read_range(self._folder / file, stored, first - start, last - start))
         if sum(len(part) for part in parts) != count:
-            raise CheckpointError(f"{self._folder} has not all of {name}", fix="use another checkpoint")
+            raise CheckpointError(f"{self._folder} lacks values of {name}", fix="use another checkpoint")
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def whole(self, parameter: str, key: str) -> Tensor:
@@ -175,17 +187,17 @@ class SliceReader:
 
 
 def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
-    """Raise a CheckpointError if an optimizer's state is for other parameters than ``trained``."""
+    """Raise a CheckpointError unless an optimizer state is for exactly the parameters ``trained``."""
     if differing := sorted({*saved} ^ {*trained}):
         raise CheckpointError(
-            f"the optimizer's state in the checkpoint belongs to another model: {len(differing)} parameters differ, "
-            f"among them {differing[0]}",
-            fix="start anew with --resume never",
+            f"the checkpoint's optimizer state is for another model: {len(differing)} parameter names differ, such as "
+            f"{differing[0]}",
+            fix="start a new run with --resume never",
         )
 
 
 def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
-    """Return values ``first`` to ``last`` of a flattened tensor; if it has rows, only the rows needed are read."""
+    """Return the values ``first`` to ``last`` (excluded) of a flattened tensor; only the rows needed are read."""
     with safe_open(path, framework="pt") as file:
         stored = file.get_slice(name)
         shape = stored.get_shape()
@@ -201,21 +213,24 @@ def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
 
 
 def share_out_whole(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
-    """Yield this rank's share of a state that all ranks have whole: about as many bytes on each of ``size`` ranks.
+    """Yield the slices that this rank writes of a state that every rank has whole, balanced by bytes.
 
-    ``tensors`` is ``PARAMETER/KEY`` -> tensor, the same names in the same order on every rank.
+    Args:
+        tensors: ``PARAMETER/KEY`` -> tensor, in the same order on every rank.
+        rank: This rank.
+        size: Number of ranks.
     """
     load = [0] * size
     parameters: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         parameters.setdefault(name.rpartition("/")[0], []).append((name.rpartition("/")[2], tensor))
     for parameter, entries in parameters.items():
-        writer = _least(load)
+        writer = _least_loaded(load)
         load[writer] += sum(tensor.nbytes for _, tensor in entries)
         if writer == rank:
             for key, tensor in entries:
                 yield Slice(parameter, key, tuple(tensor.shape), 0, tensor.reshape(-1))
 
 
-def _least(load: Sequence[int]) -> int:
+def _least_loaded(load: Sequence[int]) -> int:
     return min(range(len(load)), key=lambda rank: load[rank])

@@ -1,14 +1,13 @@
-"""Directories that appear whole or not at all.
+"""Write files and directories atomically and durably.
 
     with commit_directory(Path("final")) as staged:      # ./.tmp-final
         write_files_into(staged)
     # here: every file fsynced, the directory renamed to ./final, the rename fsynced
 
-Killed at any moment, the process leaves the directory as it was before, or as it is afterwards.
+If the process is killed at any moment, the directory is either the old one or the complete new one.
 
-Names in a run directory may have been made by somebody else, so nothing is written through a symbolic link. Files are
-created where nothing exists (``O_EXCL``), in a directory that is opened once, and appended to only if they are plain
-and have no other name.
+Another user may have created names in a run directory, so nothing is written through a symbolic link. Files are created
+with ``O_EXCL`` in a directory that is opened once. Only regular files without other hard links are appended to.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from streamtune.errors import ArgumentError, CheckpointError, RunError
 STAGING_PREFIX = ".tmp-"
 REPLACED_PREFIX = ".old-"
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd and os.rename in os.supports_dir_fd
-"""True where names can be looked up in an open directory; not on Windows."""
+"""True if the system can look up names relative to an open directory; False on Windows."""
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-"""Makes a pipe in the place of a file an error; without it, opening would wait."""
+"""Flag with which opening a named pipe does not block."""
 
 
 class OpenFolder:
-    """A directory held open, so that names resolve in it even if its path leads elsewhere later.
+    """Context manager for an open directory; names are looked up in it even if its path changes later.
 
-    Its path may lead through a link; its entries may not be links.
+    The path may contain symbolic links, but the entries may not be links.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,60 +54,69 @@ class OpenFolder:
             self._descriptor = None
 
     def open(self, name: str, flags: int) -> int:
-        """Open a plain file and return its descriptor; OSError for anything else, also for a link."""
+        """Open a regular file and return its file descriptor.
+
+        Raises:
+            OSError: The entry is a symbolic link or not a regular file, or opening it fails.
+        """
         try:
-            found = os.open(self._place(name), flags | NO_LINK | NO_WAIT, 0o666, dir_fd=self._descriptor)
+            found = os.open(self._relative_name(name), flags | NO_LINK | NO_WAIT, 0o666, dir_fd=self._descriptor)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", name) from error
+                raise OSError(errno.ELOOP, "symbolic links are not followed here", name) from error
             raise
         if not stat.S_ISREG(os.fstat(found).st_mode):
             os.close(found)
-            raise OSError(errno.EINVAL, "it is no plain file", name)
+            raise OSError(errno.EINVAL, "not a regular file", name)
         return found
 
     def create(self, name: str) -> IO[bytes]:
-        """Create a file; an earlier file of that name, of a killed process or of somebody else, is removed."""
+        """Create a file and open it for writing; an existing file with this name is removed first."""
         with suppress(FileNotFoundError):
-            os.unlink(self._place(name), dir_fd=self._descriptor)
+            os.unlink(self._relative_name(name), dir_fd=self._descriptor)
         return os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file of this directory; the new name is replaced, and a link is replaced, not followed."""
-        os.replace(self._place(old), self._place(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        """Rename a file of this directory, replacing ``new``; if ``new`` is a link, the link itself is replaced."""
+        os.replace(
+            self._relative_name(old), self._relative_name(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor
+        )
 
     def sync(self) -> None:
         if self._descriptor is not None:
             os.fsync(self._descriptor)
 
-    def is_still_there(self) -> bool:
-        """Return True if its path still leads to it, and not to something put in its place."""
+    def is_at_path(self) -> bool:
+        """Return True if its path still leads to this directory."""
         if self._descriptor is None:
             return True
-        try:  # while it is open no other file gets its number
+        try:  # while it is open, its inode number is not reused
             return os.path.samestat(os.fstat(self._descriptor), self.path.lstat())
         except FileNotFoundError:
             return False
 
-    def _place(self, name: str) -> str:
+    def _relative_name(self, name: str) -> str:
         return name if self._descriptor is not None else str(self.path / name)
 
 
 @contextmanager
 def commit_directory(target: Path) -> Iterator[Path]:
-    """Yield a staging directory beside ``target``; rename it to ``target`` when the block ends without an error.
+    """Context manager that yields a staging directory and renames it to ``target`` if the block succeeds.
 
-    An earlier ``target`` is removed, after the new one is complete on disk.
+    An existing ``target`` is removed after the new one is complete on disk.
+
+    Raises:
+        OSError: The directory cannot be written, or another process replaced it meanwhile.
     """
     make_directory(target.parent)
     discard_leftovers(target.parent)
     staged, replaced = target.with_name(STAGING_PREFIX + target.name), target.with_name(REPLACED_PREFIX + target.name)
-    staged.mkdir()  # never what is there already, nor where a link leads
+    staged.mkdir()  # fails if the name exists, also as a link
     try:
         with OpenFolder(staged) as made:
             yield staged
-            if not made.is_still_there():
-                raise OSError(errno.EEXIST, "somebody else put something in its place", str(staged))
+            if not made.is_at_path():
+                raise OSError(errno.EEXIST, "another process replaced it", str(staged))
         fsync_tree(staged)
         if target.is_symlink():
             target.unlink()
@@ -117,14 +125,14 @@ def commit_directory(target: Path) -> Iterator[Path]:
         staged.rename(target)
         fsync_path(target.parent)
     except BaseException:
-        with suppress(OSError):  # what went wrong is worth more than what could not be tidied up after it
+        with suppress(OSError):  # the first error is reported, not one of cleaning up
             discard_leftovers(target.parent)
         raise
     remove_any(replaced)
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` with its parents, each entry on disk: a crash must not remove what is committed in it."""
+    """Create ``path`` and its parents, and wait until each is on disk, so that a crash cannot remove them."""
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -132,7 +140,7 @@ def make_directory(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Rename ``path`` at once, then delete it: a process killed half-way leaves a leftover, not half a directory."""
+    """Rename ``path``, then delete it, so that a killed process never leaves half a directory under this name."""
     doomed = path.with_name(f"{STAGING_PREFIX}deleted-{path.name}")
     remove_any(doomed)
     path.rename(doomed)
@@ -140,12 +148,18 @@ def remove_directory(path: Path) -> None:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a small file at once; it is on disk when this returns."""
+    """Write a small text file atomically; when this returns, it is on disk."""
     replace_file(path, text.encode("utf-8"))
 
 
 def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
-    """Replace a file at once: readers see the old one or the new one. ``durably`` waits until it is on disk."""
+    """Write a file atomically: readers see the old or the new content.
+
+    Args:
+        path: Path of the file.
+        content: New content.
+        durably: True to wait until it is on disk.
+    """
     staged = STAGING_PREFIX + path.name
     if (path.parent / staged).is_dir():
         remove_any(path.parent / staged)
@@ -161,45 +175,52 @@ def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
 
 
 def check_outputs(folder: Path, names: Iterable[str], *, where: str = "--output-dir") -> None:
-    """Make a folder for results, and refuse names in it that cannot be written, before hours are spent on the results.
+    """Create a folder for results and check that files can be written to it, before the results are computed.
 
     Args:
         folder: The folder.
-        names: Names of the files that :func:`write_output` will write there.
-        where: Option that names the folder, for errors.
+        names: Names of the files that :func:`write_output` will write.
+        where: Option that gives the folder, for errors.
+
+    Raises:
+        ArgumentError: The folder cannot be written to, or a name in it is not a regular file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / name for name in names):
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-                kind = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "not a plain file"
+                kind = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "not a regular file"
                 raise ArgumentError(
-                    f"{path} is {kind}, and the result is written to a file of that name",
+                    f"{path} is {kind}, but a result file has this name",
                     where=where,
-                    fix=f"move it away, or give another {where}",
+                    fix=f"move it away, or use another {where}",
                 )
         replace_file(folder / ".probe", b"", durably=False)
         (folder / ".probe").unlink()
     except OSError as error:
         raise ArgumentError(
-            f"nothing can be written to {folder}: {error.strerror or error}", where=where, fix=f"give another {where}"
+            f"cannot write to {folder}: {error.strerror or error}", where=where, fix=f"use another {where}"
         ) from error
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a result to a file in a folder that :func:`check_outputs` has checked, replacing an earlier one."""
+    """Write a result file atomically, in a folder that :func:`check_outputs` has checked.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
     try:
         replace_file(path, content, durably=False)
     except OSError as error:
         with suppress(OSError):
             (path.parent / f"{STAGING_PREFIX}{path.name}").unlink()
-        what = f"{path} cannot be written: {error.strerror or error}"
+        what = f"cannot write {path}: {error.strerror or error}"
         raise RunError(what, fix="fix the cause and start again") from error
 
 
 def append_to(path: Path, content: bytes) -> None:
-    """Add whole lines to a plain file, made if it does not exist. A last line torn by a crash is cut off before."""
-    _leave_other_names(path)
+    """Append whole lines to a regular file, created if needed; a last line truncated by a crash is removed first."""
+    _break_hard_links(path)
     with OpenFolder(path.parent) as folder:
         descriptor = folder.open(path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "r+b") as file:
@@ -210,8 +231,8 @@ def append_to(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _leave_other_names(path: Path) -> None:
-    """Replace a file that has other names, as hard links, by a copy: the other names keep their content."""
+def _break_hard_links(path: Path) -> None:
+    """Replace a file that has other hard links by a copy, so that the other names keep their content."""
     with OpenFolder(path.parent) as folder, suppress(FileNotFoundError):
         with os.fdopen(folder.open(path.name, os.O_RDONLY), "rb") as file:
             if os.fstat(file.fileno()).st_nlink < 2:
@@ -221,7 +242,7 @@ def _leave_other_names(path: Path) -> None:
 
 
 def _last_line_end(file: IO[bytes], end: int) -> int:
-    """Return how many bytes of a file its whole lines take, read from the end."""
+    """Return the offset of the end of the last complete line of a file with ``end`` bytes."""
     while end:
         start = max(0, end - (1 << 16))
         file.seek(start)
@@ -233,8 +254,8 @@ def _last_line_end(file: IO[bytes], end: int) -> int:
 
 
 def cut_file(path: Path, size: int) -> None:
-    """Cut a plain file to ``size`` bytes; it is on disk when this returns."""
-    _leave_other_names(path)
+    """Truncate a regular file to ``size`` bytes; when this returns, the change is on disk."""
+    _break_hard_links(path)
     with OpenFolder(path.parent) as folder:
         descriptor = folder.open(path.name, os.O_RDWR)
     try:
@@ -250,16 +271,16 @@ def rename_file(path: Path, name: str) -> None:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise an OSError for a symbolic link."""
+    """Raise an OSError if ``folder`` is a symbolic link."""
     if folder.is_symlink():
-        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(folder))
+        raise OSError(errno.ELOOP, "symbolic links are not followed here", str(folder))
 
 
 def discard_leftovers(folder: Path) -> None:
-    """Remove what a killed process left staged in ``folder``; put back what it had moved away and not yet replaced."""
+    """Remove staging entries that a killed process left in ``folder``, and restore names that it had not replaced."""
     for leftover in folder.glob(f"{REPLACED_PREFIX}*"):
         original = leftover.with_name(leftover.name.removeprefix(REPLACED_PREFIX))
-        if leftover.is_symlink() or original.exists():  # this module moves no link away
+        if leftover.is_symlink() or original.exists():  # this module never renames links
             remove_any(leftover)
         else:
             leftover.rename(original)
@@ -268,7 +289,7 @@ def discard_leftovers(folder: Path) -> None:
 
 
 def remove_any(path: Path) -> None:
-    """Delete a file, a link, a directory, or nothing."""
+    """Delete a file, link or directory if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -276,7 +297,7 @@ def remove_any(path: Path) -> None:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Wait until every file below ``folder``, and every directory entry, is on disk."""
+    """Wait until all files and directory entries below ``folder`` are on disk."""
     for directory, _, files in os.walk(folder, topdown=False):
         for name in files:
             fsync_path(Path(directory, name))
@@ -284,42 +305,47 @@ def fsync_tree(folder: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's entries, are on disk."""
+    """Wait until the content of a file, or the entries of a directory, are on disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows has no such thing.
+        return  # Windows cannot flush directories
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         if hasattr(os, "posix_fadvise") and not path.is_dir():
-            # Nobody reads it soon but who verifies it, and that one is to read the disk and not its shadow in memory.
+            # Drop it from the page cache, so that the verification reads the disk.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
 
 def write_error(error: Exception, target: Path, *, needed: int, safe: str) -> CheckpointError:
-    """Return the error for a ``target`` of ``needed`` bytes that could not be written.
+    """Return the error that ``target`` could not be written.
 
-    ``error`` is the operating system's, or safetensors' on its behalf; ``safe`` says what still exists.
+    Args:
+        error: Error of the operating system or of safetensors.
+        target: Path that was written.
+        needed: Size of ``target`` in bytes.
+        safe: Clause about files that are intact, for the fix.
     """
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
         text in str(error) for text in ("No space left", "quota exceeded", "File too large")
     )
-    takes = f"it takes {show_size(needed)} and {show_size(free_bytes(target))} are free"
+    takes = f"{show_size(needed)} are needed, {show_size(free_bytes(target))} are free"
     if getattr(error, "errno", None) == errno.EFBIG or "File too large" in str(error):
         return CheckpointError(
-            f"{target} is larger than a file may be here: it takes {show_size(needed)}",
+            f"{target} exceeds the limit on file size: {show_size(needed)} are needed",
             fix=f"raise the limit (ulimit -f), or write to another file system, and start again; {safe}",
         )
     if not full:
         what = f"cannot write {target}: {error}; {takes}"
         return CheckpointError(what, fix=f"fix the cause and start again; {safe}")
     return CheckpointError(
-        f"no room for {target}: {takes}", fix=f"make room, or lower save_total_limit, and start again; {safe}"
+        f"the disk is full: cannot write {target}: {takes}",
+        fix=f"free disk space or lower save_total_limit, and start again; {safe}",
     )
 
 
 def free_bytes(path: Path) -> int:
-    """Return how many bytes are free where ``path`` is, or will be."""
+    """Return the number of free bytes on the disk of ``path``, which need not exist."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free

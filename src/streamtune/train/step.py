@@ -1,14 +1,13 @@
-"""Gradients of all micro-batches of an optimizer step, and evaluation.
+"""Compute the gradients of an optimizer step over its micro-batches, and evaluate.
 
-The gradient of a step is the gradient of one number, a sum over any number of micro-batches G. For supervised
-fine-tuning it is
+The loss of a step is a sum over its G micro-batches. For supervised fine-tuning it is
 
-    loss = 1/N  sum_{g=1..G}  sum_{t in targets of micro-batch g}  -log p(target_t)        N = targets of all G together
+    loss = 1/N  sum_{g=1..G}  sum_{t in targets of micro-batch g}  -log p(target_t)        N = targets in all G
 
-Each micro-batch contributes its sum, divided once by N, and gradients accumulate. So a step split differently, or
-shorter at the end of an epoch, still weighs every token the same. Other objectives have other divisors (``objective``).
-Several ranks split a step further: N counts the targets of all ranks, and the shares of all add up. The loss of a
-mixture's routers (:class:`StepRouters`) is in the gradient, and not in the loss that is shown and recorded.
+Each micro-batch contributes its sum divided by N, and gradients accumulate. So every token has the same weight, however
+a step is split, and also in a shorter step at the end of an epoch. Other objectives have other divisors
+(``objective``). With several ranks, N counts the targets of all ranks, and their contributions add up. The router loss
+of a mixture of experts (:class:`StepRouters`) is in the gradient, but not in the reported loss.
 """
 
 from __future__ import annotations
@@ -37,69 +36,69 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Settings of the loop."""
+    """Settings of the training loop."""
 
     total_steps: int
-    """Optimizer steps of the whole run, those before a resume included."""
+    """Number of optimizer steps of the whole run, including steps before a resume."""
     steps_per_epoch: int | None
-    """None writes no epochs."""
+    """Number of steps of an epoch; None: records have no ``epoch``."""
     max_grad_norm: float
-    """0 does not clip."""
+    """Norm to which gradients are clipped; 0: no clipping."""
     eval_steps: int
-    """Evaluate every so many steps, and at the end; 0 only at the end."""
+    """Number of steps between evaluations; 0: only at the end. The end is always evaluated."""
     save_steps: int
-    """Save every so many steps, at the end and when stopped; 0 only at the end and when stopped."""
+    """Number of steps between checkpoints; 0: none. The end and a stop are always saved."""
     save_total_limit: int
     bf16: bool
-    """Run the forward under bfloat16 autocast."""
+    """True to run the forward under bfloat16 autocast."""
     seed: int
     out_of_memory_fix: str
-    """Advice for the message where memory runs out."""
+    """Fix in the error when memory runs out."""
     supervised_steps: int = 0
-    """Steps before those that epochs are counted in."""
+    """Number of steps at the start that do not count in epochs."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_skips: int = 0
-    """Steps of the whole run that may be skipped."""
+    """Largest number of steps of the whole run that may be skipped."""
     on_oom: Literal["stop", "replan"] = "stop"
     save_async: bool = True
     metric_for_best_model: str | None = None
-    """A name of ``metrics.jsonl``."""
+    """Name of a metric in ``metrics.jsonl``."""
     greater_is_better: bool = False
     early_stopping_patience: int = 0
-    """Evaluations in a row without a better metric that end the run; 0 never does."""
+    """Number of consecutive evaluations without a better metric after which the run ends; 0: no early stopping."""
     early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
-    """Checkpoints to keep for their metric, besides the newest."""
+    """Number of checkpoints to keep for their metric, besides the newest."""
     least_moved: float = 0.0
-    """Share of the trained weights that a step should change: a note says where it changes fewer."""
+    """Share of the trained weights that a step should change; below it a note is shown."""
     sample_steps: int = 0
-    """Steps between two completions of the sample prompts; 0 is never."""
+    """Number of steps between completions of the sample prompts; 0: never."""
     step_flops: Callable[[Sequence[MicroBatch]], int] | None = None
-    """Counts the FLOPs of micro-batches; None counts none."""
+    """Function that returns the model FLOPs of micro-batches; None: FLOPs are not recorded."""
     peak_flops: float | None = None
-    """Peak FLOP/s of a device, to which ``mfu`` is relative; None where it is not known."""
+    """Peak FLOP/s of one device, for ``mfu``; None if unknown."""
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """Everything that the steps and evaluations of a run share."""
+    """The objects that all steps and evaluations of a run use."""
 
     backend: Backend
     objective: Objective
     settings: TrainSettings
     handle: StreamHandle | None = None
-    """Handle of the streamed model; the loss of its routers is in the gradient and not in the loss that is shown."""
+    """Handle of the streamed model. Its router loss is in the gradient, but not in the reported loss."""
     world: World = WORLD
     activity: Callable[[str], None] = lambda doing: None
-    """Called with a few words on the current activity."""
+    """Function called with a description of the current activity."""
 
 
 HeldOut = Mapping[str, Callable[[], Iterable[MicroBatch]]]
-"""Makers of held-out batches by the name of their set; a single set may have no name, ``""``."""
+"""Functions that make held-out batches, by name of the set; a single set may have the name ``""``."""
 
 
 class _Means:
-    """Sums and counts by name, added up over micro-batches."""
+    """Accumulates sums and counts by name over micro-batches."""
 
     def __init__(self) -> None:
         self._found: dict[str, SumAndCount] = {}
@@ -116,27 +115,30 @@ class _Means:
         return joined
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each name; names with count 0 are left out."""
+        """Return the mean by name; names with count 0 are left out."""
         return {name: value / count for name, (value, count) in self._found.items() if count}
 
 
 def accumulate_gradients(
     context: StepContext, micro_batches: Sequence[MicroBatch], step: int, stop: StopRequest
 ) -> StepScore | None:
-    """Add the gradients of all micro-batches to the backend's and return the step's loss, without the routers'.
+    """Compute the gradients of all micro-batches of a step; return the step's score, without router loss.
 
     Args:
-        context: The model, the objective and the ranks that share the step.
-        micro_batches: This rank's micro-batches of the step: as many on every rank.
-        step: Number of the step, from 1: for messages.
-        stop: Checked after each micro-batch; a stop of one rank is one of all.
+        context: Backend, objective and ranks of the run.
+        micro_batches: This rank's micro-batches of the step; every rank has the same number.
+        step: Number of the step, counted from 1, for messages.
+        stop: Stop request, checked after each micro-batch. If one rank is stopped, all stop.
 
     Returns:
-        None where ``stop`` was requested before the last micro-batch: the gradients are then incomplete.
+        The score, or None if a stop was requested before the last micro-batch; gradients are then incomplete.
+
+    Raises:
+        OutOfMemoryError: Memory ran out.
     """
     backend, objective, settings, world = context.backend, context.objective, context.settings, context.world
     routers = StepRouters(context.handle, micro_batches, world)
-    if world.any(stop.requested):  # while the micro-batches were made, which may have been broken off
+    if world.any(stop.requested):  # a stop may have interrupted the making of micro-batches
         return None
     model = backend.model
     device, fix = device_of(model), settings.out_of_memory_fix
@@ -173,14 +175,18 @@ def accumulate_gradients(
 
 
 def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) -> dict[str, float] | None:
-    """Score every batch of every set without gradients; None where ``stop`` was requested.
+    """Score all held-out batches without gradients; return the metrics, or None if ``stop`` was requested.
 
-    With several ranks each has its own batches, as many as the others. No router loss is added, so recipes that balance
-    routers differently can be compared. The random state is put back afterwards.
+    Every rank has the same number of batches. No router loss is added, so recipes with different router losses can be
+    compared. The random state is restored afterwards.
 
     Returns:
-        ``eval_loss``, a mean over all batches together, if the objective has one, and ``eval_`` each of its metrics;
-        the same of each named set, ``eval_NAME_loss`` and so on.
+        ``eval_loss``, a mean over all batches, if the objective has a held-out loss, and ``eval_METRIC`` for each of
+        its metrics. For each named set also ``eval_NAME_loss`` and ``eval_NAME_METRIC``.
+
+    Raises:
+        NonFiniteError: A held-out loss is not finite.
+        OutOfMemoryError: Memory ran out.
     """
     model, objective, settings, world = context.backend.model, context.objective, context.settings, context.world
     device = device_of(model)
@@ -209,7 +215,7 @@ def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) 
         found |= {f"{prefix}_loss": sum(means.values())} if means else {}
         found |= {f"{prefix}_{name}": value for name, value in of_metrics.over(world).means().items()}
         if not math.isfinite(loss := found.get(f"{prefix}_loss", 0.0)):
-            raise NonFiniteError(f"{prefix}_loss, the held-out loss, is {loss} at step {step}",
+            raise NonFiniteError(f"the held-out loss {prefix}_loss is {loss} at step {step}",
                                  fix="lower learning_rate")  # fmt: skip
     return found
 
@@ -219,56 +225,69 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
-    """Return an error if ``value`` is NaN or infinite: one such step would ruin every weight."""
+    """Return an error if ``value`` is NaN or infinite, because such a step would ruin all weights; else None.
+
+    Args:
+        name: Name of the value, such as ``loss``.
+        value: Value to check.
+        step: Number of the step, counted from 1.
+        micro_batches: Micro-batches whose rows the error names.
+    """
     if math.isfinite(value):
         return None
     return NonFiniteError(
-        f"the {name} of step {step} is {value}; the weights were not changed by it",
+        f"the {name} of step {step} is {value}; the weights were not changed",
         where=name_rows(micro_batches),
-        fix="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
+        fix="look at these rows; lower learning_rate or warm up longer; earlier checkpoints are intact",
     )
 
 
 @contextmanager
 def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], fix: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a message that names the batch and what to change."""
+    """Context manager: when memory runs out, raise an OutOfMemoryError that names the largest batch and its rows.
+
+    Args:
+        doing: Activity for the message, such as ``step 3``.
+        micro_batches: Micro-batches of the activity.
+        fix: Fix for the message.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         rows, length = max((tuple(batch.input_ids.shape) for batch in micro_batches), key=math.prod)
-        what = f"out of memory in {doing}, on a batch of {rows} x {length:,} tokens"
+        what = f"out of memory in {doing}, with a batch of {rows} x {length:,} tokens"
         raise OutOfMemoryError(what, where=name_rows(micro_batches), fix=fix) from error
 
 
 def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:
-    """Return the sources of the rows as text, of many rows the first ``most``."""
+    """Return the sources of the rows as text; of many rows only the first ``most`` are named."""
     origins = [origin for batch in micro_batches for origin in batch.origins]
     rest = f" and {len(origins) - most} more" if len(origins) > most else ""
     return ", ".join(origins[:most]) + rest
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new measurement. On the CPU the peak is the process's own and cannot be reset."""
+    """Reset the peak memory of an accelerator; the CPU peak of a process cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return peak bytes: of the device's allocator since its last reset, or on a CPU the process's resident memory."""
+    """Return the peak memory in bytes: of an accelerator since the last reset, or on a CPU of the whole process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
-    import resource  # Not on Windows.
+    import resource  # not available on Windows
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if ``error`` is how Python, torch or CUDA reports that memory ran out."""
+    """Return True if ``error`` is an out-of-memory error of Python, torch or CUDA."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = str(error)
@@ -276,22 +295,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class StepRouters:
-    """Sets the totals and weight of a streamed model's routers for each micro-batch of a step, and adds up their loss.
+    """Weights the router loss of each micro-batch of a step, and sums it.
 
-    The routers' loss of a step (``streamtune.engine.routers``) is one number however the step is split, n_g tokens of n
-    in micro-batch g:
+    The router loss of a step (``streamtune.engine.routers``) has two forms; micro-batch g has n_g of the step's n
+    tokens:
 
-        micro     sum_g  n_g / n  (coefficient * balance_g + z_coefficient * z_g)      each balanced by itself
-        global    coefficient * balance + z_coefficient * z                            of all n tokens together
+        micro     sum_g  n_g / n  (coefficient * balance_g + z_coefficient * z_g)      each micro-batch is balanced
+        global    coefficient * balance + z_coefficient * z                            the whole step is balanced
 
-    As in the cross entropy, a token weighs the same in every micro-batch, and padding nothing. With one micro-batch the
-    two are equal, and are what ``transformers`` adds. With several, ``global`` costs one more forward of each, without
-    gradient: how often each expert is chosen in the whole step must be known before the first backward.
+    As in the cross-entropy, every token has the same weight in any micro-batch, and padding has none. With one
+    micro-batch both forms are equal, and equal to the loss in ``transformers``. With several, ``global`` takes an extra
+    forward per micro-batch, without gradient. It counts how often each expert is chosen in the whole step, which must
+    be known before the first backward.
 
     Args:
-        handle: Handle of the streamed model; without a loss on its routers nothing is done here.
-        batches: The micro-batches of the step.
-        world: The ranks that share the step.
+        handle: Handle of the streamed model; without a router loss this class does nothing.
+        batches: Micro-batches of the step.
+        world: Ranks that share the step.
     """
 
     def __init__(
@@ -308,11 +328,11 @@ class StepRouters:
             self._tokens = world.count(self._tokens)
         self._totals: torch.Tensor | None = None
         self.aux_loss: float | None = None if self._watch is None else 0.0
-        """The step's balance loss so far, not multiplied with its coefficient."""
+        """Balance loss of the step so far, without its coefficient; None without router loss."""
 
     @property
     def need_counting(self) -> bool:
-        """True if the step is balanced as a whole and has several parts."""
+        """True if the router loss is ``global`` and the step has several micro-batches or ranks."""
         loss = None if self._watch is None else self._watch.loss
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 
@@ -323,7 +343,7 @@ class StepRouters:
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
-        """Set up the routers around the call and the backward of one micro-batch on its device."""
+        """Context manager for forward and backward of one micro-batch, which sets the routers' totals and weight."""
         if self._watch is None:
             yield
             return
@@ -334,12 +354,12 @@ class StepRouters:
                 yield
         finally:
             watch.totals, watch.weight = None, 1.0
-        assert watch.terms is not None, "a call with labels has said what its loss was made of"
+        assert watch.terms is not None, "a call with labels sets the terms of its loss"
         if not batch.filler:
             self.aux_loss = (self.aux_loss or 0.0) + watch.terms.balance.item()
 
     def _calls(self, device: torch.device) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of each micro-batch's call; while they are used, its padding does not count."""
+        """Yield the call arguments of each micro-batch; routers ignore its padding until the next is requested."""
         assert self._watch is not None
         for batch in self._batches:
             moved = batch.to(device)

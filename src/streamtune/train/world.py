@@ -1,12 +1,12 @@
-"""The ranks that train one model together, and the few values they exchange besides gradients.
+"""The ranks that train one model together, and the small values that they exchange besides gradients.
 
-W ranks are laid out as DP x SP: ``sequence_size`` consecutive ranks share a sequence; each such group is one *data
-rank* and has rows of its own. Data ranks count targets and losses, so a sum over ranks is divided by ``sequence_size``.
+W ranks are laid out as DP x SP: ``sequence_size`` consecutive ranks share a sequence. Each such group is one *data
+rank* with its own rows. Ranks of a group have the same targets and losses, so sums over all ranks are divided by
+``sequence_size``.
 
-Values are a few numbers sent through the CPU; one rank sends nothing. They are sent as JSON and decoded exactly, and no
-byte from another rank is ever run:
+Values are sent through the CPU as JSON and decoded exactly. Received bytes are never executed. The encoding is:
 
-    None, true, 3, 0.1, "text", [...]     as they are
+    null, true, 3, 0.1, "text", [...]     None, bool, int, finite float, str, list
     {"d": {"key": value}}                 a dict whose keys are strings
     {"m": [[key, value], ...]}            any other dict
     {"t": [...]}  {"s": [...]}            a tuple, a set
@@ -14,7 +14,7 @@ byte from another rank is ever run:
     {"f": "7ff0000000000000"}             a float that is not finite, by its bits
     {"i": "0x..."}                        an int of more than 64 bits
 
-An error is sent as its class's name and its text, and is made anew from those (:func:`describe_error`).
+An error is sent as the names of its classes and its text, and made again from them (:func:`describe_error`).
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Rank of this process and size of its run; ``World()`` is a run of one.
+    """Rank of this process and number of ranks of the run; ``World()`` is one rank.
 
-    With several ranks the default process group must exist; it, or ``group``, carries CPU tensors.
+    With several ranks the default process group must exist. Values are exchanged as CPU tensors.
     """
 
     rank: int = 0
     size: int = 1
     sequence_size: int = 1
-    """Ranks that share each sequence."""
+    """Number of ranks that share each sequence."""
     group: distributed.ProcessGroup | None = None
-    """Process group of the exchanges; None is the default group."""
+    """Process group for exchanges; None is the default group."""
 
     def apart(self) -> World:
-        """Return the same ranks over a group of their own, for use in another thread. Called by all ranks."""
+        """Return the same ranks with a new process group, for use in another thread. Called by all ranks."""
         return replace(self, group=distributed.new_group(backend="gloo")) if self.size > 1 else self
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that writes the files and talks to the user."""
+        """True on rank 0, which writes files and output."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank. Ranks that share a sequence have the same one."""
+        """Data-parallel rank; ranks that share a sequence have the same one."""
         return self.rank // self.sequence_size
 
     @property
@@ -87,32 +87,35 @@ class World:
         return flag if self.size == 1 else self.sums([float(flag)])[0] > 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of each data rank, in their order; small plain values."""
+        """Return the values of all data ranks, in order; values must be small and encodable."""
         return [value] if self.size == 1 else self.collect(value)[:: self.sequence_size]
 
     def collect(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order, also of those that share a sequence; small plain values."""
+        """Return the values of all ranks, in order; values must be small and encodable."""
         if self.size == 1:
             return [value]
-        data, unsent = _encoded({"value": value})
+        data, unsent = _encode_or_error({"value": value})
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         size = torch.tensor([len(mine)])
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         distributed.all_gather(sizes, size, group=self.group)
-        lengths = [_checked(int(length), rank) for rank, length in enumerate(sizes)]
+        lengths = [_check_size(int(length), rank) for rank, length in enumerate(sizes)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
         found = [torch.empty_like(padded) for _ in lengths]
         distributed.all_gather(found, padded, group=self.group)
         if unsent is not None:
             raise unsent
-        return [_decoded(part[:length], rank) for rank, (part, length) in enumerate(zip(found, lengths, strict=True))]
+        return [
+            _decode_or_raise(part[:length], rank)
+            for rank, (part, length) in enumerate(zip(found, lengths, strict=True))
+        ]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Call ``work()`` on every rank; if it fails on one it fails on all of them.
+        """Return ``work()``, called on every rank; if it fails on one rank, all ranks raise an error.
 
-        If one rank can fail alone within ``work``, no rank may wait for another there. A rank raises its own error; the
-        others raise the error of the first rank that failed, which is named.
+        A rank that failed raises its own error. The others raise the error of the first rank that failed, with its
+        rank. ``work`` must not wait for other ranks if a rank can fail alone in it.
         """
         if self.size == 1:
             return work()
@@ -134,9 +137,10 @@ class World:
         return max(self.gather(value))
 
     def main(self, work: Callable[[], T]) -> T:
-        """Call ``work()`` on rank 0 alone, and return its result on every rank: a plain value.
+        """Call ``work()`` on rank 0 only, and return its result, an encodable value, on every rank.
 
-        A StreamTuneError of ``work`` is raised on every rank; other errors of rank 0 reach the others as a RunError.
+        If ``work`` raises a StreamTuneError, every rank raises it. Any other error of rank 0 is a RunError on the
+        others.
         """
         if self.size == 1:
             return work()
@@ -149,16 +153,16 @@ class World:
                 error = failed
                 data = encode_value({"error": describe_error(failed)})
             else:
-                data, error = _encoded({"value": result})
+                data, error = _encode_or_error({"value": result})
         size = torch.tensor([len(data)])
         distributed.broadcast(size, src=0, group=self.group)
-        sent = torch.empty(_checked(int(size), 0), dtype=torch.uint8)
+        sent = torch.empty(_check_size(int(size), 0), dtype=torch.uint8)
         if self.is_main:
             sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         distributed.broadcast(sent, src=0, group=self.group)
         if error is not None:
             raise error
-        found: T = cast("T", result) if self.is_main else _decoded(sent, 0)
+        found: T = cast("T", result) if self.is_main else _decode_or_raise(sent, 0)
         return found
 
     def barrier(self) -> None:
@@ -170,60 +174,72 @@ WORLD = World()
 """A run of one rank."""
 
 
-def _encoded(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
-    """Encode a document for other ranks; if it cannot be sent, encode the error for them and return it as well."""
+def _encode_or_error(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
+    """Return the encoded document and None; if it cannot be encoded or sent, the encoded error and the error."""
     try:
         data = encode_value(document)
         if len(data) <= MOST_BYTES:
             return data, None
-        error: Exception = RunError(f"{len(data):,} bytes are more than the {MOST_BYTES:,} that ranks send at a time")
+        error: Exception = RunError(f"a message between ranks has {len(data):,} bytes; at most {MOST_BYTES:,} are sent")
     except (TypeError, RecursionError) as failed:
         error = failed
     return encode_value({"error": describe_error(error)}), error
 
 
-def _decoded(sent: Tensor, rank: int) -> Any:
-    """Return the value that ``rank`` sent, or raise the error that it sent."""
+def _decode_or_raise(sent: Tensor, rank: int) -> Any:
+    """Return the value that ``rank`` sent; if it sent an error, raise that."""
     document = decode_value(sent.numpy().tobytes(), rank)
     if isinstance(document, dict) and "error" in document:
         raise remake_error(document["error"], rank, named=False)
     if not isinstance(document, dict) or "value" not in document:
-        raise DistributedError(f"rank {rank} sent what is neither a value nor an error")
+        raise DistributedError(f"rank {rank} sent a message that is neither a value nor an error")
     return document["value"]
 
 
-def _checked(size: int, rank: int) -> int:
-    """Return the size that ``rank`` announced; DistributedError if no value has that size."""
+def _check_size(size: int, rank: int) -> int:
+    """Return ``size``, the message size that ``rank`` announced.
+
+    Raises:
+        DistributedError: The size is not between 1 and :data:`MOST_BYTES`.
+    """
     if not 0 < size <= MOST_BYTES:
         raise DistributedError(
-            f"rank {rank} announced a value of {size} bytes",
-            fix="see that every rank runs the same version, and that no other program uses the ports of this run",
+            f"rank {rank} announced a message with an impossible size ({size} bytes)",
+            fix="run the same version on every rank, and make sure that no other program uses the ports of this run",
         )
     return size
 
 
 MOST_BYTES = 1 << 30
-"""Largest size of one rank's value: more than any rollout, and less than would exhaust a machine's memory."""
+"""Largest encoded value of one rank, in bytes: larger than any rollout, but too small to exhaust host memory."""
 SHORT_INT = 1 << 63
 
 
 def encode_value(value: Any) -> bytes:
-    """Write a value as bytes that :func:`decode_value` reads back the same.
+    """Return a value as bytes, which :func:`decode_value` decodes exactly.
 
-    It may be None, bool, int, float, str, bytes, a path, and a list, tuple, set or dict of them; anything else is a
-    TypeError. Subclasses are sent as the plain value.
+    Args:
+        value: None, bool, int, float, str, bytes, a path, or a list, tuple, set or dict of them. Subclasses are sent as
+            the base type.
+
+    Raises:
+        TypeError: The value has another type.
     """
     return json.dumps(_pack(value), separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def decode_value(data: bytes, rank: int) -> Any:
-    """Read the value that :func:`encode_value` wrote on ``rank``; DistributedError for other bytes."""
+    """Return the value that :func:`encode_value` encoded on ``rank``.
+
+    Raises:
+        DistributedError: The bytes cannot be decoded.
+    """
     try:
         return _unpack(json.loads(data.decode("ascii"), parse_constant=_refuse))
     except (ValueError, TypeError, KeyError, RecursionError, struct.error):
         raise DistributedError(
-            f"rank {rank} sent {len(data)} bytes that are no value of StreamTune's",
-            fix="see that every rank runs the same version, and that no other program uses the ports of this run",
+            f"rank {rank} sent {len(data)} bytes that StreamTune cannot decode",
+            fix="run the same version on every rank, and make sure that no other program uses the ports of this run",
         ) from None
 
 
@@ -277,7 +293,7 @@ READERS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
     "f": (str, lambda content: struct.unpack(">d", bytes.fromhex(content))[0]),
     "i": (str, lambda content: int(content, 16)),
 }
-"""The type behind each tag, and the function that reads it."""
+"""For each tag, the JSON type of its content and the function that decodes it."""
 
 
 def _refuse(constant: str) -> Any:
@@ -285,7 +301,7 @@ def _refuse(constant: str) -> Any:
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return an error as a value for :func:`remake_error` on another rank: names and text, no object."""
+    """Return an error as a dict of class names and text, from which :func:`remake_error` makes it on another rank."""
     described: dict[str, Any] = {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
     if isinstance(error, StreamTuneError):
         described |= {"what": error.what, "where": error.where, "mend": error.fix, "exit_code": error.exit_code}
@@ -293,9 +309,14 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def remake_error(described: Any, rank: int, *, named: bool) -> StreamTuneError:
-    """Return the error of ``rank``, of the nearest class in ``errors``; errors that are not StreamTune's as a RunError.
+    """Return the error that ``rank`` described, with the nearest class in ``errors``.
 
-    ``named`` puts the rank before a message of StreamTune's own errors; other errors always have it.
+    An error that is not StreamTune's becomes a RunError, which names the rank.
+
+    Args:
+        described: Result of :func:`describe_error`.
+        rank: Rank on which it was raised.
+        named: True to put the rank before the message of a StreamTune error.
     """
     try:
         kinds, text = list(described["kinds"]), str(described["text"])
@@ -307,5 +328,5 @@ def remake_error(described: Any, rank: int, *, named: bool) -> StreamTuneError:
         if (code := int(described["exit_code"])) != made.exit_code:
             made.exit_code = code
     except (KeyError, TypeError, ValueError, IndexError):
-        return DistributedError(f"rank {rank} failed, and how it did cannot be read")
+        return DistributedError(f"rank {rank} failed, and its error cannot be decoded")
     return made

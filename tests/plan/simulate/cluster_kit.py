@@ -1,4 +1,4 @@
-"""A model small enough to simulate in a moment, with fewer key/value heads than query heads."""
+"""A model that is simulated quickly, with fewer key/value heads than query heads."""
 
 from __future__ import annotations
 

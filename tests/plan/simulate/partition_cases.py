@@ -1,4 +1,4 @@
-"""What a rank really holds under each engine, beside what a plan says it holds: bytes by term, after two steps."""
+"""Bytes that a rank really holds after two steps with each engine, compared with the plan, by memory term."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = 96
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """``{"planned": {term: bytes}, "held": {term: bytes}}`` of rank 0."""
+    """Return ``{"planned": {term: bytes}, "held": {term: bytes}}`` of rank 0."""
     world = train.World(distributed.get_rank(), distributed.get_world_size())
     engine, dtype = case["engine"], case["dtype"]
     recipe = Recipe(
@@ -107,7 +107,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Bytes of weights that are whole beside a rank's part."""
+    """Return the bytes of gathered weights, without the rank's own shard."""
     size = distributed.get_world_size()
     found = 0
     for p in model.parameters():

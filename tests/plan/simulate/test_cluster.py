@@ -1,4 +1,4 @@
-"""A rank's share of a step: what it computes, holds and sends, beside one device and beside ranks that really run."""
+"""A rank's share of a step (computed, held, sent), compared with one device and with real ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamtune.cli import main
 from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, blueprint
 from streamtune.plan import Limits, Rates, choose
-from streamtune.plan.choices import Space
+from streamtune.plan.choices import SearchSpace
 from streamtune.plan.refusal import nothing_fits
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, form_of
@@ -134,7 +134,7 @@ def test_completions_are_shared_as_well() -> None:
 
 @pytest.mark.full
 def test_ranks_hold_what_a_plan_says() -> None:
-    """Weights, gradients, optimizer and gathered layers of two CPU ranks, by every engine."""
+    """Weights, gradients, optimizer and gathered layers of two CPU ranks, with every engine."""
     cases: list[dict[str, Any]] = [{"engine": engine} for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")]
     cases += [{"engine": engine, "schedule": {"levels": 2, "segment_size": 3}} for engine in ("zero3", "fsdp")]
     cases = [{**case, "dtype": "bfloat16"} for case in cases]
@@ -166,7 +166,7 @@ def test_a_fourth_of_a_nodes_devices_carries_what_leaves_it() -> None:
 
 @pytest.mark.parametrize(("form", "forth", "back"), [("ulysses", 17_920, 39_424), ("ring", 28_672, 122_880)])
 def test_a_sequence_sends_what_docs_decisions_015_counts(form: Any, forth: int, back: int) -> None:
-    """Bytes of Qwen3-8B on 8 ranks, for each own token and layer."""
+    """Bytes for Qwen3-8B on 8 ranks, per own token and layer."""
     changes = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
     wide = blueprint({**CONFIG, **changes}, ModelOptions("bfloat16"))
     cluster = Cluster(8, sequence_size=8, form=form)
@@ -181,7 +181,7 @@ def test_a_sequence_sends_what_docs_decisions_015_counts(form: Any, forth: int, 
 
 @pytest.mark.parametrize("levels", [1, 2])
 def test_states_are_passed_on_with_every_chunk(levels: Any) -> None:
-    """Of LFM2: the last inputs of a convolution, three for each channel."""
+    """LFM2: the last inputs of a convolution, three per channel."""
     kinds = ["conv", "full_attention", "conv", "conv"]
     config = {**CONFIG, "model_type": "lfm2", "layer_types": kinds, "num_hidden_layers": 4, "conv_L_cache": 3}
     del config["head_dim"]
@@ -210,9 +210,9 @@ def test_what_leaves_a_node_takes_the_network() -> None:
 
 def test_where_nothing_fits_sequences_may_be_shared() -> None:
     step, limits = workload(Cluster(4, engine="zero3"), length=256), Limits(MIB // 2, 0)
-    space = Space(6, 256, limits, {})
-    error = nothing_fits(step, space, {CHUNKS: simulate(step, CHUNKS)}, limits, simulate)
-    assert "sequence_parallel_size: 4 shares each row between all 4 ranks" in error.fix
+    search_space = SearchSpace(6, 256, limits, {})
+    error = nothing_fits(step, search_space, {CHUNKS: simulate(step, CHUNKS)}, limits, simulate)
+    assert "sequence_parallel_size: 4 divides each row among all 4 ranks" in error.fix
 
 
 SEGMENTS = replace(CHUNKS, levels=2, segment_size=3)
@@ -244,7 +244,7 @@ def test_weights_that_wait_on_the_host_are_copied_again() -> None:
 
 @pytest.mark.full
 def test_two_levels_are_chosen_for_weights_in_parts() -> None:
-    """The device has no room for every layer input, and the host none at all."""
+    """The device cannot hold every layer input, and the host has no memory."""
     cluster = Cluster(4, engine="zero3", buckets=Buckets(reduce=1000))
     asked = workload(cluster, length=LONG)
     least = simulate(asked, replace(SEGMENTS, stream_grads=True)).peak_bytes
@@ -260,11 +260,11 @@ def test_two_levels_are_chosen_for_weights_in_parts() -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"ranks": 8, "nodes": 3}, "8 ranks cannot be shared evenly by 3 nodes"),
-        ({"ranks": 6, "sequence_size": 4}, "6 ranks cannot be cut into groups of sequence_parallel_size = 4"),
-        ({"ranks": 12, "nodes": 3, "sequence_size": 6}, "groups of 6 ranks do not fill nodes of 4"),
+        ({"ranks": 8, "nodes": 3}, "8 ranks cannot be divided evenly among 3 nodes"),
+        ({"ranks": 6, "sequence_size": 4}, "6 ranks cannot be divided into groups of sequence_parallel_size = 4"),
+        ({"ranks": 12, "nodes": 3, "sequence_size": 6}, "groups of 6 ranks do not fill whole nodes of 4 ranks"),
         ({"ranks": 0}, "ranks must be 1 or more"),
-        ({"engine": "zero4"}, "no engine is called 'zero4'"),
+        ({"engine": "zero4"}, "unknown engine 'zero4'"),
     ],
 )
 def test_what_no_cluster_is(values: dict[str, Any], said: str) -> None:
@@ -277,7 +277,7 @@ def test_which_form() -> None:
     heads = HeadCounts(8, 2, 16, 16)
     assert [form_of("auto", size, heads) for size in (2, 4, 8, 3, 16)] == [*["ulysses"] * 3, *["ring"] * 2]
     assert form_of("ring", 4, heads) == "ring"
-    with pytest.raises(ArgumentError, match="8 attention heads cannot be shared out to 16 ranks") as caught:
+    with pytest.raises(ArgumentError, match="8 attention heads cannot be divided among 16 ranks") as caught:
         form_of("ulysses", 16, heads)
     assert "sequence_parallel: ring" in caught.value.fix
     assert [heads.copies(Cluster(size, sequence_size=size)) for size in (1, 2, 4, 8)] == [1, 1, 2, 4]
@@ -289,7 +289,7 @@ def test_which_form() -> None:
     [
         ({}, RanksAsked(None, 2), "--nodes 2 without --ranks"),
         ({}, RanksAsked(0), "--ranks takes a number from 1 up"),
-        ({"sequence_parallel_size": 3}, RanksAsked(8), "8 ranks cannot be cut into groups"),
+        ({"sequence_parallel_size": 3}, RanksAsked(8), "8 ranks cannot be divided into groups"),
         ({"train_batch_size": 6}, RanksAsked(4), "train_batch_size is 6"),
         ({"deepspeed": "zero9"}, RanksAsked(4), "no DeepSpeed configuration zero9"),
     ],
@@ -392,11 +392,11 @@ def test_the_longest_row_of_several_ranks(recipe: Path, capfd: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("--ranks", "6", "--nodes", "4"), "6 ranks cannot be shared evenly by 4 nodes"),
-        (("--ranks", "6", "--set", "sequence_parallel_size=4"), "cannot be cut into groups"),
+        (("--ranks", "6", "--nodes", "4"), "6 ranks cannot be divided evenly among 4 nodes"),
+        (("--ranks", "6", "--set", "sequence_parallel_size=4"), "cannot be divided into groups"),
         (
             ("--ranks", "3", "--set", "sequence_parallel_size=3", "--set", "sequence_parallel=ulysses"),
-            "8 attention heads cannot be shared out to 3 ranks",
+            "8 attention heads cannot be divided among 3 ranks",
         ),
     ],
 )
@@ -406,7 +406,7 @@ def test_what_is_refused(recipe: Path, capfd: pytest.CaptureFixture[str], asked:
 
 
 def test_the_link_and_the_memory_of_the_host_are_part_of_an_offloaded_step() -> None:
-    """Gradients out and back each micro-batch, once in fp32; weights in for forward and backward; Adam's 34 bytes."""
+    """Gradients: out and back per micro-batch, and once in fp32. Weights: in twice. Adam: 34 bytes."""
     count = sum(p.numel() for p in model().parameters())
     once, twice = (told(Cluster(engine="zero3_offload"), length=256, micro_batches=n).work for n in (1, 2))
     assert once.moved_bytes == pytest.approx((2 * 2 + 4 + 2 * 2) * count, rel=1e-3)  # and buffers of positions

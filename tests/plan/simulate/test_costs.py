@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamtune.models import ModelOptions, add_lora, blueprint
 from streamtune.plan.rates import DEVICES, peak_flops_of
 from streamtune.plan.simulate import Workload, simulate
-from streamtune.plan.simulate.costs import BALANCE, copies_itself, product_flops, waiting_bytes
+from streamtune.plan.simulate.costs import FLOPS_PER_BYTE, bandwidth_bytes, copies_itself, product_flops
 from streamtune.plan.simulate.workload import FlopCount
 from streamtune.run.listeners import StepFlops
 from streamtune.schedule import Schedule
@@ -24,7 +24,7 @@ from tests.plan.simulate.cluster_kit import CONFIG
 
 
 class Seen(TorchDispatchMode):
-    """The operators that run, with what is asked of each."""
+    """A dispatch mode that records operators with their costs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Seen(TorchDispatchMode):
             self.copies.append(copies_itself(func, args))
         if "mm" in func._schema.name:
             flops = product_flops(func, args, kwargs or {}, out)
-            self.waiting.append(waiting_bytes(func, flops, args, out, "cuda"))
+            self.waiting.append(bandwidth_bytes(func, flops, args, out, "cuda"))
         return out
 
 
@@ -60,7 +60,7 @@ def test_a_product_of_few_rows_waits_for_its_weight(tokens: int, waits: bool) ->
     with Seen() as seen:
         y = x @ w
     bytes_of_all = x.nbytes + w.nbytes + y.nbytes
-    assert seen.waiting == [max(0, bytes_of_all - 2 * tokens * 8192 * 4096 // BALANCE["cuda"])]
+    assert seen.waiting == [max(0, bytes_of_all - 2 * tokens * 8192 * 4096 // FLOPS_PER_BYTE["cuda"])]
     assert (seen.waiting[0] > 0) == waits
 
 
@@ -71,7 +71,7 @@ def test_a_product_that_adds_reads_and_writes_its_sum() -> None:
         total.addmm_(x, w)
         x.expand(2, -1, -1) @ w.expand(2, -1, -1)
     flops = 2 * 8 * 512 * 256
-    assert seen.waiting == [2 * total.nbytes + x.nbytes + w.nbytes - flops // BALANCE["cuda"], 0]
+    assert seen.waiting == [2 * total.nbytes + x.nbytes + w.nbytes - flops // FLOPS_PER_BYTE["cuda"], 0]
 
 
 LENGTH = 512

@@ -1,4 +1,4 @@
-"""Checkpointing with Liger's fused loss as a simulated baseline: its bytes, and what of them goes to the host."""
+"""Gradient checkpointing with Liger's fused loss as a simulated baseline: its bytes on device and host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDE = {"vocab_size": 20_011}
 
 
 def measured(model: Any, mode: Mode) -> int:
-    """Weights and live bytes of a step on the CPU, of the same chunks and buffers; layer inputs as they are kept."""
+    """Return weight bytes and live bytes of a real CPU step with the same chunks and buffers."""
     tiers = Tiers(Schedule(offload="host"))
     host = tiers.of("host", torch.device("cpu"))
 
@@ -53,7 +53,7 @@ def test_the_simulated_peak_is_the_one_measured(mode: Mode, adapted: bool) -> No
 
 
 def test_logits_of_all_tokens_are_never_there() -> None:
-    """At 20,011 classes of width 64 Liger's chunk is of 1 / 313 of the tokens, rounded up to a power of two."""
+    """With 20,011 classes and width 64, Liger's chunk has 1 / 313 of the tokens, rounded up to a power of two."""
     make = partial(build, "qwen3", **WIDE)
     whole, fused, on_host = (
         simulate(workload(make, mode), BASE) for mode in ("checkpoint", "liger-loss", "liger-loss-offload")

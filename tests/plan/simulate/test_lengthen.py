@@ -1,4 +1,4 @@
-"""The record of a step with a period of layers more, made from a shorter step, beside the record of that step run."""
+"""The record of a step with one more period of layers, made from a shorter step, equals the record of the real step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune.models import add_lora
 from streamtune.ops.devices import simulating
 from streamtune.plan.simulate import Workload, simulate
-from streamtune.plan.simulate.extrapolate import kinds_of_layers, layout_of, with_a_period_more
-from streamtune.plan.simulate.step import Step, fewer_layers, shortened, trace_step
+from streamtune.plan.simulate.extrapolate import kinds_of_layers, layout_of, repeat_period
+from streamtune.plan.simulate.step import Step, fewer_layers, shorten_step, trace_step
 from streamtune.plan.simulate.trace import Cell, CellPlace
 from streamtune.schedule import Schedule
 
@@ -64,19 +64,19 @@ def build(family: str, adapted: bool = False) -> nn.Module:
 
 
 def pairs(model: Any, schedule: Schedule, step: Step) -> list[tuple[dict[CellPlace, Cell], dict[CellPlace, Cell]]]:
-    """Return the record that is made and that of the step run, for each longer step of a simulation."""
+    """Return the made and the real record of each longer step of a simulation."""
     streamed = step.mode == "stream"
     with simulating(step.device):
         layout = layout_of(model, schedule, LENGTH, streamed=streamed, layers=True, chunks=streamed)
     found, short = [], {}
     for shorter in layout.steps(schedule, kinds_of_layers(model, schedule if streamed else None)):
-        whole = step if shorter.length == LENGTH else shortened(step, shorter.length, schedule.head_chunk_size)
+        whole = step if shorter.length == LENGTH else shorten_step(step, shorter.length, schedule.head_chunk_size)
         with fewer_layers(model, shorter.layers):
             cells = trace_step(model, shorter.schedule, whole).cells
         if shorter.longer is None:
             short = cells
             continue
-        made = with_a_period_more(short, layout.middle(shorter.longer))
+        made = repeat_period(short, layout.middle(shorter.longer))
         assert made is not None
         found.append((made, cells))
     return found
@@ -132,7 +132,7 @@ def test_so_it_is_without_chunks(mode: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("levels", [1, 2])
 def test_the_order_of_chunks_is_run(levels: Any) -> None:
-    """Its sums of all layers are cast together, in a cell of no layer, so that the longer step is run."""
+    """With ``order: chunk`` the sums of all layers are cast in a cell of no layer, so the longer step is run."""
     schedule = replace(Schedule(chunk_size=64, head_chunk_size=32), order="chunk", levels=levels)
     long = Workload(partial(build, "qwen3"), LENGTH, device_type="cuda", micro_batches=2)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)

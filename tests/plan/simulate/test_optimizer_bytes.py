@@ -1,4 +1,4 @@
-"""Bytes of an optimizer's step by the allocator: what operators allocate inside of themselves is counted too."""
+"""Bytes of an optimizer step by the allocator, which also counts scratch memory inside operators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_allocator_gives_what_is_simulated(name: str, dtype: torch.dtype) -> None:
-    """Of a whole step, and of that of one weight, as an optimizer in the backward takes it."""
+    """For a whole step, and for the step of one weight, as in an optimizer in the backward."""
     make = partial(build, "qwen3", vocab_size=VOCABULARY, dtype=dtype)
     steps = {
         in_backward: Holdings.of(
@@ -68,7 +68,7 @@ SMALL = 1 << 17
 @pytest.mark.quick("galore", "adamw_torch_8bit")
 @pytest.mark.parametrize("name", NAMES)
 def test_states_of_weights_that_wait_are_on_the_host(name: str) -> None:
-    """Of every optimizer: those that project a gradient find no matrix among the weights that stay on the device."""
+    """For every optimizer; those that project gradients find no matrix among the weights on the device."""
     make = partial(build, "qwen3", vocab_size=VOCABULARY)
     step = workload(make, make_optimizer=partial(optimizer_of, name))
     there, away = Holdings.of(make("meta"), step), Holdings.of(make("meta"), step, "host")

@@ -1,4 +1,4 @@
-"""The simulated step beside the same step really run on the CPU, and a step told from shorter ones beside all of it."""
+"""The simulated step equals the same real step on the CPU, and an extrapolated step equals the whole simulation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from streamtune.plan.simulate import LiveBytes, Mode, Simulation, Workload, simu
 from streamtune.plan.simulate.memory import held_bytes, held_tensors
 from streamtune.plan.simulate.meta_operators import RULES, MetaAutocast
 from streamtune.plan.simulate.partition import Holdings
-from streamtune.plan.simulate.step import _Functions, trace_step
+from streamtune.plan.simulate.step import _DeviceChoices, trace_step
 from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import TeacherShape
 from streamtune.schedule import Schedule
@@ -96,7 +96,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 def allocated(step: Callable[[], Any]) -> int:
-    """The largest number of bytes that the CPU's allocator gives out during ``step`` and has not got back."""
+    """Return the peak number of bytes that the CPU allocator has given out during ``step``."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         step()
     events: Any = found.profiler
@@ -130,7 +130,7 @@ def measured(
     length: int = LENGTH,
     token_loss: TokenLoss | None = None,
 ) -> int:
-    """Weights and live bytes of a step on the CPU, the second where there is an optimizer."""
+    """Return weight bytes and live bytes of a real CPU step, the second one if there is an optimizer."""
     model: Any = make("cpu").train()
     if mode == "stream":
         handle = stream(model, schedule=schedule)
@@ -198,7 +198,7 @@ def test_so_it_is_for_families_that_are_built_otherwise(family: str) -> None:
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("levels", [1, 2])
 def test_states_wait_on_the_host_with_keys(family: str, levels: int) -> None:
-    """In the order of chunks: with twice the chunks the device holds what it held, but for what follows the row."""
+    """With ``order: chunk`` and twice the chunks, the device holds the same bytes, except for those after the row."""
 
     def make(device: str) -> nn.Module:
         with torch.device(device):
@@ -222,7 +222,7 @@ def test_states_wait_on_the_host_with_keys(family: str, levels: int) -> None:
 
 
 def carried_bytes(model: Any, size: int) -> int:
-    """Bytes of the states of all layers after one chunk."""
+    """Return the bytes of the recurrent states of all layers after one chunk."""
     found: dict[tuple[int, Any], int] = {}
 
     def kept(self: Any, key: Any, state: Any) -> None:
@@ -256,7 +256,7 @@ def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
 def build_adapted(
     device: str, *, family: str = "qwen3", kind: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> nn.Module:
-    """With adapters in fp32 on a base that may be quantised."""
+    """Return a model with fp32 adapters on a base that may be quantised."""
     model: Any = build(family, device, dtype, **changes)
     if kind is not None:
         pytest.importorskip(PACKAGES[kind])
@@ -327,7 +327,7 @@ def test_what_a_quantised_base_takes_on_an_accelerator(kind: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_what_quantised_experts_take_on_an_accelerator(kind: str) -> None:
-    """The bytes of the packed weights of all layers, and of those of one layer, written out in bf16."""
+    """The bytes of all layers' packed weights, and of one layer's weights dequantised to bf16."""
     shape = {**WIDE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     make = partial(build_adapted, "meta", family="qwen3_moe", **shape)
     plain, packed = (simulate(Workload(partial(make, kind=each), LENGTH), BASE) for each in (None, kind))
@@ -364,7 +364,7 @@ def test_what_autocast_casts_is_on_the_lists_of_torch(device: str) -> None:
 )
 def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.empty(4, 4, device="meta")
-    with _Functions("cuda", MetaAutocast("cuda")), torch.autocast("cpu", dtype=torch.bfloat16):
+    with _DeviceChoices("cuda", MetaAutocast("cuda")), torch.autocast("cpu", dtype=torch.bfloat16):
         assert call(x).dtype == (torch.bfloat16 if rule == "lower" else torch.float32)
         with torch.autocast("cpu", enabled=False):
             assert (x @ x).dtype == torch.float32
@@ -375,7 +375,7 @@ def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.
     ("loss", "autocast"), [(TokenLoss("dft"), True), (TokenLoss(label_smoothing=0.1, z_loss=1e-3), False)]
 )
 def test_so_it_is_with_another_loss(loss: TokenLoss, autocast: bool) -> None:
-    """The peak is the head's here."""
+    """The peak is in the head here."""
     make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
     found = simulate(workload(make, token_loss=loss, autocast=autocast), schedule)
     want = measured(make, "stream", schedule, autocast=autocast, token_loss=loss)
@@ -386,7 +386,7 @@ def test_so_it_is_with_another_loss(loss: TokenLoss, autocast: bool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("autocast", [False, True])
 def test_so_it_is_with_a_teacher(autocast: bool) -> None:
-    """The teacher's weights, its hidden states and its logits of a chunk, where the peak is the head's."""
+    """The teacher's weights, hidden states and logits of one chunk count, if the peak is in the head."""
     make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
     loss = TokenLoss(divergence=Divergence("reverse"))
     model: Any = make("cpu").train()
@@ -418,7 +418,7 @@ def test_so_it_is_with_a_teacher(autocast: bool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("autocast", [False, True])
 def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: bool) -> None:
-    """Of them a chunk is on the device; the others wait on the host, and no teacher is there."""
+    """One chunk of the saved tokens is on the device, the rest in host memory, and there is no teacher model."""
     make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
     loss, k = TokenLoss(divergence=Divergence("reverse")), 512
     model: Any = make("cpu").train()
@@ -447,7 +447,7 @@ def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: bool) -> None:
 
 @pytest.mark.full
 def test_the_forward_of_a_teacher_that_is_larger_than_the_model() -> None:
-    """Its peak is its own where it is wide: simulated by itself, and not less than measured."""
+    """The peak is in the teacher's forward; it is simulated separately, and not below the measured bytes."""
     wide = {"hidden_size": 128, "intermediate_size": 4096, "num_hidden_layers": 2}
     make, teacher = partial(build, "qwen3"), partial(build, "llama", **wide)
     held: Any = teacher("cpu").requires_grad_(False).eval()
@@ -483,7 +483,7 @@ def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_torch_4bit", "galore", "muon"])
 def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
-    """Whose kernels run on ``meta``, or whose bytes are those of the table."""
+    """For optimizers whose kernels run on ``meta``, or whose bytes are in the table."""
     if not OPTIMIZERS[name].installed:
         pytest.skip(f"{OPTIMIZERS[name].library} is not installed")
     make = partial(build, "qwen3", vocab_size=10240)
@@ -521,7 +521,7 @@ def held_in_a_step(model: Any, make_optimizer: Any) -> int:
 
 
 def bytes_of(x: torch.Tensor) -> int:
-    """Bytes of a tensor, or of those that it is made of."""
+    """Return the bytes of a tensor, or of its components."""
     if not hasattr(x, "__tensor_flatten__"):
         return x.nbytes
     names, _ = x.__tensor_flatten__()  # type: ignore[operator]
@@ -557,7 +557,7 @@ def test_so_it_is_with_a_block_of_the_weights(dtype: torch.dtype, embedding: boo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
-    """Weights, copies of one layer and of what is outside of layers, and the forward's own."""
+    """Weights, copies of one layer and of the modules outside layers, and the forward's activations."""
     make = partial(build, "qwen3", dtype=dtype, num_hidden_layers=5, tie_word_embeddings=tied)
 
     def optimizer(model: Any) -> ZerothOrderSGD:
@@ -724,7 +724,7 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
 @pytest.mark.parametrize("tokens", [64 * 9 + 1, 64 * 9 + 33, 64 * 10 - 1])
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_so_it_is_for_a_row_of_any_length(name: str, tokens: int, tmp_path: Any) -> None:
-    """The last two chunks share what the others leave."""
+    """The last two chunks share the rest of the row."""
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), tokens, device_type="cuda")
     schedule = schedule_of(name, tmp_path)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
@@ -734,7 +734,7 @@ def test_so_it_is_for_a_row_of_any_length(name: str, tokens: int, tmp_path: Any)
 @pytest.mark.quick("host")
 @pytest.mark.parametrize("name", ["host", "disk", "host but for two", "keys on host", "gradients streamed"])
 def test_so_it_is_where_the_last_two_chunks_are_copied_with_others(name: str, tmp_path: Any) -> None:
-    """Copies of the last two, which are shorter, are made while chunks before them are computed."""
+    """The last two chunks are shorter, and are copied while chunks before them are computed."""
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=6), 64 * 16 + 20, device_type="cuda")
     schedule = schedule_of(name, tmp_path)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
@@ -743,7 +743,7 @@ def test_so_it_is_where_the_last_two_chunks_are_copied_with_others(name: str, tm
 @pytest.mark.full
 @pytest.mark.parametrize("chunks", [33, pytest.param(40, marks=pytest.mark.slow)])
 def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
-    """More than one block of keys before most chunks, the last of them in part."""
+    """Most chunks have more than one block of keys before them, the last block a partial one."""
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=9), 64 * chunks)
     assert long.tokens > 2 * KEY_BLOCK
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
@@ -751,7 +751,7 @@ def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
 
 @pytest.mark.full
 def test_so_it_is_of_an_embedding_whose_tokens_repeat() -> None:
-    """On CUDA its gradient is summed for each distinct token: no more of them than the vocabulary has."""
+    """On CUDA an embedding's gradient has one sum per distinct token, at most as many as the vocabulary has."""
     vocabulary = 5000
     wide = {"vocab_size": vocabulary, "hidden_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": False}
     long = Workload(partial(build, "qwen3", "meta", **wide), 64 * 100, device_type="cuda")
@@ -769,7 +769,7 @@ def test_so_it_is_of_an_embedding_whose_tokens_repeat() -> None:
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_so_it_is_where_chunks_fill_regions_of_host_memory(settings: dict[str, Any]) -> None:
-    """A region is mapped every few chunks, and in every step at others: that is no work of any chunk."""
+    """Host memory is mapped every few chunks, at other chunks in every step; no chunk's work includes it."""
     wide = {"hidden_size": 4096, "num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 8}
     long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=6, **wide), 1024 * 10)
     schedule = Schedule(chunk_size=1024, head_chunk_size=1024, **settings)
@@ -785,7 +785,7 @@ def test_so_it_is_of_steps_under_autocast() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["keys kept", "keys on host", "attention on host", "chunk order, keys on host"])
 def test_adapted_layers_are_told_from_fewer(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lowest layer hands no gradient on: what is made ready for it belongs to no other layer."""
+    """The lowest layer passes no gradient on, so its buffers belong to no other layer."""
     walked: list[int] = []
 
     def noted(model: Any, *args: Any) -> Trace:

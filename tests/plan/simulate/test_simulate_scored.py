@@ -1,4 +1,4 @@
-"""Steps that score completions: simulated beside really run, a row that stands for many chunks beside all of them."""
+"""Simulated steps that score completions equal real ones, and one ordinary row replaces many chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def workload(make: Callable[[str], Any], scored: Scored, mode: Mode = "stream", 
 
 
 def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, scored: Scored) -> int:
-    """Weights and live bytes of a step on the CPU: the reference is the model itself, without adapters."""
+    """Return weight bytes and live bytes of a real CPU step; the reference is the model without adapters."""
     model = make("cpu").train()
     if mode == "checkpoint":
         use_checkpointing(model)
@@ -108,7 +108,7 @@ def test_so_it_is_with_adapters_that_are_switched_off_for_the_reference() -> Non
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("share", [True, False], ids=str)
 def test_so_it_is_with_the_divergence_from_a_teacher(share: bool, shape: str) -> None:
-    """On-policy distillation: hidden states and logits of a chunk of both models, where the peak is the head's."""
+    """On-policy distillation: hidden states and logits of one chunk of both models, if the peak is in the head."""
     make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
     loss, scored = TokenLoss(divergence=Divergence("reverse")), Scored(SHAPES[shape], share)
     model: Any = make("cpu").train()
@@ -155,7 +155,7 @@ def test_one_row_that_stands_for_many_chunks(
     make, schedule = partial(build, "qwen3", dtype=torch.bfloat16, **WIDE), Schedule(chunk_size=1024, **away)
     step = workload(make, Scored(trees, forwards=1), device_type="cuda")
     whole = simulate(step, schedule, full=True)
-    monkeypatch.setattr(sys.modules["streamtune.plan.simulate.simulate"], "FEW", 4)
+    monkeypatch.setattr(sys.modules["streamtune.plan.simulate.simulate"], "MOST_CHUNKS_RUN", 4)
     told = simulate(step, schedule)
     assert told != whole
     assert told.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.03)
@@ -211,5 +211,5 @@ def test_plain_log_probabilities_are_the_streamed_ones() -> None:
     assert plain.entropy is not None
     assert streamed.entropy is not None
     torch.testing.assert_close(plain.entropy, streamed.entropy.detach(), rtol=EXACT, atol=0)
-    with pytest.raises(ArgumentError, match="a row for each completion"):
+    with pytest.raises(ArgumentError, match="shared prompts need a streamed model"):
         PlainScores(model).logprobs(**Scored(PAIR).batch(499, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Simulations are found again where model, step, schedule and code are the same, and nowhere else."""
+"""A cached simulation is used if model, step, schedule and code are the same, and never otherwise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_second_simulation_is_read(folder: Path, monkeypatch: pytest.MonkeyPat
     assert first == simulate(replace(step, keep=False), SCHEDULE)
     assert len(list(folder.iterdir())) == 1
     with monkeypatch.context() as broken:
-        broken.setattr(sys.modules["streamtune.plan.simulate.simulate"], "_traced", None)
+        broken.setattr(sys.modules["streamtune.plan.simulate.simulate"], "_trace_micro_batch", None)
         assert simulate(step, SCHEDULE) == first
     for file in folder.iterdir():
         file.write_text("{")

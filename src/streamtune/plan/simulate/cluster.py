@@ -1,12 +1,12 @@
-"""Several devices: their number, their nodes, the links between them, and each device's part of a step.
+"""Describe several devices: their number, nodes and links, and one device's share of a step.
 
-A world of W ranks is DP x SP: SP consecutive ranks share each sequence, DP groups of them share the batch, and all W
-are one group of ZeRO, FSDP or DDP. For one rank it means:
+W ranks are DP x SP. SP consecutive ranks share each sequence, DP such groups share the batch, and all W ranks form one
+ZeRO, FSDP or DDP group. One rank has:
 
-    sequence   T / SP tokens of everything but attention; attention of all T on heads / SP
+    sequence   T / SP tokens; in attention all T tokens of heads / SP
     batch      1 / DP of the rows of a step
     weights, gradients, optimizer state
-               whole, or 1 / W, by the engine (``simulate.partition``)
+               all, or 1 / W, depending on the engine (``simulate.partition``)
     host       1 / ranks_per_node of its node's memory
 """
 
@@ -28,13 +28,13 @@ STAGES: dict[Engine, int] = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3
 
 @dataclass(frozen=True)
 class Links:
-    """The links between devices: bytes/s of one device in one direction, as programs get them.
+    """The links between devices, with rates that programs reach, per device and direction.
 
     Attributes:
         node: Bytes/s between devices of a node.
         network: Bytes/s between nodes, for each device.
         node_name, network_name: Names of the links.
-        launch_seconds: Overhead of one collective besides its bytes.
+        launch_seconds: Seconds to launch one collective.
     """
 
     node: float = 5e9
@@ -46,14 +46,14 @@ class Links:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The sizes of an engine's buffers while it gathers and reduces, in elements.
+    """Buffer sizes of a ZeRO or FSDP engine, in elements.
 
     Attributes:
-        reduce: Elements of the buffer that gradients are reduced from.
+        reduce: Elements of one buffer from which gradients are reduced.
         buffers: Number of such buffers.
-        prefetch: Elements of the weights that are gathered ahead of the layer that runs.
-        sub_group: Elements of a rank's part that stage 3 steps at a time, with its gradients in fp32.
-        reuse: A layer stays gathered if fewer elements of weights than this are used before it is used again.
+        prefetch: Elements of weights that are gathered ahead of the running layer.
+        sub_group: Elements of a rank's shard that ZeRO-3 updates at a time, with fp32 gradients.
+        reuse: Reuse distance: a layer stays gathered if fewer elements than this are used before its next use.
     """
 
     reduce: int = 500_000_000
@@ -65,20 +65,21 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices that train together.
+    """The devices that train together.
 
     Args:
         ranks: Number of devices, W.
         nodes: Number of machines, each with the same number of devices.
-        engine: The engine that divides weights, gradients and optimizer state between them.
+        engine: Engine that shards weights, gradients and optimizer state, or replicates them.
         sequence_size: Number of devices that share a sequence, SP.
         form: Way of sharing a sequence: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
-        links: The links between them.
-        buckets: Sizes of the engine's buffers for its collectives.
-        optimizer_offload, weights_offload: ZeRO's offload of either to the host; ``zero3_offload`` has both.
+        links: Links between the devices.
+        buckets: Sizes of the engine's communication buffers.
+        optimizer_offload, weights_offload: ZeRO's offload of optimizer state or weights to the host; ``zero3_offload``
+            has both.
 
     Raises:
-        ArgumentError: A number does not divide another.
+        ArgumentError: A number is below 1 or does not divide another, or the engine is unknown.
     """
 
     ranks: int = 1
@@ -94,29 +95,29 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("ranks", "nodes", "sequence_size"):
             if getattr(self, name) < 1:
-                raise ArgumentError(f"{name} must be 1 or more, not {getattr(self, name)!r}")
+                raise ArgumentError(f"{name} must be 1 or more, found {getattr(self, name)!r}")
         if self.engine not in ENGINES:
-            raise ArgumentError(f"no engine is called {self.engine!r}", fix=f"there are {', '.join(ENGINES)}")
+            raise ArgumentError(f"unknown engine {self.engine!r}", fix=f"engines: {', '.join(ENGINES)}")
         if self.ranks % self.nodes:
             nearest = self.ranks // self.nodes * self.nodes or self.nodes
             raise ArgumentError(
-                f"{self.ranks} ranks cannot be shared evenly by {self.nodes} nodes",
+                f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes",
                 where="--ranks, --nodes",
-                fix=f"--ranks counts the devices of all nodes: {nearest} would do",
+                fix=f"--ranks is the total over all nodes, such as {nearest}",
             )
         if self.ranks % self.sequence_size:
             fitting = [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
             nearest = min(fitting, key=lambda size: abs(size - self.sequence_size))
             raise ArgumentError(
-                f"{self.ranks} ranks cannot be cut into groups of sequence_parallel_size = {self.sequence_size}",
+                f"{self.ranks} ranks cannot be divided into groups of sequence_parallel_size = {self.sequence_size}",
                 where="sequence_parallel_size",
-                fix=f"write sequence_parallel_size: {nearest}, or take a multiple of {self.sequence_size} ranks",
+                fix=f"set sequence_parallel_size: {nearest}, or use a multiple of {self.sequence_size} ranks",
             )
         if self.spans_nodes and self.sequence_size % self.ranks_per_node:
             raise ArgumentError(
-                f"groups of {self.sequence_size} ranks do not fill nodes of {self.ranks_per_node}",
+                f"groups of {self.sequence_size} ranks do not fill whole nodes of {self.ranks_per_node} ranks",
                 where="sequence_parallel_size",
-                fix=f"a group has a divisor of {self.ranks_per_node} ranks, or a multiple of them",
+                fix=f"set it to a divisor or a multiple of {self.ranks_per_node}",
             )
 
     @property
@@ -130,12 +131,12 @@ class Cluster:
 
     @property
     def zero_stage(self) -> int:
-        """Stage of ZeRO, which divides nothing (0), optimizer state (1), also gradients (2), also weights (3)."""
+        """ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
         return STAGES[self.engine]
 
     @property
     def keeps_master(self) -> bool:
-        """True if the engine has its own fp32 weights, which the optimizer steps (DeepSpeed)."""
+        """True if the engine keeps fp32 master weights that the optimizer updates (DeepSpeed)."""
         return self.engine.startswith("zero")
 
     @property
@@ -152,11 +153,11 @@ class Cluster:
 
     @property
     def gathers_layers(self) -> bool:
-        """True if a rank holds a part of the weights, and gathers a layer's weights while it runs."""
+        """True if a rank holds a shard of the weights and gathers each layer's weights while the layer runs."""
         return self.zero_stage == 3
 
     def divided(self, size: int, stage: int) -> int:
-        """Return one rank's share of ``size`` bytes that are divided from ``stage`` on."""
+        """Return one rank's share of ``size`` bytes that are sharded from ZeRO stage ``stage`` on."""
         return -(-size // self.ranks) if self.zero_stage >= stage else size
 
     def shared_by(self, sequence_size: int, form: Form) -> Cluster:
@@ -174,12 +175,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The attention heads of a model: query heads, key/value heads, and their sizes; all 0 if no layer attends.
+    """The numbers and sizes of a model's attention heads; all 0 if no layer has attention.
 
     Attributes:
-        queries: Query heads H.
-        keys: Key/value heads G.
-        key_dim, value_dim: Elements of a key and of a value of one head, for one token.
+        queries: Number of query heads, H.
+        keys: Number of key/value heads, G.
+        key_dim, value_dim: Dimension of one head's keys and values.
     """
 
     queries: int
@@ -188,7 +189,7 @@ class HeadCounts:
     value_dim: int
 
     def copies(self, cluster: Cluster) -> float:
-        """Return how many times the ranks that share a sequence hold its keys and values, in all."""
+        """Return how many copies of a sequence's keys and values its ranks hold together."""
         size = cluster.sequence_size
         if cluster.form == "ring" or size == 1 or self.keys == 0:
             return 1.0
@@ -196,15 +197,20 @@ class HeadCounts:
 
 
 def form_of(asked: str, size: int, heads: HeadCounts) -> Form:
-    """Return the form in which ``size`` ranks share a sequence; ``auto`` is ulysses if they divide the heads."""
+    """Return how ``size`` ranks share a sequence; ``auto`` is ulysses if ``size`` divides the number of query heads.
+
+    Raises:
+        ArgumentError: ``ulysses`` was asked for, and ``size`` does not divide the number of query heads.
+    """
     divides = heads.queries % size == 0
     if asked == "ring" or (asked == "auto" and not divides):
         return "ring"
     if not divides:
         sizes = [str(n) for n in range(2, heads.queries + 1) if heads.queries % n == 0]
         raise ArgumentError(
-            f"{heads.queries} attention heads cannot be shared out to {size} ranks",
+            f"{heads.queries} attention heads cannot be divided among {size} ranks",
             where="sequence_parallel_size",
-            fix=f"write sequence_parallel: ring, which needs no heads, or sequence_parallel_size: {', '.join(sizes)}",
+            fix="set sequence_parallel: ring, which does not divide heads, or sequence_parallel_size to one of "
+            + ", ".join(sizes),
         )
     return "ulysses"

@@ -1,4 +1,4 @@
-"""The cost of an operator besides memory: FLOPs of matrix products and attention, bytes that others touch."""
+"""Count what an operator costs besides memory: FLOPs of matrix products and attention, bytes of all other operators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-Cost = Literal["view", "room", "product", "attention", "other"]
+Cost = Literal["view", "allocation", "product", "attention", "other"]
 Reach = Literal["all", "result", "made"] | int
 
 ATTENTION_WORK = {"forward": 2, "backward": 5}
-"""Matrix products of a tile: scores and output; and scores again, dV, dP, dQ, dK."""
+"""Matrix products per attention tile. Forward: scores and output. Backward: scores again, dV, dP, dQ and dK."""
 
 CAUSAL_AT = {
     "_scaled_dot_product_flash_attention": 4,
@@ -27,30 +27,30 @@ CAUSAL_AT = {
     "_scaled_dot_product_cudnn_attention_backward": 14,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
 }
-"""Fused attentions, and the index of their argument ``is_causal``."""
+"""Fused attention operators, with the index of their argument ``is_causal``."""
 
 
 STEP_IN_8_BITS = "bitsandbytes::optimizer_update_8bit_blockwise"
-"""A step of an optimizer of bitsandbytes, which has a kernel on accelerators and is computed by torch on a CPU."""
+"""The 8-bit optimizer step of bitsandbytes: a kernel on accelerators, torch operators on a CPU."""
 
 SVD, MEAN = "aten::_linalg_svd", "aten::mean"
 
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
-"""A product with a weight in 4 bits, which torch has no formula for."""
+"""Product with a 4-bit weight. torch has no FLOP formula for it."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
-"""Products of groups of rows with a weight each, as of experts, which torch has no formula for."""
+"""Product of each group of rows with its own weight, as in experts. torch has no FLOP formula for it."""
 
-ROOM = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
-"""Operators that make a tensor and touch none of its bytes."""
+ALLOCATING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+"""Operators that allocate a tensor and touch none of its bytes."""
 
 
 def cost_of(func: Any) -> Cost:
-    """Return the kind of cost of an operator; a view costs nothing."""
+    """Return which kind of cost an operator has; views and operators without tensor results cost nothing."""
     name = func._schema.name.removeprefix("aten::")
     if name in CAUSAL_AT:
         return "attention"
-    if _product(func) is not None:
+    if _flop_formula(func) is not None:
         return "product"
     returns = func._schema.returns
     aliases = [item.alias_info for item in returns]
@@ -58,7 +58,7 @@ def cost_of(func: Any) -> Cost:
         return "view"
     if any(alias is not None and not alias.is_write for alias in aliases):
         return "view"
-    return "room" if name in ROOM else "other"
+    return "allocation" if name in ALLOCATING else "other"
 
 
 def _is_tensor(kind: Any) -> bool:
@@ -66,16 +66,19 @@ def _is_tensor(kind: Any) -> bool:
 
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    inner = INNER.get(func._schema.name)
+    inner = SUMMED_ARGUMENT.get(func._schema.name)
     if inner is not None:
         return int(2 * out.numel() * args[inner].shape[-1])
-    known = [each for each in args if not isinstance(each, torch.dtype)]  # of the result, which formulas do not take
+    known = [each for each in args if not isinstance(each, torch.dtype)]  # formulas do not take the result's dtype
     given = {name: value for name, value in kwargs.items() if name not in ("out_dtype", "out")}
-    return int(_product(func)(*known, **given, out_val=out))
+    return int(_flop_formula(func)(*known, **given, out_val=out))
 
 
-def _product(func: Any) -> Any:
-    """Return torch's formula for the FLOPs of a product (in place: its other form's); None for other operators."""
+def _flop_formula(func: Any) -> Any:
+    """Return the FLOP formula of a matrix product; None for other operators.
+
+    An in-place product has the formula of its out-of-place form.
+    """
     if func._schema.name == PACKED_PRODUCT:
         return _packed_flops
     if func._schema.name == GROUPED_PRODUCT:
@@ -88,19 +91,19 @@ def _product(func: Any) -> Any:
 
 
 def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
-    """Return the FLOPs of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
+    """Return the FLOPs of the product of ``x`` [..., k] and a packed 4-bit weight of ``shape`` [n, k]."""
     return 2 * x.numel() * shape[0]
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *rest: Any, **other: Any) -> int:
-    """Return the FLOPs of a grouped product: each row, or column, is in one group."""
+    """Return the FLOPs of a grouped product; each row (or column) belongs to one group."""
     if a.dim() == 3 and b.dim() == 2:  # [g, m, k] times columns of [k, n]
         return 2 * a.shape[1] * b.numel()
     return 2 * a.numel() * b.shape[-1]
 
 
 def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True for a copy of memory to itself, as Python ends ``a[i] += b``; torch returns at once."""
+    """Return True if an operator copies memory to itself, as Python does after ``a[i] += b``; torch skips the copy."""
     if func is not torch.ops.aten.copy_.default:
         return False
     to, source = args[:2]
@@ -109,27 +112,27 @@ def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
     return same and to.untyped_storage()._cdata == source.untyped_storage()._cdata
 
 
-INNER = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}
-"""Matrix products, and the index of the argument whose last dimension is summed over."""
+SUMMED_ARGUMENT = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}
+"""Matrix products, with the index of the argument whose last dimension is summed over."""
 
 MATRIX_PRODUCTS = ("mm", "addmm", "addmm_", "_grouped_mm")
-BALANCE = {"cuda": 200, "cpu": 5}
-"""FLOPs of a product that a device computes while it reads or writes a byte: about its rate over its bandwidth."""
+FLOPS_PER_BYTE = {"cuda": 200, "cpu": 5}
+"""FLOPs that a device computes in the time it reads or writes one byte: about its FLOP/s divided by its bandwidth."""
 
 
-def waiting_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
-    """Return the bytes of a product of two matrices that are still to be moved when its FLOPs are done.
+def bandwidth_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
+    """Return how many bytes of a matrix product still have to move when its FLOPs are done.
 
-    A product of few rows takes as long as its weight, or its sum, takes to be read and written (Williams et al.,
-    Roofline, Communications of the ACM 52(4), 2009).
+    A product of few rows is limited by memory bandwidth, not by FLOPs (Williams et al., Roofline, Communications of
+    the ACM 52(4), 2009).
     """
     if func._schema.name.removeprefix("aten::") not in MATRIX_PRODUCTS:
         return 0
-    return max(0, touched_bytes("all", args, out) - flops // BALANCE[device])
+    return max(0, touched_bytes("all", args, out) - flops // FLOPS_PER_BYTE[device])
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the multiplications and additions of a fused attention; of a causal square only the half computed."""
+    """Return the FLOPs of a fused attention operator; if it is causal and square, only the computed half counts."""
     name = func._schema.name.removeprefix("aten::")
     backward = name.endswith("_backward")
     q, k, v = args[1:4] if backward else args[:3]
@@ -142,24 +145,34 @@ def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return the queries ``[B, H, T, D]`` and keys ``[B, G, S, D]`` of a fused attention, forward or backward."""
+    """Return the queries ``[B, H, T, D]`` and keys ``[B, G, S, D]`` of a fused attention operator."""
     q, k = args[1:3] if func._schema.name.endswith("_backward") else args[:2]
     return q, k
 
 
 @dataclass(frozen=True)
 class EmbeddingSums:
-    """The sums of an embedding's gradient: ``rows`` is the vocabulary, ``row_bytes`` the bytes of a token's sum."""
+    """The sums from which a kernel computes an embedding's gradient.
+
+    Attributes:
+        rows: Vocabulary size.
+        row_bytes: Bytes of the sum for one token.
+    """
 
     rows: int
     row_bytes: int
 
     def scratch_bytes(self, func: Any, scratch: int) -> int:
-        """Return the scratch bytes of an operator, given what :func:`scratch_bytes` found."""
+        """Return the scratch bytes of an operator, bounded by the vocabulary if it is an embedding's backward.
+
+        Args:
+            func: Operator; None if there is none.
+            scratch: Result of the function :func:`scratch_bytes`.
+        """
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch
         tokens = scratch // self.row_bytes
-        return 0 if tokens <= UNSORTED else (tokens // 10 + min(tokens, self.rows)) * self.row_bytes
+        return 0 if tokens <= MOST_UNSORTED else (tokens // 10 + min(tokens, self.rows)) * self.row_bytes
 
 
 def embedding_sums(func: Any, args: tuple[Any, ...]) -> EmbeddingSums | None:
@@ -170,8 +183,8 @@ def embedding_sums(func: Any, args: tuple[Any, ...]) -> EmbeddingSums | None:
 
 FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_backward"
 EMBEDDING_BACKWARD = "aten::embedding_dense_backward"
-UNSORTED = 3072
-"""Tokens up to which an embedding's gradient is summed in place; more are sorted first."""
+MOST_UNSORTED = 3072
+"""Largest number of tokens for which an embedding's gradient is summed in place; more tokens are sorted first."""
 
 
 def has_scratch(func: Any) -> bool:
@@ -179,16 +192,19 @@ def has_scratch(func: Any) -> bool:
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
-    """Return the bytes that a kernel allocates for itself and frees before it returns.
+    """Return the scratch bytes of a kernel: bytes that it allocates and frees before it returns.
 
-    FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32
-    number for each row, and if query heads share keys, writes dK, dV for each query head before it sums them. The
-    gradient of an embedding is summed in fp32 for each ten tokens and each distinct one, at most, in rows padded to 32
-    (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here it is a sum for each token,
-    which grows with the length; :class:`EmbeddingSums` makes of it what the kernel takes. bitsandbytes writes a 4-bit
-    weight out and the scales of its blocks with it (except for few rows, where some devices have a kernel that does
-    not). On a CPU its optimizer step holds five tensors in fp32, and the weight if it is narrower; torch's mean of
-    narrow numbers widens them there. A singular value decomposition overwrites a copy of its matrix.
+    FlashAttention-2's backward sums dQ in fp32, with rows padded to 128 and heads to 32. It keeps one more fp32 number
+    per row. If query heads share keys, it writes dK and dV for each query head before it sums them.
+
+    The gradient of an embedding has at most one fp32 sum per ten tokens and one per distinct token, in rows padded to
+    32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here one sum per token is
+    counted, which is linear in the length. :meth:`EmbeddingSums.scratch_bytes` reduces it to the kernel's number.
+
+    A 4-bit product of bitsandbytes dequantises the weight and the scales of its blocks, except for few rows on some
+    devices. On a CPU the 8-bit optimizer step holds five fp32 tensors, and an fp32 weight if the weight is narrower.
+    On a CPU torch's mean converts narrow numbers to fp32. A singular value decomposition overwrites a copy of its
+    matrix.
     """
     if func._schema.name == SVD:
         return int(args[0].nbytes)
@@ -215,20 +231,24 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
 
 
 GATHERS = ("index", "index_select", "gather", "embedding")
-MAKERS = ("new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like")
-"""Operators that fill a new tensor, and read nothing of the one whose form they take."""
+FILLS = ("new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like")
+"""Operators that fill a new tensor and read only the shape of their argument."""
 SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3, "scatter_": 3}
-"""Operators that touch a few places of a tensor, and the index of the argument that says how many."""
+"""Operators that write to some elements of a tensor, with the index of the argument that has the values."""
 
 
 def reach_of(func: Any) -> Reach:
-    """Return what an operator touches: all arguments, as many bytes as its result, one argument, or its result."""
+    """Return which bytes an operator touches.
+
+    ``all``: its arguments and its result. ``result``: as many bytes as its result, twice. ``made``: its result only. A
+    number: twice the argument with this index.
+    """
     name = func._schema.name.removeprefix("aten::")
-    return "result" if name in GATHERS else "made" if name in MAKERS else SCATTERS.get(name, "all")
+    return "result" if name in GATHERS else "made" if name in FILLS else SCATTERS.get(name, "all")
 
 
 def touched_bytes(reach: Reach, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an elementwise operator or a reduction reads and writes."""
+    """Return the bytes that an operator reads and writes; ``reach`` is from :func:`reach_of`."""
     total = 0
     if reach == "result":
         args = (out,)

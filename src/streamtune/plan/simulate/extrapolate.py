@@ -1,15 +1,16 @@
-"""Compute the figures of a long and deep step from short and shallow steps, exactly.
+"""Compute the figures of a long, deep step exactly from short, shallow steps.
 
-At a fixed chunk size everything a step holds is a tensor of a fixed size, of a chunk, of the prefix or of the sequence,
-for each layer or for one. So at each moment of layer l of L on chunk c of D, the bytes of each kind are a polynomial of
-degree one in each of L, l, D and c. Hence
+At a fixed chunk size every tensor of a step has a fixed size, or the size of a chunk, of the prefix or of the sequence,
+for one layer or for each. Take a moment of layer l of L on chunk c of D. The bytes of each kind are then linear in each
+of L, l, D and c. Two rules follow.
 
-    the first chunks (layers) and the last of a step with D (L) of them follow, moment by moment, from those of steps
-    with as few as there can be, and one more;
-    those between are largest at one of their two ends, and their mean is the mean of the two ends.
+1. Two short steps give the first and the last chunks (layers) of a long step, moment by moment. One has the fewest
+   possible chunks (layers), the other has one more.
+2. The chunks (layers) between are largest at one of their two ends, and their mean is the mean of the two ends.
 
-Layers are taken in periods (sliding, sliding, full), in zones of like periods (inputs on the host, then on the device).
-Nothing is assumed about the moments: if two steps did not run the same operators, :class:`UnlikeError` is raised.
+Layers repeat in periods (such as sliding, sliding, full). A zone is a run of equal periods (such as inputs on the host,
+then on the device). Moments are checked, not assumed: if two steps did not run the same operators,
+:class:`UnlikeError` is raised.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ from streamtune.plan.simulate.simulation_cache import all_modules, configs_of, f
 from streamtune.plan.simulate.trace import COLUMNS, EARLIER, WORK, Cell, CellPlace
 from streamtune.schedule import Schedule
 
-ENOUGH = 5
-"""Periods from which some can be left out: first, between and last, one more in the longer step, and one."""
+LEAST_PERIODS = 5
+"""Smallest number of periods of which some can be left out: first, middle and last, one more in the longer step, and at
+least one to leave out.
+"""
 
 LONGEST_PERIOD = 64
-"""Layers of the longest period that is looked for."""
+"""Longest period that is searched for, in layers."""
 
 COPIES = ("keep", "load", "refill", "load sums", "save sums")
-"""Passes that copy piece by piece, in the order of chunks."""
+"""Passes with ``order: chunk`` that copy a tensor in several parts."""
 
 SCRATCH = COLUMNS.index("scratch")
 
@@ -50,17 +53,17 @@ Coordinates = tuple[Hashable, ...]
 
 
 class UnlikeError(Exception):
-    """Two steps differ, as in the operators they ran, so that one cannot be computed from the other."""
+    """Two steps differ, for example in their operators, so the whole step cannot be computed from them."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A sequence of items, such as chunks, that are alike except for the first few and the last.
+    """A sequence of items (chunks or periods) that are alike, except for the first few and the last few.
 
     Attributes:
-        count: Number of items.
-        alone: Number of items at the start that are unlike all items after them.
-        tail: Number of items at the end that are unlike all items before them.
+        count: Number of items in the whole step.
+        alone: Number of items at the start that differ from all items after them.
+        tail: Number of items at the end that differ from all items before them.
         base: Number of items in the shorter step; None if no item is left out.
     """
 
@@ -71,12 +74,12 @@ class Axis:
 
     @classmethod
     def of(cls, count: int, alone: int = 1, tail: int = 1) -> Axis:
-        """Return an axis that is shortened if that leaves anything out."""
+        """Return an axis of ``count`` items, shortened if any item can be left out."""
         base = alone + 1 + tail
         return cls(count, alone, tail, base if count > base + 1 else None)
 
     def names(self, index: int, count: int) -> list[tuple[str, int]]:
-        """Return the names of the ``index``-th of ``count`` items, which mean the same in a step with more items."""
+        """Return the names of item ``index`` of ``count``; a name has the same meaning in a step with more items."""
         if self.base is None or index < self.alone:
             return [("start", index)]
         if index >= count - self.tail:
@@ -84,40 +87,46 @@ class Axis:
         return [("first", 0)] * (index == self.alone) + [("last", 0)] * (index == count - self.tail - 1)
 
     def weight(self, name: tuple[str, int]) -> float:
-        """Return how many items of the whole step a name represents."""
+        """Return how many items of the whole step the item of this name represents."""
         return 1.0 if self.base is None or name[0] in ("start", "end") else (self.count - self.alone - self.tail) / 2
 
     @property
     def beyond(self) -> int:
-        """Number of items that the shorter step lacks."""
+        """Number of items that the shorter step leaves out."""
         return 0 if self.base is None else self.count - self.base
 
 
 @dataclass(frozen=True)
 class Zone:
-    """Layers from ``start`` that repeat with a period; ``axis`` counts the periods."""
+    """A run of layers that repeat with a period.
+
+    Attributes:
+        start: Index of its first layer.
+        period: Number of layers in a period.
+        axis: Axis of the periods.
+    """
 
     start: int
     period: int
     axis: Axis
 
     def layers(self, longer: bool) -> list[int]:
-        """Return the layers that a shorter step keeps: periods from the start, one more of them if ``longer``."""
+        """Return the indices of the layers that a shorter step runs; ``longer`` adds one period."""
         count = self.axis.count if self.axis.base is None else self.axis.base + longer
         return list(range(self.start, self.start + count * self.period))
 
 
 def zones(kinds: Sequence[Hashable]) -> list[Zone]:
-    """Divide layers, given the kind of each, into zones: from the start, each time the one that covers most layers."""
+    """Return the zones of layers of these kinds: from the start, each zone is the one that covers the most layers."""
     found: list[Zone] = []
     at = 0
     while at < len(kinds):
         best, repeats = 1, 1
-        for period in range(1, min(LONGEST_PERIOD, (len(kinds) - at) // ENOUGH) + 1):
+        for period in range(1, min(LONGEST_PERIOD, (len(kinds) - at) // LEAST_PERIODS) + 1):
             count = 1
             while kinds[at : at + period] == kinds[at + count * period : at + (count + 1) * period]:
                 count += 1
-            if count >= ENOUGH and count * period > best * repeats:
+            if count >= LEAST_PERIODS and count * period > best * repeats:
                 best, repeats = period, count
         found.append(Zone(at, best, Axis.of(repeats)))
         at += best * repeats
@@ -125,16 +134,16 @@ def zones(kinds: Sequence[Hashable]) -> list[Zone]:
 
 
 @dataclass(frozen=True)
-class Shorter:
-    """A shorter step that is run for its share in the whole one.
+class ShorterStep:
+    """A shorter step; the figures of the whole step are a weighted sum of the shorter steps' figures.
 
     Attributes:
-        layers: The layers it keeps.
-        length: Its tokens.
-        schedule: Its schedule.
-        longer: The zone with a period more; None if no zone has.
-        chunks: Number of its chunks.
-        share: Factor of its figures.
+        layers: Indices of the layers that it runs.
+        length: Number of tokens.
+        schedule: Schedule of the step.
+        longer: Index of the zone with one more period; None if no zone has one.
+        chunks: Number of chunks.
+        share: Weight of its figures in the sum; may be negative.
     """
 
     layers: list[int]
@@ -150,26 +159,33 @@ Cells = Mapping[CellPlace, Cell]
 
 @dataclass(frozen=True)
 class Combined:
-    """The largest cells of the whole step, their moments ``[n, COLUMNS]``, and the work of all cells: a sum for each of
-    ``WORK``, by phase and a flag that is True for the layers.
+    """The figures of the whole step, computed from shorter steps.
+
+    Attributes:
+        cells: Places of the largest cells, with their moments ``[n, COLUMNS]``.
+        work: Work of all cells, one sum per name in ``WORK``. The key is the phase, and True for work in layers.
     """
 
     cells: list[tuple[CellPlace, Tensor]]
     work: dict[tuple[str, bool], list[float]]
 
 
-def combined(parts: list[tuple[Shorter, Cells]], layers: list[Zone], chunks: Axis, length: int) -> Combined:
-    """Combine shorter steps and their records into the one of ``length`` tokens; UnlikeError if operators differ."""
-    named = [_named(shorter, cells, layers, chunks) for shorter, cells in parts]
+def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], chunks: Axis, length: int) -> Combined:
+    """Return the figures of the step with ``length`` tokens, combined from the records of shorter steps.
+
+    Raises:
+        UnlikeError: The shorter steps did not run the same operators.
+    """
+    named = [_name_cells(shorter, cells, layers, chunks) for shorter, cells in parts]
     cells: list[tuple[CellPlace, Tensor]] = []
     work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
     shares = [shorter.share for shorter, _ in parts]
-    squares = [shorter.share * length / shorter.length for shorter, _ in parts]  # for what grows as its square
+    squares = [shorter.share * length / shorter.length for shorter, _ in parts]  # for work quadratic in the length
     for name, (place, _, weight) in named[0].items():
         alike = [cells_of[name][1] for cells_of in named]
-        moments = _aligned(alike, loops=place.layer is None or place.pass_name in COPIES)
+        moments = _align_moments(alike, loops=place.layer is None or place.pass_name in COPIES)
         total = sum(share * each for share, each in zip(shares, moments, strict=True))
         assert isinstance(total, Tensor)
         _bound_scratch(total, alike)
@@ -183,17 +199,20 @@ def combined(parts: list[tuple[Shorter, Cells]], layers: list[Zone], chunks: Axi
 
 
 def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
-    """Bound the scratch of an embedding's gradient, which stops growing with the length at the vocabulary."""
+    """Bound the scratch bytes of an embedding's gradient: they grow with the length only up to the vocabulary size."""
     if (sums := alike[0].embedding) is not None:
         operators = min((cell.operators for cell in alike), key=len)
         column = zip(operators, moments[:, SCRATCH].tolist(), strict=True)
         moments[:, SCRATCH] = torch.tensor([sums.scratch_bytes(*moment) for moment in column])
 
 
-def _named(
-    shorter: Shorter, cells: Cells, layers: list[Zone], chunks: Axis
+def _name_cells(
+    shorter: ShorterStep, cells: Cells, layers: list[Zone], chunks: Axis
 ) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
-    """Return cells by names that mean the same in all shorter steps, each with how many cells it stands for."""
+    """Return cells by names that have the same meaning in all shorter steps.
+
+    Each comes with its place and with the number of cells of the whole step that it represents.
+    """
     found: dict[Coordinates, tuple[CellPlace, Cell, float]] = {}
     where = [
         (number, zone, index)
@@ -219,10 +238,14 @@ def _named(
     return found
 
 
-def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
-    """Return the moments of cells, as many of each, so that equal indices are the same moment.
+def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
+    """Return the moments of each cell, cut to equal length so that equal indices are the same moment.
 
-    If one cell has more, they must be iterations of a loop: the same operators before and after them.
+    If a cell has more moments than another, they must be iterations of a loop (``loops``), with the same operators
+    before and after them.
+
+    Raises:
+        UnlikeError: The operators of the cells differ.
     """
     if not loops and any(cell.operators != cells[0].operators for cell in cells):
         raise UnlikeError
@@ -230,21 +253,21 @@ def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
     count = len(shortest.operators)
     first, last = 0, count
     for cell in cells:
-        before = _agreeing(shortest.operators, cell.operators)
-        behind = _agreeing(shortest.operators[::-1], cell.operators[::-1])
+        before = _count_equal(shortest.operators, cell.operators)
+        behind = _count_equal(shortest.operators[::-1], cell.operators[::-1])
         first, last = max(first, count - behind), min(last, before)
     if first > last:
         raise UnlikeError
     split = (first + last) // 2
     out = []
     for cell in cells:
-        numbers = array("q", chain.from_iterable(cell.moments))  # which torch reads in a tenth of the time of a list's
+        numbers = array("q", chain.from_iterable(cell.moments))  # torch reads an array ten times faster than a list
         moments = torch.frombuffer(numbers, dtype=torch.int64).view(len(cell.moments), -1)
         out.append(torch.cat([moments[:split], moments[len(moments) - (count - split) :]]))
     return out
 
 
-def _agreeing(one: list[Any], other: list[Any]) -> int:
+def _count_equal(one: list[Any], other: list[Any]) -> int:
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a is not b:
             return index
@@ -253,7 +276,14 @@ def _agreeing(one: list[Any], other: list[Any]) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Zones of layers, and chunks of ``size`` tokens except the last two, which share the rest of ``length``."""
+    """The division of a step into zones of layers and into chunks, some of which can be left out.
+
+    Attributes:
+        layers: Zones of the layers.
+        chunks: Axis of the chunks.
+        size: Tokens of a chunk, except the last two, which share the rest of the row.
+        length: Tokens of the row.
+    """
 
     layers: list[Zone]
     chunks: Axis
@@ -261,14 +291,18 @@ class StepLayout:
     length: int
 
     def middle(self, number: int) -> range:
-        """Return the period of a zone that comes twice in the longer step, by its places in the shorter one."""
+        """Return the layers, by index in the shorter step, of the period that the longer step runs twice.
+
+        Args:
+            number: Index of the zone.
+        """
         zone = self.layers[number]
         before = sum(len(each.layers(longer=False)) for each in self.layers[:number])
         first = before + zone.axis.alone * zone.period
         return range(first, first + zone.period)
 
-    def steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[Shorter]:
-        """Yield the steps to run, the shortest first."""
+    def steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[ShorterStep]:
+        """Yield the shorter steps to run, the shortest first."""
         beyond = {number: zone.axis.beyond for number, zone in enumerate(self.layers) if zone.axis.beyond}
         whole, more = 1 - sum(beyond.values()), self.chunks.beyond
         rows = [(None, whole), *beyond.items()]
@@ -277,18 +311,18 @@ class StepLayout:
             length = self.length - (self.chunks.count - count) * self.size
             for longer, share in rows:
                 kept = [i for number, zone in enumerate(self.layers) for i in zone.layers(number == longer)]
-                shorter = _schedule(schedule, kinds, kept)
-                yield Shorter(kept, length, shorter, longer, count, share * factor)
+                shorter = _shorten_schedule(schedule, kinds, kept)
+                yield ShorterStep(kept, length, shorter, longer, count, share * factor)
 
 
 def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool) -> StepLayout:
-    """Return the layout by which a step of ``length`` tokens may be shortened.
+    """Return the layout of a step: which layers and chunks can be left out.
 
     Args:
-        model: The model.
+        model: Model that the step trains.
         schedule: Schedule of the step.
-        length: Tokens of a row.
-        streamed: True if the step has chunks.
+        length: Number of tokens of a row.
+        streamed: True if the step is streamed; otherwise it has one chunk.
         layers: True if layers may be left out.
         chunks: True if chunks may be left out.
     """
@@ -297,41 +331,41 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
     kinds = kinds_of_layers(model, schedule if streamed else None)
     found = zones(kinds) if layers else [Zone(0, len(kinds), Axis(1))]
     axis = Axis(count)
-    alone = _alone(model, size, length)
+    alone = _count_unlike_chunks(model, size, length)
     if streamed and chunks and alone is not None:
         head = -(-3 * schedule.head_chunk_size // size) - 2  # at least three chunks of the head
         away = "host" in (schedule.keep_kv, schedule.keep_attention) or schedule.offload != "device"
-        # While a chunk is worked on, the next one may be fetched: of the last two of a pass one has none, one is none.
-        # The backward begins at the end, and its second chunk makes room for the sums.
-        # On the way to a file a few chunks are held. A copy of a chunk may last until the next is done.
+        # While a chunk is computed, the next one may be fetched, so the last two chunks of a pass differ from the rest.
+        # The backward begins at the end, and its second chunk allocates the sums.
+        # A few chunks are in flight to a file. The copy of a chunk may last until the next chunk is done.
         alone += away + (IN_FLIGHT if schedule.offload == "disk" else 0)
         tail = 2 + away
-        if chunks_of[-1].stop - chunks_of[-1].start != size:  # the last two are shorter, and copied with chunks before
+        if chunks_of[-1].stop - chunks_of[-1].start != size:  # the last two are shorter; their copies overlap
             tail += IN_FLIGHT if schedule.offload == "disk" else away or schedule.stream_grads
         axis = Axis.of(count, max(alone, head), tail=tail)
     return StepLayout(found, axis, size, length)
 
 
 def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
-    """Return the kind of each layer: its modules, their sizes, their settings, its place in the schedule."""
-    looks = fact_of(model, "looks of layers", lambda: _looks_of(model))
+    """Return the kind of each layer: a number for its structure, and its placement in the schedule (None: none)."""
+    looks = fact_of(model, "looks of layers", lambda: _structure_numbers(model))
     places = place_layers(schedule, len(looks)) if schedule is not None else [None] * len(looks)
     return list(zip(looks, places, strict=True))
 
 
-def _looks_of(model: nn.Module) -> list[int]:
-    """Return a number for each layer, equal for layers that differ only in their place in the schedule."""
+def _structure_numbers(model: nn.Module) -> list[int]:
+    """Return a number for each layer; layers with equal modules, sizes and settings have the same number."""
     layers = decoder_layers(model)
     configs = configs_of(all_modules(model))
     lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
     numbers: dict[Hashable, int] = {}
     return [
-        numbers.setdefault((_looks(layer), tuple(repr(each[index]) for each in lists)), len(numbers))
+        numbers.setdefault((_structure(layer), tuple(repr(each[index]) for each in lists)), len(numbers))
         for index, layer in enumerate(layers)
     ]
 
 
-def _looks(layer: nn.Module) -> Hashable:
+def _structure(layer: nn.Module) -> Hashable:
     looks: list[Hashable] = []
     for name, module in layer.named_modules():
         settings = tuple(
@@ -348,8 +382,8 @@ def _looks(layer: nn.Module) -> Hashable:
     return tuple(looks)
 
 
-def _alone(model: nn.Module, size: int, length: int) -> int | None:
-    """Return how many chunks at the start see fewer keys than later ones; None if chunks are not alike."""
+def _count_unlike_chunks(model: nn.Module, size: int, length: int) -> int | None:
+    """Return how many chunks at the start see fewer keys than later chunks; None if later chunks are not alike."""
     settings = [vars(config) for config in configs_of(all_modules(model))]
 
     def found(names: tuple[str, ...]) -> list[int]:
@@ -357,12 +391,16 @@ def _alone(model: nn.Module, size: int, length: int) -> int | None:
 
     if found(SPANS):
         return None
-    blocks = -(-key_block(size, torch.device("meta")) // size)  # until there is a whole block of keys before a chunk
+    blocks = -(-key_block(size, torch.device("meta")) // size)  # chunks that a block of keys covers
     return max((-(-window // size) + 1 for window in found(WINDOWS)), default=blocks)
 
 
-def _schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]) -> Schedule:
-    """Return the schedule that places the kept layers as the whole one does; UnlikeError if none does."""
+def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]) -> Schedule:
+    """Return a schedule that places the layers ``kept`` as the schedule of the whole step does.
+
+    Raises:
+        UnlikeError: No schedule does.
+    """
     before = place_layers(schedule, len(kinds))
     wanted = [before[index] for index in kept]
     whole = sum(place.whole for place in wanted)
@@ -378,41 +416,40 @@ def _schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]) -> Sch
 
 
 STAYS = [name in (*KINDS, "host", "disk") for name in COLUMNS]
-"""For each column of a moment, True if its bytes outlive the operator."""
+"""One flag per column of a moment: True if its bytes stay allocated after the operator."""
 
 Bytes = tuple[int, ...]
 Run = list[tuple[CellPlace, Cell]]
 
 
-def with_a_period_more(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPlace, Cell] | None:
-    """Return the cells of the step in which the period ``middle`` of layers comes twice; None if it has to be run.
+def repeat_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPlace, Cell] | None:
+    """Return the cells of a step in which the period ``middle`` of layers runs twice; None if that step has to be run.
 
-    Layers of a zone are alike except in its first and last period, and a step goes through them one after another,
-    forward and backward. So the longer step does what the shorter one does, and the middle period twice. Its cells are
-    repeated, with all bytes higher by what passing through the period adds, and so are the bytes of all cells that
-    follow.
+    The layers of a zone are alike, except in its first and last period, and a step visits them in order, forward and
+    backward. So the longer step does the same as the shorter step, but runs the middle period twice. The period's cells
+    are repeated. All later bytes are higher by what one visit of the period adds.
 
     Args:
-        cells: The cells of a step, in the order in which they began.
-        middle: The layers of a period that has layers before and after it.
+        cells: Cells of a step, in the order in which they began.
+        middle: Layers of a period that has layers before and after it.
     """
     runs: list[Run] = [list(run) for _, run in groupby(cells.items(), key=lambda item: item[0].layer in middle)]
     found: dict[CellPlace, Cell] = {}
     shift: Bytes = (0,) * len(COLUMNS)
     for index, run in enumerate(runs):
         if run[0][0].layer not in middle:
-            found |= _shifted(run, shift, middle.stop, len(middle))
+            found |= _shift_cells(run, shift, middle.stop, len(middle))
             continue
         before = _first_layer(item for other in reversed(runs[:index]) for item in reversed(other))
         behind = _first_layer(item for other in runs[index + 1 :] for item in other)
         if before is None or behind is None or (before < middle.start) == (behind < middle.start):
             return None
         upward = before < behind
-        found |= _shifted(run, shift, middle.start, 0 if upward else len(middle))
+        found |= _shift_cells(run, shift, middle.start, 0 if upward else len(middle))
         begin, end = run[0][1].moments[0], runs[index + 1][0][1].moments[0]
         passed = (now - then if stays else 0 for now, then, stays in zip(end, begin, STAYS, strict=True))
         shift = tuple(map(add, shift, passed))
-        found |= _shifted(run, shift, middle.start, len(middle) if upward else 0)
+        found |= _shift_cells(run, shift, middle.start, len(middle) if upward else 0)
     return found
 
 
@@ -420,8 +457,8 @@ def _first_layer(cells: Iterable[tuple[CellPlace, Cell]]) -> int | None:
     return next((place.layer for place, _ in cells if place.layer is not None), None)
 
 
-def _shifted(run: Run, shift: Bytes, first: int, more: int) -> Iterator[tuple[CellPlace, Cell]]:
-    """Yield cells with all bytes higher by ``shift``, and the numbers of layers from ``first`` on by ``more``."""
+def _shift_cells(run: Run, shift: Bytes, first: int, more: int) -> Iterator[tuple[CellPlace, Cell]]:
+    """Yield cells with ``shift`` added to their bytes, and ``more`` added to layer numbers from ``first`` on."""
     for place, cell in run:
         number = place.layer
         moved = replace(place, layer=number + more) if number is not None and number >= first else place

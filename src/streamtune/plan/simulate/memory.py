@@ -1,7 +1,7 @@
-"""Count the bytes that are alive, storage by storage: exact on any device, also a simulated one.
+"""Count live bytes, storage by storage: exact on any device, including ``meta``.
 
-A dispatch mode sees every tensor that an operator returns, and a weak reference reports when its storage is freed. The
-count is of what the program holds; what a kernel allocates and frees inside one operator is not seen.
+A dispatch mode sees every tensor that an operator returns, and a weak reference reports when its storage is freed. Only
+storages that the program holds are counted, not the scratch memory that a kernel frees before it returns.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ TEMPORARY = (KEYS, ACTIVATION, HEAD)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages made and still alive while it is entered, by what they are for.
+    """Context manager that counts live bytes by kind: storages made inside it that are still alive.
 
-    A new storage is an *activation* until it is known to be a *layer input* (the hidden states passed to a decoder
-    layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), or of a kind that the
-    engine reports (:meth:`on_hold`). Weights are not counted, nor host memory of a model that is on an accelerator.
-    Storages made before are counted only if an operator returns a view of them.
+    A new storage counts as an *activation* until its kind is known. Other kinds are a *layer input* (hidden states
+    passed to a decoder layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), and
+    the kinds that the engine reports (:meth:`on_hold`). Weights are not counted, nor is host memory if the model is on
+    an accelerator. Older storages are counted only if an operator returns a view of them.
 
     Args:
-        model: The model that is run.
+        model: Model that runs.
         layers: Decoder layers of the model.
-        count_cpu: Count host memory; None counts it if the model is there.
-        beside: Another model that is run and not trained, whose weights are not counted either.
+        count_cpu: True to count host memory; None: only if the model is on the CPU.
+        beside: Another model that runs but is not trained; its weights are not counted either.
 
     Attributes:
-        live: Bytes alive now, by kind.
-        total: Bytes alive now, of all kinds.
-        peak: Largest total.
-        at_peak: Bytes alive then, by kind.
-        activation_peak: Largest number of bytes of activations, keys and values, and the head.
+        live: Live bytes now, by kind.
+        total: Live bytes now, of all kinds.
+        peak: Largest total so far.
+        at_peak: Live bytes at the peak, by kind.
+        activation_peak: Largest sum of activations, keys and values, and head so far, in bytes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self.total = self.peak = self.activation_peak = 0
         self.at_peak = dict(self.live)
         self.new_kind = ACTIVATION
-        """Kind that a new storage is counted as."""
+        """Kind as which a new storage is counted."""
         self._model, self._layers = model, list(layers)
         self._known: dict[int, tuple[str, int, Any]] = {}
         held = [tensor for each in (model, beside) if each is not None for tensor in held_tensors(each)]
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
             self.file(GRADIENT, parameter.grad)
 
     def file(self, kind: str, *tensors: Tensor) -> None:
-        """Count the storages of these tensors as ``kind``, if they are counted at all."""
+        """Count the storages of these tensors as ``kind`` from now on, if they are counted."""
         for tensor in tensors:
             address = _address(tensor)
             if address in self._known:
@@ -106,15 +106,15 @@ class LiveBytes(TorchDispatchMode):
                 self._known[address] = (kind, size, reference)
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Do nothing: bytes are counted in the same way on every chunk."""
+        """Do nothing: live bytes do not depend on the chunk."""
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as the kind that the engine reports; states are counted as what they are made of."""
+        """Count tensors as the kind that the engine reports; recurrent states keep the kind they have."""
         if kind != "state":
             self.file(kind, *tensors)
 
     def on_resize(self, x: Tensor) -> None:
-        """Count the storage of a tensor by its present size."""
+        """Count the storage of a tensor with its new size."""
         address = _address(x)
         if address in self._known:
             kind, size, reference = self._known[address]
@@ -133,7 +133,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def meet(self, *tensors: Tensor) -> None:
-        """Count existing tensors that no operator returned."""
+        """Count tensors that existed before or that no operator returned."""
         for tensor in tensors:
             self._meet(tensor)
 
@@ -182,7 +182,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors whose storages are a model's weights: parameters and buffers; if quantised, their parts."""
+    """Yield the parameters and buffers of a model; for a quantised tensor, yield its components."""
     todo: list[Tensor] = [*model.parameters(), *model.buffers()]
     while todo:
         tensor = todo.pop()
@@ -196,10 +196,10 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _with_scales(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor and, if it is packed by bitsandbytes, the scales of its blocks, and the scales of those."""
+    """Yield a tensor and, if bitsandbytes packed it, the scales of its blocks, and the scales of these scales."""
     yield tensor
     state = getattr(tensor, "quant_state", None)
-    while state is not None:  # not as it writes itself out: that copies some, and these would be other storages
+    while state is not None:  # not by as_dict: it copies some tensors, and copies have other storages
         yield from (item for item in vars(state).values() if isinstance(item, Tensor))
         state = getattr(state, "state2", None)
 
@@ -218,17 +218,17 @@ def held_bytes(model: nn.Module) -> int:
 
 
 def device_held_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights and buffers that do not wait on the host."""
+    """Return the bytes of a model's weights and buffers on the device."""
     return held_bytes(model) - host_held_bytes(model)
 
 
 def host_held_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights that wait on the host (``engine.weights``)."""
+    """Return the bytes of a model's weights that are offloaded to the host (``engine.weights``)."""
     return distinct_bytes(tensor for tensor in held_tensors(model) if is_host_storage(tensor.untyped_storage()))
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of some tensors, each storage counted once."""
+    """Return the bytes of the tensors' storages, each storage counted once."""
     held = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in held.values())
 

@@ -1,18 +1,16 @@
-"""Models and operators on ``meta`` tensors: values of integers, cached results, the casts of autocast.
+"""Run models on ``meta`` tensors: values of integer tensors, cached result shapes, and autocast.
 
 Tensors on ``meta`` have no values, but models and the engine need some: whether positions restart, whether a mask hides
-anything, which tokens have a target. They are computed from integers and booleans, or from constants, which are small
-compared with activations. So each such tensor carries its value on the CPU, computed there by the same operator; the
-values of large masks only when they are asked for. The choices of a router are unknown: it is assumed to spread tokens
-evenly over experts.
+anything, which tokens have a target. They are computed from integers, booleans or constants, which are small compared
+with activations. So each such tensor carries its value on the CPU, where the same operator computes it. Values of large
+masks are computed on demand. The choices of a router are unknown; tokens are assumed to be spread evenly over experts.
 
-Shape functions of many operators are written in Python and take longer than their kernels; a step calls them with the
-same forms for every chunk and layer, so each is called once for each form of its arguments, as in torch's cache of fake
-tensors.
+Shape functions of many operators are written in Python and are slower than the kernels. A step calls them with the same
+shapes for every chunk and layer. So results are cached by the shapes of the arguments, as in torch's fake tensor cache.
 
-Torch has no autocast on ``meta``: the casts of an operator's arguments are made here. The operators are those of
-torch's own lists (``aten/src/ATen/autocast_mode.h``), the casts those of its ``cached_cast``: a trainable weight in
-fp32 is cast once and kept until the outermost region ends, anything else is cast for each use.
+torch has no autocast on ``meta``, so this module casts the arguments of operators. It uses torch's lists of operators
+(``aten/src/ATen/autocast_mode.h``) and the rule of ``cached_cast``. A trainable fp32 weight is cast once and kept until
+the outermost region ends. Any other tensor is cast for each use.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ from streamtune.models import PackedExperts
 from streamtune.ops.devices import autocast_kind
 
 LARGEST = 1 << 22
-"""Elements of the largest tensor whose value is kept: no mask of a whole chunk against its window is worth it."""
+"""Largest number of elements of a tensor whose value is computed; masks of a whole chunk and its window are larger."""
 
 aten = torch.ops.aten
-ASKED = {
+VALUE_DEPENDENT = {
     aten._local_scalar_dense.default,
     aten.nonzero.default,
     aten.equal.default,
@@ -47,15 +45,15 @@ ASKED = {
     aten.masked_select.default,
     aten.bincount.default,
 }
-"""Operators whose result, or its shape, depends on values."""
+"""Operators whose result, or whose result's shape, depends on the values of their arguments."""
 
 
 CONSTANTS = (aten.ones.default, aten.zeros.default, aten.full.default)
-"""Operators that fill a tensor with one number. Floating-point constants are known too: some models make masks so."""
+"""Operators that fill a tensor with one number. Their values are known in floating point too; some masks need them."""
 
 
-def asks(func: Any) -> bool:
-    return func in ASKED or func is aten._to_copy.default
+def needs_values(func: Any) -> bool:
+    return func in VALUE_DEPENDENT or func is aten._to_copy.default
 
 
 def with_value(value: Tensor) -> Tensor:
@@ -64,12 +62,12 @@ def with_value(value: Tensor) -> Tensor:
     return made
 
 
-EAGER = 1 << 14
-"""Elements of the largest value that is computed at once. Most masks are larger, and nothing asks for their values."""
+LARGEST_EAGER = 1 << 14
+"""Largest number of elements of a value that is computed at once. Most masks are larger, and their values not used."""
 
 
-class LaterValue:
-    """The value of a large tensor, from an elementwise operator that writes to no argument; computed on demand."""
+class DeferredValue:
+    """The value of a large tensor, computed on demand; the operator is elementwise and writes to no argument."""
 
     __slots__ = ("__weakref__", "_call", "_found")
 
@@ -78,37 +76,39 @@ class LaterValue:
         self._found: Tensor | None = None
 
     def value(self) -> Tensor | None:
-        """Return the value, computed at the first call; None if the CPU does not compute it."""
+        """Return the value, computed at the first call; None if the CPU does not support the operator."""
         if self._call is not None:
             func, args, kwargs = self._call
             self._call = None
-            args = tuple(item.value() if isinstance(item, LaterValue) else item for item in args)
+            args = tuple(item.value() if isinstance(item, DeferredValue) else item for item in args)
             with suppress(RuntimeError):
                 self._found = func(*args, **kwargs)
         return self._found
 
 
 @lru_cache(maxsize=1024)
-def _can_wait(func: Any) -> bool:
-    """Return True for an operator whose value may be computed later: elementwise, or a constant."""
+def _can_defer(func: Any) -> bool:
+    """Return True if the value of an operator's result may be computed later: it is elementwise, or a constant."""
     if func._schema.is_mutable or len(func._schema.returns) != 1:
         return False
     return torch.Tag.pointwise in func.tags or func in CONSTANTS
 
 
 class IntegerValues:
-    """Computes the values of ``meta`` tensors, large values only on demand; used inside a dispatch mode, where modes
-    are off.
+    """Computes the values of integer and boolean ``meta`` tensors, large values on demand.
+
+    Its methods are called in a dispatch mode, where modes are off.
     """
 
     def __init__(self) -> None:
-        self._waiting: WeakSet[LaterValue] = WeakSet()
+        self._deferred: WeakSet[DeferredValue] = WeakSet()
 
-    def asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Return True and the result if the operator can only be computed from values; else False and None.
+    def evaluate_if_needed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Return True and the result if an operator needs the values of its arguments; else False and None.
 
         Raises:
-            UnsupportedModelError: It needs a value that is not known.
+            ArgumentError: A value is too large to be computed.
+            UnsupportedModelError: A value is unknown.
         """
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.device.type != "meta":
@@ -116,10 +116,10 @@ class IntegerValues:
         if func is aten._to_copy.default and (device := kwargs.get("device")) is not None:
             if torch.device(device).type == "meta":
                 return False, None
-            return True, self._evaluated(func, args, kwargs)
-        if func not in ASKED:
+            return True, self._evaluate(func, args, kwargs)
+        if func not in VALUE_DEPENDENT:
             return False, None
-        out = self._evaluated(func, args, kwargs)
+        out = self._evaluate(func, args, kwargs)
         if isinstance(out, Tensor):
             return True, with_value(out)
         if isinstance(out, tuple):
@@ -127,12 +127,12 @@ class IntegerValues:
         return True, out
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Attach values to results that are integers or booleans computed from known values."""
+        """Attach the value to an operator's results, if they are integers or booleans and the arguments are known."""
         if func is aten.topk.default:
-            self._spread(out[1], args[0].shape[-1])
+            self._spread_evenly(out[1], args[0].shape[-1])
             return
         if func in CONSTANTS and out.is_floating_point() and out.numel() <= LARGEST:
-            out._constant = self._later(func, args, kwargs), out._version
+            out._constant = self._defer(func, args, kwargs), out._version
             return
         results = (out,) if isinstance(out, Tensor) else out
         if not isinstance(results, (tuple, list)):
@@ -147,17 +147,17 @@ class IntegerValues:
             return
         values: Any
         try:
-            if results[0].numel() > EAGER and _can_wait(func):
-                values = self._later(func, args, kwargs)
+            if results[0].numel() > LARGEST_EAGER and _can_defer(func):
+                values = self._defer(func, args, kwargs)
             else:
-                if _writes(func):  # to a value that those which wait may be made of
-                    for waiting in list(self._waiting):
+                if _writes(func):  # deferred values may depend on the value that is overwritten
+                    for waiting in list(self._deferred):
                         waiting.value()
-                    self._waiting.clear()
-                values = self._evaluated(func, args, kwargs)
+                    self._deferred.clear()
+                values = self._evaluate(func, args, kwargs)
         except (ArgumentError, UnsupportedModelError, RuntimeError):  # not known, or not computed by the CPU
             if func is aten.index.Tensor and (value := _known(args[0])) is not None:
-                self._picked(results[0], value)
+                self._attach_uniform_value(results[0], value)
             elif _writes(func):
                 results[0]._value = None  # type: ignore[attr-defined]
             if beyond := max((getattr(item, "_beyond", 0) for item in args), default=0):
@@ -167,19 +167,23 @@ class IntegerValues:
             if isinstance(item, Tensor):
                 item._value = value  # type: ignore[attr-defined]
 
-    def _evaluated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {key: self._value(item, func) for key, item in kwargs.items()}
         if "device" in given and given["device"] is not None:
             given["device"] = torch.device("cpu")
         return func(*(self._value(item, func) for item in args), **given)
 
-    def _later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaterValue:
-        """Return the value of an operator's result, to be computed later; raise if it is not known."""
+    def _defer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferredValue:
+        """Return the deferred value of an operator's result.
+
+        Raises:
+            ArgumentError, UnsupportedModelError: An argument has no value.
+        """
         given = {key: self._value(item, func) for key, item in kwargs.items()}
         if "device" in given and given["device"] is not None:
             given["device"] = torch.device("cpu")
-        later = LaterValue(func, tuple(self._value(item, func, wait=True) for item in args), given)
-        self._waiting.add(later)
+        later = DeferredValue(func, tuple(self._value(item, func, wait=True) for item in args), given)
+        self._deferred.add(later)
         return later
 
     def _value(self, item: Any, func: Any, *, wait: bool = False) -> Any:
@@ -187,43 +191,46 @@ class IntegerValues:
             return type(item)(self._value(part, func) for part in item)
         if not isinstance(item, Tensor) or item.device.type == "cpu":
             return item
-        value = _carried(item) if wait else _known(item)
+        value = _attached_value(item) if wait else _known(item)
         if value is None and (beyond := getattr(item, "_beyond", 0)):
             raise ArgumentError(
-                f"the micro-batch is more than a simulated step can hold: its positions or masks have {beyond:,} "
-                f"entries, and {LARGEST:,} are the most",
+                f"the micro-batch is too large to simulate: its positions or masks have {beyond:,} elements, and the "
+                f"limit is {LARGEST:,}",
                 where="per_device_train_batch_size",
-                fix="lower it, or max_length; gradients are accumulated over micro-batches",
+                fix="lower it or max_length; gradients accumulate over micro-batches",
             )
         if value is None:
             raise UnsupportedModelError(
-                f"the model asks for the values of a tensor ({func}), and a simulated step has none",
+                f"the model needs the values of a tensor ({func}), but a simulated step has only shapes",
                 fix="measure a real step instead",
             )
         return value
 
-    def _picked(self, out: Tensor, value: Tensor) -> None:
-        """Attach the value of an indexing by an unknown index, if all elements of the indexed tensor are equal.
+    def _attach_uniform_value(self, out: Tensor, value: Tensor) -> None:
+        """Attach the value of an indexing operation with an unknown index, if all elements of ``value`` are equal.
 
-        The index of ``x[:, [-1, 0]]`` is made on the device without a call to the mode, so it is not known.
+        The index of ``x[:, [-1, 0]]`` is made on the device without a call to the mode, so it is unknown.
         """
         if value.numel() and bool((value == value.flatten()[0]).all()):
             out._value = value.flatten()[0].expand(out.shape)  # type: ignore[attr-defined]
 
-    def _spread(self, indices: Tensor, among: int) -> None:
+    def _spread_evenly(self, indices: Tensor, among: int) -> None:
         if indices.numel() <= LARGEST:
             indices._value = torch.arange(indices.numel()).remainder(among).view(indices.shape)  # type: ignore[attr-defined]
 
 
 def _known(x: Tensor) -> Tensor | None:
-    """Return the value that a tensor carries, computed now if it was deferred; None without a value."""
-    value = _carried(x)
-    return value.value() if isinstance(value, LaterValue) else value
+    """Return the value that a tensor carries, computed now if it was deferred; None if it has none."""
+    value = _attached_value(x)
+    return value.value() if isinstance(value, DeferredValue) else value
 
 
-def _carried(x: Any) -> Tensor | LaterValue | None:
-    """Return the value that a tensor carries, or will; a floating-point constant's until something writes to it."""
-    value: Tensor | LaterValue | None = getattr(x, "_value", None)
+def _attached_value(x: Any) -> Tensor | DeferredValue | None:
+    """Return the value or deferred value of a tensor; None if it has none.
+
+    A floating-point constant has a value until an operator writes to it.
+    """
+    value: Tensor | DeferredValue | None = getattr(x, "_value", None)
     constant, version = getattr(x, "_constant", (None, None))
     return constant if value is None and version == x._version else value
 
@@ -233,32 +240,35 @@ def _writes(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
-MOVES = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "detach_"}
-"""In-place operators that change the form of their tensor."""
+RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "detach_"}
+"""In-place operators that change the shape, strides or storage of their tensor."""
 
 
 ResultKind = Literal["in place", "given", "new", "several", "grouped", "other"]
-"""The result of an operator: its first argument, the argument ``out``, a new tensor, several of them, a grouped
-product, or something else.
+"""What an operator returns: its first argument (in place), its argument ``out`` (given), a new tensor, several new
+tensors, a grouped product, or something else.
 """
 
-_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
-MOST_FORMS = 1 << 16
-"""Forms that are remembered."""
+MOST_LAYOUTS = 1 << 16
+"""Largest number of cached shapes."""
 
 
 class Shapes:
-    """Calls operators on ``meta`` tensors; used inside a dispatch mode.
+    """Calls operators on ``meta`` tensors with cached result shapes; used in a dispatch mode.
 
     Attributes:
-        known: Forms of results, by operator and forms of its arguments; shared by all steps of a process.
+        known: Shape, strides and dtype of results, by operator and the same of its arguments; shared by all steps.
     """
 
     known: ClassVar[dict[Any, Any]] = {}
 
     def call(self, func: Any, kind: ResultKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)``, from the cache if it is there; ``kind`` is from :func:`result_kind_of`."""
+        """Return ``func(*args, **kwargs)``, made from the cached shape if there is one.
+
+        ``kind`` is the result of :func:`result_kind_of`.
+        """
         if kind == "other":
             return func(*args, **kwargs)
         if kind == "in place":
@@ -270,39 +280,39 @@ class Shapes:
         if kind == "grouped" and args[0].is_meta:
             return _grouped(func, args, kwargs)
         try:
-            key = (id(func), _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+            key = (id(func), _cache_key(args), _cache_key(tuple(kwargs.items())) if kwargs else ())
             known = self.known.get(key)
-        except TypeError:  # of something that cannot be compared
+        except TypeError:  # an argument cannot be hashed
             return func(*args, **kwargs)
         if known is not None:
-            return _made(known) if kind == "new" else tuple(_made(each) for each in known)
+            return _make_result(known) if kind == "new" else tuple(_make_result(each) for each in known)
         out = func(*args, **kwargs)
-        form = _form_of(out, args) if kind == "new" else _forms_of(out, args)
+        form = _layout(out, args) if kind == "new" else _layouts(out, args)
         if form is not None:
-            if len(self.known) >= MOST_FORMS:
+            if len(self.known) >= MOST_LAYOUTS:
                 self.known.clear()
             self.known[key] = form
         return out
 
 
-def _made(form: Any) -> Any:
+def _make_result(form: Any) -> Any:
     if type(form) is not tuple:
         return form
     return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
 
 
-def _form_of(out: Any, args: tuple[Any, ...]) -> _Form | None:
-    """Return the form of a result on ``meta`` that shares no memory; None for anything else."""
+def _layout(out: Any, args: tuple[Any, ...]) -> _Layout | None:
+    """Return shape, strides and dtype of a result on ``meta`` that shares no memory; None for anything else."""
     if not isinstance(out, Tensor) or out.device.type != "meta" or _aliases(out, args):
         return None
     return out.shape, out.stride(), out.dtype
 
 
-def _forms_of(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the forms of several results, with numbers as they are; None if a result has no form."""
+def _layouts(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return shape, strides and dtype of several results, and numbers unchanged; None if a result can't be cached."""
     if type(out) is not tuple:
         return None
-    found = [_form_of(item, args) if isinstance(item, Tensor) else item for item in out]
+    found = [_layout(item, args) if isinstance(item, Tensor) else item for item in out]
     tensors = [form for form, item in zip(found, out, strict=True) if isinstance(item, Tensor)]
     others = [form for form, item in zip(found, out, strict=True) if not isinstance(item, Tensor)]
     if None in tensors or any(item is not None and type(item) not in (int, float, bool) for item in others):
@@ -311,7 +321,7 @@ def _forms_of(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def result_kind_of(func: Any) -> ResultKind:
-    """Return how the form of an operator's result is found."""
+    """Return what an operator returns, which decides how :class:`Shapes` makes the result."""
     if func is torch.ops.aten._grouped_mm.default:
         return "grouped"
     schema = func._schema
@@ -321,18 +331,21 @@ def result_kind_of(func: Any) -> ResultKind:
     if name == "_unsafe_view":  # a view that is not declared as one
         return "other"
     if len(schema.returns) > 1 and not schema.is_mutable and not any(item.alias_info for item in schema.returns):
-        return "other" if func in ASKED else "several"
+        return "other" if func in VALUE_DEPENDENT else "several"
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
         return "other"
     alias = schema.returns[0].alias_info
     if alias is None:
         return "other" if schema.is_mutable else "new"
     writes_first = schema.arguments[0].alias_info is not None and schema.arguments[0].alias_info.is_write
-    return "in place" if alias.is_write and writes_first and name not in MOVES else "other"
+    return "in place" if alias.is_write and writes_first and name not in RESHAPING else "other"
 
 
 def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a grouped product, whose shape function supports only bf16 while its kernels support more."""
+    """Return the result of a grouped product on ``meta``.
+
+    torch's shape function supports only bf16, while the kernels support more dtypes.
+    """
 
     def narrow(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device="meta")
@@ -342,7 +355,7 @@ def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _aliases(out: Tensor, args: tuple[Any, ...]) -> bool:
-    """Return True if ``out`` is a view of one of ``args`` or of another tensor (some views are not declared so)."""
+    """Return True if ``out`` is a view of one of ``args`` or of another tensor; schemas do not declare all views."""
     storage = out.untyped_storage()
     if any(isinstance(item, Tensor) and item.untyped_storage()._cdata == storage._cdata for item in args):
         return True
@@ -350,13 +363,13 @@ def _aliases(out: Tensor, args: tuple[Any, ...]) -> bool:
     return bool(out.storage_offset()) or storage.nbytes() != alike.untyped_storage().nbytes()
 
 
-def _key(items: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cache_key(items: tuple[Any, ...]) -> tuple[Any, ...]:
     out: list[Any] = []
     for item in items:
         if isinstance(item, Tensor):
             out.append((item.shape, item.stride(), item.dtype, item.is_meta))
         elif isinstance(item, (list, tuple)):
-            out.append(_key(tuple(item)))
+            out.append(_cache_key(tuple(item)))
         else:
             out.append((type(item), item))
     return tuple(out)
@@ -366,7 +379,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def meta_copy(model: Model) -> Model:
-    """Return a copy of ``model`` on ``meta``: the same modules, shapes, dtypes and adapters, without the bytes."""
+    """Return a copy of ``model`` on ``meta``: the same modules, shapes, dtypes and adapters, without values."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -377,7 +390,7 @@ def meta_copy(model: Model) -> Model:
 
 def _on_meta(tensor: Tensor, parameter: bool) -> Tensor:
     state = getattr(tensor, "quant_state", None)
-    if state is not None:  # bitsandbytes: the scales go along
+    if state is not None:  # bitsandbytes: the scales are copied too
         packed = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
         kind: Any = type(tensor)
         return _with_state(kind(packed, requires_grad=tensor.requires_grad, bnb_quantized=True), tensor, state)
@@ -405,7 +418,9 @@ def _state_on_meta(state: Any) -> Any:
 
 
 Rule = Literal["lower", "fp32", "to fp32", "widest"]
-"""Arguments in the lower precision; in fp32; a result in fp32 unless another is asked for; all as the widest is."""
+"""What autocast does: cast arguments to the lower precision, to fp32, or to the widest dtype among them; ``to fp32``
+makes the result fp32 unless a dtype is given.
+"""
 
 
 def _names(words: str) -> frozenset[str]:
@@ -416,7 +431,7 @@ LOWER = _names(
     "linear matmul mm bmm addmm addbmm baddbmm einsum conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
     "conv_transpose3d prelu linalg_vecdot scaled_dot_product_attention"
 )
-"""Functions on every device. The CPU has no rule for ``einsum``; what that is made of has one."""
+"""Functions cast to the lower precision on every device. The CPU has no rule for ``einsum``, only for its parts."""
 
 LOSSES = _names(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss margin_ranking_loss "
@@ -440,14 +455,14 @@ RULES: dict[str, dict[Rule, frozenset[str]]] = {
         "widest": _names("addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"),
     },
 }
-"""Functions by kind of device. What no language model runs, such as decompositions, is left out."""
+"""Functions with an autocast rule, by device type; functions that no language model calls are left out."""
 
 SPELLINGS = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow"}
 
 
 @lru_cache(maxsize=4096)
-def rule_of(func: Any, device: str) -> Rule | None:
-    """Return the rule for a function of torch, by its name; None if autocast leaves it alone."""
+def autocast_rule(func: Any, device: str) -> Rule | None:
+    """Return autocast's rule for a function of torch, by its name; None if autocast does not change it."""
     if isinstance(func, OpOverloadPacket) and not func._qualified_op_name.startswith("aten::"):
         return None
     name = getattr(func, "__name__", "")
@@ -457,9 +472,9 @@ def rule_of(func: Any, device: str) -> Rule | None:
 
 @contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Let ``torch.autocast("meta")``, which torch refuses, enable the simulated device's autocast.
+    """Context manager: ``torch.autocast("meta")``, which torch rejects, controls the simulated device's autocast.
 
-    A model asks for it with the device of its tensors: adapters on fused experts add to weights with autocast off.
+    Some models call ``torch.autocast`` with their tensors' device type, as adapters on fused experts do to disable it.
     """
     plain, switch = torch.autocast.__init__, autocast_kind(torch.device("meta"))
 
@@ -474,10 +489,13 @@ def autocast_on_meta() -> Iterator[None]:
 
 
 class MetaAutocast:
-    """Casts arguments as autocast would, if it is enabled.
+    """Casts the arguments of operators on ``meta`` as autocast does on the simulated device.
 
-    Autocast counts as enabled if it is for the kind of device that :func:`~streamtune.ops.devices.autocast_kind`
-    returns for ``meta``; ``device`` is the kind of device that is simulated.
+    Autocast is enabled if it is enabled for the device type that :func:`~streamtune.ops.devices.autocast_kind` returns
+    for ``meta``.
+
+    Args:
+        device: Type of the simulated device.
     """
 
     def __init__(self, device: str) -> None:
@@ -486,7 +504,7 @@ class MetaAutocast:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Enter an outermost region of autocast: casts that are kept inside are freed at its end."""
+        """Context manager for an outermost autocast region; cached casts are freed at its end."""
         try:
             yield
         finally:
@@ -495,14 +513,14 @@ class MetaAutocast:
     def given(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments as autocast passes them to the operator."""
-        rule = rule_of(func, self.device)
+        """Return the arguments, cast as autocast would cast them for ``func``."""
+        rule = autocast_rule(func, self.device)
         if rule is None or not torch.is_autocast_enabled(self.switch):
             return args, kwargs
         if rule == "to fp32":
             first = args[0] if args else kwargs.get("input")
-            asked = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))
-            return args, {**kwargs, "dtype": torch.float32} if _eligible(first) and not asked else kwargs
+            dtype_given = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))
+            return args, {**kwargs, "dtype": torch.float32} if _eligible(first) and not dtype_given else kwargs
         lower = torch.get_autocast_dtype(self.switch)
         dtype = lower if rule == "lower" else torch.float32
         if rule == "widest" and not any(x.dtype == torch.float32 for x in _tensors((args, tuple(kwargs.values())))):
@@ -518,7 +536,7 @@ class MetaAutocast:
         if not weight or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
             return item.to(dtype)
         known = self._kept.get(id(item))
-        if known is None:  # the tensor goes along, so that its id stays its own
+        if known is None:  # the weight is stored too, so that its id is not reused
             known = self._kept[id(item)] = (item, item.to(dtype))
         return known[1]
 

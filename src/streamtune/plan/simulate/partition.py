@@ -1,4 +1,4 @@
-"""The memory that one rank always holds: weights, gradients and optimizer state, whole or divided between ranks.
+"""The memory that one rank holds throughout a step: weights, gradients and optimizer state, whole or sharded.
 
     engine          weights      gradients    optimizer state and, with DeepSpeed, weights in fp32
     none, ddp       whole        whole        whole                     (no fp32 copy of narrower weights)
@@ -8,26 +8,26 @@
     zero3_offload   1 / W        host         host
     fsdp            1 / W        1 / W        1 / W                     (in the dtype of the weights)
 
-The scales of 4-bit weights stay whole on each rank.
+The scales of 4-bit weights are not sharded.
 
-A rank also holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf module: whole,
-once), the embedding or the head while those run, and what is gathered ahead; while a layer runs forward once more in
-the backward of another (``levels: 2``), the weights of both; with gradients, the bucket they are reduced from. The
-gradients that the engine returns for a layer are a part of the simulated step.
+A rank also holds gathered weights and reduction buffers. At stage 3 it gathers the weights of the running layer (a leaf
+module, gathered once), of the embedding or the head while they run, and prefetched weights. While a layer runs forward
+again in the backward of another layer (``levels: 2``), the weights of both are gathered. Gradients are reduced from
+buckets. The gradients that the engine returns for a layer are counted in the simulated step.
 
-With ``zero3_offload`` a step also moves bytes over the link to the host, and its optimizer reads and writes the host's
-memory. A rank with a W-th of n trained parameters, in b bytes each, of weights of P bytes, sends and receives in a step
-of M micro-batches whose weights run forward f times without gradient
+With ``zero3_offload`` a step also copies bytes between device and host, and its optimizer reads and writes host memory.
+Let the model have P bytes of weights and n trained parameters of b bytes each. In a step of M micro-batches, with f
+extra forwards without gradient, each of W ranks copies
 
-    gradients    M x 2 b n / W    stored on the host after each micro-batch, and taken back to be added to
-                 4 n / W          in fp32, for the step
-    weights      M x (2 + f) P / W   gathered forward and backward from the host; without ``offload_param`` b n / W
-                                     once, those that were stepped
-                 M x a P_l / W       gathered for a layers, of P_l bytes each, that run forward once more
+    gradients    M x 2 b n / W       to the host after each micro-batch, and back to accumulate
+                 4 n / W             in fp32, for the optimizer step
+    weights      M x (2 + f) P / W   from the host, forward and backward; without ``offload_param`` instead b n / W
+                                     once, the updated weights
+                 M x a P_l / W       for a layers of P_l bytes each that run forward again
 
-and ``DeepSpeedCPUAdam`` touches ``4 + 2 x (4 + s) + 4 + b`` bytes a parameter: the gradient read, weight and s bytes of
-state (8 for Adam in fp32) read and written, the weight read once more and written in its own dtype. The copies overlap
-with the computation. The optimizer does not: it waits for the last gradient.
+``DeepSpeedCPUAdam`` touches ``4 + 2 x (4 + s) + 4 + b`` bytes per parameter. It reads the gradient. It reads and writes
+the weight and s bytes of state (8 for Adam in fp32). It reads the weight again and writes it in its own dtype. The
+copies overlap with the computation. The optimizer step does not, because it waits for the last gradient.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ if TYPE_CHECKING:
 FP32 = 4
 
 PHASES = ("reference", "forward", "head", "backward", "again")
-"""The phases in which weights are gathered; *again* is a layer's extra forward in the backward."""
+"""Phases in which weights are gathered; ``again`` is a layer's extra forward during the backward."""
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """The memory that one rank always holds, and what an optimizer's step adds.
+    """The memory that one rank holds throughout a step, and the cost of the optimizer step.
 
     Attributes:
-        weights: Bytes of the weights.
-        gathered: Bytes of the weights that are gathered while they are used, without the rank's own part, by phase;
-            ``again`` is a layer that runs forward in the backward of another.
-        master: Bytes of the fp32 weights that the optimizer steps.
-        state: Bytes of the optimizer's state.
-        gradients: Bytes of all gradients together.
-        divided: True if those are a part of each gradient, which is there from the start.
-        buckets: Bytes of the buckets that gradients are reduced from.
-        temporary: Bytes that an optimizer's step needs besides.
-        touched: Bytes that an optimizer's step reads and writes on the device.
-        host: Bytes of the node's memory, by what they are.
-        host_touched: Bytes that an optimizer's step reads and writes there, after the backward.
-        host_overlapped: The same in the backward.
-        host_moved: Bytes that it copies between device and host.
+        weights: Bytes of the weights on the device.
+        gathered: Bytes of gathered weights by phase, without the rank's own shard; ``again`` is a layer that runs
+            forward in the backward of another.
+        master: Bytes of the fp32 weights that the optimizer updates.
+        state: Bytes of optimizer state.
+        gradients: Bytes of all gradients.
+        divided: True if gradients are sharded and allocated from the start of the step.
+        buckets: Bytes of the buckets from which gradients are reduced.
+        temporary: Temporary bytes of the optimizer step.
+        touched: Bytes that the optimizer step reads and writes on the device.
+        host: Bytes of host memory, by memory term.
+        host_touched: Bytes that the optimizer step reads and writes in host memory, after the backward.
+        host_overlapped: Bytes that it reads and writes in host memory during the backward.
+        host_moved: Bytes copied between device and host.
     """
 
     weights: int
@@ -100,20 +100,20 @@ class Holdings:
 
     @classmethod
     def of(cls, model: nn.Module, workload: Workload, weights_in: WeightTier = "device") -> Holdings:
-        """Compute the holdings for a model on ``meta`` at one level, whose weights wait in ``weights_in``."""
+        """Return the holdings for a model on ``meta``, with ``levels: 1`` and weights stored on ``weights_in``."""
         if weights_in == "host":
-            return _with_waiting_weights(model, workload)
+            return _holdings_with_host_weights(model, workload)
         cluster = workload.cluster
         scales = scales_bytes(model) if cluster.gathers_layers else 0
         weights, trained = cluster.divided(held_bytes(model) - scales, 3), trained_bytes(model)
-        state, temporary, touched = _optimizer_step(_stepped(model, cluster), workload)
+        state, temporary, touched = _optimizer_step(_optimizer_model(model, cluster), workload)
         state, temporary, touched = (cluster.divided(size, 1) for size in (state, temporary, touched))
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
         master = cluster.divided(FP32 * count, 1) if cluster.keeps_master and workload.make_optimizer else 0
         temporary += master  # the gradients of the step, in fp32
         if cluster.keeps_master and cluster.zero_stage == 3:
             temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
-        gradients, buckets = _gradients(model, workload, trained)
+        gradients, buckets = _gradient_bytes(model, workload, trained)
         if workload.step.gradients == "none":
             gradients = 0
         elif workload.frees_gradients:
@@ -143,7 +143,7 @@ class Holdings:
             temporary = 0
         holdings = cls(
             **kept,
-            gathered=_gathered(model, cluster, 0),
+            gathered=_gathered_bytes(model, cluster, 0),
             divided=cluster.zero_stage >= 2,
             buckets=buckets,
             temporary=temporary,
@@ -156,10 +156,10 @@ class Holdings:
         return holdings.with_optimizer_on_host(model, workload, [p for p in model.parameters() if p.requires_grad])
 
     def with_optimizer_on_host(self, model: Any, workload: Workload, trained: Sequence[nn.Parameter]) -> Holdings:
-        """Return the holdings with the optimizer of ``trained`` weights, which are on the device, on the host.
+        """Return the holdings if the optimizer of ``trained``, whose weights are on the device, is on the host.
 
-        Each gradient and weight goes there and the weight comes back: one after another, and with an optimizer in the
-        backward beside the computation, where the gradients of two layers may wait for it.
+        For each weight, gradient and weight are copied to the host, and the updated weight is copied back. With
+        ``optim_in_backward`` this overlaps with the backward, and gradients of two layers may wait for it.
         """
         size = sum(p.nbytes for p in trained)
         copies = 3 * size
@@ -181,21 +181,24 @@ class Holdings:
             host_moved=self.host_moved + copies,
         )
 
-    def scheduled(self, model: nn.Module, workload: Workload, schedule: Schedule) -> Holdings:
-        """Return the holdings of a streamed step by ``schedule``: layers that run again are gathered again."""
+    def with_schedule(self, model: nn.Module, workload: Workload, schedule: Schedule) -> Holdings:
+        """Return the holdings of a streamed step with ``schedule``, which may gather layers again to recompute them."""
         cluster = workload.cluster
         if not cluster.gathers_layers or workload.mode != "stream":
             return self
         forwards = extra_forwards(schedule, len(decoder_layers(model)))
         return replace(
             self,
-            gathered=_gathered(model, cluster, max(forwards, default=0)),
-            host_moved=self.host_moved + moved_again(model, workload, sum(forwards)),
+            gathered=_gathered_bytes(model, cluster, max(forwards, default=0)),
+            host_moved=self.host_moved + recopied_bytes(model, workload, sum(forwards)),
         )
 
 
-def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
-    """Return the bytes that a step copies from the host for extra forwards of layers whose weights wait there."""
+def recopied_bytes(model: nn.Module, workload: Workload, forwards: int) -> int:
+    """Return the bytes that a step copies from the host for ``forwards`` extra layer forwards.
+
+    0 if weights are not offloaded to the host.
+    """
     cluster = workload.cluster
     if not cluster.weights_on_host:
         return 0
@@ -204,11 +207,11 @@ def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
 
 
 NORM_TOUCHED = 3
-"""Passes over a gradient by its norm (read) and by clipping (read and written)."""
+"""Number of times that a gradient is read or written for its norm (once) and for clipping (twice)."""
 
 
-def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
-    """Return the holdings of one device whose weights wait on the host (``engine.weights``)."""
+def _holdings_with_host_weights(model: Any, workload: Workload) -> Holdings:
+    """Return the holdings of one device whose weights are offloaded to the host (``engine.weights``)."""
     waiting = waiting_parameters(base_of(model), decoder_layers(model))
     away = [p for p in waiting if p.requires_grad]
     known = {id(p) for p in waiting}
@@ -251,12 +254,12 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
 
 
 def _step_touched(trained: int, state: int) -> int:
-    """Return the bytes that AdamW touches: it reads gradients, weights and state, and writes the last two."""
+    """Return the bytes that AdamW touches: it reads gradients, weights and state, and writes weights and state."""
     return 3 * trained + 2 * state
 
 
 def _largest_gradients(model: Any, trained: Sequence[nn.Parameter]) -> int:
-    """Return the largest bytes of gradients of a layer, or of a weight outside of the layers."""
+    """Return the gradient bytes of the largest layer, or of the largest weight outside the layers if that is more."""
     known = {id(p) for p in trained}
     layers = [sum(p.nbytes for p in layer.parameters() if id(p) in known) for layer in decoder_layers(model)]
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
@@ -264,34 +267,37 @@ def _largest_gradients(model: Any, trained: Sequence[nn.Parameter]) -> int:
 
 
 def trained_bytes(model: nn.Module) -> int:
-    """Return the bytes of the gradients of a model."""
+    """Return the bytes of a model's gradients: as many as its trained weights have."""
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def divided_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights and buffers that ranks may divide: all but the scales of 4-bit weights."""
+    """Return the bytes of weights and buffers that may be sharded: all but the scales of 4-bit weights."""
     return held_bytes(model) - scales_bytes(model)
 
 
 def outside_bytes(model: nn.Module) -> list[int]:
-    """Return the bytes of each parameter outside of the layers: embeddings, the head, norms."""
+    """Return the bytes of each parameter outside the decoder layers: embeddings, the head, norms."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     return [p.nbytes for p in model.parameters() if id(p) not in inside]
 
 
-def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
-    """Return the bytes of gathered weights in addition to a rank's own part, by phase.
+def _gathered_bytes(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
+    """Return the bytes of gathered weights by phase, without the rank's own shard.
 
-    ``again`` is the number of layers of the longest segment that run forward once more.
+    Args:
+        model: Model on ``meta``.
+        cluster: Devices and engine.
+        again: Largest number of layers in a segment that run forward again.
     """
     if not cluster.gathers_layers:
         return dict.fromkeys(PHASES, 0)
     layers, outside = decoder_layers(model), outside_bytes(model)
     inner, outer = max(map(divided_bytes, layers)), max(outside, default=0)
-    if cluster.engine == "fsdp":  # the root's own weights stay from the forward on, and the next layer is fetched
+    if cluster.engine == "fsdp":  # the root's weights stay gathered from the forward on, and the next layer is fetched
         root = sum(outside)
         sizes = {"forward": 2 * inner + root, "head": root, "backward": 2 * inner + root}
-        sizes["again"] = sizes["backward"] + (inner if again > 1 else 0)  # the last one is that which is fetched
+        sizes["again"] = sizes["backward"] + (inner if again > 1 else 0)  # the segment's last layer is the fetched one
     else:
         element = next(model.parameters()).element_size()
         reuse = element * cluster.buckets.reuse
@@ -307,15 +313,17 @@ def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
 
 
 def _kept_for_reuse(layer: int, head: int, count: int, reuse: int) -> int:
-    """Return the bytes of the last layers that DeepSpeed keeps gathered after their forward: between a layer's forward
-    and its backward the head runs twice, and so does each later layer.
+    """Return the bytes of the last layers that DeepSpeed keeps gathered after their forward.
+
+    Between a layer's forward and its backward, the head and each later layer run twice, which must stay below the reuse
+    distance ``reuse``, in bytes.
     """
     kept = 0 if 2 * head >= reuse else min(count, (reuse // 2 - head) // max(1, layer) + 1)
     return kept * layer
 
 
-def _gradients(model: nn.Module, workload: Workload, trained: int) -> tuple[int, int]:
-    """Return the bytes of all of a rank's gradients, and of the buckets they are reduced from."""
+def _gradient_bytes(model: nn.Module, workload: Workload, trained: int) -> tuple[int, int]:
+    """Return the bytes of a rank's gradients, and of the buckets from which gradients are reduced."""
     cluster, buckets = workload.cluster, 0
     if cluster.engine == "fsdp":
         buckets = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in decoder_layers(model))
@@ -325,8 +333,8 @@ def _gradients(model: nn.Module, workload: Workload, trained: int) -> tuple[int,
     return cluster.divided(trained, 2), buckets
 
 
-def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
-    """Return what the optimizer steps: the model, or with DeepSpeed a copy whose trained weights are in fp32."""
+def _optimizer_model(model: nn.Module, cluster: Cluster) -> nn.Module:
+    """Return the model whose weights the optimizer updates: with DeepSpeed a copy with trained weights in fp32."""
     if not cluster.keeps_master:
         return model
     wide = meta_copy(model)
@@ -339,10 +347,15 @@ def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
 def _optimizer_step(
     model: nn.Module, workload: Workload, stepped: Sequence[nn.Parameter] | None = None
 ) -> tuple[int, int, int]:
-    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state exists.
+    """Return three sizes of a second optimizer step, in bytes: state, temporaries, and bytes touched.
 
-    An optimizer in the backward steps a weight at a time: its temporaries are what the neediest weight takes.
-    ``stepped`` are the weights that have a gradient; None is all that are trained.
+    In a second step the state exists. With ``optim_in_backward`` weights are updated one at a time, so only the largest
+    temporaries of one weight count.
+
+    Args:
+        model: Model on ``meta``.
+        workload: Step to train.
+        stepped: Weights that have a gradient; None is all trained weights.
     """
     if workload.make_optimizer is None:
         return 0, 0, 0
@@ -355,7 +368,7 @@ def _optimizer_step(
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
         chosen = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
-        # Which form a step takes is chosen by the device, and torch knows no form but the plain one for ``meta``.
+        # torch chooses foreach and fused by the device; for ``meta`` it supports neither.
         for group in optimizer.param_groups:
             group.update({key: False for key in ("foreach", "fused") if key in group})
         optimizer.step()
@@ -363,26 +376,28 @@ def _optimizer_step(
             on_device = foreach is None and not fused and device == "cuda"
             group.update({"foreach": on_device or foreach} if "foreach" in group else {})
             group.update({"fused": fused} if "fused" in group else {})
-        for state in optimizer.state.values():  # tables of values are made by torch.tensor, which no mode sees
+        for state in optimizer.state.values():  # lookup tables are made by torch.tensor, which no dispatch mode sees
             trace.meet(*(value for value in state.values() if isinstance(value, torch.Tensor)))
         before = trace.total
         trace.enter("optimizer")
         optimizer.step()
         cell = trace.cells[CellPlace("optimizer")]
-        temporary = _peak(trace, "optimizer") - before
+        temporary = _peak_bytes(trace, "optimizer") - before
         if workload.step.gradients == "layer":
-            temporary = max((_step_alone(trace, optimizer, p, trained) for p in _kinds(optimizer)), default=0)
+            temporary = max(
+                (_step_one_weight(trace, optimizer, p, trained) for p in _distinct_weights(optimizer)), default=0
+            )
     gradients = sum(p.nbytes for p in trained)
     for parameter in model.parameters():
         parameter.grad = None
     return before - gradients, temporary, round(cell.work[WORK.index("touched_bytes")])
 
 
-def _peak(trace: Trace, phase: str) -> int:
+def _peak_bytes(trace: Trace, phase: str) -> int:
     return max(sum(moment) for moment in trace.cells[CellPlace(phase)].moments)
 
 
-def _kinds(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def _distinct_weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     found: dict[tuple[int, torch.Size, torch.dtype], nn.Parameter] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -390,7 +405,7 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def _step_alone(trace: Trace, optimizer: Any, alone: nn.Parameter, trained: Sequence[nn.Parameter]) -> int:
+def _step_one_weight(trace: Trace, optimizer: Any, alone: nn.Parameter, trained: Sequence[nn.Parameter]) -> int:
     if alone.grad is None:
         return 0
     held = [(p, p.grad) for p in trained if p is not alone]
@@ -402,4 +417,4 @@ def _step_alone(trace: Trace, optimizer: Any, alone: nn.Parameter, trained: Sequ
     optimizer.step()
     for parameter, gradient in held:
         parameter.grad = gradient
-    return _peak(trace, phase) - before
+    return _peak_bytes(trace, phase) - before

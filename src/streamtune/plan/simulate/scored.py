@@ -1,10 +1,10 @@
-"""Completions that a step scores token by token, and the baselines that streamed steps are compared with.
+"""Steps that score completions token by token, and the baselines with which streamed steps are compared.
 
-An objective of preferences or of rewards computes its loss from log-probabilities: the head's logits are computed
-twice, final hidden states are kept until the loss is known, and a reference may run first. The memory of that depends
-on the layout of prompts and completions in the sequence, and hardly on the objective.
+DPO, GRPO and similar objectives compute their loss from log-probabilities. The head's logits are computed twice, final
+hidden states are kept until the loss is known, and a reference may run first. The memory of such a step depends on the
+layout of prompts and completions in the sequence, and hardly on the objective.
 
-The baselines train without streaming: checkpointing of every layer, log-probabilities from ordinary logits, and Liger's
+The baselines train without streaming: checkpointing of every layer, log-probabilities from full logits, and Liger's
 fused loss. Shape suffixes: B rows, T tokens.
 """
 
@@ -26,9 +26,9 @@ from streamtune.engine.hf_names import set_checkpointing
 from streamtune.errors import ArgumentError
 
 Trees = tuple[tuple[int, tuple[int, ...]], ...]
-"""For each prompt the tokens of its trunk and of its branches, as ``Branches.of`` takes them.
+"""For each prompt, the number of tokens of its trunk and of each branch, as ``Branches.of`` takes them.
 
-The last token of a prompt is the first of every branch, which scores the others.
+The last token of a prompt is the first of every branch. The other tokens of a branch are scored.
 """
 
 
@@ -37,13 +37,17 @@ class Scored:
     """The completions that a micro-batch scores.
 
     Attributes:
-        trees: The prompts and their completions.
-        share: True for one sequence with each prompt once; else a row for each completion after its own copy.
-        entropy: True if the entropies at the targets are computed as well.
-        forwards: Number of further forwards of the same tokens without gradient, of a reference or of the model itself;
-            a fraction if one serves several steps.
-        common: Of each tree, how many tokens at the end of its trunk are scored, for all of its branches: all
-            completions begin with them. Empty if they begin differently.
+        trees: Prompts with their completions, as token counts.
+        share: True for one sequence in which each prompt occurs once; False for one row per completion, with its
+            prompt.
+        entropy: True if entropies at the targets are computed too.
+        forwards: Number of extra forwards of the same tokens without gradient, by a reference or the model itself; a
+            fraction if one forward is used in several steps.
+        common: Number of scored tokens at the end of each tree's trunk, with which all its completions begin. Empty if
+            completions begin differently.
+
+    Raises:
+        ArgumentError: A tree is empty, a branch has fewer than 2 tokens, or ``common`` does not match the trees.
     """
 
     trees: Trees
@@ -55,11 +59,14 @@ class Scored:
     def __post_init__(self) -> None:
         if not self.trees or any(trunk < 0 or not branches or min(branches) < 2 for trunk, branches in self.trees):
             raise ArgumentError(
-                "a prompt has a trunk of 0 or more tokens and branches of 2 or more, of which the first is its last"
+                f"trees must have a trunk of 0 or more tokens and branches of 2 or more, found {self.trees}"
             )
         within = zip(self.common, self.trees, strict=False)
         if self.common and (len(self.common) != len(self.trees) or any(not 0 <= c <= t for c, (t, _) in within)):
-            raise ArgumentError(f"{self.common} is not a number of tokens of each of {len(self.trees)} trunks")
+            raise ArgumentError(
+                f"common must have one number of tokens, at most the trunk's, for each of {len(self.trees)} trees, "
+                f"found {self.common}"
+            )
 
     @property
     def rows(self) -> int:
@@ -77,7 +84,7 @@ class Scored:
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens of the sequences that are scored."""
+        """Number of scored tokens in all rows."""
         copies = [1 if self.share else len(branches) for _, branches in self.trees]
         common = sum(tokens * times for tokens, times in zip(self._common, copies, strict=True))
         return common + sum(sum(branches) - len(branches) for _, branches in self.trees)
@@ -88,8 +95,8 @@ class Scored:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of a token and one that it sees, itself included, in all rows."""
-        if not self.share:  # padding behind a row is computed like it
+        """Number of query-key pairs that are not masked, in all rows."""
+        if not self.share:  # padding is computed like other tokens
             return self.rows * (self.length * (self.length + 1) // 2)
         total = 0
         for trunk, branches in self.trees:
@@ -99,11 +106,11 @@ class Scored:
 
     @property
     def shares(self) -> bool:
-        """True if tokens of the sequence are hidden from later ones, so that it is not an ordinary causal row."""
+        """True if some tokens are hidden from later tokens, so that the sequence is not an ordinary causal row."""
         return self.share and (len(self.trees) > 1 or len(self.trees[0][1]) > 1)
 
     def describe(self) -> str:
-        """Return text such as ``8 completions of 1 prompt``."""
+        """Return a text such as ``8 completions of 1 prompt``."""
         prompts, completions = len(self.trees), self.completions
         return (
             f"{completions} completion{'s' if completions > 1 else ''} of {prompts} prompt{'s' if prompts > 1 else ''}"
@@ -113,7 +120,12 @@ class Scored:
         return replace(self, share=False)
 
     def batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
-        """Return random tokens as a batch of the rows, shared or apart, for the modes that are compared."""
+        """Return a batch of random tokens in this layout, for measuring real steps.
+
+        Args:
+            vocabulary: Number of token ids to draw from.
+            device: Device of the tensors.
+        """
         draw = torch.Generator().manual_seed(0)
 
         def tokens(count: int) -> Tensor:
@@ -134,7 +146,7 @@ class Scored:
         return {"input_ids": ids.to(device), "targets": targets.to(device), "count": self.num_targets, **tree}
 
     def targets(self) -> Tensor:
-        """Return ``[B, T]`` int64: 0 where a token is scored, -100 elsewhere."""
+        """Return int64 targets ``[B, T]``: 0 where the next token is scored, -100 elsewhere."""
         if not self.share:
             parts = [
                 (trunk, branch, common)
@@ -157,13 +169,13 @@ class Scored:
 
 
 Completions = Callable[[int, int], Scored]
-"""``(length, batch_size)`` -> what a micro-batch scores if a prompt with its completion has ``length`` tokens."""
+"""``(length, batch_size)`` -> the completions of a micro-batch, if a prompt and completion have ``length`` tokens."""
 
 
 class PlainScores:
-    """An unstreamed model with the ``logprobs`` of ``StreamHandle``: objectives take one for the other.
+    """An unstreamed model with the method ``logprobs`` of ``StreamHandle``, so that objectives accept either.
 
-    All logits of a batch exist at once, and are kept for the backward. Losses on routers are not included.
+    All logits of a batch exist at once and are saved for the backward. Router losses are not included.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -185,9 +197,13 @@ class PlainScores:
         model: nn.Module | None = None,
         **arguments: Any,
     ) -> TokenScores:
-        """Return the log-probs as ``StreamHandle.logprobs`` does; rows that share prompts are refused."""
+        """Return log-probabilities as ``StreamHandle.logprobs`` does.
+
+        Raises:
+            ArgumentError: ``branches`` is given; shared prompts need a streamed model.
+        """
         if branches is not None:
-            raise ArgumentError("a model that is not streamed takes a row for each completion")
+            raise ArgumentError("shared prompts need a streamed model", fix="pass one row per completion")
         called: Any = self.model if model is None else model
         logits = called(input_ids=input_ids, **{"use_cache": False, **arguments}).logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -198,13 +214,13 @@ class PlainScores:
         )
         entropies = None
         if entropy:
-            with torch.no_grad():  # it is shown, and no loss reads it
+            with torch.no_grad():  # entropy is only logged
                 entropies = torch.where(targets == IGNORE_INDEX, 0.0, _entropy(wide))
         return TokenScores(-flat.view(targets.shape), entropies, None)
 
 
 def _entropy(logits_BTV: Tensor) -> Tensor:
-    """Return ``[B, T]``, computed a row at a time."""
+    """Return the entropies ``[B, T]``, computed one row at a time."""
     return torch.stack([_entropy_of(row) for row in logits_BTV])
 
 
@@ -214,7 +230,7 @@ def _entropy_of(logits_TV: Tensor) -> Tensor:
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer, keep its inputs only, and run it again in the backward."""
+    """Return ``function(*args)`` with gradient checkpointing: only its inputs are saved for the backward."""
     return checkpoint(function, *args, use_reentrant=False)
 
 
@@ -224,7 +240,7 @@ def use_checkpointing(model: Any, function: Callable[..., Any] = recompute) -> N
 
 @contextmanager
 def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Iterator[None]:
-    """Make every layer of a model run through ``function`` while inside."""
+    """Context manager: the model runs with gradient checkpointing, each layer through ``function``."""
     use_checkpointing(model, function)
     try:
         yield
@@ -233,11 +249,11 @@ def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Itera
 
 
 def fused_loss(model: Any, ids_BT: Tensor) -> Tensor:
-    """Return the loss of a model on ``meta`` as it is computed with Liger's head; all tokens have a target.
+    """Return the loss of a model on ``meta`` with the memory of Liger's fused loss; all tokens have a target.
 
-    Liger (``LigerFusedLinearCrossEntropyLoss``, version 0.8.5) computes loss and gradients of the head together, in
-    chunks of tokens, and keeps the gradients until the backward. Chunks and buffers here have its sizes; its kernels
-    write over the logits, so on ``meta`` there is nothing else to compute.
+    Liger (``LigerFusedLinearCrossEntropyLoss``, version 0.8.5) computes the loss and the head's gradients together, in
+    chunks of tokens, and keeps the gradients until the backward. Chunks and buffers here have the same sizes. Liger's
+    kernels overwrite the logits, so nothing else has to be computed on ``meta``.
     """
     causal = base_of(model)
     hidden: Tensor = causal.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -246,7 +262,7 @@ def fused_loss(model: Any, ids_BT: Tensor) -> Tensor:
 
 
 class _FusedLoss(torch.autograd.Function):
-    """``mean cross entropy of hidden_NC @ weight_VC.T``, on ``meta``."""
+    """Mean cross-entropy of ``hidden_NC @ weight_VC.T`` on ``meta``, with Liger's buffers."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:

@@ -1,19 +1,18 @@
-"""A rank's part of a step whose sequences several ranks share, as a step that the engine can run on one rank.
+"""Simulate one rank's part of a step whose sequences SP ranks share, as a step that runs on one rank.
 
-The schedule cuts a rank's own T / SP tokens into chunks. All ranks' chunks together are a chunk of the sequence, and
-each rank's part of it is its shard. Everything but attention is computed by the rank that has the token; for attention
-a rank has all tokens on heads / SP (ulysses), or receives the keys of all of them one part after another (ring). In
-bytes and operations that is the step of a sequence SP times shorter, with windows SP times narrower, except for this:
+The schedule cuts a rank's own T / SP tokens into chunks. The chunks of all ranks together are a chunk of the sequence,
+and each rank has one shard of it. Outside attention a rank computes its own tokens. In attention it has all tokens and
+1 / SP of the heads (ulysses), or receives the keys of the other ranks one after another (ring). So it has the bytes and
+operations of a step whose sequence is SP times shorter and whose windows are SP times narrower, except for five points:
 
-- Attention does SP times the work: a shard's H heads of T / SP queries over T / SP keys replace H / SP heads of T
-  queries over T keys (ulysses), or H heads of T / SP queries over T keys (ring). The inputs of a kernel have the
-  same number of bytes.
-- If ranks do not divide the key/value heads, several hold the same: keys and values are held lcm(G, SP) / G times.
-- An exchange needs buffers to send and to receive: a chunk's queries, keys, values or outputs, twice; in a ring all
-  keys and values of a rank, and their gradients in fp32, twice.
-- Token ids, labels, positions and the starts of packed rows are whole on every rank.
-- A layer with a state scans the shards of a chunk on one rank after another. Its operations are those of a shard; the
-  time that a rank waits for its state is not counted.
+- Attention does SP times the work. The simulated step has H heads, T / SP queries and T / SP keys. A rank really
+  computes H / SP heads with T queries and T keys (ulysses), or H heads with T / SP queries and T keys (ring). A
+  kernel's inputs have the same number of bytes.
+- If SP does not divide the key/value heads, ranks replicate heads: keys and values exist lcm(G, SP) / G times.
+- Buffers to send and receive hold twice a chunk's queries, keys, values or outputs. In a ring they hold twice a rank's
+  keys and values, and their gradients in fp32.
+- Every rank holds the token ids, labels, positions and row starts of the whole sequence.
+- The ranks scan a recurrent layer's shards one after another. Time in which a rank waits for its state is not counted.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from streamtune.schedule import Schedule
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
 SPANS = ("attention_chunk_size",)
-"""Spans of chunked attention restart every so many tokens: what a chunk sees is then not linear."""
+"""Settings of chunked attention, which restarts every so many tokens; what a chunk sees is then not linear."""
 
 ID_BYTES, FP32 = 8, 4
 
 
 @dataclass(frozen=True)
 class RankShard:
-    """The differences between a shard and a row of as many tokens.
+    """The differences between a rank's shard of a row and a whole row with as many tokens.
 
     Attributes:
-        size: Ranks that share the sequence; 1 is not a shard.
-        form: How they share it.
-        copies: How many times keys and values are held, by all of them together.
+        size: Number of ranks that share the sequence; 1: the row is whole.
+        form: Way of sharing the sequence.
+        copies: Number of copies of keys and values that the ranks hold together.
     """
 
     size: int = 1
@@ -52,19 +51,20 @@ class RankShard:
     copies: float = 1.0
 
     def tokens(self, length: int) -> int:
-        """Return the tokens of the rank that has most of a row of ``length``."""
+        """Return the largest number of tokens that a rank has of a row of ``length`` tokens."""
         return max(2, -(-length // self.size)) if self.size > 1 else length
 
     def exchange_bytes(self, q: Tensor, k: Tensor) -> int:
-        """Return the bytes to send and receive for an attention of ``q`` [B, H, T, D] with keys ``k``."""
+        """Return the bytes of the all-to-all buffers for an attention of ``q`` [B, H, T, D] with keys ``k``."""
         if self.size == 1 or self.form == "ring":
             return 0
         own = q.nbytes * k.shape[1] // q.shape[1]  # the chunk's keys, or its values
         return int(2 * q.nbytes + 2 * 2 * own * self.copies)
 
     def passing_bytes(self, model: Any, length: int, rows: int, *, backward: bool) -> int:
-        """Return the bytes of all of a rank's keys and values, which a ring sends and receives with the last chunk; in
-        the backward also of their gradients.
+        """Return the bytes of the ring's buffers for the last chunk: twice all of a rank's keys and values.
+
+        In the backward their fp32 gradients are added.
         """
         if self.size == 1 or self.form == "ulysses":
             return 0
@@ -73,7 +73,7 @@ class RankShard:
         return int(2 * each * (element + (FP32 if backward else 0)))
 
     def keys_on_host(self, model: Any, schedule: Schedule, length: int, rows: int) -> int:
-        """Return the bytes of the copies of keys and values on the host in addition to the shard's own."""
+        """Return the bytes of replicated keys and values on the host, without the shard's own."""
         if schedule.keep_kv != "host" or self.copies == 1:
             return 0
         heads, layers = heads_of(model), len(decoder_layers(model)) - schedule.keep_layers
@@ -82,12 +82,12 @@ class RankShard:
         return int((self.copies - 1) * each * max(0, layers))
 
     def row_bytes(self, length: int, rows: int) -> int:
-        """Return the bytes of ids, labels, positions and row starts that a rank holds for other ranks' shards."""
+        """Return the bytes of token ids, labels, positions and row starts of the other ranks' tokens."""
         return 4 * ID_BYTES * rows * (length - self.tokens(length)) if self.size > 1 else 0
 
 
-WHOLE = RankShard()
-"""A row as it is."""
+WHOLE_ROW = RankShard()
+"""A row that is not shared between ranks."""
 
 
 def shard_of(model: nn.Module, cluster: Cluster) -> RankShard:
@@ -97,12 +97,15 @@ def shard_of(model: nn.Module, cluster: Cluster) -> RankShard:
 
 
 def only_states(layer: nn.Module) -> bool:
-    """Return True if a layer carries a state from token to token, and keeps no keys and values."""
+    """Return True if a layer is recurrent and has no keys and values."""
     return carries_states(layer) and not keeps_keys(layer)
 
 
 def heads_of(model: Any) -> HeadCounts:
-    """Return the heads of a model, by the first of its configurations that has a number of attention heads."""
+    """Return the attention heads of a model, from its first configuration that has a number of heads.
+
+    All counts are 0 if no layer has attention.
+    """
     layers = decoder_layers(model)
     if layers and all(only_states(layer) for layer in layers):
         return HeadCounts(0, 0, 0, 0)
@@ -121,8 +124,8 @@ def heads_of(model: Any) -> HeadCounts:
 
 
 @contextmanager
-def narrower(model: nn.Module, size: int) -> Iterator[None]:
-    """Make windows and spans of attention ``size`` times narrower, while inside."""
+def narrow_windows(model: nn.Module, size: int) -> Iterator[None]:
+    """Context manager: attention windows and spans in the model's configurations are ``size`` times narrower."""
     before: list[tuple[dict[str, Any], str, int]] = []
     if size > 1:
         for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():

@@ -1,13 +1,13 @@
-"""Simulate the memory and work of a training step from a model's configuration: the engine itself on ``meta`` tensors.
+"""Simulate the memory and work of a training step: run the engine itself on ``meta`` tensors.
 
-There is no second formula: the simulated step is the trained step, with tensors that have a shape and a lifetime and no
-values. The memory that kernels take for themselves, which a dispatch mode cannot see, is added where it is known
-(``costs.scratch_bytes``). Of layers that are alike and chunks that are alike a few are run, and the rest follows
+There is no separate memory model. The simulated step is the real step, on tensors that have a shape and a lifetime but
+no values. A dispatch mode does not see the scratch memory of kernels, so it is added where it is known
+(``costs.scratch_bytes``). Of equal layers and equal chunks only a few are run, and the rest is extrapolated
 (``extrapolate``); ``full=True`` runs them all.
 
-Chunks of completions that share their prompts are not alike. If they are few, each is run; if they are many, one
-ordinary row of as many tokens is run instead, in which every token is scored. It holds the same but for some masks and
-copies. The work of its head and of its attention is scaled to the real number of targets and of pairs of tokens.
+Chunks of completions that share a prompt are not equal. If they are few, each is run. If they are many, an ordinary row
+with as many tokens is run instead, in which every token is scored. Its memory is the same, except for some masks and
+copies. Its head and attention work is scaled to the real number of targets and query-key pairs.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from streamtune.optim import ZerothOrderSGD, perturbed
 from streamtune.plan.simulate.extrapolate import (
     Cells,
     Combined,
-    Shorter,
+    ShorterStep,
     UnlikeError,
-    combined,
+    combine_steps,
     kinds_of_layers,
     layout_of,
-    with_a_period_more,
+    repeat_period,
 )
 from streamtune.plan.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.plan.simulate.partition import Holdings
 from streamtune.plan.simulate.scored import Scored, Trees
-from streamtune.plan.simulate.shard import RankShard, narrower, shard_of
+from streamtune.plan.simulate.shard import RankShard, narrow_windows, shard_of
 from streamtune.plan.simulate.simulation_cache import describe_step, fact_of
-from streamtune.plan.simulate.step import Step, fewer_layers, shortened, trace_step
+from streamtune.plan.simulate.step import Step, fewer_layers, shorten_step, trace_step
 from streamtune.plan.simulate.trace import COLUMNS, WORK
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule, WeightTier
 
 MASTER = "master"
 
-FEW = 24
-"""Chunks of completions that are run one by one."""
+MOST_CHUNKS_RUN = 24
+"""Largest number of chunks of completions that are all run."""
 
 TERMS = {
     "weights": "weights",
@@ -63,22 +63,23 @@ TERMS = {
     HEAD: "head",
     "scratch": "kernel workspace",
 }
-"""Names of a moment's columns among the terms, in the order of terms."""
+"""Name of the memory term of each column of a moment, in the order of terms."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The operations of a step and the bytes it moves; their time depends on the device.
+    """The FLOPs of a step and the bytes it moves; how long they take depends on the device.
 
     Attributes:
-        matmul_flops: Multiplications and additions of matrix products and convolutions.
-        attention_flops: The same of fused attention.
+        matmul_flops: FLOPs of matrix products and convolutions.
+        attention_flops: FLOPs of fused attention.
         moved_bytes: Bytes copied to the host and back.
-        disk_moved_bytes: Bytes written to disk and read.
-        touched_bytes: Bytes read and written on the device by everything else, and by products that wait for them.
+        disk_moved_bytes: Bytes written to disk and read back.
+        touched_bytes: Bytes that other operators read and write on the device, and bytes for which products of few
+            rows wait.
         operators: Number of operators that compute.
-        host_touched_bytes: Bytes read and written by an optimizer in host memory, after the backward.
-        host_overlapped_bytes: The same in the backward, while the device computes.
+        host_touched_bytes: Bytes that an optimizer reads and writes in host memory, after the backward.
+        host_overlapped_bytes: Bytes that it reads and writes in host memory during the backward.
     """
 
     matmul_flops: int
@@ -93,16 +94,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The peak memory of a step on the device and elsewhere, and its work.
+    """The peak memory of a step on each tier, and its work.
 
     Attributes:
-        peak_bytes: Bytes on the device.
-        host_bytes, disk_bytes: Bytes elsewhere, at their own peaks.
-        terms: Device bytes at the peak, by what they are.
-        phase: The phase of the peak: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
-        phases: Device bytes at the peak of each phase.
-        work: The work of the whole step.
-        host_terms: Bytes on the host by what they are: ``layer inputs`` is all that is streamed there.
+        peak_bytes: Peak bytes on the device.
+        host_bytes, disk_bytes: Peak bytes on host and disk; the peaks need not coincide.
+        terms: Device bytes at the peak, by memory term.
+        phase: Phase of the peak: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
+        phases: Peak device bytes of each phase.
+        work: Work of the whole step.
+        host_terms: Host bytes by memory term; ``layer inputs`` includes all that the engine offloads there.
     """
 
     peak_bytes: int
@@ -116,16 +117,16 @@ class Simulation:
 
     @property
     def streamed_host_bytes(self) -> int:
-        """Bytes that the engine stores on the host for the backward: not weights, gradients or optimizer."""
+        """Host bytes that the engine stores for the backward, without weights, gradients and optimizer state."""
         return sum(self.host_terms.get(name, 0) for name in ("layer inputs", KEYS))
 
 
 def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> Simulation:
-    """Simulate the memory and work of a step of ``workload`` by ``schedule``.
+    """Return the simulated memory and work of a step of ``workload`` with ``schedule``.
 
     Args:
-        workload: The step.
-        schedule: The schedule by which it is streamed, unless it is a baseline.
+        workload: Step to simulate.
+        schedule: Schedule with which the step is streamed; ignored in the modes without streaming.
         full: Run all layers and chunks, even if fewer give the same result.
 
     Raises:
@@ -138,16 +139,16 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     model: Any = workload.make_model().train()
     shard = shard_of(model, workload.cluster)
     held_always = holdings_of(workload, schedule.weights)
-    fixed = held_always.scheduled(model, workload, schedule)
+    fixed = held_always.with_schedule(model, workload, schedule)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
-            with narrower(model, shard.size), all_turns() if full else nullcontext():
-                step = _traced(model, workload, shard, schedule, layers=layers, chunks=chunks)
+            with narrow_windows(model, shard.size), all_turns() if full else nullcontext():
+                step = _trace_micro_batch(model, workload, shard, schedule, layers=layers, chunks=chunks)
             break
-        except UnlikeError:  # steps of other lengths or depths run other operators
+        except UnlikeError:  # the shorter steps ran other operators: leave out less
             continue
-    found = _summed(model, workload, schedule, shard, fixed, step)
+    found = _add_fixed_memory(model, workload, schedule, shard, fixed, step)
     if schedule.order == "chunk" and schedule.keep_kv == "host" and "layer inputs" in found.host_terms:
         terms = {KEYS if name == "layer inputs" else name: size for name, size in found.host_terms.items()}
         return replace(found, host_terms=terms)
@@ -155,7 +156,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
 
 
 def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
-    """Return what device and host hold of a step whatever the length, with weights that wait in a tier."""
+    """Return the bytes on device and host that do not depend on the row length; ``weights`` is the weights' tier."""
     model: Any = workload.make_model()
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
@@ -165,11 +166,12 @@ def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
     return fact_of(model, held, lambda: Holdings.of(model, workload, weights))
 
 
-def _teacher_forward(workload: Workload, schedule: Schedule) -> int | None:
-    """Return the device bytes at the peak of the teacher's forward, its weights included; None without a teacher.
+def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
+    """Return the peak device bytes of the teacher's forward, its weights included; None without a teacher.
 
-    It is streamed with the chunks of the model; ranks that share sequences are assumed to have short ones. It is
-    simulated with logits of a chunk, which a teacher's forward does not have: the result is not too small.
+    The forward is streamed with the same chunk sizes as the model. With sequence parallelism it is simulated on one
+    rank's tokens. Logits of one chunk are counted although a teacher's forward has none, so the result is an upper
+    bound.
     """
     if workload.teacher is None or workload.teacher.make_model is None or workload.mode != "stream":
         return None
@@ -190,13 +192,25 @@ def _teacher_forward(workload: Workload, schedule: Schedule) -> int | None:
     return fact_of(model, name, lambda: simulate(alone, chunks).phases["reference"])
 
 
-def _traced(
+def _trace_micro_batch(
     model: Any, workload: Workload, shard: RankShard, schedule: Schedule, *, layers: bool, chunks: bool
 ) -> Combined:
-    """Simulate forward and backward of one micro-batch, the last, on one rank."""
+    """Return the record of forward and backward of the last micro-batch on one rank.
+
+    Args:
+        model: Model on ``meta``.
+        workload: Step to simulate.
+        shard: One rank's part of each row.
+        schedule: Schedule of the step.
+        layers: True if equal layers may be left out.
+        chunks: True if equal chunks may be left out.
+
+    Raises:
+        UnlikeError: The shorter steps ran different operators.
+    """
     streamed = workload.mode == "stream"
     scored, tokens = workload.scored, shard.tokens(workload.tokens)
-    many = streamed and len(schedule.chunks(tokens)) > FEW
+    many = streamed and len(schedule.chunks(tokens)) > MOST_CHUNKS_RUN
     alike = scored is not None and shard.size == 1 and not (chunks and many)
     with simulating(workload.device_type):
         layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
@@ -215,60 +229,60 @@ def _traced(
         token_loss=workload.token_loss,
         teacher=workload.teacher,
         teacher_top_k=workload.teacher_top_k,
-        perturb=_perturbed(workload, model),
+        perturb=_perturbation(workload, model),
     )
-    parts: list[tuple[Shorter, Cells]] = []
+    parts: list[tuple[ShorterStep, Cells]] = []
     cells: Cells = {}
     for shorter in layout.steps(schedule, kinds):
         longer = None
         if shorter.longer is not None and (not streamed or schedule.order == "layer"):
-            longer = with_a_period_more(cells, layout.middle(shorter.longer))
+            longer = repeat_period(cells, layout.middle(shorter.longer))
         if longer is None:
             step = whole
             if shorter.length != tokens:
-                step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
+                step = shorten_step(whole, shorter.length, shorter.schedule.head_chunk_size)
             with fewer_layers(model, shorter.layers):
                 longer = trace_step(model, shorter.schedule, step).cells
         if shorter.longer is None:
             cells = longer
         parts.append((shorter, longer))
-    found = combined(parts, layout.layers, layout.chunks, tokens)
-    return found if scored is None else replace(found, work=_work_of(scored, found, alike))
+    found = combine_steps(parts, layout.layers, layout.chunks, tokens)
+    return found if scored is None else replace(found, work=_scale_work(scored, found, alike))
 
 
-def _perturbed(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
-    """Return what perturbs the weights of the model, or of some of its layers, in a step without a backward."""
+def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
+    """Return a function whose result is a context with perturbed weights; None if the step has a backward."""
     if workload.step.gradients != "none" or workload.make_optimizer is None:
         return None
     optimizer = workload.make_optimizer(model)
-    assert isinstance(optimizer, ZerothOrderSGD), "no other optimizer does without a backward"
+    assert isinstance(optimizer, ZerothOrderSGD), "only ZerothOrderSGD works without a backward"
     return lambda some: perturbed(optimizer, some, decoder_layers(some), 0, 1)
 
 
-def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:
-    """Return the work, scaled from an ordinary row to the completions, and by the reference's forwards."""
+def _scale_work(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:
+    """Return the work, scaled from an ordinary row to the completions and to the number of reference forwards."""
     targets, pairs = 1.0, 1.0
     if not alike:
         targets = scored.num_targets / (scored.rows * scored.length)
         pairs = scored.pairs / (scored.rows * (scored.length * (scored.length + 1) // 2))
     found = {}
     for (phase, inside), work in step.work.items():
-        # Outside of the layers there are embeddings and norms beside the head, next to which they are nothing.
+        # Outside the layers the head does nearly all the work; embeddings and norms are negligible.
         share = (scored.forwards if phase == "reference" else 1.0) * (1.0 if inside else targets)
         found[phase, inside] = [share * each for each in work]
         found[phase, inside][WORK.index("attention_flops")] *= pairs
     return found
 
 
-def _summed(
+def _add_fixed_memory(
     model: Any, workload: Workload, schedule: Schedule, shard: RankShard, fixed: Holdings, step: Combined
 ) -> Simulation:
-    """Add what is always held, and what ranks exchange, to the step that was run: peaks, terms at the largest, work."""
-    peaks = _peaks(model, workload, schedule, shard, fixed, step)
+    """Return the simulation of the whole step: the recorded step plus ``fixed`` memory and exchange buffers."""
+    peaks = _phase_peaks(model, workload, schedule, shard, fixed, step)
     phase = max(peaks, key=lambda name: peaks[name][0])
     host = shard.keys_on_host(model, schedule, workload.tokens, workload.rows)
     host += max((int(moments[:, COLUMNS.index("host")].max()) for _, moments in step.cells), default=0)
-    taught = workload.taught_bytes
+    taught = workload.saved_teacher_bytes
     elsewhere = {**({"layer inputs": host} if host else {}), **fixed.host, **({"teacher": taught} if taught else {})}
     return Simulation(
         peak_bytes=peaks[phase][0],
@@ -277,15 +291,15 @@ def _summed(
         terms=peaks[phase][1],
         phase=phase,
         phases={name: size for name, (size, _) in peaks.items()},
-        work=_whole_work(workload, fixed, step),
+        work=_step_work(workload, fixed, step),
         host_terms=elsewhere,
     )
 
 
-def _peaks(
+def _phase_peaks(
     model: Any, workload: Workload, schedule: Schedule, shard: RankShard, fixed: Holdings, step: Combined
 ) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return the bytes and the terms at the peak of each phase."""
+    """Return the peak device bytes of each phase, with the memory terms at that peak."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
     beside |= {"reference": workload.reference_bytes}
@@ -306,7 +320,7 @@ def _peaks(
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _terms(held[at], constant))
-    if (teacher := _teacher_forward(workload, schedule)) is not None:
+    if (teacher := _teacher_peak_bytes(workload, schedule)) is not None:
         there = fixed.gradients if fixed.divided or workload.micro_batches > 1 else 0
         constant = {**beside, "reference": teacher, GRADIENT: fixed.buckets + there}
         peaks["reference"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
@@ -316,8 +330,8 @@ def _peaks(
     return peaks
 
 
-def _whole_work(workload: Workload, fixed: Holdings, step: Combined) -> Work:
-    """Return the work of all micro-batches, of a teacher and of the optimizer."""
+def _step_work(workload: Workload, fixed: Holdings, step: Combined) -> Work:
+    """Return the work of all micro-batches, the teacher and the optimizer."""
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
     times = workload.micro_batches
     work = dict(zip(WORK, (round(each * times * workload.step.forwards) for each in sums), strict=True))

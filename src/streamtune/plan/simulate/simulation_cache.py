@@ -1,12 +1,12 @@
-"""Cached results of simulations, on disk and in memory.
+"""Cache results of simulations, on disk and in memory.
 
-*On disk*, under a hash of everything they depend on, so that a second start simulates nothing. Steps are simulated by
-running the engine itself, so a result belongs to the code of this package, to the versions of the libraries, to the
-structure of the model and to every option of the step. A model with code of its own, with hooks or with quantised
-weights is simulated each time.
+*On disk*, results are stored under a hash of everything they depend on, so that a second start simulates nothing. A
+simulation runs the engine itself, so the hash covers the code of this package, library versions, the structure of the
+model, and all options of the step. A model with custom code, hooks or quantised weights is not cached.
 
-*In memory*, facts of a model that every simulation of it needs, such as the bytes of its optimizer: a plan simulates
-one model by several schedules. A fact is computed again only if the model's tensors or configuration have changed.
+*In memory*, facts of a model are stored that every simulation needs, such as the bytes of its optimizer. A plan
+simulates one model with several schedules. A fact is computed again only if the model's tensors or configuration have
+changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def describe_step(workload: Workload, schedule: Schedule) -> str | None:
-    """Return a hash of all that a simulation depends on; None if it cannot be known."""
+    """Return a hash of everything a simulation depends on; None if the model has parts that cannot be hashed."""
     model = workload.make_model()
     structure = _describe_model(model)
     if structure is None:
@@ -99,12 +99,12 @@ _FACTS: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Any]]] = Wea
 
 
 def fact_of(model: nn.Module, name: Hashable, compute: Callable[[], Fact]) -> Fact:
-    """Return the fact of a model that has a name, computed now or before.
+    """Return a fact of a model, from memory or computed now.
 
     Args:
-        model: Model on ``meta``. If its modules, tensors or settings have changed since, the fact is computed again.
-        name: Name of the fact, with all that it depends on besides the model; unhashable names are never cached.
-        compute: Computes it from the model.
+        model: Model on ``meta``. If its modules, tensors or settings have changed, the fact is computed again.
+        name: Key of the fact, with everything it depends on besides the model; if unhashable, nothing is stored.
+        compute: Function that computes the fact.
     """
     known, state = _FACTS.setdefault(model, {}), _state_of(model)
     try:
@@ -118,7 +118,7 @@ def fact_of(model: nn.Module, name: Hashable, compute: Callable[[], Fact]) -> Fa
 
 
 def _state_of(model: nn.Module) -> Hashable:
-    """Return a value that changes when the model is changed."""
+    """Return a value that changes if the model's modules, tensors or configurations change."""
     modules = all_modules(model)
     tensors = tuple(
         (id(module), tuple((id(x), x.dtype, x.requires_grad) for x in module._parameters.values() if x is not None))
@@ -133,7 +133,7 @@ def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model, each once, in the order of ``model.modules()``, in a fourth of its time."""
+    """Return the modules of a model as ``model.modules()`` does, in a fourth of the time."""
     found: dict[int, nn.Module] = {}
     todo: list[nn.Module | None] = [model]
     while todo:

@@ -1,4 +1,4 @@
-"""Run one step of a model on ``meta`` and record it: forward, loss and backward as a training step runs them."""
+"""Run one training step of a model on ``meta`` and record it: forward, loss and backward."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.plan.simulate.memory import GRADIENT
 from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, with_value
 from streamtune.plan.simulate.scored import PlainScores, Scored, checkpointing, fused_loss
-from streamtune.plan.simulate.shard import WHOLE, RankShard
+from streamtune.plan.simulate.shard import WHOLE_ROW, RankShard
 from streamtune.plan.simulate.simulation_cache import all_modules, configs_of
 from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import Mode, TeacherShape
 from streamtune.schedule import Schedule
 
 FUSED = ("liger-loss", "liger-loss-offload")
-"""Modes with the fused loss of another library."""
+"""Modes with Liger's fused loss."""
 
 FLASH = 1
-"""Number of flash attention in torch's ``SDPBackend``."""
+"""Value of flash attention in torch's ``SDPBackend``."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Step:
     """The step that is run and recorded.
 
     Attributes:
-        mode: How the model is trained.
-        length: Tokens of a row.
+        mode: Way to compute the gradient.
+        length: Number of tokens of a row.
         batch_size: Number of rows.
-        accumulating: Gradients of a previous micro-batch are already allocated.
-        autocast: Compute in bf16.
-        device: The kind of device that is simulated.
-        targets: Tokens that have a target, of each row; None is all of them.
-        scored: Completions, instead of rows; they are scored unless ``token_loss`` is given.
-        alike: True if the tokens are laid out as in ``scored``; else they are ordinary rows in which every token is
+        accumulating: True if gradients of a previous micro-batch are already allocated.
+        autocast: True to compute in bf16 autocast.
+        device: Type of the simulated device.
+        targets: Number of tokens with a target in each row; None: all.
+        scored: Completions to score instead of ordinary rows; with ``token_loss`` the loss replaces their scores.
+        alike: True if tokens are laid out as in ``scored``; otherwise they are ordinary rows in which every token is
             scored.
-        shard: A rank's part of each row, if ranks share the rows.
-        frees_gradients: Each gradient is used and freed as soon as it is there.
-        token_loss: Loss of a target, if it is not the cross-entropy; of completions as of rows.
-        teacher: Head of the teacher that the loss has a divergence from.
-        teacher_top_k: Number of top-k tokens of a teacher that the loss has a divergence from; 0 without.
-        perturb: Returns a context in which a model has perturbed weights: a step without a backward.
+        shard: One rank's part of each row, if ranks share rows.
+        frees_gradients: True if each gradient is used and freed as soon as it exists.
+        token_loss: Per-token loss, if not cross-entropy.
+        teacher: Teacher of a distillation loss; None without one.
+        teacher_top_k: Number of saved teacher tokens per target, for a distillation loss; 0 without.
+        perturb: Function whose result is a context with perturbed weights, for a step without a backward.
     """
 
     mode: Mode
@@ -72,7 +72,7 @@ class Step:
     targets: int | None = None
     scored: Scored | None = None
     alike: bool = False
-    shard: RankShard = WHOLE
+    shard: RankShard = WHOLE_ROW
     frees_gradients: bool = False
     token_loss: TokenLoss | None = None
     teacher: TeacherShape | None = None
@@ -81,16 +81,16 @@ class Step:
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
-    """Record forward and backward of a model on ``meta``; it is left as it was, without gradients."""
+    """Return the record of one step of a model on ``meta``; afterwards the model is unchanged and has no gradients."""
     with ExitStack() as stack:
-        if gc.isenabled():  # looking for cycles takes a tenth of the time, and tensors are in none
+        if gc.isenabled():  # garbage collection takes a tenth of the time, and tensors are in no reference cycles
             gc.disable()
             stack.callback(gc.enable)
-        # Values of integers are small: more threads take longer to start than they save.
+        # Integer tensors are small: starting more threads costs more time than they save.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         autocast = MetaAutocast(step.device)
-        scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
+        scorer, tiers = _enter_mode(stack, model, schedule, step.mode, autocast)
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
         labels = with_value(_targets(step))
         teacher_weight = None
@@ -98,11 +98,11 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             teacher_weight = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, device="meta")
         stack.enter_context(simulating(step.device))
         stack.enter_context(autocast_on_meta())
-        if schedule.stream_grads:  # made once for all steps: not in this one
+        if schedule.stream_grads:  # placeholders are made once for all steps, so they are made before the record
             for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
-            stack.enter_context(_Functions(step.device, autocast))
+            stack.enter_context(_DeviceChoices(step.device, autocast))
         written = Trace(model, decoder_layers(model), device=step.device, tiers=tiers, shard=step.shard)
         trace = stack.enter_context(written)
         stack.callback(model.zero_grad, set_to_none=True)
@@ -136,11 +136,11 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             if step.mode in FUSED:
                 loss = fused_loss(model, ids)
             elif step.scored is None or step.token_loss is not None:
-                with _with_loss(scorer, step, teacher_weight) as given:
+                with _use_step_loss(scorer, step, teacher_weight) as given:
                     loss = model(**{"input_ids": ids, "labels": labels, "use_cache": False, **given(ids, labels)}).loss
             else:
                 loss = _logprobs(scorer, step, ids, labels).sum()
-                trace.enter("head")  # its second loop over the chunks, to tell it from the first
+                trace.enter("head")  # a new cell for the head's second loop over its chunks
         if step.perturb is None:
             _backward(loss)
         trace.finish()
@@ -152,8 +152,13 @@ def _free_gradient(parameter: Tensor) -> None:
 
 
 @contextmanager
-def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> Iterator[Callable[[Tensor, Tensor], dict[str, Any]]]:
-    """Make calls of a streamed model compute the step's loss; yield a function for more arguments of such a call."""
+def _use_step_loss(
+    scorer: Any, step: Step, weight: Tensor | None
+) -> Iterator[Callable[[Tensor, Tensor], dict[str, Any]]]:
+    """Context manager: calls of the streamed model compute the step's loss.
+
+    Yields a function ``(ids, targets)`` that returns additional arguments for the call.
+    """
     branches = None
     if step.scored is not None and step.scored.shares and step.alike:
         branches = Branches.of(step.scored.trees)
@@ -182,11 +187,11 @@ def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> Iterator[Calla
 
 
 class _TopK(TopKTeacher):
-    """The top-k tokens of a teacher, a chunk of them on ``meta``."""
+    """Saved top-k tokens of a teacher; chunks of them are ``meta`` tensors."""
 
     @classmethod
     def of_step(cls, step: Step) -> _TopK:
-        """Return the top-k tokens of a step; they are on the host, and nothing is read from them."""
+        """Return the top-k tokens of a step. They are host memory, so the tensors here are empty."""
         index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
         width = step.teacher_top_k
         return cls(index, torch.empty(0, width, device="meta"), torch.empty(0, width + 1, device="meta"))
@@ -199,7 +204,7 @@ class _TopK(TopKTeacher):
 
 
 class _TeacherHead:
-    """The head of a teacher on ``meta``, ``[V, C]``, which existed before the step."""
+    """The head of a teacher on ``meta``, with a weight ``[V, C]`` that exists before the step."""
 
     model: Any = None
     module: Any = None
@@ -216,7 +221,7 @@ class _TeacherHead:
 
 
 def _targets(step: Step) -> Tensor:
-    """Return ``[B, T]``: 0 where a token has a target, -100 elsewhere."""
+    """Return int64 targets ``[B, T]``: 0 where a token has a target, -100 elsewhere."""
     if step.scored is not None and step.alike:
         return step.scored.targets()
     targets = torch.zeros(step.batch_size, step.length, dtype=torch.long)
@@ -236,7 +241,7 @@ def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
 
 @contextmanager
 def _as_reference(model: Any) -> Iterator[None]:
-    """Put the model into evaluation mode, without gradients and without adapters, while inside."""
+    """Context manager: the model is in evaluation mode, without gradients and adapters."""
     without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
     model.eval()
     try:
@@ -247,17 +252,21 @@ def _as_reference(model: Any) -> Iterator[None]:
 
 
 def _backward(loss: Tensor) -> None:
-    """Run the backward of a loss with torch function modes active, which ``loss.backward()`` itself disables."""
+    """Run the backward of a loss with torch function modes active; ``loss.backward()`` would disable them."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
-def _prepared(
+def _enter_mode(
     stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
 ) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
-    """Put the model into its mode until the stack closes; return a scorer, and a reader of bytes on host and disk."""
+    """Put the model into a mode until the stack closes.
+
+    Returns:
+        A scorer with ``logprobs``, and the function ``tiers`` that :class:`Trace` takes.
+    """
     if mode in ("checkpoint", "liger-loss"):
         stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
     elif mode == "liger-loss-offload":
@@ -273,7 +282,7 @@ def _prepared(
 
 def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any) -> Any:
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), autocast.region()  # a layer that is computed again has a region of its own
+        return nullcontext(), autocast.region()  # a recomputed layer has its own autocast region
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
@@ -286,7 +295,10 @@ def _checkpoint_on_host(autocast: MetaAutocast, tiers: Tiers, function: Callable
 
 @contextmanager
 def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
-    """Keep only some decoder layers while inside; per-layer lists and layer counts of configurations are cut too."""
+    """Context manager: the model has only the decoder layers ``kept``.
+
+    Per-layer lists and layer counts in its configurations are shortened too.
+    """
     layers = decoder_layers(model)
     count, chosen = len(layers), {id(layers[index]) for index in kept}
     every = {id(layer) for layer in layers}
@@ -301,7 +313,7 @@ def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
         module.__dict__["_modules"] = {str(place): child for place, child in enumerate(left)}
     for config in configs:
         for name, value in list(vars(config).items()):
-            short = _shorter(name, value, count, kept)
+            short = _shorten_value(name, value, count, kept)
             if short is not value:
                 before.append((vars(config), name, value))
                 vars(config)[name] = short
@@ -312,7 +324,7 @@ def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
             owner[name] = value
 
 
-def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
+def _shorten_value(name: str, value: Any, count: int, kept: list[int]) -> Any:
     if isinstance(value, list) and len(value) == count:
         return [value[index] for index in kept]
     if name in ("num_hidden_layers", "n_layer") and value == count:
@@ -321,14 +333,14 @@ def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
 
 
 PLAIN = (Tensor, nn.Parameter)
-"""Kinds of tensors that leave torch's functions as they are."""
+"""Tensor classes without a ``__torch_function__`` of their own."""
 
 
-class _Functions(DeviceFunctions):
-    """Makes the choices that torch makes by the device of a tensor, for the simulated device.
+class _DeviceChoices(DeviceFunctions):
+    """Torch function mode that makes device-dependent choices as torch does on the simulated device.
 
-    These are the fused attention of ``scaled_dot_product_attention``, which on ``meta`` would be the formula, with all
-    scores, and the casts of autocast.
+    There are two. ``scaled_dot_product_attention`` takes a fused kernel (on ``meta`` torch would compute all scores).
+    Autocast casts arguments.
     """
 
     def __init__(self, device: str, autocast: MetaAutocast) -> None:
@@ -338,11 +350,11 @@ class _Functions(DeviceFunctions):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # a property, two of three calls: nothing to choose
+        if getattr(func, "__name__", "") == "__get__":  # a property (two of three calls): nothing to choose
             return func(*args)
         if (
             types and types[0] not in PLAIN and torch._C._is_torch_function_enabled()
-        ):  # a quantised tensor: autocast is for what it is made of
+        ):  # a quantised tensor: autocast applies to its components
             with self:
                 return types[0].__torch_function__(func, types, args, kwargs or {})
         args, given = self.autocast.given(func, args, kwargs or {})
@@ -363,11 +375,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``scaled_dot_product_attention`` with the kernel that the device would choose."""
+    """Return ``scaled_dot_product_attention`` by the kernel that torch would choose on ``device``."""
     settings: dict[str, Any] = {"scale": scale}
     aten = torch.ops.aten
     out: Tensor
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as torch hands it to a kernel
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # torch converts boolean masks for a kernel
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
     if device == "cpu":
         tiny = [torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (query, key, value)]
@@ -392,7 +404,7 @@ def _attention(
     return whole
 
 
-def shortened(step: Step, length: int, head_chunk: int) -> Step:
-    """Return the step on ``length`` tokens, with as many targets in its last head chunk as the whole step has."""
+def shorten_step(step: Step, length: int, head_chunk: int) -> Step:
+    """Return the step with ``length`` tokens; its last head chunk has as many targets as in the whole step."""
     targets = length - (length - step.length) % head_chunk
     return replace(step, length=length, targets=targets, alike=False)

@@ -1,8 +1,8 @@
-"""Record a step on ``meta`` tensors: the bytes alive at each moment, by what the engine was doing.
+"""Record a step on ``meta`` tensors: the live bytes at each moment, ordered by what the engine does.
 
-The record, a :class:`Trace`, is divided into *cells*: a layer on a chunk in one of its passes over the chunks, a
-layer's own backward, the head, and what lies between. A cell holds a *moment* for each operator that made bytes, so
-that the same moments of steps of different lengths and depths can be compared one by one (``simulate.extrapolate``).
+The record, a :class:`Trace`, is divided into *cells*: one pass of a layer over one chunk, a layer's own backward, the
+head, and the operators between them. A cell has one *moment* per operator that allocates bytes. So the moments of steps
+of different length and depth can be compared one by one (``simulate.extrapolate``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from streamtune.plan.simulate.costs import (
     EmbeddingSums,
     Reach,
     attention_flops,
+    bandwidth_bytes,
     copies_itself,
     cost_of,
     embedding_sums,
@@ -28,14 +29,20 @@ from streamtune.plan.simulate.costs import (
     reach_of,
     scratch_bytes,
     touched_bytes,
-    waiting_bytes,
 )
 from streamtune.plan.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
-from streamtune.plan.simulate.meta_operators import CONSTANTS, IntegerValues, ResultKind, Shapes, asks, result_kind_of
-from streamtune.plan.simulate.shard import WHOLE, RankShard
+from streamtune.plan.simulate.meta_operators import (
+    CONSTANTS,
+    IntegerValues,
+    ResultKind,
+    Shapes,
+    needs_values,
+    result_kind_of,
+)
+from streamtune.plan.simulate.shard import WHOLE_ROW, RankShard
 
 COLUMNS = (*KINDS, "scratch", "host", "disk")
-"""Columns of a moment: bytes on the device by kind, inside the operator, on the host and on disk."""
+"""Columns of a moment: live device bytes by kind, scratch bytes inside the operator, host bytes and disk bytes."""
 
 WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes", "operators")
 MOVED = WORK.index("moved_bytes")
@@ -43,21 +50,21 @@ MOVED = WORK.index("moved_bytes")
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """The properties of an operator that follow from its schema, looked up once.
+    """The properties of an operator that follow from its schema.
 
     Attributes:
         func: The operator.
-        cost: The kind of its cost.
-        asks: True if it may need the values of its arguments.
-        result: How the form of its result is found.
-        reach: The part of its arguments that it touches.
-        scratch: True if its kernel allocates memory for itself.
+        cost: Kind of its cost.
+        needs_values: True if it may need the values of its arguments.
+        result: Kind of its result.
+        reach: Which bytes it touches.
+        scratch: True if its kernel may allocate scratch memory.
         fills: True if it fills a tensor with one number.
     """
 
     func: Any
     cost: Cost
-    asks: bool
+    needs_values: bool
     result: ResultKind
     reach: Reach
     scratch: bool
@@ -65,12 +72,18 @@ class _Rule:
 
 
 _RULES: dict[int, _Rule] = {}
-"""Rules by the identity of the operator, whose own hash is a function in Python; the rule keeps it alive."""
+"""Rules by the operator's id, because an operator's own hash is a slow Python function; a rule keeps it alive."""
 
 
 def _rule_of(func: Any) -> _Rule:
     rule = _RULES[id(func)] = _Rule(
-        func, cost_of(func), asks(func), result_kind_of(func), reach_of(func), has_scratch(func), func in CONSTANTS
+        func,
+        cost_of(func),
+        needs_values(func),
+        result_kind_of(func),
+        reach_of(func),
+        has_scratch(func),
+        func in CONSTANTS,
     )
     return rule
 
@@ -81,9 +94,9 @@ class CellPlace:
 
     Attributes:
         phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
-        pass_name: The pass of the layer's cache, such as ``store`` or ``replay``; empty outside of a chunk.
-        layer: Index of the layer; None outside of the layers (a norm has chunks there as well).
-        chunk: Index of the chunk; None outside of a chunk.
+        pass_name: Pass over the chunks, such as ``store`` or ``replay``; empty outside of chunks.
+        layer: Index of the layer; None outside the layers (norms there have chunks too).
+        chunk: Index of the chunk; None outside of chunks.
         turn: Number of earlier cells at the same place.
     """
 
@@ -99,10 +112,10 @@ class Cell:
     """The operators, moments and work that were recorded at one place.
 
     Attributes:
-        operators: The operator of each moment; None for the first, at which the cell begins.
-        moments: A row of :data:`COLUMNS` each.
-        work: A sum for each of :data:`WORK`.
-        embedding: The sums of an embedding's gradient.
+        operators: Operator of each moment; None for the first moment, at which the cell begins.
+        moments: One tuple of :data:`COLUMNS` per moment, in bytes.
+        work: One sum for each name in :data:`WORK`.
+        embedding: Sums of an embedding's gradient; None if the cell has no such operator.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -112,21 +125,23 @@ class Cell:
 
 
 EARLIER = "earlier"
-"""The pass of gradients that exist before the step."""
+"""Name of the pass in which gradients of earlier micro-batches are recorded."""
 
 CHAIN_DONE = "finish"
-"""The last pass of a backward in the order of chunks."""
+"""Name of the last pass of a backward with ``order: chunk``."""
 
 
 class Trace(LiveBytes):
-    """A dispatch mode that records a step of a model on ``meta``, with its decoder layers.
+    """A dispatch mode that records a step of a model on ``meta``.
 
     Args:
-        device: The kind of device that is simulated.
+        model: Model on ``meta``.
+        layers: Decoder layers of the model.
+        device: Type of the simulated device.
         tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
-        shard: A rank's part of each row, if ranks share the rows.
-        unwraps: Operators on a tensor that is made of others, such as a quantised state of an optimizer, are recorded
-            as those that compute them.
+        shard: One rank's part of each row, if ranks share rows.
+        unwraps: True to record operators on a wrapper tensor (such as quantised optimizer state) as the operators on
+            its components.
     """
 
     def __init__(
@@ -136,7 +151,7 @@ class Trace(LiveBytes):
         *,
         device: str,
         tiers: Callable[[], tuple[int, int, int, int]],
-        shard: RankShard = WHOLE,
+        shard: RankShard = WHOLE_ROW,
         unwraps: bool = False,
     ) -> None:
         super().__init__(model, layers, count_cpu=device == "cpu")
@@ -158,7 +173,7 @@ class Trace(LiveBytes):
         return self
 
     def enter(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:
-        """Begin a cell; the operators that follow are recorded in it."""
+        """Begin a cell, in which the following operators are recorded."""
         self._count_moved()
         turn = 0
         while (place := CellPlace(phase, pass_name, layer, chunk, turn)) in self.cells:
@@ -170,13 +185,13 @@ class Trace(LiveBytes):
         self._write(None, 0)
 
     def enter_earlier(self, parameter: Tensor) -> None:
-        """Begin the cell of gradients that an earlier micro-batch left for the layer of ``parameter``, or for none."""
+        """Begin the cell for gradients of earlier micro-batches, for the layer that has ``parameter`` (or none)."""
         owner = self._owners.get(id(parameter))
         if (self._place.pass_name, self._place.layer) != (EARLIER, owner):
             self.enter("forward", EARLIER, owner)
 
     def finish(self) -> None:
-        """Finish the record: add the bytes moved since the last cell began."""
+        """End the record: add the bytes moved since the last cell began."""
         self._count_moved()
 
     def _count_moved(self) -> None:
@@ -205,7 +220,7 @@ class Trace(LiveBytes):
 
     def _on_gradient(self, parameter: Tensor) -> None:
         super()._on_gradient(parameter)
-        if self._place.pass_name in (CHAIN_DONE, "gradients"):  # those of all layers come at once, in no order
+        if self._place.pass_name in (CHAIN_DONE, "gradients"):  # gradients of all layers arrive at once, unordered
             if self._place.pass_name == CHAIN_DONE:
                 self.enter("backward", "gradients")
             return
@@ -215,18 +230,18 @@ class Trace(LiveBytes):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and torch's guard against it takes as long as an operator."""
+        """Return False: nothing is compiled here, and torch's check for dynamo takes as long as an operator."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.unwraps and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # then the tensor's own class computes it, and this mode sees of what
+            return NotImplemented  # the tensor's class then calls operators on its components, which this mode sees
         given = kwargs or {}
         rule = _RULES.get(id(func)) or _rule_of(func)
         cost = rule.cost
-        answered, out = self.integers.asked(func, args, given) if rule.asks else (False, None)
+        answered, out = self.integers.evaluate_if_needed(func, args, given) if rule.needs_values else (False, None)
         if not answered:
             out = self.shapes.call(func, rule.result, args, given)
             if rule.fills or not (isinstance(out, Tensor) and out.dtype.is_floating_point):
@@ -241,7 +256,7 @@ class Trace(LiveBytes):
         if cost == "product":
             flops = product_flops(func, args, given, out)
             self._cell.work[0] += times * flops
-            self._cell.work[2] += times * waiting_bytes(func, flops, args, out, self.device)
+            self._cell.work[2] += times * bandwidth_bytes(func, flops, args, out, self.device)
         elif cost == "attention":
             self._cell.work[1] += times * self.shard.size * attention_flops(func, args)
             q, k = queries_and_keys(func, args)
@@ -254,10 +269,10 @@ class Trace(LiveBytes):
         return out
 
     def _grown(self) -> None:
-        """Do nothing: the peak is found from the record."""
+        """Do nothing: peaks are computed from the record."""
 
     def on_resize(self, x: Tensor) -> None:
-        """Count a storage by its present size, and record the moment."""
+        """Count a tensor's storage with its new size, and record a moment."""
         super().on_resize(x)
         self._write(None, 0)
 

@@ -1,21 +1,21 @@
-"""A step of training, apart from its schedule; the modes of computing its gradient; and the FLOPs that its model needs,
-by which the use of a device is measured.
+"""Describe a training step without its schedule, list the modes of computing its gradient, and count its model FLOPs.
 
-A token passes N weights: the linear layers and the head, and of experts as many as a router picks. Embeddings
-are looked up, and norms are negligible. Training on n tokens takes
+Model FLOPs are the basis of model FLOPs utilisation (MFU). A token is multiplied with N weights: the linear layers, the
+head, and the experts that the router picks. Embeddings are looked up, and norms are negligible. Training on n tokens
+takes
 
     2 N n          forward
-    2 N n          the gradient handed on from layer to layer
-    2 N_t n        the gradients of the N_t weights that are trained
+    2 N n          backward, gradients of the hidden states
+    2 N_t n        backward, gradients of the N_t trained weights
 
-so 6 N n for full fine-tuning, and about 4 N n with adapters: frozen weights need no gradient. Attention of a row, in
-each layer that attends, takes for each pair of a token and one that it sees, itself included,
+So full fine-tuning takes 6 N n, and adapters about 4 N n, because frozen weights need no gradient. Attention takes, in
+each attention layer and for each query-key pair that is not masked,
 
-    2 H (d_k + d_v)    forward, with H heads of d_k and d_v numbers: scores, and their sum of values
+    2 H (d_k + d_v)    forward, for H heads with dimensions d_k and d_v: scores, and weighted sum of values
     4 H (d_k + d_v)    backward
 
-Tokens beyond a window are not seen. Padding, the forward passes of a reference and all recomputation are left out. What
-a schedule really computes is ``Work.matmul_flops + Work.attention_flops`` (``simulate.simulate``).
+Tokens outside a sliding window are masked. Padding, reference forwards and recomputation do not count. The FLOPs that a
+schedule really computes are ``Work.matmul_flops + Work.attention_flops`` (``simulate.simulate``).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ALL_MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
-"""Modes that are compared by default."""
+"""Modes compared by default."""
 
 LABELS: dict[Mode, str] = {
     "plain": "plain autograd",
@@ -79,15 +79,15 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class TeacherShape:
-    """A teacher, whose forward comes before the model's, and whose head is read beside the model's.
+    """The shape of a distillation teacher: its forward precedes the model's, and the loss computes its logits too.
 
     Attributes:
-        hidden: Elements of a final hidden state.
-        vocabulary: Rows of the head.
+        hidden: Dimension of its hidden states.
+        vocabulary: Vocabulary size of its head.
         dtype: Dtype of its weights and hidden states.
-        flops: FLOPs of its forward, for each token, without attention.
-        make_model: Builds it on ``meta``; None leaves its forward out.
-        structure: Its configuration, by which cached simulations are told apart.
+        flops: FLOPs per token of its forward, without attention.
+        make_model: Function that builds it on ``meta``; None leaves its forward out of the simulation.
+        structure: Its configuration as text, part of the key of cached simulations.
     """
 
     hidden: int
@@ -100,30 +100,30 @@ class TeacherShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of training, apart from its schedule.
+    """A training step without its schedule: what is simulated.
 
     Args:
-        make_model: Builds the model on ``meta``: in its dtype, adapters attached, without weights.
-        length: Tokens of a row; if completions are scored, of the longest with its prompt.
-        batch_size: Rows of a micro-batch; if completions are scored, the batch size that ``completions`` takes.
-        micro_batches: Micro-batches of a step. With more than one, gradients of the first occupy memory during the
-            others.
-        make_optimizer: Builds the optimizer of a model; None trains without one.
-        autocast: Compute in bf16.
+        make_model: Function that builds the model on ``meta``, in its dtype and with adapters.
+        length: Number of tokens of a row; with ``completions``, of the longest completion and its prompt.
+        batch_size: Number of rows of a micro-batch; with ``completions``, the batch size passed to it.
+        micro_batches: Number of micro-batches of a step. With more than one, gradients of the first occupy memory
+            during the others.
+        make_optimizer: Function that builds the optimizer of a model; None: no optimizer.
+        autocast: True to compute in bf16 autocast.
         mode: ``stream``, or a baseline: ``plain`` autograd, ``checkpoint`` for every layer, the same with Liger's fused
-            loss (``liger-loss``), and with the inputs of the layers on the host (``liger-loss-offload``).
-        cluster: The devices that train, and each device's part of the step. Lengths and rows are those of all ranks
-            that share a sequence together; one of these ranks is simulated.
-        device_type: The device whose kernels compute: ``cuda`` or ``cpu``.
-        completions: Returns what is scored at a length and batch size, if the loss is not on next tokens. A baseline
-            has a row for each completion.
+            loss (``liger-loss``), or also with layer inputs on the host (``liger-loss-offload``).
+        cluster: Devices that train. ``length`` and ``batch_size`` are for all ranks that share a sequence together; one
+            of these ranks is simulated.
+        device_type: Type of the device whose kernels are simulated: ``cuda`` or ``cpu``.
+        completions: Function that returns the completions to score for a length and batch size; None for next-token
+            loss. Baselines have one row per completion.
         token_loss: Per-token loss, if not cross-entropy; given with completions, it replaces their scores.
-        teacher: Head of the teacher that the loss has a divergence from; its weights are in ``reference_bytes``.
-        teacher_top_k: Number of a teacher's top-k tokens that a file has of each target, on the host; 0 without.
-        reference_bytes: Bytes of weights that are held besides the model's and not trained.
-        step: Kind of the optimizer step: passes over each micro-batch, gradients that exist at once, place of the
-            states.
-        keep: Cache simulations on disk.
+        teacher: Teacher of a distillation loss; its weights count in ``reference_bytes``.
+        teacher_top_k: Number of saved teacher tokens per target, in host memory; 0 without saved tokens.
+        reference_bytes: Bytes of weights that are not trained, besides the model's.
+        step: Kind of the optimizer step: number of passes over each micro-batch, which gradients exist at once, and the
+            tier of optimizer states.
+        keep: True to cache simulations on disk.
 
     Raises:
         ArgumentError: A value is out of range.
@@ -149,16 +149,16 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batches"):
             if getattr(self, name) < 1:
-                raise ArgumentError(f"{name} must be 1 or more, not {getattr(self, name)!r}")
+                raise ArgumentError(f"{name} must be 1 or more, found {getattr(self, name)!r}")
         if self.length < 2:
-            raise ArgumentError(f"a row of training has 2 tokens or more, not {self.length!r}")
+            raise ArgumentError(f"length must be 2 tokens or more, found {self.length!r}")
         if self.device_type not in DEVICES:
             known = " or ".join(map(repr, DEVICES))
-            raise ArgumentError(f"kernels of {self.device_type!r} are not known", fix=f"set device_type to {known}")
+            raise ArgumentError(f"unknown device_type {self.device_type!r}", fix=f"set device_type to {known}")
 
     @cached_property
     def scored(self) -> Scored | None:
-        """The completions that are scored; None if the loss is on next tokens."""
+        """Completions to score; None for next-token loss."""
         if self.completions is None:
             return None
         scored = self.completions(self.length, self.batch_size)
@@ -166,7 +166,7 @@ class Workload:
 
     @property
     def frees_gradients(self) -> bool:
-        """True if each gradient is freed in the backward: not if several micro-batches accumulate first."""
+        """True if each gradient is freed during the backward, which needs a step of one micro-batch."""
         return self.step.gradients == "layer" and self.micro_batches == 1
 
     @property
@@ -178,19 +178,19 @@ class Workload:
         return self.length if self.scored is None else self.scored.length
 
     @property
-    def taught_bytes(self) -> int:
-        """Host bytes of a teacher's file for a micro-batch in which every token is a target."""
+    def saved_teacher_bytes(self) -> int:
+        """Host bytes of the saved teacher tokens of a micro-batch in which every token is a target."""
         k = self.teacher_top_k
         return self.rows * self.tokens * (4 * k + 4 * (k + 1) + 8) if k else 0
 
     @property
     def shard_tokens(self) -> int:
-        """Number of a rank's own tokens of a sequence."""
+        """Number of tokens of a sequence that one rank has."""
         return RankShard(self.cluster.sequence_size).tokens(self.tokens)
 
 
 Span = tuple[int, int]
-"""Tokens that a piece of a row sees before it, and its own: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
+"""Number of tokens before a part of a row, and in it: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 FORWARD = StepKind(backwards=0, gradients="none")
@@ -200,13 +200,13 @@ PICKED = ("num_experts_per_tok", "moe_topk", "num_selected_experts")
 
 @dataclass(frozen=True)
 class FlopCount:
-    """The counts of a model.
+    """The numbers from which a model's FLOPs are counted.
 
     Attributes:
-        weights: N, weights that a token passes.
-        trained: N_t, how many of them are trained.
+        weights: N, number of weights with which a token is multiplied.
+        trained: N_t, number of these weights that are trained.
         width: ``H (d_k + d_v)``.
-        windows: For each layer that attends its window in tokens; 0 is the whole row.
+        windows: Sliding window of each attention layer, in tokens; 0 is the whole row.
     """
 
     weights: int
@@ -217,7 +217,7 @@ class FlopCount:
     @classmethod
     def of(cls, model: Any) -> FlopCount:
         weights = trained = 0.0
-        looked_up, part = _looked_up(model), _expert_part(model)
+        looked_up, part = _lookup_weights(model), _picked_fraction(model)
         for name, parameter in model.named_parameters():
             if id(parameter) in looked_up or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
                 continue
@@ -229,22 +229,28 @@ class FlopCount:
         return cls(round(weights), round(trained), width, tuple(_windows(model)))
 
     def step(self, spans: Iterable[Span], kind: StepKind = PLAIN_STEP) -> int:
-        """Return the FLOPs of training on pieces of rows.
+        """Return the FLOPs of a training step on parts of rows.
 
-        All forwards of a step without a backward count; of another step one forward and one backward, since a first
-        backward only measures a norm.
+        A step without a backward counts all its forwards. Other steps count one forward and one backward, because a
+        first backward that only measures the gradient norm does not count.
+
+        Args:
+            spans: Parts of rows.
+            kind: Kind of the optimizer step.
         """
         tokens = pairs = 0
         for before, own in spans:
             tokens += own
-            pairs += sum(_seen(before + own, window) - _seen(before, window) for window in self.windows)
+            pairs += sum(
+                _unmasked_pairs(before + own, window) - _unmasked_pairs(before, window) for window in self.windows
+            )
         if kind.backwards == 0:
             return kind.forwards * 2 * (tokens * self.weights + self.width * pairs)
         return tokens * (4 * self.weights + 2 * self.trained) + 6 * self.width * pairs
 
 
 def workload_flops(workload: Workload) -> int:
-    """Return the FLOPs of the micro-batches that the ranks of one sequence compute in a step."""
+    """Return the model FLOPs of a step, summed over its micro-batches and over the ranks that share a sequence."""
     count, scored = FlopCount.of(workload.make_model()), workload.scored
     spans: list[Span] = [(0, workload.length)] * workload.batch_size
     if scored is not None and scored.share:
@@ -255,29 +261,29 @@ def workload_flops(workload: Workload) -> int:
 
 
 def sketch_flops(workload: Workload) -> int:
-    """Return the FLOPs of the sketch of a row as long as the workload's (``train.sketch``).
+    """Return the FLOPs of the gradient sketch of one row of the workload's length (``train.sketch``).
 
-    It is a forward of the model, and of a teacher that is called; the gradient that the head hands on; and the backward
-    of the last layer, which recomputes its forward.
+    A sketch takes a forward of the model (and of a teacher model), the head's gradient for hidden states, and the
+    recomputed forward and the backward of the last layer.
     """
     model: Any = workload.make_model()
     count, head = FlopCount.of(model), model.get_output_embeddings()
     row, last = [(0, workload.length)], decoder_layers(model)[-1]
     of_last = sum(count_weights(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
-    attends = replace(count, weights=round(of_last * _expert_part(model)), trained=0, windows=count.windows[-1:])
+    attends = replace(count, weights=round(of_last * _picked_fraction(model)), trained=0, windows=count.windows[-1:])
     of_head = 2 * workload.length * (0 if head is None else count_weights(head.weight))
     of_teacher = 0 if workload.teacher is None else workload.length * workload.teacher.flops
     return count.step(row, FORWARD) + attends.step(row) + round(of_head) + of_teacher
 
 
-def _seen(tokens: int, window: int) -> int:
-    """Return the pairs of a token and one that it sees, in a causal row."""
+def _unmasked_pairs(tokens: int, window: int) -> int:
+    """Return how many query-key pairs of a causal row are not masked; ``window`` 0 means no sliding window."""
     near = min(tokens, window) if window else tokens
     return near * (near + 1) // 2 + (tokens - near) * near
 
 
-def _looked_up(model: Any) -> set[int]:
-    """Return the identities of embedding tables, unless the head multiplies with them."""
+def _lookup_weights(model: Any) -> set[int]:
+    """Return the ids of embedding weights that are only looked up; weights tied to the head are left out."""
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not table)
@@ -290,8 +296,8 @@ def _config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _expert_part(model: Any) -> float:
-    """Return the fraction of the experts that a token passes; 1 without experts."""
+def _picked_fraction(model: Any) -> float:
+    """Return the fraction of the experts that a router picks for a token; 1 without experts."""
     config = _config(model)
     count = next((v for name in EXPERTS if isinstance(v := getattr(config, name, None), int) and v), None)
     picked = next((v for name in PICKED if isinstance(v := getattr(config, name, None), int) and v), None)
@@ -299,7 +305,7 @@ def _expert_part(model: Any) -> float:
 
 
 def _windows(model: Any) -> list[int]:
-    """Return the window of each layer that attends."""
+    """Return the sliding window of each attention layer, in tokens; 0 is the whole row."""
     config, count = _config(model), len(decoder_layers(model))
     window = next((v for name in WINDOWS if isinstance(v := getattr(config, name, None), int) and v > 0), 0)
     if getattr(config, "use_sliding_window", True) is False:

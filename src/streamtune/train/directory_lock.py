@@ -1,11 +1,11 @@
-"""The lock on a run directory, held from before a process looks at its content until its run is over.
+"""The lock on a run directory, held from before a process reads the directory until its run is over.
 
-    output_dir/.lock    locked by the process that has the directory; names that process
+    output_dir/.lock    locked by the process that trains in the directory; has its process id and host
 
-Whether a run is new or resumed, and from which checkpoint, is decided under the lock, so that two starts cannot decide
-the same. The system releases the lock when the process ends, however it ends. The file stays, because removing it would
-let two processes lock two files of that name. It is a file and not the directory because NFS locks only files that are
-open for writing.
+Under the lock a process decides whether the run is new or resumed, and from which checkpoint. So two processes cannot
+start the same run. The system releases the lock when the process ends, even if it is killed. The file stays, because
+removing it would let two processes lock two different files of that name. The lock is on a file, not on the directory,
+because NFS locks only files that are open for writing.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from streamtune.train.staging import OpenFolder, make_directory, write_error
 
 LOCK = ".lock"
 IDENTITY = "run.json"
-"""The first file of a run. A directory without it holds no run yet."""
+"""First file of a run; a directory without it has no run yet."""
 ATTEMPTS = 100
-"""Attempts to lock: another start may remove a directory that it made for nothing, just when this one opens it."""
+"""Largest number of attempts to lock. Another process may remove a directory without a run while this one opens it."""
 HOLDER_BYTES = 4096
 HOLDER_SECONDS = 1.0
-"""Time that a process which has just locked a directory needs to write its own id into the file."""
+"""Seconds to wait until the process that has just taken the lock has written its id into the file."""
 
 _open_locks: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close the locks in a forked process, which would keep them after its parent was killed."""
+    """Close the lock files in a forked process; otherwise it would keep the locks after its parent has ended."""
     for descriptor in _open_locks:
         with suppress(OSError):
             os.close(descriptor)
@@ -56,11 +56,11 @@ class _Lock:
     path: Path
     descriptor: int
     made: list[Path]
-    """Directories that were made for it, the deepest first."""
+    """Directories that were created for it, the deepest first."""
     process: int
 
-    def let_go(self, *, tidy: bool = True) -> None:
-        """Release the lock; with ``tidy``, remove the files and folders made for it if no run was begun."""
+    def release(self, *, tidy: bool = True) -> None:
+        """Release the lock; with ``tidy``, remove the file and the folders created for it if no run has started."""
         if os.getpid() != self.process:
             return
         if tidy and not os.path.lexists(self.path / IDENTITY):
@@ -68,17 +68,20 @@ class _Lock:
                 if is_open_at(self.descriptor, self.path / LOCK):
                     (self.path / LOCK).unlink()
                     for folder in self.made:
-                        folder.rmdir()  # fails where there is something in it
+                        folder.rmdir()  # fails if it is not empty
         _open_locks.discard(self.descriptor)
         os.close(self.descriptor)
 
 
-class DirectoryHold:
-    """Keeps other processes from training in a directory, until :meth:`release` or the end of the process.
+class DirectoryLock:
+    """Locks a run directory against other processes, until :meth:`release` or the end of the process.
+
+    Args:
+        path: The run directory; it is created if it does not exist.
 
     Raises:
-        ArgumentError: Another process has it.
-        CheckpointError: It cannot be made or written to.
+        ArgumentError: Another process has locked it, or a symbolic link in its path has no target.
+        CheckpointError: It cannot be created or written to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,17 +89,21 @@ class DirectoryHold:
         self._lock: _Lock | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self.works = True
-        """True if the file system has locks. Without locks nothing keeps other processes away."""
+        """True if the file system supports locks; otherwise other processes are not kept out."""
         self.take()
 
-    def __enter__(self) -> DirectoryHold:
+    def __enter__(self) -> DirectoryLock:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def take(self, *, new: bool = False) -> None:
-        """Lock the directory, unless this object has locked it; ``new`` refuses one that exists."""
+        """Lock the directory, unless this object has locked it already.
+
+        Args:
+            new: True to refuse a directory that exists.
+        """
         if self._lock is not None:
             return
         if sys.platform == "win32":
@@ -106,9 +113,9 @@ class DirectoryHold:
             missing = [folder for folder in (self.path, *self.path.absolute().parents) if not folder.exists()]
             if dangling := [folder for folder in missing if folder.is_symlink()]:
                 raise ArgumentError(
-                    f"{dangling[-1]} is a symbolic link to {dangling[-1].readlink()}, which is not there",
+                    f"{dangling[-1]} is a symbolic link to {dangling[-1].readlink()}, which does not exist",
                     where="output_dir",
-                    fix="make the folder that it leads to, or give another --output-dir",
+                    fix="create the folder that it points to, or use another --output-dir",
                 )
             try:
                 if new:
@@ -117,12 +124,12 @@ class DirectoryHold:
                 with OpenFolder(self.path) as folder:
                     descriptor = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
-                continue  # removed by the start that made it
+                continue  # removed by the process that created it
             except FileExistsError as error:
                 if new:
                     raise self._in_use("") from error
                 if self.path.is_dir() or not os.path.lexists(self.path):
-                    continue  # removed after it was found to be there, or made again by now
+                    continue  # removed or created again in between
                 raise self._unwritable(error) from error
             except OSError as error:
                 raise self._unwritable(error) from error
@@ -136,47 +143,47 @@ class DirectoryHold:
             if there:
                 self._lock = _Lock(self.path, descriptor, missing, os.getpid())
                 _open_locks.add(descriptor)
-                self._finalizer = weakref.finalize(self, self._lock.let_go)
+                self._finalizer = weakref.finalize(self, self._lock.release)
                 _write_holder(descriptor)
                 return
             os.close(descriptor)
-        raise self._unwritable(OSError(errno.EBUSY, "it is made and removed again and again"))
+        raise self._unwritable(OSError(errno.EBUSY, "another process keeps creating and removing it"))
 
     def release(self) -> None:
-        """Let other processes lock it; remove it if it was made here and no run was begun in it."""
-        self._let_go(tidy=True)
+        """Release the lock; remove the directory if it was created for the lock and no run has started in it."""
+        self._release(tidy=True)
 
     def move_aside(self) -> Path:
-        """Rename the directory to the first free ``NAME.old-N``, return that path, and release the lock."""
+        """Rename the directory to the first free ``NAME.old-N``, release the lock, and return the new path."""
         number = 1
         while os.path.lexists(aside := self.path.with_name(f"{self.path.name}.old-{number}")):
             number += 1
         self.path.rename(aside)
-        self._let_go(tidy=False)
+        self._release(tidy=False)
         return aside
 
-    def _let_go(self, *, tidy: bool) -> None:
+    def _release(self, *, tidy: bool) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             assert self._finalizer is not None
             self._finalizer.detach()
-            lock.let_go(tidy=tidy)
+            lock.release(tidy=tidy)
 
     def _in_use(self, holder: str) -> ArgumentError:
         return ArgumentError(
             f"another process is training in {self.path}{holder}",
             where="output_dir",
-            fix="wait for it or stop it, or give another --output-dir",
+            fix="wait until it ends, stop it, or use another --output-dir",
         )
 
     def _unwritable(self, error: OSError) -> CheckpointError:
-        return write_error(error, self.path / LOCK, needed=HOLDER_BYTES, safe="what was there before is intact")
+        return write_error(error, self.path / LOCK, needed=HOLDER_BYTES, safe="existing files are unchanged")
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write this process into the lock file, for the message to a refused process; nothing depends on it."""
+    """Write process id, host and time into the lock file; they only appear in another process's error message."""
     if os.fstat(descriptor).st_nlink != 1:
-        return  # a hard link: the same bytes have a name elsewhere
+        return  # a hard link: writing would change another file
     since = datetime.now(UTC).isoformat(timespec="seconds")
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n"
     with suppress(OSError):
@@ -186,7 +193,7 @@ def _write_holder(descriptor: int) -> None:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Return the process that has the lock, in words; empty if the file does not name it."""
+    """Return a description of the process that has the lock; empty if the file does not name it."""
     until = time.monotonic() + HOLDER_SECONDS
     while True:
         try:
