@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: attention of a chunk, mask tiles, log-probabilities and losses without full logits."""
+"""Functions on tensors: attention of a chunk, mask tiles, log-probabilities and losses without full logits."""
 
 from streamtune.ops.attention.attention import prefix_attention, prefix_attention_reference
 from streamtune.ops.attention.mask import LazyMask, MaskView, Segment

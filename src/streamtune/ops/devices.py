@@ -1,10 +1,10 @@
-"""Devices: their simulation by tensors on ``meta``, limits and times of their kernels, and what the host reads of them.
+"""Devices: simulation on ``meta``, limits and timing of kernels, and copies of small tensors on the host.
 
-On ``meta`` a step has its shapes and lifetimes without its numbers. Limits are the elements that a kernel can count;
-times are the seconds by which one of several kernels is chosen.
+On ``meta`` a step has its shapes and lifetimes, without values. The limit is the number of elements that a kernel can
+count. Timing chooses between kernels.
 
-Reading a tensor of a device waits for all work before it. Small tensors that decide what runs (positions, masks, starts
-of rows) are copied to the host once, however often they are read.
+Reading a device tensor on the host waits for all earlier work of the device. So small tensors that decide what runs
+(positions, masks, starts of rows) are copied to the host once, however often they are read.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_kind: ContextVar[str] = ContextVar("kind of device that meta tensors stand for", default="cpu")
-_times: ContextVar[float] = ContextVar("how often what runs now would run", default=1)
-_every: ContextVar[bool] = ContextVar("each turn of a loop runs", default=False)
+_kind: ContextVar[str] = ContextVar("device type that meta tensors simulate", default="cpu")
+_times: ContextVar[float] = ContextVar("runs that the current run counts as", default=1)
+_every: ContextVar[bool] = ContextVar("every iteration of a loop runs", default=False)
 
 T = TypeVar("T")
 
 
 class DeviceFunctions(TorchFunctionMode):
-    """Base of modes that choose an operator as the simulated device would; they do not change what is computed."""
+    """Base class of modes that choose operators as the simulated device would, without changing what is computed."""
 
 
 @contextmanager
@@ -43,27 +43,27 @@ def _set(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def repeated(times: float) -> Iterator[None]:
-    """Count one run of the code inside as ``times`` equal runs: the same memory, ``times`` the cost."""
+    """Context manager: count one run of the code inside as ``times`` equal runs, with the same memory."""
     with _set(_times, _times.get() * times):
         yield
 
 
 def repetitions() -> float:
-    """Return the number of runs that the current one counts as."""
+    """Return the number of runs that the current run counts as."""
     return _times.get()
 
 
 @contextmanager
 def all_turns() -> Iterator[None]:
-    """Run each turn of the loops inside, also those that :func:`turns` would count instead."""
+    """Context manager: loops run every iteration, also the iterations that :func:`turns` would skip and count."""
     with _set(_every, True):
         yield
 
 
 def turns(items: Sequence[T], device: torch.device) -> Iterator[T]:
-    """Yield the items of a loop whose turns are alike but for the first and the last, and keep nothing for later ones.
+    """Yield the items of a loop whose iterations, except the first and the last, have equal cost and are independent.
 
-    On ``meta`` the second turn counts for all between the first and the last, which are left out.
+    On ``meta`` the second iteration counts for all between the first and the last; the rest are skipped.
     """
     if device.type != "meta" or len(items) < 4 or _every.get():
         yield from items
@@ -76,36 +76,36 @@ def turns(items: Sequence[T], device: torch.device) -> Iterator[T]:
 
 @contextmanager
 def simulating(kind: str) -> Iterator[None]:
-    """Let tensors on ``meta`` stand, while inside, for tensors on a device of this kind (``cpu`` or ``cuda``)."""
+    """Context manager: tensors on ``meta`` simulate tensors on this device type, ``cpu`` or ``cuda``."""
     with _set(_kind, kind):
         yield
 
 
 def kernel_device(device: torch.device) -> str:
-    """Return the kind of device whose kernels compute with tensors of a device."""
+    """Return the device type whose kernels compute with tensors on ``device``; for ``meta``, the simulated type."""
     return _kind.get() if device.type == "meta" else device.type
 
 
 def autocast_kind(device: torch.device) -> str:
-    """Return the kind of device whose autocast applies to tensors of a device; for ``meta`` the CPU's applies."""
+    """Return the device type whose autocast applies to tensors on ``device``; for ``meta``, the CPU."""
     return "cpu" if device.type == "meta" else device.type
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 MAX_ELEMENTS = (1 << 31) - 1
-"""The largest int of 32 bits."""
+"""Largest number of elements that a kernel with 32-bit counts can process."""
 
 
 def blocks(length: int, size: int) -> Iterator[slice]:
-    """Cut ``length`` rows into slices of at most ``size``, at least one row each."""
+    """Yield slices that cut ``length`` rows into parts of at most ``size`` rows; a ``size`` below 1 counts as 1."""
     size = max(1, size)
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
 
 
 def median_time(run: Callable[[], object], device: torch.device, runs: int) -> float:
-    """Return the median of the seconds that ``runs`` calls take on a device, each waited for."""
+    """Return the median time of ``runs`` calls in seconds; the device is synchronised before and after each call."""
     times = []
     for _ in range(runs):
         _wait_for(device)
@@ -124,11 +124,11 @@ def _wait_for(device: torch.device) -> None:
 # --- copies on the host ----------------------------------------------------------------------------------------------
 
 _copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""For a tensor of a device, its version when it was copied, and the copy."""
+"""By device tensor: its version when it was copied, and the copy on the host."""
 
 
 def host_copy(x: Tensor) -> Tensor:
-    """Return ``x`` on the host: itself, or one copy until it is written to. Not to be written to."""
+    """Return ``x`` if it is on the host, else its host copy, made once per version of ``x``. Must not be written to."""
     if x.device.type == "cpu":
         return x
     known = known_host_copy(x)
@@ -139,7 +139,7 @@ def host_copy(x: Tensor) -> Tensor:
 
 
 def known_host_copy(x: Tensor) -> Tensor | None:
-    """Return the copy of ``x`` on the host if there is one, without waiting for the device."""
+    """Return the host copy of ``x`` without waiting for the device; None if there is no copy of its current version."""
     if not _copies:
         return None
     version, copy = _copies.get(_source(x), (-1, None))
@@ -147,7 +147,7 @@ def known_host_copy(x: Tensor) -> Tensor | None:
 
 
 def with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
-    """Return ``copy`` on a device, where it can be read without waiting for the device."""
+    """Return a host tensor on ``device``, such that :func:`host_copy` of the result does not wait for the device."""
     x = copy.to(device, non_blocking=True)
     if x is not copy:
         _remember(x, copy)
@@ -155,17 +155,17 @@ def with_host_copy(copy: Tensor, device: torch.device) -> Tensor:
 
 
 def forget_host_copies() -> None:
-    """Forget all copies, as each call of a model does first: ``x.data`` can be written to without a new version."""
+    """Forget all copies. Each model call does this first, because writing to ``x.data`` does not change the version."""
     _copies.clear()
 
 
 def _remember(x: Tensor, copy: Tensor) -> None:
-    if not x.is_inference():  # such a tensor has no version
+    if not x.is_inference():  # an inference tensor has no version
         _copies[_source(x)] = (x._version, copy)
 
 
 def _source(x: Tensor) -> Tensor:
-    """Return the tensor of which ``x`` is a view with the same numbers at the same places, or ``x``."""
+    """Return the base of ``x`` if ``x`` is a view with the same shape, dtype, strides and offset; else ``x``."""
     base = x._base
     if base is None or (base.shape, base.dtype) != (x.shape, x.dtype):
         return x

@@ -1,10 +1,10 @@
-"""Exchanges between the ranks of a group that share a sequence; all but :func:`passed_on` are differentiable.
+"""Exchanges between ranks that share a sequence; all except :func:`passed_on` are differentiable.
 
-Each rank holds a shard of every chunk, with all heads. :func:`to_heads` exchanges that for some heads of whole chunks,
-and :func:`to_shards` exchanges it back (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509). Each is the other's
-backward, so the gradients of a chunk are exchanged as its tensors were.
+Each rank holds a shard of every chunk, with all heads. It exchanges them for some heads of whole chunks with
+:func:`to_heads`; the inverse is :func:`to_shards` (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). Each is the
+backward of the other, so gradients are exchanged in the same way.
 
-Shape suffixes: B batch, H heads, h = H / S of them, S ranks, c tokens of a shard, D head dimension.
+Shape suffixes: B batch, H heads, S ranks, h = H / S heads of a rank, c tokens of a shard, D head dimension.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def to_heads(x_BHcD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
     Rank r gets heads ``[r h, (r + 1) h)``.
 
     Args:
-        x_BHcD: All heads of this rank's shards, end to end.
-        group: Ranks, in the order of their shards; S divides H.
-        lengths: Tokens of each shard: one shard for a chunk, several where several chunks are exchanged at once.
+        x_BHcD: All heads of this rank's shards, concatenated.
+        group: Process group of the ranks, in the order of their shards; S divides H.
+        lengths: Number of tokens of each shard: one shard per chunk, so several if several chunks are exchanged.
     """
     out: Tensor = _AllToAll.apply(x_BHcD, group, tuple(lengths), True)
     return out
@@ -40,28 +40,28 @@ def to_shards(x_BhTD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
-    """Return the sum over the group, the same on every rank.
+    """Return the sum over the group, which is equal on every rank.
 
-    Its gradient passes unchanged to the rank's own term, so that the gradients of all ranks add up to the whole one.
+    The backward passes the gradient unchanged to this rank's term; summed over ranks, gradients are then complete.
     """
     out: Tensor = _Summed.apply(x, group)
     return out
 
 
 def collected(x: Tensor, group: Any, places: Sequence[Tensor], length: int) -> Tensor:
-    """Gather ``[B, length]`` from every rank's ``[B, c]``; a rank gets the gradient of its own columns only.
+    """Return ``[B, length]``, gathered from every rank's ``[B, c]``; a rank gets the gradient of its own columns only.
 
-    ``places`` has, for each rank, the places of its columns in the result; columns from ``length`` on are dropped.
+    ``places`` has, for each rank, the positions of its columns in the result. Columns from ``length`` on are dropped.
     """
     out: Tensor = _Collected.apply(x, group, tuple(places), length)
     return out
 
 
 def passed_on(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list[Any]]:
-    """Start to send tensors to the next rank of the ring and to receive the previous rank's, of the same shapes.
+    """Start to send tensors to the next rank of the ring and to receive the previous rank's, of equal shapes.
 
     Returns:
-        The received tensors, and the works to wait for before they are read or the sent tensors are written.
+        The tensors to be received, and the works to wait for before they are read or the sent tensors are written to.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, size - 1))
@@ -73,7 +73,7 @@ def passed_on(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list
 
 
 class _SentTensors:
-    """A reference to the tensors that are being sent, dropped in ``wait``."""
+    """Keeps the tensors that are being sent alive until ``wait``."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -108,7 +108,7 @@ def _back(x_BhTD: Tensor, group: Any, lengths: tuple[int, ...]) -> Tensor:
 
 
 def _traded(x: Tensor, group: Any) -> Tensor:
-    """Send slice s of the first dimension to rank s; rank s's slice takes its place."""
+    """Send slice s of the first dimension to rank s, and return what each rank sent here, in rank order."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)

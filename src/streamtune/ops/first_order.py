@@ -1,8 +1,8 @@
-"""Backwards without a graph of their own: a second derivative is refused, a second backward is not.
+"""Backwards that build no graph: they refuse a second derivative, but allow a second backward.
 
-``torch.autograd.grad`` runs the hooks of its inputs (``Tensor.register_hook``). A gradient that is a sum over chunks is
-asked for once a chunk; the sum then arrives at the parameter, where those hooks run again, as they should. Hooks of the
-accumulating node and post-accumulate hooks run only there.
+``torch.autograd.grad`` runs the hooks of its inputs (``Tensor.register_hook``). If a gradient is a sum over chunks, it
+is called once per chunk, and the hooks must not run then. They run when the sum arrives at the parameter. Hooks of the
+accumulating node and post-accumulate hooks run only there anyway.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ R = TypeVar("R")
 
 
 def graph_is_kept() -> bool:
-    """Return True inside a backward with ``retain_graph=True``, which another may follow."""
+    """Return True inside a backward with ``retain_graph=True``, after which another backward may follow."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is not None and bool(asked())
 
 
 def first_order(backward: Callable[P, R]) -> Callable[P, R]:
-    """Wrap the ``backward`` of an ``autograd.Function`` that gives a gradient without a graph of its own.
+    """Wrap the ``backward`` of an ``autograd.Function`` whose gradient has no graph (decorator).
 
-    ``torch.autograd.function.once_differentiable`` refuses a second derivative where the incoming gradient requires
-    one. A loss's gradient does not, and the result would be taken for a constant: a penalty on it would be lost.
+    ``torch.autograd.function.once_differentiable`` refuses a second derivative only if the incoming gradient requires
+    a gradient. The gradient of a loss does not, so the result would count as a constant, and a penalty on it would have
+    no effect.
 
     Raises:
         UnsupportedModelError: The backward is called with ``create_graph=True`` or ``is_grads_batched=True``.
@@ -41,16 +42,16 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Any:
         if any(isinstance(arg, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(arg) for arg in args):
             raise UnsupportedModelError(
-                "several gradients were asked for at once (is_grads_batched=True), and the backward of "
-                "a streamed model is no function that can be mapped",
-                fix="ask for one after the other, with retain_graph=True",
+                "is_grads_batched=True is not supported: the backward of a streamed model computes one gradient at a "
+                "time",
+                fix="compute the gradients one by one, with retain_graph=True",
             )
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
-                "a backward with create_graph=True was asked for, and the gradient of a streamed model has no graph: "
-                "its layers are run again chunk by chunk, and freed",
+                "create_graph=True is not supported: the gradient of a streamed model has no graph, because each "
+                "chunk's graph is freed",
                 fix="call backward() or torch.autograd.grad() without create_graph; for a second derivative, or a "
-                "penalty on a gradient, call the model outside of stream()",
+                "penalty on a gradient, call the model outside stream()",
             )
         return backward(*args, **kwargs)
 
@@ -59,9 +60,9 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def hooks_held_back(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which no hook of these tensors runs (``Tensor.register_hook``).
+    """Context manager: no hook of these tensors runs (``Tensor.register_hook``).
 
-    Hooks are taken out of the tensors' own tables, which autograd reads when it runs, and put back in their order.
+    The hooks are removed from the tensors' tables, which autograd reads when it runs, and restored in their order.
     """
     tables = [table for tensor in tensors if (table := tensor._backward_hooks)]
     held = [(table, list(table.items())) for table in tables]

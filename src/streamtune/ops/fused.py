@@ -1,8 +1,8 @@
-"""Operators of a layer in fewer kernels than their formulas written out, each equal to its formula but for rounding.
+"""Operators of a layer in fewer kernels than their formulas have; results are equal up to rounding.
 
-outer, add_outer    gradient of a linear map's weight ``[V, C]``, summed over chunks by the matrix product itself
-rms_norm            root mean square norm (Zhang and Sennrich, arXiv 1910.07467, eq. 4), by torch's own kernel
-rotary              rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), halves as in ``transformers``
+outer, add_outer  gradient of a linear layer's weight ``[V, C]``, summed over chunks by the matrix product itself
+rms_norm          root mean square norm (Zhang and Sennrich, arXiv 1910.07467, eq. 4), by torch's kernel
+rotary            rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), halves as in ``transformers``
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 from streamtune.ops.devices import blocks, kernel_device
 
 FUSION_DEVICES = {"cuda"}
-"""Types of devices on which each operator of a formula is a kernel of its own, which reads and writes memory."""
+"""Device types on which each operator of a formula is a separate kernel, which reads and writes memory."""
 
 
 def fusion_pays(device: torch.device) -> bool:
-    """Return True if operator fusion pays off on a device."""
+    """Return True if fusing operators saves time on a device."""
     return kernel_device(device) in FUSION_DEVICES
 
 
 def outer(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``grad.T @ hidden`` ``[V, C]`` in ``dtype``, rounded once where the device has such a product."""
+    """Return ``grad.T @ hidden`` ``[V, C]`` in ``dtype``, rounded only once if the device has such a matmul."""
     if dtype != grad_nV.dtype and _widens(grad_nV, dtype):
         return torch.mm(grad_nV.mT, hidden_nC, out_dtype=dtype)
     return (grad_nV.mT @ hidden_nC).to(dtype)
 
 
 def add_outer(acc_VC: Tensor, grad_nV: Tensor, hidden_nC: Tensor) -> None:
-    """Compute ``acc += grad.T @ hidden``, in one matmul where it can be, by blocks of rows elsewhere."""
+    """Compute ``acc += grad.T @ hidden`` in place: in one matmul if the device can, else by blocks of rows."""
     if acc_VC.dtype == grad_nV.dtype:
         acc_VC.addmm_(grad_nV.mT, hidden_nC)
     elif _widens(grad_nV, acc_VC.dtype):
@@ -49,9 +49,9 @@ def _widens(grad: Tensor, wide: torch.dtype) -> bool:
 
 @lru_cache(maxsize=16)
 def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return True if a matmul of narrow matrices can add to a wide matrix on this device; the CPU and others cannot.
+    """Return True if a matmul of narrow matrices can add to a wide matrix on this device; the CPU cannot.
 
-    Such a matmul rounds only the sum; a separate addition would round each chunk's term. A simulated device can.
+    Such a matmul rounds only the sum; a separate addition would round each chunk's term. True for a simulated device.
     """
     if device.type == "meta":
         return True
@@ -74,7 +74,7 @@ def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in fp32 and rounded once.
 
-    ``weight`` ``[C]`` has the dtype of ``x`` ``[..., C]``; None is ones.
+    ``weight`` ``[C]`` has the dtype of ``x`` ``[..., C]``; None means ones.
     """
     if x.device.type == "meta":
         y: Tensor = _SimulatedNorm.apply(x, weight)
@@ -83,7 +83,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class _SimulatedNorm(torch.autograd.Function):
-    """The norm on ``meta``: it makes and keeps the tensors of the kernel, which torch does not have for ``meta``."""
+    """The norm on ``meta``, where torch has no kernel: allocates and saves the same tensors as the kernel."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -114,7 +114,7 @@ _LIBRARY.impl("rms_norm_backward", _rms_norm_backward_shapes, "Meta")
 
 @lru_cache(maxsize=16)
 def norm_is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernel of a device agrees with the formula, in value and gradient; a simulated kernel does."""
+    """Return True if a device's norm kernel agrees with the formula in value and gradient, or is simulated."""
     if device.type == "meta":
         return True
     generator = torch.Generator(device).manual_seed(0)
@@ -139,10 +139,10 @@ def norm_is_right(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return ``x cos + rotate_half(x) sin``, where ``rotate_half([a, b]) = [-b, a]``, in three kernels each way.
+    """Return ``x cos + rotate_half(x) sin``, where ``rotate_half([a, b]) = [-b, a]``.
 
-    The result has the strides of ``x`` ``[B, H, T, D]``; ``cos`` and ``sin`` ``[B, 1, T, D]`` have its dtype, and no
-    gradient.
+    Forward and backward take three kernels each. The result has the strides of ``x`` ``[B, H, T, D]``. ``cos`` and
+    ``sin`` ``[B, 1, T, D]`` have the dtype of ``x`` and get no gradient.
     """
     y: Tensor = _Rotation.apply(x, cos, sin)
     return y

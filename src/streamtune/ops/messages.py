@@ -1,9 +1,9 @@
-"""Messages from one rank to another, point to point, in rounds of several tensors under keys.
+"""Point-to-point messages between two ranks, in rounds of several tensors, each with a key.
 
-All rounds of a pass have the same tensors in the same order. The first round announces them: a header with key, shape
-and dtype before each tensor, and an empty header behind the last. Later rounds are the tensors alone. So a rank can
-receive tensors of which it knows nothing, at the cost of headers once in a pass, and a tensor is sent as soon as it is
-there. Both ranks know the rounds and their order; a round has a number.
+All rounds of a pass have the same tensors in the same order. In the first round a header with key, shape and dtype
+precedes each tensor, and an empty header ends the round. Later rounds consist of the tensors only. So a rank can
+receive tensors that it did not know, and headers are sent only once per pass. A tensor is sent as soon as it exists.
+Rounds are numbered, and both ranks know their order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from streamtune.errors import UnsupportedModelError
 
 Key = tuple[int, ...]
-"""Three numbers that name a tensor of a round."""
+"""Three integers that identify a tensor of a round."""
 
 DTYPES = (
     torch.float32,
@@ -34,14 +34,14 @@ DTYPES = (
 )
 PARTS, MAX_DIMS, TAG = 3, 8, 4096
 HEADER = 3 + PARTS + MAX_DIMS
-"""Numbers of a header: 1 if a tensor follows, its key, the index of its dtype above, its number of dimensions, and
-their sizes."""
+"""Length of a header: 1 if a tensor follows, else 0; its key; the index of its dtype in ``DTYPES``; its number of
+dimensions; their sizes."""
 
 Form = tuple[tuple[int, ...], torch.dtype]
 
 
 class Outgoing:
-    """The sender of the rounds to one rank; ``rank`` is the receiver's index in the group."""
+    """Sends rounds of tensors to one rank; ``rank`` is the receiver's index in the group."""
 
     def __init__(self, group: Any, rank: int, device: torch.device) -> None:
         self.group, self.device, self.to = group, device, dist.get_global_rank(group, rank)
@@ -52,12 +52,12 @@ class Outgoing:
         self._works: list[tuple[Any, Tensor]] = []
 
     def put(self, key: Key, x: Tensor) -> None:
-        """Send a tensor of the current round; a tensor that comes before its turn waits for the others.
+        """Send a tensor of the current round. A tensor ahead of its order is sent after the tensors before it.
 
-        It must not be written to before :meth:`wait`.
+        The tensor must not be written to before :meth:`wait`.
 
         Raises:
-            UnsupportedModelError: It has another shape or dtype than in the first round, or was not in that round.
+            UnsupportedModelError: Its shape or dtype differs from the first round, or it was not in that round.
         """
         form = (tuple(x.shape), x.dtype)
         if not self._announced:
@@ -66,7 +66,7 @@ class Outgoing:
             self._send(x)
             return
         if self.forms.get(key) != form:
-            raise _changed(f"tensor {key} was {self.forms.get(key)} in the first round, and is {form} now")
+            raise _changed(f"tensor {key} was {self.forms.get(key)} in the first round, now it is {form}")
         self._early[key] = x
         order = list(self.forms)
         while self._sent < len(order) and order[self._sent] in self._early:
@@ -77,15 +77,15 @@ class Outgoing:
         """End a round.
 
         Raises:
-            UnsupportedModelError: A tensor of the first round was not put in this one.
+            UnsupportedModelError: A tensor of the first round is missing in this round.
         """
         if not self._announced:
             self._send(torch.zeros(HEADER, dtype=torch.int64, device=self.device))
             self._announced = True
         else:
-            waited = list(self.forms)[self._sent :]
-            if waited:
-                raise _changed(f"tensor {waited[0]} was in the first round, and is not in this one")
+            missing = list(self.forms)[self._sent :]
+            if missing:
+                raise _changed(f"tensor {missing[0]} was in the first round, but is missing in this round")
         self._sent = 0
         self._works = [each for each in self._works if not each[0].is_completed()]
 
@@ -101,11 +101,11 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiver of the rounds from one rank.
+    """Receives rounds of tensors from one rank; the module says what a round is.
 
     Args:
-        group: The ranks.
-        rank: The sender's index in the group.
+        group: Process group of both ranks.
+        rank: Index of the sender in the group.
         rounds: Numbers of the rounds, in the order in which they are sent.
         device: Device of the tensors.
     """
@@ -119,7 +119,7 @@ class Incoming:
         self._received: dict[int, dict[Key, Tensor]] = {}
 
     def get(self, number: int, key: Key) -> Tensor | None:
-        """Wait for a tensor of a round; None if the round does not have it."""
+        """Wait for a tensor of a round and return it; None if the round does not contain it."""
         while number not in self._received:
             if number == self._to_come[0] and key in self._current:
                 return self._current[key]
@@ -127,7 +127,7 @@ class Incoming:
         return self._received[number].get(key)
 
     def all(self, number: int) -> dict[Key, Tensor]:
-        """Wait for all tensors of a round, and forget them here."""
+        """Wait for all tensors of a round and return them by key; this object then forgets them."""
         while number not in self._received:
             self._next()
         return self._received.pop(number)
@@ -144,9 +144,9 @@ class Incoming:
                 return
             self._announced = True
         else:
-            waited = next((key for key in self.forms if key not in self._current), None)
-            if waited is not None:
-                self._current[waited] = self._receive(*self.forms[waited])
+            awaited = next((key for key in self.forms if key not in self._current), None)
+            if awaited is not None:
+                self._current[awaited] = self._receive(*self.forms[awaited])
             if len(self._current) < len(self.forms):
                 return
         self._received[self._to_come.pop(0)] = self._current
@@ -155,20 +155,20 @@ class Incoming:
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         x = torch.empty(shape, dtype=dtype, device=self.device)
         work = dist.irecv(x, self.source, group=self.group, tag=TAG)
-        assert work is not None, "this rank is one of the group"
+        assert work is not None, "this rank belongs to the group"
         work.wait()
         return x
 
 
 def _changed(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"ranks pass on states, which change their form from chunk to chunk: {what}",
+        f"ranks cannot exchange a recurrent state that changes shape or dtype between chunks: {what}",
         fix="set sequence_parallel_size: 1",
     )
 
 
 def _header(key: Key, x: Tensor) -> Tensor:
     if x.dim() > MAX_DIMS or len(key) != PARTS:
-        raise ValueError(f"a tensor of {x.dim()} dimensions under {key} has no header")
+        raise ValueError(f"no header for a tensor of {x.dim()} dimensions with the key {key}")
     numbers = [1, *key, DTYPES.index(x.dtype), x.dim(), *x.shape]
     return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64, device=x.device)

@@ -1,1 +1,1 @@
-"""Attention of a chunk over the keys before it: kernels, masks, and ranks that share a sequence."""
+"""Attention of a chunk over its prefix and itself: kernels, masks, and ranks that share a sequence."""

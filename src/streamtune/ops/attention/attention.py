@@ -1,10 +1,10 @@
-"""Attention of a chunk of queries over its prefix and itself, exact, without a dense mask.
+"""Exact attention of a chunk of queries over its prefix and itself, without a dense mask.
 
     softmax([q k_1' | q k_2' | ...]) [v_1; v_2; ...] = sum_s exp(lse_s - lse) o_s,    lse = log sum_s exp(lse_s)
 
-Each segment s of a query's keys (the prefix rectangle, the causal square, a window's edge) gives its own output ``o_s``
-and log-sum-exp ``lse_s``; they are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
-2310.01889). The backward of a segment needs nothing of the other segments but the merged output and log-sum-exp:
+Each segment s of a query's keys (the prefix rectangle, the causal square, a window's edge) has its own output ``o_s``
+and log-sum-exp ``lse_s``. They are merged as above (Dao, FlashAttention-2, arXiv 2307.08691; Liu, Ring Attention, arXiv
+2310.01889). From the other segments, the backward of a segment needs only the merged output and log-sum-exp:
 
     P_s = exp(S_s - lse),  delta = rowsum(dO * O),  dS_s = P_s * (dO v_s' - delta),  dq += dS_s k_s,  dk_s = dS_s' q
 
@@ -33,18 +33,20 @@ from streamtune.ops.fused import fusion_pays
 R = TypeVar("R")
 
 KEY_BLOCK = 1024
-"""Keys whose gradient a backward computes at once, unless it has more queries. A prefix is as long as the sequence, but
-a kernel's memory for dK and dV of a block is not."""
+"""Number of keys whose gradient a backward computes at a time; a backward with more queries takes more keys.
+
+A kernel's memory for dK and dV then depends on this block, not on the length of the prefix.
+"""
 
 KEYS_PER_QUERY = 2
-"""Keys of a block for each query, on devices where every call costs launches and a pass over dQ."""
+"""Keys per query in a block, on devices where each call costs kernel launches and a pass over dQ."""
 
 TILE_ELEMENTS = 1 << 22
-"""Scores that the tiled formula holds at once (16 MiB in fp32)."""
+"""Number of scores that the tiled formula holds at a time (16 MiB in fp32)."""
 
 
 def key_block(queries: int, device: torch.device) -> int:
-    """Return how many keys' gradients the backward of so many queries computes at once."""
+    """Return for how many keys a backward of ``queries`` queries computes gradients at a time."""
     return max(KEY_BLOCK, queries * (KEYS_PER_QUERY if fusion_pays(device) else 1))
 
 
@@ -61,18 +63,19 @@ def prefix_attention(
     memory: Memory | None = None,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Return attention of T queries over S keys, equal to :func:`prefix_attention_reference` with the dense mask.
+    """Return the attention of T queries over S keys, equal to :func:`prefix_attention_reference` with the dense mask.
 
     Args:
-        q_BHTD: Queries, any floating dtype.
+        q_BHTD: Queries, of any floating dtype.
         k_BGSD, v_BGSD: Keys and values of the prefix and of the chunk itself.
         view: Mask of the keys that each query sees; ``view.shape[2:] == (T, S)``.
-        scale: Factor on the scores, usually ``D ** -0.5``.
-        softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
-        sinks_H: One more logit per head in the softmax, without a value (gpt-oss).
-        dropout: Probability that an attention weight is dropped; the mask is drawn again, not stored, in the backward.
-        memory: Store of the output; it returns an output that was computed before.
-        prefix: Accumulator of the gradient of the first keys and values; its ``own`` get the other keys' gradient.
+        scale: Factor of the scores, usually ``D ** -0.5``.
+        softcap: Constant c of ``c * tanh(score / c)``, which replaces the score (Gemma 2).
+        sinks_H: Additional logit per head in the softmax, without a value (gpt-oss).
+        dropout: Probability that an attention weight is dropped. The backward draws the dropout mask again.
+        memory: Store of outputs. If it has this attention's output, the forward is not computed.
+        prefix: Accumulator of the gradient of the prefix. The other keys and values are its leaves ``own``, which get
+            their gradients.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
@@ -89,39 +92,39 @@ def prefix_attention(
 
 
 Place = tuple[slice, slice, slice]
-"""Rows, heads and positions in a tensor ``[B, H, T, D]``."""
+"""Slices of batch rows, heads and positions in a tensor ``[B, H, T, D]``."""
 
 
 class Memory(Protocol):
-    """Outputs and log-sum-exps of attentions that ran before."""
+    """Store of outputs and log-sum-exps of attentions that already ran."""
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the current attention; None if they are not known."""
+        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the current attention; None if they are not stored."""
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
         """Store o and lse of the current attention."""
 
 
 class Prefix(Protocol):
-    """The keys and values that precede a chunk's own."""
+    """Keys and values before a chunk, with their gradients."""
 
     @property
     def length(self) -> int:
-        """Number of these keys."""
+        """Number of keys in the prefix."""
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """The keys and values behind them ``[B, G, S - length, D]``, as leaves of their gradient."""
+        """The chunk's own keys and values ``[B, G, S - length, D]``, leaves that receive their gradient."""
 
     def begin(self) -> None:
-        """Allocate their gradient, if it is not allocated yet."""
+        """Allocate the gradients of the prefix if they are not allocated yet."""
 
     def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Add to their gradient at a place in ``[B, G, length, D]``."""
+        """Add to the gradients of the prefix, ``[B, G, length, D]``, at these slices."""
 
 
 def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
-    """Wrap the ``backward`` of an attention, which chooses the dtypes of its matmuls as its forward does."""
+    """Turn autocast off in the ``backward`` of an attention (decorator): it chooses its matmul dtypes itself."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad_o: Tensor) -> R:
@@ -143,29 +146,29 @@ class _Settings:
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: _Settings, *tensors: Tensor) -> Tensor:
-        q, k, v, sinks, _, _ = tensors  # keys and values of the chunk itself are there for their gradients
+        q, k, v, sinks, _, _ = tensors  # the chunk's own keys and values are inputs only for their gradients
         view, rule, memory = settings.view, settings.rule, settings.memory
         seed = int(torch.randint(1 << 62, ())) if rule.dropout else 0
-        pieces = [Piece(view, segment, rule, seed) for segment in view.segments()]
-        by_formula = any(piece.by_formula(q, k, v) for piece in pieces)
+        parts = [SegmentAttention(view, segment, rule, seed) for segment in view.segments()]
+        by_formula = any(part.by_formula(q, k, v) for part in parts)
         whole = fused_view_kernel(view, q, k, v, rule, by_formula)
         known = None if memory is None else memory.recall()
         if known is None:
             own = None if whole is None else attend_whole(whole, q, k, v, settings.for_backward)
             whole = None if own is None else whole
-            o, lse = _merged(pieces, q, k, v) if own is None else own
-            masked = own is not None or any(piece.segment.masked for piece in pieces)
-            o, lse = seen(o, lse, sinks, q.dtype, masked)
-            # The formula takes delta from o as it was before rounding; a fused kernel wants o in the dtype of q.
-            o = o if whole is None and all(piece.by_formula(q, k, v) for piece in pieces) else o.to(q.dtype)
+            o, lse = _merged(parts, q, k, v) if own is None else own
+            masked = own is not None or any(part.segment.masked for part in parts)
+            o, lse = finish_attention(o, lse, sinks, q.dtype, masked)
+            # The formula computes delta from the unrounded o; a fused kernel needs o in the dtype of q.
+            o = o if whole is None and all(part.by_formula(q, k, v) for part in parts) else o.to(q.dtype)
             if memory is not None:
                 memory.keep(o, lse)
         else:
             o, lse = known
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.whole, ctx.pieces, ctx.prefix = whole, pieces, settings.prefix
+        ctx.whole, ctx.parts, ctx.prefix = whole, parts, settings.prefix
         ctx.shared_keys = view.mask.block_start is not None or view.mask.branches is not None
-        return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
+        return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be stored in memory, without a graph
 
     @staticmethod
     @first_order
@@ -173,28 +176,30 @@ class _PrefixAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
         prefix: Prefix | None = ctx.prefix
-        pieces: list[tuple[Piece, float]] = [block for piece in ctx.pieces for block in piece.key_blocks(q.device)]
+        parts: list[tuple[SegmentAttention, float]] = [
+            block for part in ctx.parts for block in part.key_blocks(q.device)
+        ]
         grads = None if ctx.whole is None else backward_whole(ctx.whole, grad_o, q, k, v, o, lse)
         if grads is not None:
             sums = _KeyGradients(k, v, prefix, k.dtype)
             sums.add((slice(None), slice(None), slice(0, k.shape[2])), *grads[1:])
             grad_q, grad_k, grad_v = grads[0], sums.k, sums.v
-        elif len(pieces) == 1 and prefix is None and pieces[0][0].covers(q, k):
-            grad_q, grad_k, grad_v = pieces[0][0].backward(grad_o, q, k, v, o, lse)
+        elif len(parts) == 1 and prefix is None and parts[0][0].covers(q, k):
+            grad_q, grad_k, grad_v = parts[0][0].backward(grad_o, q, k, v, o, lse)
         else:
-            # A query's gradient is a sum over its segments. A key's is one term, but where stretches of queries share
-            # it: then it may have many. Sums are in fp32, as a kernel's would be.
+            # A query's gradient is a sum over its segments. A key's gradient has one term, except if stretches of
+            # queries share the key: then it may have many. Sums are in fp32, as in a kernel.
             wide = torch.promote_types(q.dtype, torch.float32)
-            grad_q = torch.zeros_like(q, dtype=wide if len(pieces) > 1 else q.dtype)
+            grad_q = torch.zeros_like(q, dtype=wide if len(parts) > 1 else q.dtype)
             sums = _KeyGradients(k, v, prefix, wide if ctx.shared_keys else k.dtype)
             if prefix is not None:
-                prefix.begin()  # once, and not with each block
-            for piece, times in pieces:
+                prefix.begin()  # once, not for each block
+            for part, times in parts:
                 with repeated(times):
-                    grad_q_s, grad_k_s, grad_v_s = piece.backward(grad_o, q, k, v, o, lse)
-                    grad_q[piece.queries] += grad_q_s
-                    sums.add(piece.keys, grad_k_s, grad_v_s)
-                    del grad_q_s, grad_k_s, grad_v_s  # before the next are made
+                    grad_q_s, grad_k_s, grad_v_s = part.backward(grad_o, q, k, v, o, lse)
+                    grad_q[part.queries] += grad_q_s
+                    sums.add(part.keys, grad_k_s, grad_v_s)
+                    del grad_q_s, grad_k_s, grad_v_s  # freed before the next are allocated
             grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
         grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[4] else None
         if prefix is not None:
@@ -203,14 +208,14 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient ``[H]`` of the sinks, from merged output and log-sum-exp."""
+    """Return the gradient of the sinks, ``[H]``, from the merged output and log-sum-exp."""
     delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
 
 
 class _KeyGradients:
-    """Accumulator of dK and dV over segments: the prefix sums its own, the others are summed here."""
+    """Accumulator of dK and dV over segments: ``prefix`` sums its part, the rest is summed here."""
 
     def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
         self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
@@ -230,23 +235,25 @@ class _KeyGradients:
             self.v[at] += grad_v[:, :, before:]
 
 
-def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
-    """Add the sinks to merged output and log-sum-exp, and give zeros to queries that see no key.
+def finish_attention(
+    o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool
+) -> tuple[Tensor, Tensor]:
+    """Add the sinks to the merged output and log-sum-exp, and set the output of queries that see no key to zero.
 
     ``dtype`` is the queries' dtype; ``masked`` is True if some query may see no key.
     """
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
         o, lse = o * (lse - total).exp()[..., None], total
-    if masked:  # a query that sees no key at all gives zero, and no gradient
+    if masked:  # a query that sees no key has output zero and passes no gradient
         blind = lse < masked_score(lse.dtype if dtype == torch.bfloat16 else dtype) / 2
         o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, float("inf"))
     return o, lse
 
 
-def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of all queries: pieces of the same queries are merged."""
-    regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
+def _merged(parts: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of all queries; segments with the same queries are merged."""
+    regions = [list(group) for _, group in groupby(parts, key=lambda part: part.segment.queries)]
     if len(regions) == 1:
         return _merged_region(regions[0], q, k, v)
     out: Tensor | None = None
@@ -263,12 +270,12 @@ def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     return out, lse
 
 
-def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _merged_region(region: list[SegmentAttention], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     o, lse = region[0].forward(q, k, v)
     if len(region) > 1:
         o = o.to(lse.dtype)  # rounded once, after the merge
-    for piece in region[1:]:
-        o_s, lse_s = piece.forward(q, k, v)
+    for part in region[1:]:
+        o_s, lse_s = part.forward(q, k, v)
         total = torch.logaddexp(lse, lse_s)
         o = o * (lse - total).exp()[..., None]
         o += o_s * (lse_s - total).exp()[..., None]
@@ -276,10 +283,10 @@ def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tupl
     return o, lse
 
 
-class Piece:
-    """One segment, computed by a fused kernel if there is one, else by the tiled formula.
+class SegmentAttention:
+    """Attention of one segment, computed by a fused kernel if there is one, else by the tiled formula.
 
-    ``queries`` and ``keys`` are its places in ``[B, H, T, D]`` and ``[B, G, S, D]``.
+    ``queries`` and ``keys`` are the segment's slices of ``[B, H, T, D]`` and ``[B, G, S, D]``.
     """
 
     def __init__(self, view: MaskView, segment: Segment, rule: ScoreRule, seed: int) -> None:
@@ -288,12 +295,12 @@ class Piece:
         self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
-    def key_blocks(self, device: torch.device) -> Iterator[tuple[Piece, float]]:
-        """Yield the piece in blocks of keys, each with a factor, which is 1 outside of a simulated step.
+    def key_blocks(self, device: torch.device) -> Iterator[tuple[SegmentAttention, float]]:
+        """Yield the segment in blocks of keys, each with a factor, which is 1 except in a simulated step.
 
-        Given the log-sum-exp of all keys, the backward of a block needs no other block. The blocks of a simulated step
-        are alike: one is yielded, with the number of blocks as its factor, the last counted in part. So the work grows
-        linearly with the keys.
+        With the log-sum-exp of all keys, the backward of a block does not need other blocks. In a simulated step all
+        blocks cost the same: one is yielded, with the number of blocks as its factor. A last, partial block counts in
+        part, so the simulated work grows linearly with the keys.
         """
         segment = self.segment
         size = key_block(segment.q_stop - segment.q_start, device)
@@ -305,7 +312,7 @@ class Piece:
         times = (segment.stop - segment.start) / size if simulated else 1
         for start in starts[:1] if simulated else starts:
             block = replace(segment, start=start, stop=min(start + size, segment.stop))
-            yield Piece(self.view, block, self.rule, self.seed), times
+            yield SegmentAttention(self.view, block, self.rule, self.seed), times
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
         """Return True if the segment has all queries and all keys."""
@@ -313,9 +320,9 @@ class Piece:
         return s.row is None and (s.q_stop - s.q_start, s.stop - s.start) == (q.shape[2], k.shape[2])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys alone.
+        """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys only.
 
-        A fused kernel's output has the dtype of q; the formula's is not rounded yet.
+        The output of a fused kernel has the dtype of q; the output of the formula is not rounded to it yet.
         """
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         if kernel is not None:
@@ -325,7 +332,7 @@ class Piece:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this segment's q, k, v, from the merged output ``o`` and log-sum-exp ``lse``."""
+        """Return the gradients of this segment's q, k, v, given the merged output ``o`` and log-sum-exp ``lse``."""
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
@@ -350,7 +357,7 @@ class Piece:
     def _scores(self, q_BGRTD: Tensor, k: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return scores ``[B, G, R, T, S]`` after softcap and mask, and d score / d raw score if there is a softcap.
 
-        They are in the dtype of ``k``, fp32 or wider, as a fused kernel accumulates them.
+        Both have the dtype of ``k``, fp32 or wider, in which a fused kernel also accumulates. R is H / G.
         """
         tile = q_BGRTD[:, :, :, rows]
         s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.rule.scale).unflatten(2, tile.shape[2:4])
@@ -370,12 +377,12 @@ class Piece:
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
     def _dropout_factor(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return dropout's factor on the weights of a tile: a function of the seed, the segment and the rows."""
+        """Return dropout's factor for the weights of a tile; it depends only on the seed, the segment and the rows."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-        kept = torch.rand(shape, generator=generator, device=device) >= self.rule.dropout
-        return kept.to(dtype) / (1 - self.rule.dropout)
+        not_dropped = torch.rand(shape, generator=generator, device=device) >= self.rule.dropout
+        return not_dropped.to(dtype) / (1 - self.rule.dropout)
 
     def _tiled_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -427,7 +434,7 @@ def prefix_attention_reference(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Compute the slow, obvious form: dense scores, dense boolean mask, one softmax; autograd does the backward."""
+    """Return the attention computed with dense scores, a dense boolean mask and one softmax: slow, for comparison."""
     groups = q_BHTD.shape[1] // k_BGSD.shape[1]
     k, v = k_BGSD.repeat_interleave(groups, 1), v_BGSD.repeat_interleave(groups, 1)
     s = q_BHTD @ k.mT * scale

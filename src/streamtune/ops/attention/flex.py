@@ -1,8 +1,8 @@
-"""One ``flex_attention`` call for a whole view of a mask: its fields as a mask function, its blocks from its tiles.
+"""Attention of a whole mask view by one ``flex_attention`` call (Dong et al., Flex Attention, arXiv 2412.05496).
 
-Dong et al., Flex Attention, arXiv 2412.05496. Compiled on CUDA; uncompiled it would build all scores, so without a
-compiler it is not used. The compiled function takes all differences between chunks as tensors, so that it is not
-compiled again for each chunk.
+The mask's fields become a mask function; its tiles tell which blocks are visible. The call is compiled on CUDA. Without
+a compiler it is not used, because uncompiled it would build all scores. Everything that differs between chunks is
+passed as a tensor, so that the function is not compiled again for each chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamtune.ops.attention.rules import MaskRules
 log = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Queries and keys of a block that is skipped, computed, or computed with its mask."""
+"""Number of queries and of keys of a block, which is skipped, computed, or computed with its mask."""
 
 NO_WINDOW = 1 << 62
 
@@ -35,7 +35,7 @@ Modifier = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexView:
-    """A view's attention by flex attention; arguments as for ``prefix_attention``."""
+    """Computes a view's attention by flex attention; arguments as for ``prefix_attention``."""
 
     name = "flex"
 
@@ -44,8 +44,8 @@ class FlexView:
         self._saved: tuple[Tensor, ...] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute ``ViewKernel.forward``. With ``for_backward`` the graph is kept, and :meth:`backward` uses it."""
-        # With a graph whenever there can be one, so that there is one compiled function and not two.
+        """Implement ``ViewKernel.forward``. ``for_backward`` keeps the graph for :meth:`backward`."""
+        # With a graph whenever possible, so that one function is compiled, not two.
         graph = for_backward or not any(x.is_inference() for x in (q, k, v))
         with torch.set_grad_enabled(graph):
             leaves = [x.detach().requires_grad_(graph) for x in (q, k, v)]
@@ -55,11 +55,11 @@ class FlexView:
         return o.detach(), lse.detach()
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Compute ``ViewKernel.backward``.
+        """Implement ``ViewKernel.backward``.
 
-        flex gives ``dS = P (a dP - a rowsum(dO o_own) + g)`` for gradients ``a dO`` of its output and ``g`` of its
-        log-sum-exp. With ``a = exp(lse_own - lse)``, ``a P`` is the wanted softmax, whose ``dS`` has ``a rowsum(dO o)``
-        in the middle: ``g`` is the difference.
+        For gradients ``a dO`` of its output and ``g`` of its log-sum-exp, flex computes ``dS = P (a dP - a rowsum(dO
+        o_own) + g)``. With ``a = exp(lse_own - lse)``, ``a P`` is the wanted softmax. Its ``dS`` has ``a rowsum(dO o)``
+        in place of the middle term, and ``g`` is the difference of the two.
         """
         if self._saved is None:
             self.forward(q, k, v, for_backward=True)
@@ -83,20 +83,20 @@ class FlexView:
 
 
 LAYOUTS = 64
-"""Limit of compiled functions: one for each memory layout of queries, keys and values."""
+"""Most compiled functions: one for each memory layout of queries, keys and values."""
 
 
 @lru_cache(maxsize=1)
 def _compiler() -> Any:
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # a graph in pieces would run uncompiled ones
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)  # a split graph would run some parts uncompiled
 
 
 def _compiled(*args: Any, **kwargs: Any) -> Any:
     """Call flex attention, compiled for tensors of any size."""
-    # Equal sizes, such as those of a first chunk's queries and keys, are not compiled as one size.
+    # Sizes that happen to be equal, as for a first chunk's queries and keys, are not compiled as one size.
     distinct: Any = shapes.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     limit = torch._dynamo.config.patch(recompile_limit=LAYOUTS)
-    # The state of autocast is compiled in; the kernel takes all as it is given.
+    # The compiled function depends on the state of autocast; the kernel needs none.
     with distinct, limit, torch.autocast("cuda", enabled=False, cache_enabled=True):
         return _compiler()(*args, **kwargs)
 
@@ -105,7 +105,7 @@ def _compiled(*args: Any, **kwargs: Any) -> Any:
 def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Tensor] | None:
     if softcap is None:
         return None
-    # a float of a closure is a symbol to `dynamic=True`, and fails to compile
+    # a float in a closure becomes a symbol under `dynamic=True` and fails to compile
     cap = torch.tensor(softcap, device=device)
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Ten
 
 
 _masks: WeakKeyDictionary[MaskRules, dict[tuple[int, int, int, int], BlockMask]] = WeakKeyDictionary()
-"""Block masks that were made: layers share a mask, and the backward asks again."""
+"""Block masks by mask and view: layers share a mask, and the backward needs them again."""
 
 
 def _block_mask(view: MaskView) -> BlockMask:
@@ -127,7 +127,7 @@ def _block_mask(view: MaskView) -> BlockMask:
 
 
 def _make_block_mask(view: MaskView) -> BlockMask:
-    """Find the blocks that are seen in part or as a whole, one row of blocks at a time: one tile in memory."""
+    """Return the block mask of a view. It is built one row of blocks at a time, so memory holds one tile."""
     mask, queries, keys = view.mask, view.q_stop - view.q_start, view.k_stop - view.k_start
     some, whole = [], []
     for start in range(view.q_start, view.q_stop, BLOCK):
@@ -145,17 +145,17 @@ def _make_block_mask(view: MaskView) -> BlockMask:
 
 
 def _listed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks are marked for each query block ``[B, 1, rows]``, and the key blocks, marked first."""
+    """Return the number of marked key blocks per query block ``[B, 1, rows]``, and all key blocks, marked first."""
     found = torch.stack(rows, dim=1)[:, None].int()
     order = found.argsort(dim=-1, descending=True, stable=True)
     return found.sum(-1, dtype=torch.int32), order.int()
 
 
 def _mask_mod(view: MaskView) -> Modifier:
-    """Return the mask as a function of batch row, head, and the places of query and key in the view."""
+    """Return the mask as a function of batch row, head, and the indices of query and key in the view."""
     mask = view.mask
     q_start, k_start = (_filled(start, mask.device) for start in (view.q_start, view.k_start))
-    # A mask without a window has one that nothing lies outside of: it is compiled like one that has.
+    # A mask without a window gets an unlimited window, so that it shares a compiled function with masks that have one.
     window = _filled(NO_WINDOW if mask.window is None else mask.window, mask.device)
     first, block, padding = mask.first_seen, mask.block_start, mask.padding
 
@@ -186,7 +186,7 @@ def _mask_mod(view: MaskView) -> Modifier:
 
 
 def _filled(number: int, device: torch.device) -> Tensor:
-    """Return a number as a tensor made on the device: a copy would wait."""
+    """Return a number as a tensor, filled on the device: a copy from the host would wait for the device."""
     return torch.full((), number, device=device)
 
 
@@ -196,12 +196,12 @@ def _read(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def flex_is_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
-    """Return True if flex attention is right on small problems: packed rows, window, sink, gradients."""
+    """Return True if flex attention agrees with the formula on small problems: packed rows, window, sink, gradients."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the compiler
+            warnings.simplefilter("ignore")  # the compiler's warnings
             right = all(_agrees(device, dtype, heads, softcapped, *sizes) for sizes in ((136, 200), (300, 300)))
-    except Exception as error:  # the compiler's, of whatever kind: then there is no kernel
+    except Exception as error:  # the compiler may raise anything
         log.info("flex attention is not used: %s: %s", type(error).__name__, error)
         right = False
     log.info("flex attention, %s, heads of %d: %s", dtype, heads.size, "used" if right else "not used")

@@ -1,10 +1,10 @@
-"""Kernels beyond their limits: several calls for many elements, zero padding for other head sizes.
+"""Use kernels beyond their limits: several calls for many elements, zero padding for other head sizes.
 
-A kernel is called in blocks where one call would have more elements than it can count. The blocks of keys are merged
-as segments are in ``ops.attention``, and their backward is exact for the same reason.
+If one call would have more elements than a kernel can count, the kernel is called in blocks. Blocks of keys are merged
+like segments in ``ops.attention``, and their backward is exact for the same reason.
 
-Zeros behind a head change no score and no output. Latent attention (DeepSeek) has values shorter than its queries and
-keys; kernels on CUDA want multiples of 8.
+Zeros appended to a head change neither scores nor outputs. They are needed for latent attention (DeepSeek), whose
+values are shorter than its queries and keys, and for kernels on CUDA, which need multiples of 8.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from streamtune.ops.attention.kernel_trial import Grads, Kernel, Scores
 from streamtune.ops.devices import MAX_ELEMENTS, blocks
 
 ROUND = 128
-"""Larger blocks are a multiple of this: kernels read keys in tiles of 64 or 128."""
+"""Blocks above this size are multiples of it: kernels read keys in tiles of 64 or 128."""
 
 
 def in_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, most: int = MAX_ELEMENTS) -> Kernel:
-    """Return ``kernel`` itself if q and k are within its limits, else a kernel that makes several calls within them.
+    """Return ``kernel`` if q and k are within its limits, else a kernel that makes several calls within the limits.
 
-    No call then has more queries or keys than ``kernel.longest``, or more than ``most`` elements of ``k`` at all H
-    heads (a backward may allocate as many for its gradient).
+    A call has at most ``kernel.longest`` queries and keys. It also has at most ``most`` elements in ``k``, counted at
+    all H heads, because a backward may allocate that many for its gradient.
     """
     batch, heads, queries, size = q_BHTD.shape
     longest = min(kernel.longest, max(1, most // max(1, batch * heads * size)))
@@ -43,7 +43,7 @@ class _InBlocks:
         self.kernel, self.longest = kernel, longest
 
     def _keys(self, queries: slice, keys: int, causal: bool) -> Iterator[tuple[slice, bool]]:
-        """Yield the blocks of keys that a block of queries sees, with True if it sees only the causal triangle."""
+        """Yield (block of keys, True if only its causal triangle is visible) for a block of queries."""
         for block in blocks(keys, self.longest):
             if not causal or block.start < queries.stop:
                 yield block, causal and block == queries
@@ -62,7 +62,7 @@ class _InBlocks:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        """Compute ``Kernel.backward``; gradients that several calls add to are summed in fp32."""
+        """Implement ``Kernel.backward``; gradients to which several calls add are summed in fp32."""
         wide = torch.promote_types(q.dtype, torch.float32)
         sums = wide if q.shape[2] > self.longest else k.dtype
         grad_q = torch.empty_like(q)
@@ -84,9 +84,9 @@ class _InBlocks:
 
 
 def merged(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge output and log-sum-exp of several parts, each computed over its own keys alone.
+    """Return the merged output and log-sum-exp of several parts, each computed over its own keys only.
 
-    The output of more than one part has the dtype of the log-sum-exp.
+    With more than one part, the output has the dtype of the log-sum-exp.
     """
     o, lse = next(parts)
     for o_s, lse_s in parts:
@@ -103,7 +103,7 @@ def _part(scores: Scores, rows: slice, keys: slice, triangle: bool) -> Scores:
 
 
 def padded(kernel: Kernel, size: int) -> Kernel:
-    """Return ``kernel`` for heads of at most ``size``, which are padded to it."""
+    """Return ``kernel`` with padding: heads of at most ``size`` channels are padded to ``size``."""
     pads = _Padded(kernel, size)
     return replace(kernel, forward=pads.forward, backward=pads.backward)
 

@@ -1,12 +1,12 @@
-"""The interface of a fused attention kernel, its layouts in memory, and the trial that selects one.
+"""Interface of a fused attention kernel, its memory layouts, and the trial that selects a kernel.
 
-Before its first use a kernel is tried on small problems, and its results are compared with the formula's. A kernel that
-is missing in a build, wrong on a device or made for another log-sum-exp is not used. The fastest of the others is.
+Before its first use, a kernel's results on small problems are compared with the formula. A kernel that is missing in a
+build, wrong on a device or made for another log-sum-exp is not used. Of the others, the fastest is used.
 
-``scaled_dot_product_attention`` checks strides before it calls a kernel. The operators below it, which are called here
-directly, do not. On a CPU they take the channels of a head to be neighbours in memory whatever the stride says, and lay
-their output out as the queries are, which fails where tokens overlap. On CUDA they read 16 bytes at once wherever these
-begin. A dimension of stride zero is read rightly: a group of heads that shares its keys.
+``scaled_dot_product_attention`` checks strides before it calls a kernel. The operators below it, which are called
+directly here, do not. On a CPU they assume that the channels of a head are adjacent in memory, whatever the stride is.
+They also give their output the layout of the queries, which fails if tokens overlap. On CUDA they read 16 bytes at a
+time from any address. A dimension of stride zero, such as heads that share keys, is read correctly.
 
 Shape suffixes as in ``ops.attention``.
 """
@@ -23,23 +23,23 @@ from torch import Tensor
 from streamtune.ops.devices import kernel_device, median_time
 
 RUNS = 5
-"""Timed runs of a kernel, of which the median counts, after a first run."""
+"""Number of timed runs of a kernel, after a first run; the median counts."""
 MARGIN = 0.95
-"""Share of an earlier kernel's time below which a later one in the list is preferred."""
+"""Fraction of an earlier kernel's time that a later kernel in the list must stay below to be preferred."""
 TIMED = ((2048, 16384), (2048, 6144))
-"""Queries and keys of the problems that are timed: a chunk over prefixes of two lengths."""
+"""Numbers of queries and keys of the timed problems: a chunk over prefixes of two lengths."""
 CALLS_OF_SHAPE = 1000
-"""Calls of a shape in a run, among which the extra time of the first is divided: tens of layers, in many rows."""
+"""Assumed calls of a shape in a run, over which the extra time of the first call is spread: many layers and rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The parameters of a kernel's scores besides queries and keys: ``scale * q k^T + bias``.
+    """Parameters of a kernel's scores besides queries and keys: ``scale * q k^T + bias``.
 
     Args:
-        scale: Factor on the products.
-        causal: Each query sees no later key; there are as many of both.
-        bias: ``[B or 1, 1, T, S]``, added.
+        scale: Factor of the products.
+        causal: True if no query sees a later key; then queries and keys are equally many.
+        bias: Additive mask ``[B or 1, 1, T, S]``, or None.
     """
 
     scale: float
@@ -49,11 +49,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """The map of ``q k^T`` to attention weights, apart from the mask.
+    """How ``q k^T`` becomes attention weights, apart from the mask.
 
     Args:
-        scale: Factor on the scores, usually ``D ** -0.5``.
-        softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
+        scale: Factor of the scores, usually ``D ** -0.5``.
+        softcap: Constant c of ``c * tanh(score / c)``, which replaces the score (Gemma 2).
         dropout: Probability that an attention weight is dropped.
     """
 
@@ -71,14 +71,14 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], Gr
 
 @dataclass(frozen=True)
 class Kernel:
-    """A named pair of attention functions; ``takes_bias`` is True if they take an additive mask.
+    """A named pair of attention functions; ``takes_bias`` is True if they accept an additive mask.
 
     ``forward(q, k, v, scores) -> (o, lse)`` and ``backward(grad_o, q, k, v, o, lse, scores) -> (grad_q, grad_k,
     grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64
-    for fp64 inputs). The backward takes any o and lse, also of a softmax over more keys than k and v have.
+    for fp64 inputs). The backward accepts any o and lse, also from a softmax over more keys than k and v have.
 
-    ``longest`` limits the queries and the keys of one call. Both are multiples of ``grain``: a kernel that prepares
-    itself for each new shape gets few shapes.
+    ``longest`` limits the queries and the keys of one call. Both must be multiples of ``grain``, so that a kernel with
+    a setup for each new shape sees few shapes.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Kernel:
     grain: int = 1
 
     def fits(self, queries: int, keys: int) -> bool:
-        """Return True if both are multiples of ``grain``."""
+        """Return True if both numbers are multiples of ``grain``."""
         return queries % self.grain == 0 and keys % self.grain == 0
 
 
 @dataclass(frozen=True)
 class TrialHeads:
-    """The part of a problem's shape by which a kernel is chosen: query heads, key/value heads, their size."""
+    """Number of query heads, number of key/value heads, and head size: these decide the choice of a kernel."""
 
     queries: int
     groups: int
@@ -103,27 +103,27 @@ class TrialHeads:
 
 
 class ViewKernel(Protocol):
-    """Attention of all queries of a view over all its keys."""
+    """Kernel for the attention of all queries of a view over all its keys."""
 
     @property
     def name(self) -> str:
-        """The printed name."""
+        """Name in logs and warnings."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Return the gradients of q, k, v for any output and log-sum-exp; with +inf a query contributes none."""
+        """Return the gradients of q, k, v for any output and log-sum-exp; a query with lse +inf contributes nothing."""
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 VECTOR = 16
-"""Bytes that a kernel on CUDA reads at once."""
+"""Number of bytes that a kernel on CUDA reads at a time."""
 
 
 def call_kernel(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call an operator below ``scaled_dot_product_attention``; tensors are copied where their layout requires it."""
+    """Call an operator below ``scaled_dot_product_attention``; tensors with an unreadable layout are copied first."""
     return operator(
         *(readable(x) if isinstance(x, Tensor) else x for x in arguments),
         **{name: readable(x) if isinstance(x, Tensor) else x for name, x in options.items()},
@@ -131,7 +131,7 @@ def call_kernel(operator: Callable[..., Any], *arguments: Any, **options: Any) -
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return ``x`` itself where its channels are neighbours in memory and begin where a kernel can read, else a copy.
+    """Return ``x`` if its channels are adjacent in memory and aligned as a kernel requires, else a contiguous copy.
 
     The last dimension of ``x`` is the channels of a head, or the keys of a mask.
     """
@@ -141,18 +141,18 @@ def readable(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor) -> list[int]:
-    """Return the strides of the dimensions with more than one place, except the last dimension."""
+    """Return the strides of the dimensions with more than one entry, except the last dimension."""
     return [step for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1]
 
 
 def _is_apart(x: Tensor) -> bool:
-    """Return True if the channels of a token are neighbours, and no two tokens overlap in part."""
+    """Return True if the channels of a token are adjacent, and no two tokens overlap partially."""
     channels = x.shape[-1]
     return channels <= 1 or (x.stride(-1) == 1 and all(step == 0 or step >= channels for step in _steps(x)))
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Return True if the channels of each token begin at a multiple of 16 bytes, or no copy of ``x`` would do so."""
+    """Return True if each token's channels start at a multiple of 16 bytes, or if a copy could not achieve that."""
     size = x.element_size()
     if x.shape[-1] * size % VECTOR:
         return True
@@ -160,16 +160,16 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 ODD_LAYOUTS = ("channels apart", "every other channel", "odd offset", "expanded", "overlapping")
-"""Layouts of ``[B, H, T, D]`` that a projection, a slice or a gradient may have, beside the usual ones."""
+"""Unusual layouts of ``[B, H, T, D]`` that a projection, a slice or a gradient may have."""
 
 
 def odd_layout(x: Tensor, layout: str) -> Tensor:
-    """Return a tensor of the shape of ``x`` ``[B, H, T, D]`` in one of :data:`ODD_LAYOUTS`.
+    """Return a tensor with the shape of ``x`` ``[B, H, T, D]`` in one of :data:`ODD_LAYOUTS`.
 
-    It has the numbers of ``x`` or some of them: an expanded tensor repeats the first row, and places that overlap share
-    numbers.
+    It has all or some of the values of ``x``: an expanded tensor repeats the first batch row, and overlapping tokens
+    share values.
     """
-    if layout == "channels apart":  # of one channel all heads are neighbours: a projection laid out ``(d h)``
+    if layout == "channels apart":  # all heads of one channel are adjacent: a projection laid out ``(d h)``
         return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     if layout == "every other channel":
         return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1).flatten(-2)[..., ::2]
@@ -187,14 +187,14 @@ def odd_layout(x: Tensor, layout: str) -> Tensor:
 def agrees_with_formula(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
 ) -> bool:
-    """Return True if a kernel is right on small problems, with the log-sum-exp of a softmax over more keys.
+    """Return True if a kernel agrees with the formula on small problems, given the lse of a softmax over more keys.
 
-    The problems have whole and grouped heads, keys of more than one block of the kernel, the causal square, a mask with
-    ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence, and then each tensor in
-    each of :data:`ODD_LAYOUTS`.
+    The problems have ungrouped and grouped heads, several key blocks of the kernel, and the causal square; ``biased``
+    adds a mask. Tensors are laid out as after a projection and as parts of a longer sequence. Then each tensor is also
+    tried in each of :data:`ODD_LAYOUTS`.
     """
     sizes = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
-    if (grain := kernel.grain) > 1:  # one is of whole heads, one of grouped ones; each shape is prepared for
+    if (grain := kernel.grain) > 1:  # one ungrouped and one grouped problem only: each shape needs a setup
         sizes = [(2, 2, grain, 2 * grain, False), (4, 1, grain, grain, True)]
     shapes = [_ProblemShape(*size) for size in sizes]
     # Each of the four tensors has each of the odd layouts once, in problems of one shape.
@@ -206,8 +206,8 @@ def agrees_with_formula(
                 _Problem(device, dtype, head_dim, shape, layouts).passes(kernel, biased) for shape, layouts in tried
             )
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
-            # A kernel that is not there, or another version of it. torch's out-of-memory error is a RuntimeError too:
-            # a kernel that could not be tried is not used either.
+            # The kernel is missing or has another signature. torch's out-of-memory error is a RuntimeError too: a
+            # kernel that could not be tried is not used either.
             return False
 
 
@@ -220,9 +220,9 @@ class _ProblemShape(NamedTuple):
 
 
 class _Problem:
-    """Random inputs of one shape, and the results of the formula for them in fp64.
+    """Random inputs of one shape, and the formula's results for them in fp64.
 
-    ``layouts`` are odd layouts of q, k, v and the gradient; None gives the usual layouts.
+    ``layouts`` are odd layouts of q, k, v and the gradient; None means the usual layouts.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class _Problem:
         heads, groups, queries, keys, causal = shape
         self.generator = torch.Generator(device).manual_seed(0)
         self.device, self.dtype, self.causal, self.scale = device, dtype, causal, head_dim**-0.5
-        # A packed row's queries and keys are a part of the sequence's; a projection puts the heads of a token together.
+        # Queries and keys of a packed row are slices of a sequence; a projection puts a token's heads side by side.
         self.q, self.grad = self._draw(heads, queries, head_dim), self._draw(heads, queries, head_dim, together=True)
         self.k, self.v = self._draw(groups, keys, head_dim, together=True), self._draw(groups, keys, head_dim)
         if layouts is not None:
@@ -254,7 +254,7 @@ class _Problem:
         return x[:, :, 3 : 3 + length]
 
     def _bias(self) -> Tensor:
-        """Return a mask that hides a third of the places, and all places of the last query."""
+        """Return a mask that hides about a third of the keys from each query, and all keys from the last query."""
         shape = (2, 1, self.q.shape[2], self.k.shape[2])
         hidden = torch.rand(shape, generator=self.generator, device=self.device) < 0.3
         hidden[:, :, -1] = True
@@ -262,14 +262,17 @@ class _Problem:
         return torch.zeros(shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, low)
 
     def passes(self, kernel: Kernel, biased: bool) -> bool:
-        """Return True if output, log-sum-exp and, for a softmax over more keys than these, the gradients are right."""
+        """Return True if a kernel's output, log-sum-exp and gradients agree with the formula.
+
+        The gradients are taken for a softmax over more keys than the problem has.
+        """
         bias = self._bias() if biased and not self.causal else None
         s = self._scores(bias)
         own_lse = s.logsumexp(-1)
         lse = own_lse + 0.5  # as if further keys took part in the softmax
         blind = torch.zeros_like(lse, dtype=torch.bool)
         if bias is not None:
-            blind[:, :, -1] = True  # a query that sees nothing: an infinite log-sum-exp takes it out of the backward
+            blind[:, :, -1] = True  # the last query sees no key: an infinite lse excludes it from the backward
             lse = lse.masked_fill(blind, float("inf"))
         o, want = self._formula(s, lse)
         scores = Scores(self.scale, self.causal, bias)
@@ -302,13 +305,13 @@ class _Problem:
 
 
 def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the rounding of ``dtype`` explains the relative difference; ``want`` is in fp64."""
+    """Return True if the relative difference is within the rounding of ``dtype``; ``want`` is in fp64."""
     bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool((got.double() - want).norm() <= bound * want.norm())
 
 
 def drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return random ``[B, H, T, D]`` of this shape, the heads of a token together, as a projection leaves them."""
+    """Return a random tensor ``[B, H, T, D]`` with a token's heads side by side in memory, as after a projection."""
     batch, heads, length, size = shape
     x = torch.randn((batch, length, heads, size), generator=generator, device=generator.device, dtype=dtype)
     return x.transpose(1, 2)
@@ -317,12 +320,12 @@ def drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor
 def whole_agrees(
     kernel: ViewKernel, tensors: Sequence[Tensor], seen: Tensor, scale: float, softcap: float | None = None
 ) -> bool:
-    """Return True if a kernel over all keys agrees with the formula in fp64, with a sink in the log-sum-exp.
+    """Return True if a view kernel agrees with the formula in fp64, with a sink in the log-sum-exp.
 
     Args:
-        kernel: The kernel.
-        tensors: q, k, v and the gradient of the output.
-        seen: True where a query sees a key; broadcasts to ``[B, H, T, S]``.
+        kernel: Kernel to check.
+        tensors: Tensors q, k, v and the gradient of the output.
+        seen: Boolean mask, True if a query sees a key; broadcasts to ``[B, H, T, S]``.
         scale, softcap: Arguments of ``prefix_attention``.
     """
     q, k, v, grad = tensors
@@ -341,11 +344,11 @@ def whole_agrees(
 
 
 def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
-    """Return the kernel that needs the least time; a hardly faster one does not replace an earlier one.
+    """Return the fastest kernel; a kernel replaces an earlier one only if it is faster by :data:`MARGIN`.
 
     Args:
         kernels: Kernels that agree with the formula, the most trusted first.
-        seconds: Returns the time of a kernel; None if it could not be measured.
+        seconds: Function that returns the time of a kernel; None if it could not be measured.
     """
     best, least = None, float("inf")
     for kernel in kernels:
@@ -362,10 +365,10 @@ def median_seconds(
     heads: TrialHeads,
     shapes: Sequence[tuple[int, int]] = TIMED,
 ) -> float | None:
-    """Return the seconds of forward and backward of a chunk's queries over its prefix, summed over ``shapes``.
+    """Return how many seconds forward and backward of a chunk over its prefix take, summed over ``shapes``.
 
-    For each shape it is the median of a few runs, and a share of the first run (:data:`CALLS_OF_SHAPE`). Return None if
-    the device has too little memory.
+    A shape counts the median of a few runs plus a fraction of its first run (:data:`CALLS_OF_SHAPE`). None if the
+    device has too little memory.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
     total = 0.0

@@ -1,15 +1,20 @@
-"""The fused attention kernels, and the choice of one for given tensors; :class:`Kernel` is their interface.
+"""Fused attention kernels, and the choice of a kernel for given tensors; :class:`Kernel` is their interface.
 
-On CPU there is one, torch's. On CUDA the kernels that agree with the formula are timed once, and the fastest runs. The
-backward of each takes the log-sum-exp of a softmax over more keys than it sees; so prefix attention is exact.
+On CPU there is one kernel, torch's. On CUDA the kernels that agree with the formula are timed once, and the fastest is
+used. The backward of each kernel accepts the log-sum-exp of a softmax over more keys than it sees. This makes prefix
+attention exact.
 
-The kernels for CUDA are operators of torch's own, below ``scaled_dot_product_attention``, which returns no log-sum-exp
-and takes none. Keys and values stay at their G heads; no kernel copies them to all query heads.
+The kernels for CUDA are torch's operators below ``scaled_dot_product_attention``, which neither returns nor accepts a
+log-sum-exp. Keys and values have G heads; no kernel copies them to all query heads.
 
-Torch's operators of flash attention are implemented by the wheel (FA2), or by a newer package that is installed: FA3
-(Shah et al., arXiv 2407.08608) is ``flash_attn_interface``, for devices of capability 9; FA4 is ``flash_attn.cute``,
-for 9 and 10. torch registers one of them in place of its own, for the whole process, so a program that owns the process
-may choose, and a library may not: ``streamtune.stream`` uses what is active.
+Torch's flash attention operators have several implementations:
+
+    FA2  part of torch
+    FA3  the package ``flash_attn_interface``, for devices of capability 9 (Shah et al., arXiv 2407.08608)
+    FA4  the package ``flash_attn.cute``, for capabilities 9 and 10
+
+Torch activates one of them for the whole process. The command line may therefore choose, but a library may not:
+``streamtune.stream`` uses the active implementation.
 """
 
 from __future__ import annotations
@@ -65,9 +70,9 @@ HEADS_OF_8B = TrialHeads(32, 8, 128)
 
 
 def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
-    """Return the fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies.
+    """Return the fused kernel for these tensors; None if only the tiled formula of ``ops.attention`` applies.
 
-    Where needed it is wrapped: it cuts tensors with more elements than it can count, and pads heads to a size it has.
+    If needed, the kernel is wrapped: it splits tensors with too many elements, and pads heads to a supported size.
     """
     if not q.dtype == k.dtype == v.dtype:
         return None
@@ -89,7 +94,7 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
 
 
 def _assumed(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the kernel that a simulated device chooses: the first that a device would try."""
+    """Return the kernel that a simulated device uses: the first that a real device would try."""
     if kind == "cpu":
         return CPU
     tried = _candidates(dtype, heads, biased)
@@ -100,9 +105,9 @@ def _assumed(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> 
 def _choose(
     device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool, flash: str, any_shape: bool = False
 ) -> Kernel | None:
-    """Return the kernel for a problem; with ``any_shape`` among the kernels that take any shape.
+    """Return the kernel for a problem; ``any_shape`` restricts the choice to kernels that accept any shape.
 
-    ``flash`` is the active implementation of flash attention, for the cache.
+    ``flash`` is the active implementation of flash attention; it is an argument only for the cache.
     """
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
@@ -112,7 +117,7 @@ def _choose(
 
 
 def _candidates(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
-    """Return the kernels that a CUDA device may have for a problem, the most trusted first."""
+    """Return the kernels that a CUDA device may use for a problem, the most trusted first."""
     if dtype == torch.float64:
         return []
     half = dtype in (torch.float16, torch.bfloat16)
@@ -121,10 +126,10 @@ def _candidates(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Ker
 
 
 def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the fastest of the candidates that agree with the formula, and log it; the caller caches it."""
+    """Return the fastest candidate that agrees with the formula, and log it; None, with a warning, if none agrees."""
     where = _device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
-    # The trial is without a mask: with one there is a single candidate.
+    # Timing uses no mask: with a mask there is only one candidate.
     chosen = fastest(agreeing, lambda kernel: median_seconds(kernel, where, dtype, heads))
     problem = f"{dtype}, {heads.queries} heads of {heads.size} ({heads.groups} for keys)"
     if chosen is None:
@@ -143,7 +148,7 @@ def _device(index: int) -> torch.device:
 
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
-    """Return the names of the kernels that run without and with a mask, for ``streamtune env``."""
+    """Return the names of the kernels used without a mask and with one, for ``streamtune env``."""
     heads = TrialHeads(HEADS_OF_8B.queries, HEADS_OF_8B.groups, head_dim)
     chosen = {
         label: _choose(device.type, device.index or 0, dtype, heads, biased, active_flash())
@@ -195,7 +200,7 @@ def _cudnn_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, 
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    if scores.bias is not None and q.shape[0] > 1:  # a mask of each row's own would be copied for each group of heads
+    if scores.bias is not None and q.shape[0] > 1:  # a mask per row would be copied for each group of heads
         rows = zip(*_rows(q, k, v, scores.bias.expand(q.shape[0], -1, -1, -1)), strict=True)
         done = [_efficient_forward(q_r, k_r, v_r, replace(scores, bias=bias_r)) for q_r, k_r, v_r, bias_r in rows]
         return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
@@ -233,9 +238,9 @@ def _efficient_backward(
 
 
 def _grouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group is a batch row, whose heads read its keys.
+    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group becomes a batch row, whose heads share its keys.
 
-    The kernel has no groups, but it takes a stride of zero.
+    The kernel does not know groups, but it accepts a stride of zero.
     """
     split = readable(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     return split.expand(-1, q.shape[1] // k.shape[1], -1, -1)
@@ -244,8 +249,8 @@ def _grouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def _by_token(x: Tensor) -> Tensor:
     """Return ``[B, H, T, D]`` with the heads of a token side by side in memory.
 
-    In half precision the kernel sums ``grad_o * o`` itself and takes ``H * D`` for the distance between two tokens of
-    the output, whatever the tensor's strides are (``o_strideM`` in torch's ``mem_eff_attention/kernel_backward.h``).
+    In half precision the kernel sums ``grad_o * o`` itself. It assumes that two tokens of the output are ``H * D``
+    apart, whatever the strides are (``o_strideM`` in torch's ``mem_eff_attention/kernel_backward.h``).
     """
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -255,7 +260,7 @@ def _rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 
 
 def _aligned(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
-    """Return the mask for all heads, its rows at multiples of 16 elements, as the kernel requires."""
+    """Return the mask for all heads, with rows that start at multiples of 16 elements, as the kernel requires."""
     if bias is None:
         return None
     keys = bias.shape[-1]
@@ -265,9 +270,9 @@ def _aligned(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
 
 
 FLASH = Kernel("cuda-flash", _flash_forward, _flash_backward, takes_bias=False)
-# It builds a plan for each shape, of some tenths of a second. Chunks of one length over blocks of keys are few shapes.
+# cuDNN builds a plan for each shape in tenths of a second. Chunks of one length over key blocks have few shapes.
 CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, takes_bias=False, longest=1 << 15, grain=1 << 10)
-# With a mask, or causal, this one is wrong past 2^16 queries or keys: it is never given more than half of that.
+# With a mask, or causal, this kernel is wrong beyond 2^16 queries or keys: it never gets more than half of that.
 EFFICIENT = Kernel("cuda-efficient", _efficient_forward, _efficient_backward, takes_bias=True, longest=1 << 15)
 
 
@@ -275,13 +280,13 @@ EFFICIENT = Kernel("cuda-efficient", _efficient_forward, _efficient_backward, ta
 
 DEFAULT = "FA2"
 PACKAGES = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}
-"""Implementation -> its package, and the first numbers of the capabilities of the devices it is for."""
+"""By implementation: its package, and the major compute capabilities of the devices that it supports."""
 
 _attention: Any = torch.nn.attention
 
 
 def active_flash() -> str:
-    """Return the name of the active implementation; versions of torch without the choice have the default."""
+    """Return the name of the active implementation; the default for versions of torch that have no choice."""
     current = getattr(_attention, "current_flash_attention_impl", lambda: None)()
     return current or DEFAULT
 
@@ -290,12 +295,12 @@ def active_flash() -> str:
 def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
     """Activate the fastest implementation that agrees with the formula, and return its name.
 
-    An implementation that the user activated stays. A device that is only simulated has none.
+    An implementation that the user activated is not changed, and neither is anything without a CUDA device.
 
     Args:
-        device: The device of this process.
-        kernel: Flash attention by torch's operators.
-        heads: The heads that are tried, in bfloat16.
+        device: Device of this process.
+        kernel: Flash attention kernel on torch's operators.
+        heads: Heads of the trial, in bfloat16.
     """
     if device.type != "cuda" or not torch.cuda.is_available() or active_flash() != DEFAULT:
         return active_flash()
@@ -303,8 +308,8 @@ def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -
     for name in _installed(device):
         try:
             _attention.activate_flash_attention_impl(name)
-        except Exception as error:  # of its package, whatever it is
-            log.info("%s is installed and cannot be used: %s", name, error)
+        except Exception as error:  # the package may raise anything
+            log.info("%s is installed but cannot be used: %s", name, error)
             continue
         right = agrees_with_formula(kernel, device, torch.bfloat16, heads.size)
         seconds = median_seconds(kernel, device, torch.bfloat16, heads) if right else None
@@ -326,12 +331,12 @@ def _installed(device: torch.device) -> list[str]:
     return [
         name
         for name, (package, capabilities) in PACKAGES.items()
-        if name in known and capability in capabilities and _is_there(package)
+        if name in known and capability in capabilities and _is_installed(package)
     ]
 
 
-def _is_there(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ImportError:  # the package that it is a part of is missing
+    except ImportError:  # the parent package is missing
         return False

@@ -1,6 +1,6 @@
-"""A mask that is a function of positions, its parts, and the kernel calls that compute the attention of a part.
+"""Attention masks as functions of positions, and the kernel calls (segments) that a part of a mask needs.
 
-Layers of a model are given a :class:`LazyMask` in place of a tensor. Shape suffixes: B batch, T queries, S keys.
+The layers of a model receive a :class:`LazyMask` instead of a tensor. Shape suffixes: B batch, T queries, S keys.
 Positions are absolute unless stated otherwise.
 """
 
@@ -17,7 +17,7 @@ from streamtune.ops.attention.rules import MaskRules, NoTensor
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped
 
 MASKED_KEYS = 2048
-"""Keys of a branch's segment whose mask is built at once."""
+"""Most keys in a masked segment of a branch, whose mask is built as one tensor."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Segment:
     """Keys ``[start, stop)`` for queries ``[q_start, q_stop)``: the work of one kernel call.
 
     All positions count from the view's first. The outputs of segments with the same queries are merged; segments with
-    different queries have no query in common. ``row`` is the batch row; None is all rows.
+    different queries have no query in common. ``row`` is the batch row; None means all rows.
 
-    ``causal`` is True if the kernel applies its own lower-triangular mask: the segment is then square and ends at the
-    last of its queries. ``masked`` is True if :meth:`MaskView.bias` must be added, and ``only_padding`` if it hides
-    only padding.
+    ``causal`` is True if the kernel applies its own lower-triangular mask; the segment is then a square whose last key
+    is the last query. ``masked`` is True if :meth:`MaskView.bias` must be added, ``only_padding`` if that hides only
+    padding.
     """
 
     start: int
@@ -43,13 +43,13 @@ class Segment:
 
     @property
     def queries(self) -> tuple[int | None, int, int]:
-        """Batch row and queries: segments with the same ones are merged."""
+        """Batch row and range of queries; segments with equal values are merged."""
         return self.row, self.q_start, self.q_stop
 
 
 @dataclass(frozen=True, eq=False)
 class MaskView(NoTensor):
-    """Queries ``[q_start, q_stop)`` and keys ``[k_start, k_stop)`` of a :class:`LazyMask` (absolute positions)."""
+    """Part of a :class:`LazyMask`: queries ``[q_start, q_stop)``, keys ``[k_start, k_stop)`` (absolute positions)."""
 
     mask: MaskRules
     q_start: int
@@ -63,13 +63,15 @@ class MaskView(NoTensor):
         return (self.mask.batch_size, 1, self.q_stop - self.q_start, self.k_stop - self.k_start)
 
     def segments(self) -> list[Segment]:
-        """Cover the visible keys, and no others where the mask's fields determine them, in as few calls as possible.
+        """Return segments that cover the visible keys, and no others if the mask's fields determine them.
 
-        - A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle), for each packed row.
-        - A sliding window cuts the prefix to the window and adds one masked tile at its far edge.
-        - A block whose tokens see each other is one rectangle.
-        - A branch is a rectangle over each run of its trunk and a square over its own keys.
-        - Keys that all lie before the queries (another rank's) are one rectangle or none.
+        Segments are as few as possible:
+
+        - A causal chunk has, for each packed row, a rectangle (the prefix, no mask) and a square (lower triangle).
+        - A sliding window cuts the prefix to the window and adds a masked tile at its far edge.
+        - A block whose tokens see each other is a rectangle.
+        - A branch has a rectangle over each run of its trunk, and a square over its own keys.
+        - Keys that all precede the queries (another rank's) are one rectangle or none.
         - Any other mask is examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
@@ -84,7 +86,10 @@ class MaskView(NoTensor):
         return self.mask._segments[key]
 
     def _earlier_segments(self, known: bool) -> list[Segment]:
-        """Return one segment over keys that all lie before the queries, masked if some are hidden; [] if all are."""
+        """Return one segment over keys that all precede the queries, masked if some are hidden; [] if all are hidden.
+
+        ``known`` is True if the mask's fields determine what is hidden.
+        """
         mask, queries = self.mask, self.q_stop - self.q_start
         if known:
             hidden, cut = self._hidden_by_facts()
@@ -98,7 +103,7 @@ class MaskView(NoTensor):
         return [Segment(0, keys, 0, queries, masked=cut or padded, only_padding=padded and not cut)]
 
     def _hidden_by_facts(self) -> tuple[bool, bool]:
-        """Return two flags: window or rows hide all keys from all queries; they hide any key from any query."""
+        """Return two flags: window and rows hide all keys from all queries; they hide some key from some query."""
         mask, hidden, cut = self.mask, False, False
         if mask.window is not None:
             hidden = self.q_start - (self.k_stop - 1) >= mask.window
@@ -112,34 +117,34 @@ class MaskView(NoTensor):
     def _known_segments(self) -> list[Segment]:
         rows = self.mask.stretches
         return [
-            piece
+            segment
             for row, found in enumerate(rows)
             for start, stop, stretch in clipped(found, self.q_start, self.q_stop)
-            for piece in self._of_stretch(row if len(rows) > 1 else None, start, stop, stretch)
+            for segment in self._of_stretch(row if len(rows) > 1 else None, start, stop, stretch)
         ]
 
     def _branch_segments(self, table: BranchTable) -> list[Segment]:
         mask = self.mask
         plain = mask.function is None and mask.causal and mask.first_seen is None
         of_part = self._of_branch if plain else self._of_masked_branch
-        return [piece for found in clipped(table.parts, self.q_start, self.q_stop) for piece in of_part(*found)]
+        return [segment for found in clipped(table.parts, self.q_start, self.q_stop) for segment in of_part(*found)]
 
     def _of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of queries ``[start, stop)`` in a part: its trunk within the window, its own keys."""
-        pieces = []
+        """Return the segments of queries ``[start, stop)`` in a part: over its trunk in the window and its own keys."""
+        segments = []
         for run_start, run_stop, shift in part.runs[:-1]:
             first = everyone = run_start
             if self.mask.window is not None:
-                behind = shift - part.shift - self.mask.window + 1  # from a query's place to its first key's
+                behind = shift - part.shift - self.mask.window + 1  # from a query's place to the place of its first key
                 first = min(max(first, start + behind), run_stop)
                 everyone = min(max(first, stop - 1 + behind), run_stop)
-            pieces.append(self._segment(None, (start, stop), (first, everyone), masked=True))
-            pieces.append(self._segment(None, (start, stop), (everyone, run_stop)))
+            segments.append(self._segment(None, (start, stop), (first, everyone), masked=True))
+            segments.append(self._segment(None, (start, stop), (everyone, run_stop)))
         own = self._of_stretch(None, start, stop, Stretch(part.start, part.stop, part.start, mutual=False))
-        return [piece for piece in pieces if piece.stop > piece.start] + own
+        return [segment for segment in segments if segment.stop > segment.start] + own
 
     def _of_masked_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of a part where the mask has further rules: blocks of keys, all masked."""
+        """Return the segments of a part if the mask has further rules: blocks of keys, all masked."""
         return [
             self._segment(None, (start, stop), (key, min(key + MASKED_KEYS, last)), masked=True)
             for first, last in (*part.trunk, (part.start, stop))
@@ -147,10 +152,10 @@ class MaskView(NoTensor):
         ]
 
     def _of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
-        first, window, pieces = max(self.k_start, stretch.first), self.mask.window, []
+        first, window, segments = max(self.k_start, stretch.first), self.mask.window, []
         queries = (start, stop)
         end = min(stretch.stop, self.k_stop) if stretch.mutual else stop
-        everyone = first  # from here on every query sees the key, unless it is later than the query
+        everyone = first  # from here on, every query sees every key that is not later than the query
         if window is not None:
             first = max(first, start - window + 1)
             limit = start
@@ -159,14 +164,14 @@ class MaskView(NoTensor):
             elif stretch.mutual:
                 limit, first = stretch.start, min(first, max(stretch.start, self.k_start))
             everyone = min(max(first, stop - window), max(limit, first))
-            pieces.append(self._segment(row, queries, (first, everyone), masked=True))
+            segments.append(self._segment(row, queries, (first, everyone), masked=True))
         if stretch.mutual or stop - start == 1:
-            pieces.append(self._segment(row, queries, (everyone, end)))
+            segments.append(self._segment(row, queries, (everyone, end)))
         else:
             narrow = window is not None and stop - start > window
-            pieces.append(self._segment(row, queries, (everyone, start)))
-            pieces.append(self._segment(row, queries, queries, causal=not narrow, masked=narrow))
-        return [piece for piece in pieces if piece.stop > piece.start]
+            segments.append(self._segment(row, queries, (everyone, start)))
+            segments.append(self._segment(row, queries, queries, causal=not narrow, masked=narrow))
+        return [segment for segment in segments if segment.stop > segment.start]
 
     def _segment(
         self,
@@ -176,7 +181,7 @@ class MaskView(NoTensor):
         causal: bool = False,
         masked: bool = False,
     ) -> Segment:
-        """Return the segment of absolute positions; it is masked if there is padding among its keys."""
+        """Return the segment for absolute positions of queries and keys; it is masked if its keys include padding."""
         (start, stop), (q_start, q_stop) = keys, queries
         padded = self.mask.is_padded(row, start, stop)
         return Segment(
@@ -191,23 +196,24 @@ class MaskView(NoTensor):
         )
 
     def examined_segments(self) -> list[Segment]:
-        """Return segments of the visible keys, found by an examination of every block of keys."""
-        pieces: list[Segment] = []
+        """Return segments that cover the visible keys, found by building the mask of every block of keys."""
+        segments: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
         for start, stop, uniform in self.mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop):
             if uniform is False:
                 continue
-            piece = Segment(start - self.k_start, stop - self.k_start, *queries, masked=uniform is None)
-            if pieces and pieces[-1].stop == piece.start and not pieces[-1].masked and not piece.masked:
-                piece = Segment(pieces.pop().start, piece.stop, *queries)
-            pieces.append(piece)
-        # A chunk none of whose queries sees anything still needs one kernel call to define its (unread) output.
-        return pieces or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
+            segment = Segment(start - self.k_start, stop - self.k_start, *queries, masked=uniform is None)
+            if segments and segments[-1].stop == segment.start and not segments[-1].masked and not segment.masked:
+                segment = Segment(segments.pop().start, segment.stop, *queries)
+            segments.append(segment)
+        # If no query of a chunk sees any key, one kernel call is still needed to define its (unread) output.
+        return segments or [Segment(0, self.k_stop - self.k_start, *queries, masked=True)]
 
     def allowed(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
-        """Return the boolean tile ``[B or 1, 1, T or 1, S]`` of some queries of a segment, counted from its first.
+        """Return the boolean tile ``[B or 1, 1, T or 1, S]`` of some of a segment's queries, counted from its first.
 
-        One row serves all queries where only padding is masked. The kernel hides the keys that ``causal`` hides.
+        If only padding is masked, T is 1 and the tile holds for all queries. ``causal`` is not in the tile: the kernel
+        applies it.
         """
         start, stop = self.k_start + segment.start, self.k_start + segment.stop
         first, last, _ = queries.indices(segment.q_stop - segment.q_start)
@@ -219,10 +225,10 @@ class MaskView(NoTensor):
         return self.mask.tile(base + first, base + last, start, stop, segment.row)
 
     def bias(self, segment: Segment, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``, or None if nothing is masked.
+        """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``; None if nothing is masked.
 
-        Masked places hold a large finite number, not -inf: a row that sees nothing in this segment then has a finite
-        log-sum-exp, whose weight in the merge is exactly zero, instead of NaN.
+        Hidden keys get a large negative finite number, not -inf. So a query that sees no key in this segment has a
+        finite log-sum-exp, not NaN, and its weight in the merge is exactly zero.
         """
         if not segment.masked:
             return None
@@ -233,15 +239,15 @@ class MaskView(NoTensor):
 
 
 def masked_score(dtype: torch.dtype) -> float:
-    """Return the score of a masked place: finite, and so low that its weight beside any real score is exactly zero."""
+    """Return the score of a hidden key: finite, but so low that its weight beside real scores is exactly zero."""
     return torch.finfo(dtype).min / 4
 
 
 class LazyMask(MaskRules):
-    """An attention mask that is never built as a whole; takes the arguments of :class:`MaskRules`."""
+    """Attention mask that is never built as a whole; it takes the arguments of :class:`MaskRules`."""
 
     def branched(self, table: BranchTable) -> LazyMask:
-        """Return the mask under which each row of ``table`` sees the same keys as alone under this mask.
+        """Return a mask under which each row of ``table`` sees the same keys as it sees alone under this mask.
 
         Raises:
             UnsupportedModelError: This mask has padding, packed rows or blocks whose tokens see each other.
@@ -250,23 +256,23 @@ class LazyMask(MaskRules):
         offsets = (self.q_offset, self.kv_offset, self.q_length, self.kv_length)
         if not alone or offsets != (0, 0, table.length, table.length):
             raise UnsupportedModelError(
-                "this model's attention mask is not that of a single row, so rows cannot share their beginning",
+                "rows cannot share a prefix: this model's attention mask has padding, packed rows or mutual blocks",
                 fix="set share_prefix: never",
             )
         return replace(self, branches=table)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the equal dense mask."""
+        """Shape of the equivalent dense mask."""
         return (self.batch_size, 1, self.q_length, self.kv_length)
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions of the dense mask, which models read to see if a mask is in its final form."""
+        """Number of dimensions of the dense mask. Models read it to see whether a mask is in its final form."""
         return 4
 
     def __getitem__(self, key: Any) -> LazyMask:
-        """Return the whole mask for slices that leave nothing out; refuse any other index."""
+        """Return this mask if the slices select all of it; refuse any other index."""
         if not isinstance(key, tuple) or len(key) != 4 or not all(isinstance(part, slice) for part in key):
             raise self._refuse("indexing")
         if any(part.indices(size) != (0, size, 1) for part, size in zip(key, self.shape, strict=True)):
@@ -284,7 +290,7 @@ class LazyMask(MaskRules):
 
     @classmethod
     def from_dense(cls, allowed_B1TS: Tensor) -> LazyMask:
-        """Return a mask that reads a dense boolean one, bottom-right aligned: last query and last key are one token."""
+        """Return a mask with the values of a dense boolean mask, whose last query and last key are the same token."""
         rows, _, queries, keys = allowed_B1TS.shape
         offset = keys - queries
 

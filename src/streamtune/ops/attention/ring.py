@@ -1,9 +1,10 @@
-"""Attention where each rank of a group keeps the keys and values of its own shards, which are sent around in a ring.
+"""Ring attention: ranks send the keys and values of their shards around a ring.
 
-At step s a rank holds the block of the rank s places before it, attends to the keys that its queries may see, merges by
-the log-sum-exp (``ops.attention``) and sends the block on, while the next arrives (Liu et al., Ring Attention, arXiv
-2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward dK and dV travel with their block and reach its
-own rank after one more step. Every rank has a shard of every chunk, so causal work is equal except for the last shards.
+At step s a rank holds the block of the rank s places before it. It attends to the keys that its queries may see, and
+merges the result by the log-sum-exp (``ops.attention``). Meanwhile it sends the block on and receives the next (Liu et
+al., Ring Attention, arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward, dK and dV travel
+with their block and reach the block's rank after one more step. Every rank has a shard of every chunk, so causal work
+is equal except for the last shards.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T queries, N keys of a block, D head dimension.
 """
@@ -18,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient, without_autocast
+from streamtune.ops.attention.attention import (
+    Memory,
+    Prefix,
+    SegmentAttention,
+    finish_attention,
+    sinks_gradient,
+    without_autocast,
+)
 from streamtune.ops.attention.kernel_trial import ScoreRule
 from streamtune.ops.attention.mask import MaskView, Segment
 from streamtune.ops.attention.rules import MaskRules
@@ -27,17 +35,17 @@ from streamtune.ops.exchange import passed_on
 from streamtune.ops.first_order import first_order
 
 ShardPlaces = tuple[slice, slice]
-"""The slice of a shard in a tensor of shards end to end, and its slice in the sequence."""
+"""Slice of a shard in a tensor of concatenated shards, and its slice in the sequence."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks, and the shards that each of them holds.
+    """The ranks of a ring, and the shards that each holds.
 
     Args:
-        group: The ranks.
-        queries: This rank's shards of queries.
-        keys: Returns a rank's shards of keys, in order; they are equally long on all ranks.
+        group: Process group of the ranks.
+        queries: Shards of queries of this rank.
+        keys: Function that returns a rank's shards of keys, in order. They are equally long on all ranks.
     """
 
     group: Any
@@ -45,7 +53,7 @@ class Ring:
     keys: Callable[[int], Sequence[ShardPlaces]]
 
     def sources(self) -> list[int]:
-        """Return, for each step, the rank whose block this rank holds: its own first."""
+        """Return, for each step, the rank whose block this rank holds; its own comes first."""
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         return [(rank - step) % size for step in range(size)]
 
@@ -64,15 +72,15 @@ def ring_attention(
     memory: Memory | None = None,
     prefix: Prefix | None = None,
 ) -> Tensor:
-    """Compute :func:`streamtune.ops.prefix_attention` of this rank's queries over the keys of all ranks.
+    """Return :func:`streamtune.ops.prefix_attention` of this rank's queries over the keys of all ranks.
 
     Args:
         q_BHTD: Queries of this rank's shards.
-        k_BGND, v_BGND: Keys and values of this rank's shards, prefix and own.
-        mask: The mask of the whole sequence; no query sees a later key.
-        ring: The ranks and their shards.
+        k_BGND, v_BGND: Keys and values of this rank's shards: prefix, then the chunk's own.
+        mask: Mask of the whole sequence; no query sees a later key.
+        ring: Ranks and their shards.
         scale, softcap, sinks_H, dropout, memory: Arguments of :func:`streamtune.ops.prefix_attention`.
-        prefix: This rank's part of the prefix.
+        prefix: Part of the prefix that this rank holds.
     """
     with torch.autocast(autocast_kind(q_BHTD.device), enabled=False):
         own: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -93,22 +101,22 @@ class _RingSettings:
     memory: Memory | None
     seed: int
 
-    def pieces(self, source: int) -> Iterator[tuple[Piece, slice, slice]]:
-        """Yield the pieces of a rank's block, each with its slice of the queries and of the block."""
+    def parts(self, source: int) -> Iterator[tuple[SegmentAttention, slice, slice]]:
+        """Yield the segments of a rank's block, each with its slice of the queries and of the block."""
         for q_at, q in self.ring.queries:
             for k_at, view, segment in _visible(self.mask, q, self.ring.keys(source)):
                 seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
-                yield Piece(view, segment, self.rule, seed), q_at, k_at
+                yield SegmentAttention(view, segment, self.rule, seed), q_at, k_at
 
 
 def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterator[tuple[slice, MaskView, Segment]]:
-    """Yield the segments of a block that queries ``q`` see; adjacent shards that are seen as a whole are joined."""
+    """Yield the segments of a block that queries ``q`` see; adjacent shards that are fully visible are joined."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
         if k.start >= q.stop:
             break
         view = MaskView(mask, q.start, q.stop, k.start, k.stop)
-        beside = mask.branches is not None and k.stop > q.start  # the trunk of a branch is not in its own shard
+        beside = mask.branches is not None and k.stop > q.start  # a branch's trunk lies in other shards
         segments = view.examined_segments() if beside else view.segments()
         plain = len(segments) == 1 and k.stop <= q.start and not segments[0].masked
         if plain and run is not None and run[0].stop == k_at.start:
@@ -127,7 +135,7 @@ def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterat
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: _RingSettings, *tensors: Tensor) -> Tensor:
-        q, k, v, sinks, _, _ = tensors  # keys and values of the chunk itself are there for their gradients
+        q, k, v, sinks, _, _ = tensors  # the chunk's own keys and values are inputs only for their gradients
         memory = settings.memory
         known = None if memory is None else memory.recall()
         o, lse = _attended(q, k, v, sinks, settings) if known is None else known
@@ -162,20 +170,20 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _
     fused, block, sources = False, [k, v], settings.ring.sources()
     for source in sources:
         arriving, waiting = passed_on(block, settings.ring.group) if source != sources[-1] else (block, [])
-        for piece, q_at, k_at in settings.pieces(source):
+        for part, q_at, k_at in settings.parts(source):
             seen_k, seen_v = block[0][:, :, k_at], block[1][:, :, k_at]
-            fused = fused or not piece.by_formula(q[:, :, q_at], seen_k, seen_v)
-            o_s, lse_s = piece.forward(q[:, :, q_at], seen_k, seen_v)
-            _merge(o[:, :, q_at][piece.queries], lse[:, :, q_at][piece.queries], o_s, lse_s)
+            fused = fused or not part.by_formula(q[:, :, q_at], seen_k, seen_v)
+            o_s, lse_s = part.forward(q[:, :, q_at], seen_k, seen_v)
+            _merge(o[:, :, q_at][part.queries], lse[:, :, q_at][part.queries], o_s, lse_s)
         for work in waiting:
             work.wait()
         block = arriving
-    o, lse = seen(o, lse, sinks, q.dtype, masked=True)
+    o, lse = finish_attention(o, lse, sinks, q.dtype, masked=True)
     return (o.to(q.dtype) if fused else o), lse
 
 
 def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
-    """Merge a piece's output and log-sum-exp into ``o`` and ``lse`` of the same queries, in place."""
+    """Merge a segment's output and log-sum-exp into ``o`` and ``lse`` of the same queries, in place."""
     total = torch.logaddexp(lse, lse_s)
     o.mul_((lse - total).exp()[..., None]).add_(o_s * (lse_s - total).exp()[..., None])
     lse.copy_(total)
@@ -184,9 +192,9 @@ def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 def _backward(
     grad_o: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], settings: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, and of this rank's k, v in fp32 or wider, as every rank adds to them.
+    """Return the gradients of q and of this rank's k and v. Every rank adds to the last two, in fp32 or wider.
 
-    ``saved`` is q, k, v, the merged output and log-sum-exp.
+    ``saved`` has q, k, v, the merged output and log-sum-exp.
     """
     q, k, v, o, lse = saved
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -196,14 +204,14 @@ def _backward(
     for source in sources:
         last = source == sources[-1]
         arriving, waiting = (block, []) if last else passed_on(block, settings.ring.group)
-        for whole, q_at, k_at in settings.pieces(source):
+        for whole, q_at, k_at in settings.parts(source):
             grad_o_here, q_here, o_here, lse_here = (x[:, :, q_at] for x in (grad_o, q, o, lse))
             k_here, v_here = (x[:, :, k_at] for x in block)
-            for piece, _ in whole.key_blocks(q.device):
-                parts = piece.backward(grad_o_here, q_here, k_here, v_here, o_here, lse_here)
-                grad_q[:, :, q_at][piece.queries] += parts[0]
-                for total, part in zip(grads, parts[1:], strict=True):
-                    total[:, :, k_at][piece.keys] += part
+            for part, _ in whole.key_blocks(q.device):
+                terms = part.backward(grad_o_here, q_here, k_here, v_here, o_here, lse_here)
+                grad_q[:, :, q_at][part.queries] += terms[0]
+                for total, term in zip(grads, terms[1:], strict=True):
+                    total[:, :, k_at][part.keys] += term
         for work in waiting:
             work.wait()
         grads, waiting = passed_on(grads, settings.ring.group)

@@ -1,4 +1,4 @@
-"""The rules of a mask as a function of positions: tiles of it exist only while a kernel reads them.
+"""The rules of an attention mask as functions of positions; a tile of the mask exists only while a kernel reads it.
 
 Shape suffixes: B batch, T queries of the tile, S keys of the tile. Positions are absolute: query ``q`` and key ``k``
 count tokens from the start of the sequence, whatever part of it the caller holds.
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-# Private in torch as in name; transformers' own mask functions and torch's flex_attention are mapped through it.
+# Private in torch; transformers' mask functions and torch's flex_attention are vectorised with it.
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from streamtune.errors import UnsupportedModelError
@@ -22,22 +22,22 @@ from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped,
 from streamtune.ops.devices import host_copy, with_host_copy
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``(batch, head, query, key) -> bool``: index tensors that broadcast together, True where the query sees the key."""
+"""Function ``(batch, head, query, key) -> bool`` of index tensors that broadcast; True if the query sees the key."""
 
 KEY_BLOCK = 2048
-"""Keys of a tile in which an unrecognised mask function is examined (bytes: rows x KEY_BLOCK per batch row)."""
+"""Number of keys in a tile when an unrecognised mask function is examined; a tile takes T x KEY_BLOCK bytes per row."""
 
 
 class ForeignAttentionError(UnsupportedModelError):
-    """An attention that the engine cannot compute: the layer must, with a mask that is a tensor."""
+    """The engine cannot compute this attention: only the layer's own code can, with a mask tensor."""
 
 
 class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
-    """The error of :class:`NoTensor`; also an AttributeError, so that ``hasattr`` returns False and does not raise."""
+    """Error of :class:`NoTensor`; it is also an AttributeError, so ``hasattr`` returns False instead of raising."""
 
 
 class NoTensor:
-    """A placeholder for a mask tensor: an attention function can pass it on; computing with it raises an error."""
+    """Placeholder for a mask tensor: an attention function can pass it on, but computing with it raises an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -48,7 +48,7 @@ class NoTensor:
         raise self._refuse("indexing")
 
     def __eq__(self, other: object) -> Any:
-        if isinstance(other, int | float | Tensor):  # Python would answer False, and the layer go on with that
+        if isinstance(other, int | float | Tensor):  # Python would return False, and the layer would continue with that
             raise self._refuse("==")
         return self is other
 
@@ -61,14 +61,15 @@ class NoTensor:
     @staticmethod
     def _refuse(operation: str) -> _MaskIsNoTensorError:
         return _MaskIsNoTensorError(
-            f"a layer of this model computes with its attention mask ({operation}); a streamed mask is never a tensor",
+            f"a layer of this model computes with its attention mask ({operation}), but a streamed mask is not a "
+            "tensor",
             fix="train this model without streaming",
         )
 
 
 @dataclass(eq=False)
 class MaskRules(NoTensor):
-    """The rules of an attention mask over ``q_length`` queries and ``kv_length`` keys, and any tile of it.
+    """Rules of an attention mask over ``q_length`` queries and ``kv_length`` keys; builds any tile of the mask.
 
     Equal to the dense ``[B, 1, q_length, kv_length]`` boolean mask::
 
@@ -76,20 +77,21 @@ class MaskRules(NoTensor):
         (seen | same block) & padding[b, k]
 
     Args:
-        batch_size: Rows B.
-        q_length, kv_length: Numbers of queries and of keys.
+        batch_size: Number of batch rows, B.
+        q_length, kv_length: Number of queries, number of keys.
         q_offset, kv_offset: Absolute positions of the first query and the first key.
-        causal: No query sees a later key outside of its block.
-        window: Keys a query sees, itself included (sliding window); None is unlimited.
-        function: Part of the mask that the other fields do not express; None if they express all of it.
-        padding: Boolean ``[B, >= kv_offset + kv_length]``, False at padding; None without padding.
-        vectorize: ``function`` takes scalars only and is mapped over the tile with ``torch.vmap``.
-        row_start: ``[B or 1, kv_offset + kv_length]`` start of the packed row of each position; needs ``causal``.
-        span_start: The same for spans of chunked attention (Llama 4).
-        block_start: The same for blocks whose tokens all see each other (an image); a token in no block is its own.
-        window_cuts_blocks: The window also hides tokens of the query's own block.
-        branches: Table of rows that share their beginnings. All other fields then refer to positions in a row, and a
-            query sees keys of its own row only (:meth:`LazyMask.branched`).
+        causal: True if no query sees a later key outside its block.
+        window: Number of keys that a query sees, its own included (sliding window); None means unlimited.
+        function: Part of the mask that the other fields do not express; None if there is none.
+        padding: Boolean tensor ``[B, >= kv_offset + kv_length]``, False at padding; None without padding.
+        vectorize: True if ``function`` accepts only scalars; it is then mapped over a tile with ``torch.vmap``.
+        row_start: Start of each position's packed row ``[B or 1, kv_offset + kv_length]``; needs ``causal``.
+        span_start: Start of each position's span in chunked attention (Llama 4), shaped like ``row_start``.
+        block_start: Start of each position's block, whose tokens all see each other (an image), shaped like
+            ``row_start``. A token outside blocks is its own block.
+        window_cuts_blocks: True if the window also hides tokens of the query's block.
+        branches: Table of rows with a shared prefix. All other fields then refer to positions in a row, and a query
+            sees only keys of its own row (:meth:`LazyMask.branched`).
     """
 
     batch_size: int
@@ -110,7 +112,7 @@ class MaskRules(NoTensor):
     branches: BranchTable | None = None
 
     def __post_init__(self) -> None:
-        # The segments of views, kept here because layers share a mask, and forward and backward ask twice.
+        # Segments of views, cached because layers share a mask, and forward and backward both need them.
         self._segments: dict[tuple[int, int, int, int], list[Any]] = {}
         if self.padding is not None and bool(host_copy(self.padding).all()):
             self.padding = None
@@ -118,7 +120,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def unpadded(self) -> tuple[int, int]:
-        """The longest run of keys ``[start, stop)`` without padding in any row; empty unless padding is at the ends."""
+        """Longest range of keys ``[start, stop)`` without padding in any row; empty unless padding is at the ends."""
         runs = self._unpadded_rows
         return max(start for start, _ in runs), min(stop for _, stop in runs)
 
@@ -136,7 +138,7 @@ class MaskRules(NoTensor):
         return list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
 
     def is_padded(self, row: int | None, k_start: int, k_stop: int) -> bool:
-        """Return True if any of these keys may be padding, in one batch row or (None) in any."""
+        """Return True if any of these keys may be padding, in one batch row or (None) in any row."""
         if self.padding is None:
             return False
         start, stop = self.unpadded if row is None else self._unpadded_rows[row]
@@ -144,15 +146,15 @@ class MaskRules(NoTensor):
 
     @property
     def sees_future(self) -> bool:
-        """True if any query sees a later key; a mask that is not recognised is examined once."""
+        """True if any query sees a later key. A mask with an unrecognised function is examined once for this."""
         return self.cuts is not None and len(self.cuts) <= self.q_length
 
     @cached_property
     def cuts(self) -> list[int] | None:
-        """Sorted positions, from the first query, at which the sequence may be cut into chunks; None is anywhere.
+        """Sorted positions, from the first query, at which the sequence may be cut into chunks; None means anywhere.
 
-        A cut at b is allowed if no query before b sees a key from b on. ``q_length`` is missing if a query sees keys
-        behind the last query.
+        A cut at b is allowed if no query before b sees a key at b or later. ``q_length`` is missing if a query sees
+        keys after the last query.
         """
         if self.block_start is None and self.causal:
             return None
@@ -162,7 +164,7 @@ class MaskRules(NoTensor):
         return [0, *(allowed.nonzero().flatten() + 1).tolist()]
 
     def _last_key_by_block(self) -> Tensor:
-        """Return ``[q_length]``: the last key that a query of any batch row sees, itself if it sees no later key."""
+        """Return the last key that each query sees in any batch row, at least its own key, ``[q_length]``."""
         assert self.block_start is not None
         length = self.block_start.shape[1]
         own = torch.arange(length, device=self.device).expand_as(self.block_start)
@@ -185,12 +187,12 @@ class MaskRules(NoTensor):
 
     @cached_property
     def row_starts(self) -> list[int]:
-        """Sorted starts of packed rows in any of the batch's sequences; ``[0]`` without packing."""
+        """Sorted starts of the packed rows of all sequences in the batch; ``[0]`` without packing."""
         return [0] if self.row_start is None else [int(start) for start in host_copy(self.row_start).unique().tolist()]
 
     @cached_property
     def first_seen(self) -> Tensor | None:
-        """``[B or 1, T]``: the first key that row and span of each position allow; None if it is always 0."""
+        """First key that the row and span of each position allow, ``[B or 1, T]``; None if it is always 0."""
         starts = [start for start in (self.row_start, self.span_start) if start is not None]
         if len(starts) < 2:
             return starts[0] if starts else None
@@ -198,7 +200,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
-        """The positions, cut where the first visible key or the block changes: a list for each row, or one list."""
+        """Positions cut wherever the first visible key or the block changes: a list for each batch row, or one list."""
         length = self.kv_offset + self.kv_length
         if self.first_seen is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
@@ -219,7 +221,7 @@ class MaskRules(NoTensor):
         return first if self.window is None else max(first, q_start - self.window + 1)
 
     def _first_key_of_branch(self, part: Branch, q_start: int) -> int:
-        """Return the first key for queries from ``q_start`` on, in a part that later parts may continue."""
+        """Return the first key that queries from ``q_start`` on can see, in a part that later parts may continue."""
         if self.window is None:
             return part.root
         first = part.place_at(max(0, q_start - part.shift - self.window + 1))
@@ -232,12 +234,12 @@ class MaskRules(NoTensor):
 
     @cached_property
     def branch_places(self) -> tuple[Tensor, Tensor]:
-        """``[T]``: the position of each place in its row, and ``[1 + 2 R, T]``: the bounds of its part and trunk."""
+        """Position of each place in its row, ``[T]``, and the bounds of its part and trunk, ``[1 + 2 R, T]``."""
         assert self.branches is not None
         return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
 
     def tile(self, q_start: int, q_stop: int, k_start: int, k_stop: int, row: int | None = None) -> Tensor:
-        """Build the boolean tile ``[B or 1, 1, T, S]``, True where attention is allowed; of one batch row if given."""
+        """Return the boolean tile ``[B or 1, 1, T, S]``, True if attention is allowed; ``row`` selects a batch row."""
         q = torch.arange(q_start, q_stop, device=self.device)[None, None, :, None]
         k = torch.arange(k_start, k_stop, device=self.device)[None, None, None, :]
         batch = slice(None) if row is None else slice(row, row + 1)
@@ -274,11 +276,11 @@ class MaskRules(NoTensor):
         mapped = self.function
         for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
             mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
-        with TransformGetItemToIndex():  # without it, vmap cannot index a tensor (of blocks, say) by a mapped scalar
+        with TransformGetItemToIndex():  # without it, vmap cannot index a tensor, such as blocks, by a mapped scalar
             return mapped(b, h, q_T, k_S)
 
     def examined(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Iterator[tuple[int, int, bool | None]]:
-        """Yield the keys in blocks ``(start, stop, uniform)``: True if all are seen, False if none, None if some."""
+        """Yield blocks of keys ``(start, stop, visible)``: True if all are visible, False if none, None if some."""
         for start in range(k_start, k_stop, KEY_BLOCK):
             stop = min(start + KEY_BLOCK, k_stop)
             tile = self.tile(q_start, q_stop, start, stop)

@@ -1,8 +1,8 @@
-"""Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other, trees of rows.
+"""Runs of positions in a mask: packed rows, attention spans, blocks whose tokens see each other, trees of rows.
 
-All of them are contiguous, so one number for each position gives them: the start of its run. A tree of rows has parts
-that continue other parts, to any depth; its positions count within a row, through all parts of the row, and its places
-from the start of the sequence. Shape suffixes: B batch, T positions.
+Runs are contiguous, so one number per position defines them: the start of its run. A tree of rows has parts that
+continue other parts, to any depth. A token of a tree has two numbers: its position counts within its row, through all
+parts of the row; its place counts from the start of the sequence. Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from streamtune.ops.devices import host_copy
 
 
 def row_starts(position_ids: Tensor) -> list[int]:
-    """Return the starts of packed rows: 0, and every place where a position is not its predecessor's plus one.
+    """Return the starts of packed rows: 0, and every index whose position is not the previous position plus one.
 
-    The rule of ``transformers.masking_utils.find_packed_sequence_indices``, for ids ``[..., T]``: a start in any of the
-    sequences counts.
+    This is the rule of ``transformers.masking_utils.find_packed_sequence_indices``, for ids ``[..., T]``: a start in
+    any sequence of the batch counts.
 
     Example:
         >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
@@ -34,7 +34,7 @@ def row_starts(position_ids: Tensor) -> list[int]:
 
 
 def run_starts(ids_BT: Tensor) -> Tensor:
-    """Return ``[B, T]`` int64: for every position the first position of its run of equal ids."""
+    """Return the first position of each position's run of equal ids, int64 ``[B, T]``."""
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
     begins = torch.ones_like(ids_BT, dtype=torch.bool)
     begins[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
@@ -42,7 +42,7 @@ def run_starts(ids_BT: Tensor) -> Tensor:
 
 
 def contiguous(ids_BT: Tensor) -> bool:
-    """Return True if no id of 0 or more occurs in two runs of one batch row; negative ids are ignored."""
+    """Return True if each id occurs in at most one run of a batch row; negative ids are ignored."""
     starts = run_starts(ids_BT)
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     heads = (starts == positions) & (ids_BT >= 0)
@@ -57,7 +57,7 @@ def contiguous(ids_BT: Tensor) -> bool:
 class Stretch:
     """Queries ``[start, stop)`` with the same first visible key, ``first``.
 
-    They are causal among themselves, or ``mutual``: each sees all of them, later ones included.
+    Among themselves they are causal, or ``mutual``: each sees all others, also later ones.
     """
 
     start: int
@@ -67,11 +67,11 @@ class Stretch:
 
 
 def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
-    """Cut every batch row into stretches; one list for all rows if they are alike.
+    """Return the stretches of every batch row; one list for all rows if they are equal.
 
     Args:
-        first_BT: First key that the run of each position allows; on the host.
-        block_start_BT: Start of each position's mutual block, itself if it is in no block; on the host.
+        first_BT: First key that the run of each position allows, on the host.
+        block_start_BT: Start of each position's mutual block, or the position itself outside blocks; on the host.
     """
     first, length = first_BT, first_BT.shape[1]
     block = torch.full_like(first, -1)
@@ -96,10 +96,10 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
 
 @dataclass(frozen=True)
 class Branch:
-    """Places ``[start, stop)``, which also see all of ``trunk``: the runs of places before them in their row.
+    """A part of a tree: places ``[start, stop)``, whose tokens also see ``trunk``, the places before them in their row.
 
-    ``trunk`` has the runs ``[start, stop)`` of the parts before this part in the row, in order; adjacent runs are
-    joined. It is empty if the part begins its row.
+    ``trunk`` has the runs ``[start, stop)`` of the earlier parts of the row, in order; adjacent runs are joined. It is
+    empty if the part begins its row.
     """
 
     start: int
@@ -108,22 +108,22 @@ class Branch:
 
     @cached_property
     def trunk_length(self) -> int:
-        """Tokens of the row before the part: the position of its first token in the row."""
+        """Number of tokens in the row before this part, which is the position of the part's first token."""
         return sum(stop - start for start, stop in self.trunk)
 
     @property
     def root(self) -> int:
-        """The first place of its row."""
+        """First place of the part's row."""
         return self.trunk[0][0] if self.trunk else self.start
 
     @property
     def shift(self) -> int:
-        """The difference between a place of the part and its position in the row."""
+        """Difference between a place in the part and its position in the row."""
         return self.start - self.trunk_length
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Start, stop and shift of the runs of its row up to the end of the part: the trunk's, and its own."""
+        """Start, stop and shift of each run of the row up to the end of the part: first the trunk's, then its own."""
         found, position = [], 0
         for start, stop in (*self.trunk, (self.start, self.stop)):
             found.append((start, stop, start - position))
@@ -137,17 +137,17 @@ class Branch:
 
 @dataclass(frozen=True)
 class BranchTable:
-    """All parts of a sequence, in order, without a gap."""
+    """All parts of a sequence of trees, in order, without gaps."""
 
     parts: tuple[Branch, ...]
 
     @classmethod
     def of(cls, nodes: Iterable[tuple[int, int]]) -> BranchTable:
-        """Lay the nodes of trees end to end, in this order.
+        """Return the table of trees whose nodes are concatenated in this order.
 
         Args:
-            nodes: Index of the part that each part continues (-1: it begins rows), and number of its tokens. A part
-                stands behind the part that it continues.
+            nodes: Index of the part that each part continues (-1 if it begins a row), and its number of tokens. A part
+                comes after the part that it continues.
         """
         parts: list[Branch] = []
         for parent, length in nodes:
@@ -161,17 +161,17 @@ class BranchTable:
 
     @property
     def length(self) -> int:
-        """Number of places T."""
+        """Number of places, T."""
         return self.parts[-1].stop
 
     @cached_property
     def positions(self) -> Tensor:
-        """``[T]`` int64: the position of each place in its row."""
+        """Position of each place in its row, int64 ``[T]``."""
         return torch.cat([torch.arange(part.start - part.shift, part.stop - part.shift) for part in self.parts])
 
     @cached_property
     def bounds(self) -> Tensor:
-        """``[1 + 2 R, T]`` int64: start of each place's part; start and stop of each of the R runs of the trunk."""
+        """Start of each place's part, then start and stop of the R runs of its trunk, int64 ``[1 + 2 R, T]``."""
         most = max(1, *(len(part.trunk) for part in self.parts))
         lengths = torch.tensor([part.stop - part.start for part in self.parts])
         padded = [(*part.trunk, *[(part.start, part.start)] * (most - len(part.trunk))) for part in self.parts]
@@ -188,7 +188,7 @@ class BranchTable:
 
     @cached_property
     def leaves(self) -> list[Branch]:
-        """The last parts of the rows: nothing continues them."""
+        """Last parts of the rows, which no part continues."""
         continued = {part.trunk[-1][1] for part in self.parts if part.trunk}
         return [part for part in self.parts if part.stop not in continued]
 
@@ -208,7 +208,7 @@ Run = TypeVar("Run", Stretch, Branch)
 
 
 def clipped(found: Sequence[Run], start: int, stop: int) -> list[tuple[int, int, Run]]:
-    """Return the runs that overlap places ``[start, stop)``: start and stop of the overlap, and the run."""
+    """Return (start of the overlap, stop of the overlap, run) for each run that overlaps places ``[start, stop)``."""
     out = []
     index = max(0, bisect_right(found, start, key=_start) - 1)
     while index < len(found) and found[index].start < stop:

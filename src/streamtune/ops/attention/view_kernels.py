@@ -1,16 +1,16 @@
-"""Kernels that attend a whole chunk in one call, where the segments of ``ops.attention.mask`` would take several.
+"""Kernels that compute a whole chunk's attention in one call, instead of several for the segments of its mask.
 
-    BandView    A causal chunk over its prefix, with a sliding window or without: flash attention, whose triangle ends
-                at the last query and the last key.
-    RowsView    Packed rows of a chunk: flash attention of rows of different lengths. The kernel takes the tokens of all
-                rows one after another, and the places where each row's queries and keys begin. Each row is causal with
-                its last query at its last key: the row that the chunk goes on with has the keys of its beginning before
-                the chunk, and the others have as many keys as queries.
-    FlexView    Softcap, padding, blocks and arbitrary mask functions: ``flex_attention``, compiled, which skips the
-                blocks of keys that no query sees.
+    BandView    A causal chunk over its prefix, with or without a sliding window: flash attention, whose causal triangle
+                ends at the last query and the last key.
+    RowsView    Packed rows of a chunk: variable-length flash attention. The kernel takes the tokens of all rows one
+                after another, and the starts of each row's queries and keys. Each row is causal, with its last query at
+                its last key. The first row may have started before the chunk and then has more keys than queries; all
+                others have equally many.
+    FlexView    Softcap, padding, blocks and arbitrary mask functions: compiled ``flex_attention``, which skips blocks
+                of keys that no query sees.
 
-The forward returns the log-sum-exp of the view; the backward takes another one as well (sinks add a key that is not in
-the view).
+The forward returns the log-sum-exp of the view. The backward also accepts another log-sum-exp, because sinks add a key
+that is not in the view.
 """
 
 from __future__ import annotations
@@ -52,18 +52,20 @@ R = TypeVar("R")
 Bounds = tuple[int, ...]
 
 _on_device: WeakKeyDictionary[MaskRules, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
-"""Starts of all rows of a mask, by the key ``()``, and the bounds made of them: layers share a mask, and the backward
-asks again."""
+"""Device tensors by mask: the starts of all rows, with the key ``()``, and the bounds made from them.
+
+They are cached because layers share a mask, and the backward needs them again.
+"""
 
 
 @dataclass(frozen=True)
 class _FlashView:
-    """Keys ``[first, stop)`` of a view for flash attention; the last query is at the last of these keys.
+    """Flash attention over the keys ``[first, stop)`` of a view; the last query is at the last of these keys.
 
     Args:
-        first, stop: The keys, counted from the view's first.
-        window: Keys a query sees, itself included; None is all (of its row).
-        scale: Factor on the scores.
+        first, stop: Range of keys, counted from the view's first key.
+        window: Number of keys that a query sees, its own included; None means all (of its row).
+        scale: Factor of the scores.
     """
 
     first: int
@@ -80,7 +82,7 @@ class _FlashView:
         return x[:, :, self.first : self.stop]
 
     def _placed(self, grad: Tensor, like: Tensor) -> Tensor:
-        """Return the gradient in the shape of ``like``: zeros for the keys that no query sees."""
+        """Return the gradient in the shape of ``like``, with zeros for keys that no query sees."""
         if grad.shape == like.shape:
             return grad
         whole = torch.zeros_like(like)
@@ -90,12 +92,12 @@ class _FlashView:
 
 @dataclass(frozen=True)
 class BandView(_FlashView):
-    """A causal chunk: each query sees the keys up to its own token."""
+    """Attention of a causal chunk: each query sees the keys up to its own token."""
 
     name = "cuda-flash, whole chunk"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute ``ViewKernel.forward``."""
+        """Implement ``ViewKernel.forward``."""
         q, k, v = (x.transpose(1, 2) for x in (q, self._seen(k), self._seen(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
@@ -104,7 +106,7 @@ class BandView(_FlashView):
         return o.transpose(1, 2), lse
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Compute ``ViewKernel.backward``."""
+        """Implement ``ViewKernel.backward``."""
         grad_o, q, k_seen, v_seen, o = (x.transpose(1, 2) for x in (grad_o, q, self._seen(k), self._seen(v), o))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = call_kernel(
@@ -118,14 +120,14 @@ class BandView(_FlashView):
 
 @dataclass(frozen=True)
 class RowsView(_FlashView):
-    """Packed rows of a chunk.
+    """Attention of the packed rows of a chunk.
 
     Args:
-        queries: Starts of the rows among the queries, and T.
-        keys: Starts of the rows among the keys, and their number.
-        origins: The positions of the first query and the first key.
-        row: Number of the first row in the mask.
-        mask: The mask it is a view of.
+        queries: Starts of the rows among the queries, then the number of queries.
+        keys: Starts of the rows among the keys, then the number of keys.
+        origins: Positions of the first query and the first key.
+        row: Index of the first row in the mask.
+        mask: Mask to which the view belongs.
     """
 
     queries: Bounds
@@ -137,7 +139,7 @@ class RowsView(_FlashView):
     name = "cuda-flash, rows of a chunk"
 
     def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """Return the bounds of queries and keys on the device, and the longest row of each."""
+        """Return the bounds of queries and keys on the device, and the length of the longest row of each."""
         longest = [max(stop - start for start, stop in pairwise(bounds)) for bounds in (self.queries, self.keys)]
         made = [
             self._made(bounds, at, device) for bounds, at in zip((self.queries, self.keys), self.origins, strict=True)
@@ -145,7 +147,7 @@ class RowsView(_FlashView):
         return made[0], made[1], longest[0], longest[1]
 
     def _made(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
-        """Return bounds counted from a position, made on the device, since a copy for each chunk may wait."""
+        """Return bounds counted from ``origin``, computed on the device: a copy for each chunk could wait for it."""
         known = _on_device.setdefault(self.mask, {})
         if () not in known:
             stretches = self.mask.stretches[0]
@@ -157,7 +159,7 @@ class RowsView(_FlashView):
         return known[key]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute ``ViewKernel.forward``."""
+        """Implement ``ViewKernel.forward``."""
         q, k, v = (_tokens(x) for x in (q, self._seen(k), self._seen(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward, q, k, v, *self._rows(q.device), 0.0, True, False, **self._options()
@@ -165,7 +167,7 @@ class RowsView(_FlashView):
         return o.transpose(0, 1)[None], lse[None]
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
-        """Compute ``ViewKernel.backward``."""
+        """Implement ``ViewKernel.backward``."""
         given = [_tokens(x) for x in (grad_o, q, self._seen(k), self._seen(v), o)]
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = call_kernel(
@@ -184,16 +186,16 @@ def _tokens(x: Tensor) -> Tensor:
 def fused_view_kernel(
     view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, by_formula: bool = True
 ) -> ViewKernel | None:
-    """Return the kernel for all of ``view`` at once, or None if its segments are attended one by one.
+    """Return the kernel for a whole view, or None if its segments are to be computed one by one.
 
-    None on CPU, with dropout, for tensors that differ in dtype or head size or whose addresses do not fit in 32 bits,
-    if the kernel does not agree with the formula on this device, and where the segments should be as fast.
+    It is None on CPU, with dropout, and if tensors differ in dtype or head size or their addresses exceed 32 bits. It
+    is also None if the kernel does not agree with the formula on this device, or if the segments should be as fast.
 
     Args:
         view, q, k, v: Arguments of ``prefix_attention``.
-        rule: The map of the scores.
-        by_formula: A segment has no kernel. If each has one, the segments hold fewer bytes (of the gradient of a
-            prefix), and are as fast except in a window, which needs a mask there, and for many short rows.
+        rule: Scale, softcap and dropout of the scores.
+        by_formula: True if some segment has no kernel. If each has one, segments need less memory (for the gradient
+            of a prefix). They are also as fast, except with a window, which needs a mask, and for many short rows.
     """
     scale, softcap = rule.scale, rule.softcap
     if not q.is_cuda or rule.dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
@@ -217,12 +219,15 @@ def fused_view_kernel(
 def attend_whole(
     kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, for_backward: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Return ``kernel.forward``'s result, or None if it fails now or failed before: attend the segments then."""
+    """Return the result of ``kernel.forward``; None if the kernel fails or failed before: segments are used then."""
     return _attempt(kernel, lambda: kernel.forward(q, k, v, for_backward))
 
 
 def backward_whole(kernel: ViewKernel, grad_o: Tensor, *saved: Tensor) -> Grads | None:
-    """Return ``kernel.backward``'s result, or None likewise: segments take the kernel's output and log-sum-exp."""
+    """Return the result of ``kernel.backward``; None if the kernel fails or failed before.
+
+    The segments can then use the output and log-sum-exp of the kernel's forward.
+    """
     return _attempt(kernel, lambda: kernel.backward(grad_o, *saved))
 
 
@@ -230,7 +235,10 @@ _given_up: set[str] = set()
 
 
 def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
-    """Give up a kernel that fails, as a kernel compiled for each new shape may; raise memory and device errors."""
+    """Return the result of ``run``; None, with a warning, if the kernel fails, as one compiled per shape may.
+
+    A failed kernel is not used again. Out-of-memory and device errors are raised.
+    """
     if kernel.name in _given_up:
         return None
     try:
@@ -245,13 +253,13 @@ def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
 
 
 MAX_SEGMENTS = 4
-"""Most segments that are attended one by one: two packed rows."""
+"""Most segments that are computed one by one, as many as two packed rows have."""
 MAX_KEYS_PER_QUERY = 2
-"""Most keys for each query whose gradients one call of packed rows may compute."""
+"""Most keys per query for which one call of packed rows may compute gradients."""
 
 
 def band_of(view: MaskView, scale: float) -> BandView | None:
-    """Return the view as a single causal band, or None if it is not one: its queries lie in two rows, say."""
+    """Return the view as a single causal band; None if it is not, for example if its queries belong to two rows."""
     mask = view.mask
     if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
         return None
@@ -272,7 +280,7 @@ def band_of(view: MaskView, scale: float) -> BandView | None:
 
 
 def rows_of(view: MaskView, scale: float) -> RowsView | None:
-    """Return the view as causal rows one after another, or None if it is not."""
+    """Return the view as consecutive causal rows; None if it is not such a view."""
     mask = view.mask
     plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
     if not plain or view.k_stop < view.q_stop:
@@ -298,16 +306,16 @@ def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _extent(q: Tensor, *others: Tensor) -> int:
-    """Return the largest span of a tensor in memory, in elements, or the size of keys repeated for all query heads."""
+    """Return the largest span of a tensor in memory, or the size of keys repeated for all query heads, in elements."""
     spans = [sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) for x in (q, *others)]
     return max(*spans, q.shape[0] * q.shape[1] * others[0].shape[2] * q.shape[3])
 
 
 @lru_cache(maxsize=64)
 def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash: str) -> bool:
-    """Return True if the band is right on this device and, where the segments need no mask, faster than they are.
+    """Return True if the band is right on this device and, without a window, faster than the segments.
 
-    ``flash`` is the active implementation of flash attention, for the cache.
+    ``flash`` is the active implementation of flash attention; it is an argument only for the cache.
     """
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
@@ -339,7 +347,7 @@ def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windo
 def rows_are_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash: str) -> bool:
     """Return True if the rows agree with the formula in fp64 on a small problem, with another log-sum-exp.
 
-    ``flash`` is the active implementation of flash attention, for the cache.
+    ``flash`` is the active implementation of flash attention; it is an argument only for the cache.
     """
     if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
         return False
@@ -360,7 +368,7 @@ def rows_are_right(device: torch.device, dtype: torch.dtype, head_dim: int, wind
 
 
 def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads) -> bool:
-    """Return True if a chunk over its prefix is faster in one call than as rectangle and square, or cannot be timed."""
+    """Return True if one call for a chunk over its prefix is faster than rectangle and square, or cannot be timed."""
     queries, keys = 2048, 16384
     generator = torch.Generator(device).manual_seed(0)
     scale = heads.size**-0.5
@@ -382,5 +390,5 @@ def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads)
                 kernel.backward(grad, q, k[:, :, s], v[:, :, s], o.to(dtype), lse, Scores(scale, causal))
 
         return median_time(whole, device, RUNS) < median_time(segments, device, RUNS)
-    except RuntimeError:  # no room to compare
+    except RuntimeError:  # not enough memory to compare
         return True

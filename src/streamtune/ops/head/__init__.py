@@ -1,1 +1,1 @@
-"""The head: a loss or log-probs of tokens, without logits of the whole sequence."""
+"""The language-model head: losses and log-probabilities of tokens, without logits of the whole sequence."""

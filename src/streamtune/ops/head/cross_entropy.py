@@ -1,6 +1,6 @@
-"""Cross entropy of a language-model head that never holds more than one chunk of logits.
+"""Cross entropy of a language-model head, with at most one chunk of logits in memory.
 
-Shape suffixes: B batch, T tokens, N = B * T or the target tokens among them, V vocabulary, C hidden size.
+Shape suffixes: B batch, T tokens, N = B * T tokens or only the targets among them, V vocabulary, C hidden size.
 Targets are already shifted: ``targets[:, t]`` is the token that position t predicts.
 """
 
@@ -24,11 +24,11 @@ from streamtune.ops.head.sweep import (
     TargetRows,
     autocast_dtype,
     cast,
-    handed_out,
-    in_their_places,
+    fill_missing,
+    gradient_buffers,
     loss_and_grad,
     scaled,
-    sums_of,
+    take_gradients,
 )
 
 
@@ -44,20 +44,20 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute the cross entropy of ``hidden @ weight.T + bias``, loss and gradient together, in 3 matmuls a chunk.
+    """Return the cross entropy of ``hidden @ weight.T + bias``; loss and gradient take 3 matmuls per chunk together.
 
     Equal to ``cross_entropy(transform(linear(hidden, weight, bias)).float(), targets, reduction="sum") / num_items``.
-    Only target tokens are projected: a masked prompt costs nothing here.
+    Only target tokens are projected, so a masked prompt costs nothing here.
 
     Args:
         hidden_BTC: Final hidden states ``[..., C]``.
         weight_VC: Head weight.
-        targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
+        targets_BT: Shifted targets ``[...]``; ``ignore_index`` at positions without a target.
         bias_V: Head bias.
-        transform: Map of each token's logits (softcap, scale, a slice); targets index its result.
-        ignore_index: Target that does not count.
-        chunk_size: Tokens whose logits exist at once.
-        num_items: Divisor: all target tokens of the global step. None counts the target tokens of this call.
+        transform: Function of each token's logits (softcap, scale, a slice); targets index its result.
+        ignore_index: Value in ``targets_BT`` that marks positions without a target.
+        chunk_size: Number of tokens whose logits exist at a time.
+        num_items: Divisor, the number of targets of the global step. None counts the targets of this call.
         accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
 
     Returns:
@@ -82,9 +82,9 @@ def project_cross_entropy(
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """Compute :func:`linear_cross_entropy` for a head that is any module; autograd differentiates each chunk.
+    """Return :func:`linear_cross_entropy` for a head that is any module; autograd differentiates each chunk.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in it that get gradients.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     total = _ProjectCrossEntropy.apply(hidden_BTC.flatten(0, -2), rows, project, torch.is_grad_enabled(), *parameters)
@@ -99,14 +99,14 @@ def linear_cross_entropy_reference(
     bias_V: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Compute the slow, obvious form: all logits at once, mean over the targets."""
+    """Return the mean cross entropy over the targets, computed from all logits at once: slow, for comparison."""
     logits = torch.nn.functional.linear(hidden_BTC, weight_VC, bias_V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     return torch.nn.functional.cross_entropy(logits, targets_BT.flatten(), ignore_index=ignore_index)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of -log softmax(W h)[target]; dh = (p - onehot) W and dW = (p - onehot)' h in the same sweep."""
+    """Sum over tokens of -log softmax(W h)[target]; the sweep also gives dh = (p - onehot) W, dW = (p - onehot)' h."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> Tensor:
@@ -141,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scaled(handed_out(ctx), ctx.inputs, grad_total), None)
+        return (*scaled(take_gradients(ctx), ctx.inputs, grad_total), None)
 
 
 class _ProjectCrossEntropy(torch.autograd.Function):
@@ -152,7 +152,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
         wanted = [p for p in params if p.requires_grad] if grad_enabled else []
         backward = grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
         grad_hidden = rows.gradient(hidden) if backward else None
-        sums = sums_of(wanted)
+        sums = gradient_buffers(wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for chunk in rows.chunks():
             with torch.set_grad_enabled(backward):
@@ -173,12 +173,12 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *rest = scaled(handed_out(ctx), ctx.inputs, grad_total)
-        return (grad_hidden, None, None, None, *in_their_places(rest, ctx.needed))
+        grad_hidden, *rest = scaled(take_gradients(ctx), ctx.inputs, grad_total)
+        return (grad_hidden, None, None, None, *fill_missing(rest, ctx.needed))
 
 
 def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
-    """Compute one chunk without a fused kernel: loss, and its terms of both gradients."""
+    """Return the loss of one chunk and its terms of both gradients, computed without a fused kernel."""
     loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:

@@ -1,13 +1,14 @@
-"""Fused cross entropies of a linear head, and the choice of one in place of the streamed sweep on CUDA.
+"""Choose a fused cross entropy of a linear head on CUDA, instead of the streamed sweep.
 
-The streamed sweep of ``ops.head.cross_entropy`` is the reference. On a full chunk of the first step, every installed
-candidate that sums as exactly and needs no more memory is compared to it (loss and both gradients, within the rounding
-of their dtype), and the fastest that agrees is used from then on. A head with a bias, a softcap or any other map of the
-logits uses the reference, and so does every head on CPU.
+The streamed sweep of ``ops.head.cross_entropy`` is the reference. A candidate must be installed, sum as exactly as the
+sweep, and need no more memory. On a full chunk of the first step, candidates are compared with the sweep: loss and both
+gradients must agree within the rounding of their dtype. The fastest candidate that agrees is used from then on. A head
+with a bias, a softcap or any other function of the logits uses the sweep, and so does every head on CPU.
 
-Candidates: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13; it returns its loss in the dtype of the hidden
-states, so that it is a candidate for fp32 alone), cut-cross-entropy (Wijmans et al., arXiv 2411.09009; without its
-filter, which drops small gradients) and Liger (Hsu et al., arXiv 2410.10989).
+    torch              ``torch.nn.functional.linear_cross_entropy`` (2.13). Its loss has the dtype of the hidden states,
+                       so it is a candidate only for fp32.
+    cut-cross-entropy  Wijmans et al., arXiv 2411.09009; without its filter, which drops small gradients.
+    Liger              Hsu et al., arXiv 2410.10989.
 
 Shape suffixes: n tokens of a chunk, V vocabulary, C hidden size.
 """
@@ -30,16 +31,16 @@ from streamtune.ops.devices import median_time
 log = logging.getLogger(__name__)
 
 Chunk = tuple[Tensor, Tensor | None, Tensor | None]
-"""Summed loss of a chunk, gradient of its hidden states, of the weight."""
+"""Summed loss of a chunk, gradient of its hidden states, and gradient of the weight."""
 
 RUNS = 3
 BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float32: (1e-5, 1e-5)}
-"""Largest relative error of loss and of gradients to the sweep's: the rounding of logits and gradients, twice."""
+"""Largest relative error of loss and gradients relative to the sweep: twice the rounding of logits and gradients."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The properties by which a kernel is chosen. ``wanted``: gradients of hidden states, of the weight."""
+    """Properties that decide the choice of a kernel. ``wanted``: gradient of hidden states, gradient of the weight."""
 
     tokens: int
     vocabulary: int
@@ -50,7 +51,7 @@ class HeadShape:
 
     @property
     def sums_wide(self) -> bool:
-        """True if the gradient of the weight is summed in a wider dtype than the weight's."""
+        """True if the weight's gradient is summed in a dtype wider than the weight's."""
         return torch.promote_types(self.accumulate_dtype, self.dtype) != self.dtype
 
 
@@ -60,10 +61,11 @@ class HeadKernel:
 
     Args:
         name: Name in the log.
-        loss: The function.
-        exact_sum: The gradient of the weight is summed in fp32 within a call and rounded once. If it is not, the
-            kernel is a candidate only for a weight that is frozen or whose gradient is summed in its own dtype.
-        workspace: Bytes besides its inputs, the gradient of the hidden states and the gradient sum of the weight.
+        loss: Function that computes the loss.
+        exact_sum: True if the weight's gradient is summed in fp32 within a call and rounded once. If False, the kernel
+            is a candidate only for a weight that is frozen or whose gradient is summed in its own dtype.
+        workspace: Function that returns how many bytes a call needs besides its inputs, the gradient of the hidden
+            states and the sum of the weight's gradient.
     """
 
     name: str
@@ -72,7 +74,7 @@ class HeadKernel:
     workspace: Callable[[HeadShape], int]
 
     def fits(self, shape: HeadShape) -> bool:
-        """Return True if its sum is as exact as the sweep's, and it needs no more memory."""
+        """Return True if this kernel sums as exactly as the sweep and needs no more memory."""
         exact = self.exact_sum or not (shape.wanted[1] and shape.sums_wide)
         return exact and self.workspace(shape) <= _sweep_workspace(shape)
 
@@ -80,13 +82,13 @@ class HeadKernel:
 def head_kernel(
     hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, shape: HeadShape, sweep: Callable[[], Chunk]
 ) -> HeadKernel | None:
-    """Return the fused kernel for chunks like this one; None is the streamed sweep.
+    """Return the fused kernel for chunks of this shape; None means the streamed sweep.
 
     Args:
-        hidden_nC, weight_VC: A chunk's hidden states and the weight, in the dtype the head computes in.
-        targets_n: Target token of each row.
+        hidden_nC, weight_VC: Hidden states of a chunk, and the weight, in the dtype in which the head computes.
+        targets_n: Target token of each position.
         shape: Shape of a full chunk; no kernel is chosen on a smaller chunk.
-        sweep: The streamed sweep on this chunk.
+        sweep: Function that runs the streamed sweep on this chunk.
     """
     plain = type(weight_VC) in (Tensor, torch.nn.Parameter) and hidden_nC.dtype == weight_VC.dtype
     if not hidden_nC.is_cuda or not plain or not any(shape.wanted) or shape.dtype not in BOUNDS:
@@ -110,7 +112,7 @@ def _fastest(
     shape: HeadShape,
     sweep: Callable[[], Chunk],
 ) -> HeadKernel | None:
-    """Return the fastest candidate that fits and agrees, None if it is not faster than the sweep."""
+    """Return the fastest candidate that fits and agrees; None if none is faster than the sweep."""
     best: HeadKernel | None = None
     try:
         least = median_time(sweep, hidden_nC.device, RUNS)
@@ -120,8 +122,8 @@ def _fastest(
                 needed = median_time(run, hidden_nC.device, RUNS)
                 if needed < least:
                     best, least = kernel, needed
-    except torch.OutOfMemoryError:  # the comparison holds both gradients of the weight: no room, no choice
-        log.info("no room to compare fused heads on this device")
+    except torch.OutOfMemoryError:  # the comparison holds both gradients of the weight
+        log.info("not enough device memory to compare fused heads; the streamed head is used")
     name = best.name if best else "streamed"
     log.info("head %s, %d tokens of %d words: %s", shape.dtype, shape.tokens, shape.vocabulary, name)
     return best
@@ -130,7 +132,7 @@ def _fastest(
 def run_head(
     kernel: HeadKernel, hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, wanted: tuple[bool, bool]
 ) -> Chunk:
-    """Return the loss and the wanted gradients of one chunk."""
+    """Return the loss and the wanted gradients of one chunk, computed by a fused kernel."""
     leaves = [x.detach().requires_grad_(need) for x, need in zip((hidden_nC, weight_VC), wanted, strict=True)]
     with torch.enable_grad():
         loss = kernel.loss(leaves[0], leaves[1], targets_n)
@@ -147,10 +149,10 @@ def agrees_with_sweep(
     wanted: tuple[bool, bool],
     sweep: Callable[[], Chunk],
 ) -> bool:
-    """Return True if loss and gradients are the sweep's within rounding; False for a kernel that fails to run."""
+    """Return True if a kernel's loss and gradients equal the sweep's within rounding; False if it fails to run."""
     try:
         got = run_head(kernel, hidden_nC, weight_VC, targets_n, wanted)
-    except Exception as error:  # of a package that is not ours: a compiler's, a missing feature's, out of memory
+    except Exception as error:  # another package may raise anything: compiler, missing feature, out of memory
         log.info("%s is not used: %s: %s", kernel.name, type(error).__name__, error)
         return False
     if got[0].dtype != torch.promote_types(hidden_nC.dtype, torch.float32):
@@ -174,7 +176,7 @@ def _sweep_workspace(shape: HeadShape) -> int:
 
 
 def _weight_gradient(shape: HeadShape, wide: bool) -> int:
-    """Return how many bytes the gradient of a call's weight takes, and its sum in fp32 if the kernel keeps one."""
+    """Return how many bytes the weight's gradient takes in a call; ``wide`` adds a sum of it in fp32."""
     size = shape.dtype.itemsize
     each = size + (4 if wide and size < 4 else 0)
     return shape.vocabulary * shape.hidden * each if shape.wanted[1] else 0
@@ -183,11 +185,11 @@ def _weight_gradient(shape: HeadShape, wide: bool) -> int:
 @lru_cache(maxsize=1)
 def head_candidates() -> tuple[HeadKernel, ...]:
     """Return the installed fused heads."""
-    found = (_of_torch(), _of_cut_cross_entropy(), _of_liger())
+    found = (_torch_kernel(), _cut_cross_entropy_kernel(), _liger_kernel())
     return tuple(kernel for kernel in found if kernel is not None)
 
 
-def _of_torch() -> HeadKernel | None:
+def _torch_kernel() -> HeadKernel | None:
     function: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
     options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if function is None or options is None:
@@ -203,10 +205,10 @@ def _of_torch() -> HeadKernel | None:
     return HeadKernel("torch linear_cross_entropy", loss, exact_sum=False, workspace=workspace)
 
 
-def _of_cut_cross_entropy() -> HeadKernel | None:
-    function = _imported("cut_cross_entropy", "linear_cross_entropy")
+def _cut_cross_entropy_kernel() -> HeadKernel | None:
+    function = _import_function("cut_cross_entropy", "linear_cross_entropy")
     if function is None or "accum_c_fp32" not in inspect.signature(function).parameters:
-        return None  # before, both gradients were summed in the dtype of the weight, block by block
+        return None  # older versions sum both gradients in the weight's dtype, block by block
 
     def loss(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return function(
@@ -219,8 +221,8 @@ def _of_cut_cross_entropy() -> HeadKernel | None:
     return HeadKernel("cut-cross-entropy", loss, exact_sum=True, workspace=workspace)
 
 
-def _of_liger() -> HeadKernel | None:
-    function = _imported("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
+def _liger_kernel() -> HeadKernel | None:
+    function = _import_function("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
     if function is None:
         return None
     wide: dict[str, Any] = {}
@@ -232,16 +234,16 @@ def _of_liger() -> HeadKernel | None:
         return out if isinstance(out, Tensor) else out.loss
 
     def workspace(shape: HeadShape) -> int:
-        share = -(-shape.vocabulary // shape.hidden)  # it cuts a call so that its logits are as large as its input
+        share = -(-shape.vocabulary // shape.hidden)  # Liger splits a call so that its logits are as large as its input
         rows = 1 << max(0, (-(-shape.tokens // share) - 1).bit_length())
         return rows * shape.vocabulary * shape.dtype.itemsize + _weight_gradient(shape, wide=bool(wide))
 
     return HeadKernel("liger", loss, exact_sum=bool(wide), workspace=workspace)
 
 
-def _imported(module: str, name: str) -> Any:
+def _import_function(module: str, name: str) -> Any:
     """Return a function of a package; None if the package is missing or does not load on this machine."""
     try:
         return getattr(importlib.import_module(module), name, None)
-    except Exception:  # whatever a package does while it is imported where its compiler or its device is missing
+    except Exception:  # importing may raise anything if the package's compiler or device is missing
         return None

@@ -1,13 +1,12 @@
-"""Log-probabilities of target tokens, and entropies, of a head that never holds more than one chunk of logits.
+"""Log-probabilities of target tokens and entropies, with at most one chunk of logits in memory.
 
-Any objective can be computed from these. Its loss is known only when all log-probabilities are, so the logits of a
-chunk are computed twice: in the forward, and again in the backward. With z the logits of a token, p = softmax(z), y its
-target:
+Any objective can be computed from these scores. Its loss needs all log-probabilities, so a chunk's logits are computed
+twice: in the forward, and again in the backward. With z the logits of a token, p = softmax(z) and y its target:
 
     log p_y         = z_y - logsumexp(z)            d/dz_j = [j = y] - p_j
     H = -sum p log p = logsumexp(z) - sum p_j z_j   d/dz_j = -p_j (log p_j + H)
 
-Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
+Shape suffixes as in ``ops.head.cross_entropy``; n is the number of tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from streamtune.ops.head.sweep import (
     TargetRows,
     autocast_dtype,
     cast,
-    in_their_places,
+    fill_missing,
+    gradient_buffers,
     loss_and_grad,
     scaled,
-    sums_of,
 )
 
 
@@ -44,9 +43,9 @@ def token_logprobs(
     chunk_size: int = 1024,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Return the log-probability of each target, differentiable; the backward computes a chunk's logits again.
+    """Return the differentiable log-probability of each target; the backward computes each chunk's logits again.
 
-    Equal to ``log_softmax(linear(hidden, weight, bias).float(), -1).gather(-1, targets)``, with 0 where the target is
+    Equal to ``log_softmax(linear(hidden, weight, bias).float(), -1).gather(-1, targets)``, and 0 if the target is
     ``ignore_index``.
 
     Args:
@@ -54,8 +53,8 @@ def token_logprobs(
         lm_head_weight: Head weight ``[V, C]``.
         targets: Shifted targets ``[B, T]``.
         lm_head_bias: Head bias ``[V]``.
-        chunk_size: Tokens whose logits exist at once.
-        ignore_index: Target that has no log-probability.
+        chunk_size: Number of tokens whose logits exist at a time.
+        ignore_index: Value in ``targets`` that marks positions without a target.
 
     Returns:
         ``[B, T]`` in fp32 (fp64 for fp64 inputs).
@@ -80,11 +79,11 @@ def token_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities ``[...]`` of the targets and, if wanted, entropies ``[...]``; both differentiable.
 
-    Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`; ``transform`` may also have a temperature.
-    Both scores are in fp32 (fp64 for fp64 inputs), and 0 where the target is ``ignore_index``.
+    Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`; ``transform`` may include a temperature.
+    Both scores are in fp32 (fp64 for fp64 inputs), and 0 at positions without a target.
 
     Args:
-        entropy: Compute entropies too, of the tokens that have a target; None in their place otherwise.
+        entropy: True also returns entropies, False returns None in their place.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     settings = HeadSettings(
@@ -105,9 +104,9 @@ def project_scores(
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute :func:`token_scores` for a head that is any module; autograd differentiates each chunk.
+    """Return :func:`token_scores` for a head that is any module; autograd differentiates each chunk.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in it that get gradients.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     scores = _ProjectScores.apply(hidden_BTC.flatten(0, -2), rows, project, entropy, *parameters)
@@ -124,12 +123,12 @@ class _TokenScores(torch.autograd.Function):
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         weight, bias = cast(settings.compute_dtype, weight, bias)
-        scores = _room(hidden, settings.rows, entropy)
+        scores = _score_buffers(hidden, settings.rows, entropy)
         for chunk in settings.rows.chunks():
             (h,) = cast(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
             mapped = logits if settings.transform is None else settings.transform(logits)
-            _put(scores, chunk, mapped, settings.rows.targets[chunk])
+            _write_scores(scores, chunk, mapped, settings.rows.targets[chunk])
             del mapped
         return scores
 
@@ -141,13 +140,13 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         weight, bias = cast(settings.compute_dtype, weight, bias)
         wanted = ctx.needs_input_grad[:3]
-        room = rows.gradient(hidden) if wanted[0] else None
-        sums = HeadGradients(room, weight, bias, wanted, settings.accumulate_dtype)
+        grad_hidden = rows.gradient(hidden) if wanted[0] else None
+        sums = HeadGradients(grad_hidden, weight, bias, wanted, settings.accumulate_dtype)
         for chunk in rows.chunks():
             (h,) = cast(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
-            sums.add(chunk, h, weight, _through(logits, rows.targets[chunk], settings.transform, *given))
+            sums.add(chunk, h, weight, _logits_gradient(logits, rows.targets[chunk], settings.transform, *given))
         one = torch.ones((), device=hidden.device)
         return (*scaled(sums.all(), ctx.inputs, one), None, None)
 
@@ -160,9 +159,9 @@ class _ProjectScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, *params)
         ctx.rows, ctx.project = rows, project
         ctx.set_materialize_grads(False)
-        scores = _room(hidden, rows, entropy)
+        scores = _score_buffers(hidden, rows, entropy)
         for chunk in rows.chunks():
-            _put(scores, chunk, project(hidden[chunk]), rows.targets[chunk])
+            _write_scores(scores, chunk, project(hidden[chunk]), rows.targets[chunk])
         return scores
 
     @staticmethod
@@ -172,54 +171,54 @@ class _ProjectScores(torch.autograd.Function):
         rows: TargetRows = ctx.rows
         needed = ctx.needs_input_grad[4:]
         wanted = [p for p, each in zip(params, needed, strict=True) if each]
-        sums = sums_of(wanted)
+        sums = gradient_buffers(wanted)
         grad_hidden = rows.gradient(hidden)
         for chunk in rows.chunks():
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
             with torch.enable_grad():
                 h = hidden[chunk].detach().requires_grad_()
                 logits = ctx.project(h)
-            grad = _through(logits.detach(), rows.targets[chunk], None, *given)
+            grad = _logits_gradient(logits.detach(), rows.targets[chunk], None, *given)
             with hooks_held_back(wanted):
                 grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
             for acc, term in zip(sums, terms, strict=True):
                 acc += term
         grads = [acc.to(p.dtype) for acc, p in zip(sums, wanted, strict=True)]
-        return (grad_hidden, None, None, None, *in_their_places(grads, needed))
+        return (grad_hidden, None, None, None, *fill_missing(grads, needed))
 
 
-def _room(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return zeros ``[N]`` to fill in for log-probabilities and entropies; empty if entropies are not wanted."""
+def _score_buffers(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Return zero buffers ``[N]`` for log-probabilities and entropies; the second is empty without ``entropy``."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     count = len(rows.targets)
     return hidden.new_zeros(count, dtype=dtype), hidden.new_zeros(count if entropy else 0, dtype=dtype)
 
 
-def _put(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:
-    """Fill in a chunk's scores, in parts whose elements the kernels can count."""
+def _write_scores(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:
+    """Write a chunk's scores, in parts small enough for kernels with 32-bit counts."""
     logprobs, entropies = (x.new_empty(len(targets_n)) for x in scores)
     for part in blocks(len(targets_n), MAX_ELEMENTS // logits_nV.shape[1]):
         wide = logits_nV[part].to(logprobs.dtype)
         total = wide.logsumexp(-1)
         logprobs[part] = wide.gather(-1, targets_n[part, None]).squeeze(-1) - total
         if len(scores[1]):
-            # -sum p log p, as it stands: logsumexp(z) - sum p z would take two large numbers from each other
+            # -sum p log p, not logsumexp(z) - sum p z: that would be a difference of two large numbers
             surprise = wide - total[:, None]
             p = surprise.exp()
-            entropies[part] = -p.mul_(surprise).nan_to_num_(nan=0.0).sum(-1)  # what cannot be has no share
+            entropies[part] = -p.mul_(surprise).nan_to_num_(nan=0.0).sum(-1)  # a token of probability 0 adds 0
     scores[0][chunk] = logprobs
     if len(scores[1]):
         scores[1][chunk] = entropies
 
 
-def _through(
+def _logits_gradient(
     logits_nV: Tensor,
     targets_n: Tensor,
     transform: Project | None,
     grad_logprobs_n: Tensor | None,
     grad_entropy_n: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits before ``transform`` from the gradients of their scores.
+    """Return the gradient of the logits before ``transform``, given the gradients of the scores.
 
     The logits may be overwritten.
     """

@@ -1,6 +1,6 @@
-"""One chunk of the head: loss and gradient of its logits, and its terms of the gradients of the head.
+"""Parts of the sweep over the head's chunks: loss and gradient of a chunk's logits, and its terms of all gradients.
 
-Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
+Shape suffixes as in ``ops.head.cross_entropy``; n is the number of tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from streamtune.ops.first_order import graph_is_kept
 from streamtune.ops.fused import add_outer
 
 WIDENED = 1 << 24
-"""Logits of a narrow dtype that are widened to fp32 at once (64 MiB): a wide copy of a whole chunk would be the largest
-tensor of a step, and parts of this size stay in the cache between operators."""
+"""Number of half-precision logits that are cast to fp32 at a time (64 MiB).
+
+An fp32 copy of a whole chunk would be the largest tensor of a step. Parts of this size stay in the cache between
+operators.
+"""
 
 FEW_ROWS, FEW_ROWS_BLOCK = 12, 512
-"""On a CPU, a matmul of fewer rows than this sums over blocks of this many tokens of the vocabulary."""
+"""On a CPU, a matmul of fewer rows than the first number sums the vocabulary in blocks of the second number."""
 
 Project = Callable[[Tensor], Tensor]
-"""Hidden states ``[n, C]`` to logits ``[n, V]``; autograd differentiates it."""
+"""Differentiable function from hidden states ``[n, C]`` to logits ``[n, V]``, or from logits to logits."""
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, summed over chunks; None if they are not wanted."""
+    """Gradients of hidden states, weight and bias, collected over chunks; None for each that is not wanted."""
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class HeadGradients:
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
     def add(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
-        """Add a chunk's share, from the gradient of its logits."""
+        """Add a chunk's terms, computed from the gradient of its logits."""
         if self.hidden is not None:
             self.hidden[chunk] = _over_the_vocabulary(grad_nV, weight_VC).to(self.hidden.dtype)
         if self.weight is not None:
@@ -54,7 +57,7 @@ class HeadGradients:
             self.bias += grad_nV.sum(0, dtype=self.bias.dtype)
 
     def put(self, chunk: Tensor | slice, grad_h_nC: Tensor | None, grad_weight_VC: Tensor | None) -> None:
-        """Add a chunk's share that a fused kernel has computed."""
+        """Add a chunk's terms that a fused kernel computed."""
         if self.hidden is not None and grad_h_nC is not None:
             self.hidden[chunk] = grad_h_nC.to(self.hidden.dtype)
         if self.weight is not None and grad_weight_VC is not None:
@@ -65,22 +68,22 @@ class HeadGradients:
         return self.hidden, self.weight, self.bias
 
 
-def sums_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros for the gradients of parameters, in fp32 or wider."""
+def gradient_buffers(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return a zero buffer for the gradient of each parameter, in fp32 or wider."""
     return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
 
 
-def in_their_places(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
-    """Yield the gradients of the parameters that need one, and None for the others."""
+def fill_missing(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
+    """Return, for each parameter in order, its gradient if ``needed``, else None."""
     found = iter(grads)
     return (next(found) if each else None for each in needed)
 
 
 def _over_the_vocabulary(grad_nV: Tensor, weight_VC: Tensor) -> Tensor:
-    """Return ``grad @ weight``. For few rows on a CPU the vocabulary is summed in blocks, whose sums are then added.
+    """Return ``grad @ weight``. For few rows on a CPU, the vocabulary is summed in blocks, then the blocks are added.
 
-    A matmul of few rows adds up all V products of an entry in one running sum there, whose rounding error grows with V:
-    for 7 rows and 49,152 tokens it is 6 times the error of a matmul of 12 rows and more. The blocks take as long.
+    There a matmul of few rows adds up all V products of an entry in one running sum, whose rounding error grows with V.
+    For 7 rows and 49,152 tokens it is 6 times the error of a matmul of 12 or more rows. The blocks take equal time.
     """
     n, V = grad_nV.shape
     wide = grad_nV.dtype in (torch.float32, torch.float64)
@@ -102,17 +105,17 @@ def loss_and_grad(
     factor_n: Tensor | None = None,
     most: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the summed cross entropy of a chunk, and its gradient ``[n, V]`` for the logits before ``transform``.
+    """Return the summed cross entropy of a chunk, and its gradient ``[n, V]`` for the logits before ``transform``.
 
     Args:
         logits_nV: Logits of the chunk.
-        targets_n: Target token of each row.
-        transform: Map of the logits before the loss.
-        with_grad: Compute the gradient; None in its place otherwise.
-        reuse: The gradient may take the memory of the logits; only right if no graph has saved them.
-        factor_n: Factor of each row of the gradient before it is rounded to the dtype of the logits.
-        most: Elements that are computed at once. The default is the number that kernels can count, or :data:`WIDENED`
-            for logits narrower than fp32.
+        targets_n: Target token of each position.
+        transform: Function of the logits before the loss.
+        with_grad: False returns None in place of the gradient.
+        reuse: True lets the gradient take the memory of the logits; allowed only if no graph has saved them.
+        factor_n: Factor of each position's gradient, applied before rounding to the dtype of the logits.
+        most: Largest number of elements computed at a time. The default is the limit of 32-bit counts, or
+            :data:`WIDENED` for logits narrower than fp32.
     """
     if most is None:
         most = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
@@ -156,10 +159,10 @@ def _loss_and_grad(
 
 
 def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and the probabilities in fp32 or wider, without further memory of their size."""
+    """Return the summed loss and the probabilities, in fp32 or wider, without another tensor of their size."""
     scores = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if kernel_device(logits_nV.device) == "cuda" and scores.dtype != logits_nV.dtype:
-        logprobs = torch.log_softmax(scores, -1)  # there one kernel in place of five
+        logprobs = torch.log_softmax(scores, -1)  # one kernel on CUDA, instead of five
         return -logprobs.gather(-1, targets_n[:, None]).sum(), logprobs.exp_()
     peak = scores.amax(-1, keepdim=True)
     picked = scores.gather(-1, targets_n[:, None])
@@ -170,7 +173,7 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tupl
 
 
 class TargetRows:
-    """The target tokens, in chunks: slices if every position predicts a token, else indices, which copy a chunk."""
+    """Target tokens in chunks: a slice if every position has a target, else indices, which copy the hidden states."""
 
     def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
         self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
@@ -178,18 +181,18 @@ class TargetRows:
         self.every = len(self.positions) == len(self.targets)
 
     def chunks(self) -> Iterator[Tensor | slice]:
-        """Yield indices into the flattened positions, at most ``chunk_size`` at a time."""
+        """Yield chunks of the positions with a target, as indices into the flattened positions."""
         count = len(self.positions)
         for start in turns(range(0, count, self.chunk_size), self.targets.device):
             chunk = slice(start, min(start + self.chunk_size, count))
             yield chunk if self.every else self.positions[chunk]
 
     def gradient(self, hidden_NC: Tensor) -> Tensor:
-        """Return a buffer for the gradient of the hidden states, zero where nothing is predicted."""
+        """Return a buffer for the gradient of the hidden states; it is zero at positions without a target."""
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
     def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
-        """Return the divisor of the summed loss: ``num_items``, or for None the number of targets, at least 1."""
+        """Return the divisor of the summed loss: ``num_items``, or if None the number of targets, at least 1."""
         if num_items is None:
             return max(1, len(self.positions))
         return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
@@ -200,11 +203,11 @@ class HeadSettings:
     """Settings of a linear head, apart from its weights.
 
     Attributes:
-        rows: The target tokens.
-        transform: Map of the logits; None leaves them as they are.
+        rows: Target tokens in chunks.
+        transform: Function of the logits; None for none.
         accumulate_dtype: Dtype in which the gradients of weight and bias are summed over chunks.
-        compute_dtype: Dtype of the logits; None is the hidden states'.
-        grad_enabled: Gradients are recorded where the head is called.
+        compute_dtype: Dtype of the logits; None for the dtype of the hidden states.
+        grad_enabled: True if autograd is enabled in the call of the head.
     """
 
     rows: TargetRows
@@ -215,7 +218,7 @@ class HeadSettings:
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype for the head, or None. Autocast itself is off in the head: the sums keep their dtypes."""
+    """Return autocast's dtype for the head, or None. Inside the head autocast is off: sums keep their dtypes."""
     kind = autocast_kind(hidden.device)
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -223,14 +226,14 @@ def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
 
 
 def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Cast the tensors to ``dtype``; return them as they are where it is None."""
+    """Return the tensors cast to ``dtype``; unchanged if ``dtype`` is None."""
     return tuple(t if t is None or dtype is None else t.to(dtype) for t in tensors)
 
 
 def scaled(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None], factor: Tensor) -> list[Tensor | None]:
-    """Multiply the gradients of the sum by the upstream gradient, in the wider dtype, and cast to the input's.
+    """Return gradients times ``factor``, the upstream gradient: multiplied in the wider dtype, then cast to ``dtypes``.
 
-    ``factor`` stays a fp32 scalar: rounded to bf16 it would scale the whole gradient by up to 0.4%.
+    ``factor`` is not cast to bf16, which would change the whole gradient by up to 0.4%.
     """
     out: list[Tensor | None] = []
     for grad, dtype in zip(grads, dtypes, strict=True):
@@ -241,16 +244,16 @@ def scaled(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None],
     return out
 
 
-def handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients that the forward made; they are scaled in place, so a retained graph keeps a copy.
+def take_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients that the forward computed. The caller scales them in place; a retained graph keeps a copy.
 
     Raises:
-        ArgumentError: A backward without ``retain_graph=True`` freed them.
+        ArgumentError: An earlier backward without ``retain_graph=True`` freed them.
     """
     grads: tuple[Tensor | None, ...] | None = ctx.grads
     if grads is None:
         raise ArgumentError(
-            "a streamed loss went backward a second time", fix="pass retain_graph=True to the backward before"
+            "second backward through a streamed loss", fix="pass retain_graph=True to the first backward"
         )
     ctx.grads = None
     if graph_is_kept():

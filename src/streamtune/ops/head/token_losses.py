@@ -1,28 +1,29 @@
-"""Losses of target tokens other than the plain cross entropy, loss and gradient in one sweep over the head's chunks.
+"""Token losses other than plain cross entropy; one sweep over the head's chunks computes loss and gradient.
 
 With z the logits of a token, p = softmax(z), y its target, V the vocabulary and Z the sum of exp(z):
 
     nll                 -log p_y
     dft                 -stop_gradient(p_y) log p_y              dynamic fine-tuning, arXiv 2508.05629
     focal               -(1 - p_y)^gamma log p_y                 arXiv 1708.02002
-    label smoothing     -(1 - e) log p_y - e mean_v log p_v      arXiv 1512.00567; with nll
-    z-loss              + c (log Z)^2                            arXiv 2204.02311; with any of them
+    label smoothing     -(1 - e) log p_y - e mean_v log p_v      arXiv 1512.00567; only with nll
+    z-loss              + c (log Z)^2                            arXiv 2204.02311; with any of the above
 
-and, with t the probabilities of a teacher, both of logits over a temperature T, m = (1 - b) p + b t:
+and with a teacher's probabilities t, where t and p are computed from logits / T, and m = (1 - b) p + b t:
 
     forward             sum_v t_v log(t_v / p_v)
     reverse             sum_v p_v log(p_v / t_v)
     jsd                 b sum_v t_v log(t_v / m_v) + (1 - b) sum_v p_v log(p_v / m_v)      arXiv 2306.13649
 
 If only the probabilities t_1 .. t_k of the teacher's top k tokens are known, the divergence is over k + 1 classes:
-these tokens, and all others as one, with the probabilities 1 - sum_i t_i and 1 - sum_i p_i. It is at most the
-divergence over all tokens, and equal to it if the others have the same proportions in both.
+these tokens, and one class of all others. That class has the probabilities 1 - sum_i t_i and 1 - sum_i p_i. This
+divergence is at most the divergence over all tokens. The two are equal if the other tokens have the same proportions in
+both models.
 
-Each loss is a function of one token's logits, so that its gradient is known when they are: 3 matmuls a chunk, as for
-the plain cross entropy, and one more for a teacher, whose logits of a chunk are computed from its hidden states. Beside
-the logits of a chunk there are a few tensors of :data:`WIDENED` elements at a time.
+Each loss depends on one token's logits only, so its gradient is known at once: 3 matmuls per chunk, as for plain cross
+entropy. A teacher's logits take one more matmul, from its hidden states. Besides a chunk's logits, memory holds a few
+tensors of :data:`WIDENED` elements at a time.
 
-Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a part of a chunk.
+Shape suffixes as in ``ops.head.cross_entropy``; n is the number of tokens of a part of a chunk.
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ from streamtune.ops.head.sweep import (
     TargetRows,
     autocast_dtype,
     cast,
-    handed_out,
-    in_their_places,
+    fill_missing,
+    gradient_buffers,
     scaled,
-    sums_of,
+    take_gradients,
 )
 
 MEASURED = ("nll", "kl")
-"""Sums over the targets that are measured beside the loss, without gradient."""
+"""Sums over the targets that are returned besides the loss, without gradient."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The divergence from a teacher's distribution, which is a part of the loss of a target token.
+    """Divergence from a teacher's distribution, as a part of the loss of a target token.
 
     Attributes:
-        kind: ``forward``, ``reverse`` or ``jsd``.
-        beta: Teacher's share of the mixture of ``jsd``.
+        kind: Formula of the divergence: ``forward``, ``reverse`` or ``jsd``.
+        beta: Weight of the teacher in the mixture of ``jsd``.
         temperature: Divisor of both models' logits.
-        hard_share: Share of the loss of the target itself; the rest is the divergence's.
+        hard_share: Weight of the loss of the target token; the divergence has the weight ``1 - hard_share``.
     """
 
     kind: Literal["forward", "reverse", "jsd"] = "forward"
@@ -75,11 +76,11 @@ class Divergence:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """Logits of a teacher for the tokens of a call, a chunk at a time.
+    """Computes a teacher's logits for the tokens of a call, one chunk at a time.
 
     Attributes:
-        hidden_BTC: Teacher's final hidden states ``[..., C]``, at the student's positions.
-        project: Map of hidden states ``[n, C]`` to logits ``[n, V]``, of which the first are the student's tokens.
+        hidden_BTC: Final hidden states ``[..., C]`` of the teacher, at the student's positions.
+        project: Function from hidden states ``[n, C]`` to logits ``[n, V]``; the student's tokens come first.
     """
 
     hidden_BTC: Tensor  # noqa: N815
@@ -97,12 +98,12 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """The teacher's top k next tokens for the target tokens of a call; on the host, and copied by the chunk.
+    """Top k next tokens of a teacher for the targets of a call; on the host, and copied to the device by chunks.
 
     Attributes:
-        index_BT: Row of the tables for each position ``[B, T]``, int64; -100 where nothing is predicted.
-        ids_Kk: Token ids ``[K, k]``, int32, all different in a row.
-        logprobs_Kc: Their log-probabilities, and last the log-probability of all other tokens ``[K, k + 1]``, fp32.
+        index_BT: Index into the tables for each position ``[B, T]``, int64; -100 at positions without a target.
+        ids_Kk: Token ids ``[K, k]``, int32, all different within an entry.
+        logprobs_Kc: Log-probabilities of these tokens and, last, of all other tokens ``[K, k + 1]``, fp32.
     """
 
     index_BT: Tensor  # noqa: N815
@@ -111,11 +112,11 @@ class TopKTeacher:
 
     @classmethod
     def of_targets(cls, targets_BT: Tensor, ids_Kk: Tensor, logprobs_Kc: Tensor) -> TopKTeacher:
-        """Return the tables, which are in the order of the targets ``[B, T]``: row by row, position by position."""
+        """Return the teacher for tables whose entries follow the order of the targets ``[B, T]``."""
         targets = targets_BT.cpu()
-        kept = targets != IGNORE_INDEX
-        index = torch.where(kept, kept.flatten().cumsum(0).view(targets.shape) - 1, IGNORE_INDEX)
-        assert int(kept.sum()) == len(ids_Kk) == len(logprobs_Kc), "a row of the tables for each target"
+        is_target = targets != IGNORE_INDEX
+        index = torch.where(is_target, is_target.flatten().cumsum(0).view(targets.shape) - 1, IGNORE_INDEX)
+        assert int(is_target.sum()) == len(ids_Kk) == len(logprobs_Kc), "the tables have an entry for each target"
         return cls(index, ids_Kk, logprobs_Kc)
 
     def at(self, targets_BT: Tensor) -> TopKTeacher:
@@ -123,13 +124,13 @@ class TopKTeacher:
         return self.of_targets(targets_BT, self.ids_Kk, self.logprobs_Kc)
 
     def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the ids ``[n, k]``, int64, and the log-probabilities ``[n, k + 1]`` of a chunk of the positions."""
+        """Return the ids ``[n, k]``, int64, and the log-probabilities ``[n, k + 1]`` for a chunk of the positions."""
         rows = self.index_BT.flatten()[chunk.cpu() if isinstance(chunk, Tensor) else chunk]
         return self.ids_Kk[rows].to(device).long(), self.logprobs_Kc[rows].to(device)
 
 
 def top_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the ids ``[n, k]`` of the top k tokens, and log-probs ``[n, k + 1]``: theirs, and last all others'."""
+    """Return ids ``[n, k]`` of the top k tokens, and their log-probs, then the others' log-prob, ``[n, k + 1]``."""
     wide = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     logp = (wide / temperature).log_softmax(-1)
     top, ids = logp.topk(k, dim=-1)
@@ -139,14 +140,14 @@ def top_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Te
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of a target token.
+    """Loss of a target token; the module has the formulas.
 
     Attributes:
-        kind: ``nll``, ``dft`` or ``focal``.
+        kind: Formula of the loss: ``nll``, ``dft`` or ``focal``.
         focal_gamma: Exponent of ``focal``.
-        label_smoothing: Share of the target that is spread evenly over the vocabulary, with ``nll``.
+        label_smoothing: Fraction of the target that is spread evenly over the vocabulary, with ``nll``.
         z_loss: Factor of the squared logarithm of Z.
-        divergence: Divergence from a teacher, with its share of the loss; None without a teacher.
+        divergence: Divergence from a teacher, with its weight in the loss; None without a teacher.
     """
 
     kind: Literal["nll", "dft", "focal"] = "nll"
@@ -157,7 +158,7 @@ class TokenLoss:
 
     @property
     def is_plain(self) -> bool:
-        """True for the cross entropy."""
+        """True if the loss is plain cross entropy."""
         smoothed = self.label_smoothing != 0 or self.z_loss != 0
         return self.kind == "nll" and not smoothed and self.divergence is None
 
@@ -169,9 +170,9 @@ class _Sweep(HeadSettings):
     teacher: TeacherHead | TopKTeacher | None
 
     def chunk(self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the sums ``[1 + len(MEASURED)]`` of a chunk, and the gradient of its logits before the transform.
+        """Return a chunk's sums, ``[1 + len(MEASURED)]``, and the gradient of its logits before the transform.
 
-        The gradient takes the memory of the logits.
+        The gradient overwrites the logits.
         """
         targets = self.rows.targets[chunk]
         weights = None if self.weights_N is None else self.weights_N[chunk]
@@ -213,9 +214,9 @@ def _loss_and_grad(
     *,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sums of loss and measures of some tokens, and the gradient of their logits, in fp32 or wider.
+    """Return the sums of loss and :data:`MEASURED` over some tokens, and the gradient of their logits.
 
-    ``known`` has the teacher's logits, or ids and log-probs of its top k tokens.
+    Both are in fp32 or wider. ``known`` has the teacher's logits, or the ids and log-probs of its top k tokens.
     """
     picked_n1 = targets_n[:, None]
     logprobs_nV = logits_nV.log_softmax(-1)
@@ -224,14 +225,14 @@ def _loss_and_grad(
     values_n, smoothing = of_target_n, loss.label_smoothing
     if smoothing:
         values_n = (1 - smoothing) * values_n - smoothing * logprobs_nV.mean(-1)
-    of_all_n = slope_n  # the factor of p in the gradient: that of the target's share, and of what is spread
+    of_all_n = slope_n  # factor of p in the gradient, from the target and from label smoothing
     if loss.z_loss:
         log_z_n = logits_nV.logsumexp(-1)
         values_n = values_n + loss.z_loss * log_z_n.square()
         of_all_n = of_all_n + 2 * loss.z_loss * log_z_n
     divergence, kl_n, kl_grad = loss.divergence, None, None
     if divergence is not None:
-        assert known, "a divergence is from a teacher"
+        assert known, "a divergence needs a teacher"
         if len(known) == 1:
             kl_n, kl_grad = _divergence(logits_nV, known[0], divergence, with_grad=with_grad)
         else:
@@ -254,14 +255,14 @@ def _loss_and_grad(
 
 
 def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
-    """Return the loss ``f(log p_y)`` of each token, and ``-f'(log p_y)``."""
+    """Return the loss ``f(log p_y)`` of each token, and ``-f'(log p_y)``, both ``[n]``."""
     if loss.kind == "nll":
         return -logp_n, torch.ones_like(logp_n)
     if loss.kind == "dft":
         p_n = logp_n.exp()
         return -p_n * logp_n, p_n
     gamma = loss.focal_gamma
-    rest_n = (-torch.expm1(logp_n)).clamp_min(torch.finfo(logp_n.dtype).tiny)  # 1 - p, without taking 1 from 1
+    rest_n = (-torch.expm1(logp_n)).clamp_min(torch.finfo(logp_n.dtype).tiny)  # 1 - p without cancellation
     return (
         -rest_n.pow(gamma) * logp_n,
         rest_n.pow(gamma) - gamma * rest_n.pow(gamma - 1) * logp_n.exp() * logp_n,
@@ -271,7 +272,7 @@ def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
 def _divergence(
     logits_nV: Tensor, teacher_nV: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the divergence of each token over the tokens of both vocabularies, and its gradient."""
+    """Return the divergence of each token over the tokens that both vocabularies have, and its gradient."""
     size, temperature = min(logits_nV.shape[1], teacher_nV.shape[1]), divergence.temperature
     logp = (logits_nV[:, :size] / temperature).log_softmax(-1)
     logt = (teacher_nV[:, :size] / temperature).log_softmax(-1)
@@ -299,15 +300,16 @@ def _class_divergence(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the divergence of each token over the classes of a teacher's top k tokens, and its gradient.
 
-    A class's log-probability is the log-sum-exp of its tokens'. So the gradient of a token's logit is the gradient of
-    its class, as if classes had logits, times its share of the class: 1, or ``p_v`` over the sum of all other tokens.
+    The log-probability of a class is the log-sum-exp over its tokens. So the gradient of a token's logit is the
+    gradient of its class, as if classes had logits, times the token's share of the class. The share is 1 for a top k
+    token, and ``p_v`` over the sum of all other tokens' probabilities for the rest.
     """
     logp = (logits_nV / divergence.temperature).log_softmax(-1)
     top = logp.gather(-1, ids_nk)
     others = logp.scatter_(-1, ids_nk, -math.inf)
-    rest = others.logsumexp(-1, keepdim=True)  # not 1 - sum p, which is lost to rounding where the model is sure
-    alone = replace(divergence, temperature=1.0)
-    values, slope = _divergence(torch.cat([top, rest], -1), logt_nc, alone, with_grad=with_grad)
+    rest = others.logsumexp(-1, keepdim=True)  # 1 - sum p would be lost to rounding if the model is certain
+    without_temperature = replace(divergence, temperature=1.0)
+    values, slope = _divergence(torch.cat([top, rest], -1), logt_nc, without_temperature, with_grad=with_grad)
     if slope is None:
         return values, None
     grad = _finite(others.sub_(rest).exp_()).mul_(slope[:, -1:])
@@ -315,16 +317,16 @@ def _class_divergence(
 
 
 def _sum_of_divergence(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
-    """Return ``sum p log(p / q)`` of each row.
+    """Return ``sum p log(p / q)`` for each token.
 
-    ``q - p``, whose sum is zero, is added to each term: an error of a row's normaliser shifts all of its logarithms,
-    and so has a second-order effect on the sum.
+    ``q - p``, whose sum is zero, is added to each term. A rounding error of the normaliser shifts all logarithms of a
+    token equally; with the added terms it has only a second-order effect on the sum.
     """
     return _finite((logp - logq).mul_(p)).sub_(p).add_(q).sum(-1)
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Return ``x`` with 0 for 0 times infinity: an impossible token has no share."""
+    """Return ``x`` with 0 in place of NaN, the product of 0 and infinity: a token of probability 0 adds nothing."""
     return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
@@ -343,17 +345,17 @@ def linear_token_loss(
     num_items: Tensor | float | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a loss of target tokens of ``hidden @ weight.T + bias``, loss and gradient together.
+    """Return the token loss of ``hidden @ weight.T + bias``; loss and gradient are computed together.
 
     Equal to ``token_loss_reference(transform(linear(hidden, weight, bias)), targets, loss, weights) / num_items``.
 
     Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`.
 
     Args:
-        loss: The loss of a token.
-        weights_BT: Factor of the loss of each token ``[...]``; None is 1.
-        teacher: The teacher, if the loss has a divergence.
-        num_items: Divisor: the weights of all target tokens of the global step. None adds up the weights of this call.
+        loss: Loss of a token.
+        weights_BT: Factor of each token's loss ``[...]``; None means 1.
+        teacher: Teacher, if the loss has a divergence.
+        num_items: Divisor, the sum of all targets' weights in the global step. None sums the weights of this call.
 
     Returns:
         The scalar loss in fp32 (fp64 for fp64 inputs), and the sums of :data:`MEASURED`, without gradient.
@@ -387,9 +389,9 @@ def project_token_loss(
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`linear_token_loss` for a head that is any module; autograd differentiates each chunk.
+    """Return :func:`linear_token_loss` for a head that is any module; autograd differentiates each chunk.
 
-    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors in it that get gradients.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     weights = None if weights_BT is None else weights_BT.flatten()
@@ -408,11 +410,11 @@ def token_loss_reference(
     top_k: TopKTeacher | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Compute the slow, obvious form: the sum over the targets, from all logits at once. Autograd differentiates it."""
-    kept = targets_BT != ignore_index
-    logits = logits_BTV[kept]
+    """Return the loss summed over the targets, computed from all logits at once by autograd: slow, for comparison."""
+    is_target = targets_BT != ignore_index
+    logits = logits_BTV[is_target]
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    logp = logprobs.gather(-1, targets_BT[kept][:, None]).squeeze(-1)
+    logp = logprobs.gather(-1, targets_BT[is_target][:, None]).squeeze(-1)
     if loss.kind == "dft":
         values = -logp.exp().detach() * logp
     elif loss.kind == "focal":
@@ -424,12 +426,12 @@ def token_loss_reference(
     if loss.divergence is not None:
         hard = loss.divergence.hard_share
         if top_k is not None:
-            of_teacher = _dense_class_divergence(logits, kept, top_k, loss.divergence)
+            of_teacher = _dense_class_divergence(logits, is_target, top_k, loss.divergence)
         else:
-            assert teacher_BTV is not None, "a divergence is from a teacher"
-            of_teacher = _dense_divergence(logits, teacher_BTV[kept], loss.divergence)
+            assert teacher_BTV is not None, "a divergence needs a teacher"
+            of_teacher = _dense_divergence(logits, teacher_BTV[is_target], loss.divergence)
         values = hard * values + (1 - hard) * of_teacher
-    return (values if weights_BT is None else values * weights_BT[kept]).sum()
+    return (values if weights_BT is None else values * weights_BT[is_target]).sum()
 
 
 def _dense_divergence(logits_NV: Tensor, teacher_NV: Tensor, divergence: Divergence) -> Tensor:
@@ -438,9 +440,11 @@ def _dense_divergence(logits_NV: Tensor, teacher_NV: Tensor, divergence: Diverge
     return _dense_sum(p, t, divergence)
 
 
-def _dense_class_divergence(logits_NV: Tensor, kept: Tensor, teacher: TopKTeacher, divergence: Divergence) -> Tensor:
+def _dense_class_divergence(
+    logits_NV: Tensor, is_target: Tensor, teacher: TopKTeacher, divergence: Divergence
+) -> Tensor:
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    ids, logt = teacher.known(kept.flatten().nonzero().squeeze(-1), logits_NV.device)
+    ids, logt = teacher.known(is_target.flatten().nonzero().squeeze(-1), logits_NV.device)
     every = (logits_NV.to(wide) / divergence.temperature).softmax(-1)
     rest = every.scatter(-1, ids, 0.0).sum(-1, keepdim=True)
     return _dense_sum(torch.cat([every.gather(-1, ids), rest], -1), logt.to(wide).softmax(-1), divergence)
@@ -469,8 +473,8 @@ class _LinearTokenLoss(torch.autograd.Function):
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         rows = sweep.rows
         weight, bias = cast(sweep.compute_dtype, weight, bias)
-        room = rows.gradient(hidden) if wanted[0] else None
-        gradients = HeadGradients(room, weight, bias, wanted, sweep.accumulate_dtype)
+        grad_hidden = rows.gradient(hidden) if wanted[0] else None
+        gradients = HeadGradients(grad_hidden, weight, bias, wanted, sweep.accumulate_dtype)
 
         def logits_of(chunk: Tensor | slice) -> tuple[Tensor, Tensor]:
             (h,) = cast(sweep.compute_dtype, hidden[chunk])
@@ -490,7 +494,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*scaled(handed_out(ctx), ctx.inputs, grad_total), None)
+        return (*scaled(take_gradients(ctx), ctx.inputs, grad_total), None)
 
 
 class _ProjectTokenLoss(torch.autograd.Function):
@@ -501,7 +505,7 @@ class _ProjectTokenLoss(torch.autograd.Function):
         wanted = [p for p in params if p.requires_grad] if sweep.grad_enabled else []
         backward = sweep.grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
         grad_hidden = sweep.rows.gradient(hidden) if backward else None
-        gradients = sums_of(wanted)
+        gradients = gradient_buffers(wanted)
         sums = _zeros(hidden)
         for chunk in sweep.rows.chunks():
             with torch.set_grad_enabled(backward):
@@ -522,8 +526,8 @@ class _ProjectTokenLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, *rest = scaled(handed_out(ctx), ctx.inputs, grad_total)
-        return (grad_hidden, None, None, *in_their_places(rest, ctx.needed))
+        grad_hidden, *rest = scaled(take_gradients(ctx), ctx.inputs, grad_total)
+        return (grad_hidden, None, None, *fill_missing(rest, ctx.needed))
 
 
 def _zeros(hidden: Tensor) -> Tensor:
@@ -531,7 +535,7 @@ def _zeros(hidden: Tensor) -> Tensor:
 
 
 def _outputs(ctx: Any, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, which has a gradient, and the measures beside it, which have none."""
+    """Return the loss and the sums of :data:`MEASURED`, which get no gradient."""
     total, measured = sums[0].clone(), sums[1:].clone()
     ctx.mark_non_differentiable(measured)
     return total, measured
