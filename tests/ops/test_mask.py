@@ -284,5 +284,5 @@ def test_rows_that_share_their_beginning(
 )
 def test_masks_that_are_not_of_one_row(facts: dict[str, Any]) -> None:
     sizes = {"batch_size": 1, "q_length": LENGTH, "kv_length": LENGTH}
-    with pytest.raises(UnsupportedModelError, match="single row"):
+    with pytest.raises(UnsupportedModelError, match="rows cannot share a prefix"):
         LazyMask(**{**sizes, **facts}).branched(TREES["one level"].table)

@@ -158,4 +158,4 @@ def test_several_gradients_at_once_are_refused() -> None:
         loss = model(**CALL).loss
         with pytest.raises(UnsupportedModelError, match="is_grads_batched") as caught:
             torch.autograd.grad(loss, list(model.parameters()), torch.tensor([1.0, 2.0]), is_grads_batched=True)
-        assert "one after the other" in caught.value.fix
+        assert "one by one" in caught.value.fix

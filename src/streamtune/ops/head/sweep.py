@@ -253,7 +253,7 @@ def take_gradients(ctx: Any) -> tuple[Tensor | None, ...]:
     grads: tuple[Tensor | None, ...] | None = ctx.grads
     if grads is None:
         raise ArgumentError(
-            "second backward through a streamed loss", fix="pass retain_graph=True to the first backward"
+            "backward was called a second time on a streamed loss", fix="pass retain_graph=True to the first backward"
         )
     ctx.grads = None
     if graph_is_kept():
