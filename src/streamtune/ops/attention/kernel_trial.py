@@ -49,7 +49,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How ``q k^T`` becomes attention weights, apart from the mask.
+    """Rule by which ``q k^T`` becomes attention weights, apart from the mask.
 
     Args:
         scale: Factor of the scores, usually ``D ** -0.5``.
