@@ -13,7 +13,7 @@ from trained_tokenizers import CORPUS, SPECIAL, read_template, train_bpe, wrap
 
 from streamtune.data.options import RowPolicy
 from streamtune.data.rendering import long_text
-from streamtune.data.rendering.long_text import PieceTokenizer, cut_rule
+from streamtune.data.rendering.long_text import LongTextTokenizer, cut_rule
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import _extents
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion
@@ -137,14 +137,14 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def test_ids_and_offsets_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_text, "PIECE", 1)
+    monkeypatch.setattr(long_text, "PART_CHARACTERS", 1)
     assert cut_rule(tokenizer) is not None
     draw, cut = random.Random(1), 0
     for text in texts(draw, 120):
         whole = tokenizer(text, return_offsets_mapping=True)
-        made = PieceTokenizer(tokenizer)
+        made = LongTextTokenizer(tokenizer)
         assert list(made.ids(text)) == whole["input_ids"], repr(text)
-        found = list(made.pieces(text, special=True, offsets=True))
+        found = list(made.parts(text, special=True, offsets=True))
         offsets = [
             (start + piece.start, end + piece.start) if piece.start < piece.stop else (0, 0)
             for piece in found
@@ -174,12 +174,12 @@ def test_masks_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     policy = RowPolicy(2, "split")
     render = RowRenderer(tokenizer, train_on="assistant", notify=lambda text: None, policy=policy)
     for row in rows(draw, 25):
-        monkeypatch.setattr(long_text, "PIECE", 10**9)
+        monkeypatch.setattr(long_text, "PART_CHARACTERS", 10**9)
         try:
             whole = render(row, "x:1")
         except DataError:  # a normaliser changed the answer that the template strips
             continue
-        monkeypatch.setattr(long_text, "PIECE", 1)
+        monkeypatch.setattr(long_text, "PART_CHARACTERS", 1)
         found = render(row, "x:1")
         assert list(found.input_ids) == list(whole.input_ids), row
         assert list(found.labels) == list(whole.labels), row
@@ -193,9 +193,9 @@ def test_heads_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     for row in rows(random.Random(3), 8):
         found = []
         for size in (10**9, 1):
-            monkeypatch.setattr(long_text, "PIECE", size)
+            monkeypatch.setattr(long_text, "PART_CHARACTERS", size)
             rendered = render(row, "x:1")
-            found.append((rendered.head, rendered.system, rendered.has_answer))
+            found.append((rendered.prefix, rendered.system, rendered.has_answer))
         assert found[0] == found[1]
 
 
@@ -219,12 +219,12 @@ def _dropping(made: Tokenizer) -> Tokenizer:
 
 @pytest.mark.parametrize("name", UNPROVEN)
 def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_text, "PIECE", 1)
+    monkeypatch.setattr(long_text, "PART_CHARACTERS", 1)
     monkeypatch.setattr(long_text, "NOTED", 10)
     tokenizer = wrap(UNPROVEN[name]())
     assert cut_rule(tokenizer) is None
     told: list[str] = []
-    (piece,) = PieceTokenizer(tokenizer, told.append).pieces("one two three four", special=True, offsets=False)
+    (piece,) = LongTextTokenizer(tokenizer, told.append).parts("one two three four", special=True, offsets=False)
     assert piece.stop == len("one two three four")
     assert len(told) == 1
     assert "tokenised whole" in told[0]

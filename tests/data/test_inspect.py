@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import DataOptions, PreparedData, ResumableSampler, Source, pack_rows
-from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_pieces, shown_ranges
+from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_parts, shown_ranges
 from streamtune.data.length_measures import LengthChoice, choose_lengths, histogram, padding_share
 
 Write = Callable[..., str]
@@ -73,14 +73,14 @@ def test_pieces_are_the_text_for_any_bounds(kind: str, tokenizer: PreTrainedToke
         if draw.random() < 0.5:  # bytes of characters in any order, as a row that is cut has them
             draw.shuffle(ids)
         bounds = sorted({*draw.choices(range(1, len(ids)), k=6), len(ids)})
-        pieces = decode_pieces(used, ids, bounds)
+        pieces = decode_parts(used, ids, bounds)
         assert len(pieces) == len(bounds)
         assert "".join(pieces) == used.decode(ids, skip_special_tokens=False)
 
 
 def test_a_piece_is_the_text_of_its_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = tokenizer("The ☃ fox")["input_ids"]
-    pieces = decode_pieces(tokenizer, ids, range(1, len(ids) + 1))
+    pieces = decode_parts(tokenizer, ids, range(1, len(ids) + 1))
     assert len(ids) > 4  # the bytes of a character that is not in the vocabulary: its text is with the last of them
     assert pieces[0] == "The"
     assert pieces[-2:] == ["☃", " fox"]

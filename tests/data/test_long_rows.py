@@ -15,7 +15,7 @@ from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import PreparedData
-from streamtune.data.fit.row_fit import Kept, cut_row, last_answer, least_kept, split_row
+from streamtune.data.fit.row_fit import TokenSpan, cut_row, largest_untrained_length, last_answer, split_row
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError
@@ -81,7 +81,7 @@ def test_cut(name: str) -> None:
     text, options, expected = CUTS[name]
     side = options.get("truncate_side", "auto")
     policy = RowPolicy(4, "truncate", side)
-    parts = cut_row(mask(text), policy, head=options.get("head", 0), has_answer=options.get("answer", False))
+    parts = cut_row(mask(text), policy, prefix=options.get("head", 0), has_answer=options.get("answer", False))
     shown = ""
     for part in parts:
         places = [str(place) for place in range(part.start, part.stop)]
@@ -102,12 +102,13 @@ def test_random_cuts() -> None:
             continue
         side = draw.choice(("auto", "left", "right", "middle"))
         has_answer, policy = draw.random() < 0.7, RowPolicy(most, "truncate", side)
-        parts = cut_row(trained, policy, head=0, has_answer=has_answer)
+        parts = cut_row(trained, policy, prefix=0, has_answer=has_answer)
         assert sum(part.stop - part.start for part in parts) == most
         kept = np.zeros(size, dtype=np.bool_)
         for part in parts:
             kept[part.start + part.context : part.stop] = True
-        assert bool((kept & trained).any()) is (most > least_kept(trained, policy, has_answer=has_answer)), (
+        untrained = largest_untrained_length(trained, policy, has_answer=has_answer)
+        assert bool((kept & trained).any()) is (most > untrained), (
             trained.tolist(), most, side, has_answer,
         )  # fmt: skip
         start, stop = last_answer(trained)
@@ -165,11 +166,11 @@ def test_a_system_message_that_is_lost_is_told_of(made: Prepare) -> None:
 # --- where a row is split ---------------------------------------------------------------------------------------------
 
 
-def kept(start: int, stop: int, context: int = 1) -> Kept:
-    return Kept(start, stop, context)
+def kept(start: int, stop: int, context: int = 1) -> TokenSpan:
+    return TokenSpan(start, stop, context)
 
 
-SPLITS: dict[str, tuple[str, dict[str, Any], list[Kept]]] = {
+SPLITS: dict[str, tuple[str, dict[str, Any], list[TokenSpan]]] = {
     # the borders before each token (t line, p paragraph, u turn: any other character is none), options, pieces
     "tokens": ("0123456789", {}, [kept(0, 4), kept(4, 8), kept(8, 10)]),
     "lines": ("0123l5l789", {"split_at": "line"}, [kept(0, 4), kept(4, 6), kept(6, 10)]),

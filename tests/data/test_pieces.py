@@ -18,7 +18,7 @@ from trained_tokenizers import CORPUS, SPECIAL, read_template, wrap
 
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering import long_text, tokens
-from streamtune.data.rendering.long_text import BORDER, PieceTokenizer, cut_rule
+from streamtune.data.rendering.long_text import BORDER, LongTextTokenizer, cut_rule
 from streamtune.errors import DataError
 
 LLAMA3 = (
@@ -86,15 +86,15 @@ def make(name: str, *, normaliser: Any = None, prefix: bool = False, added: Any 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_pieces_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_text, "PIECE", 1)
+    monkeypatch.setattr(long_text, "PART_CHARACTERS", 1)
     tokenizer = make(name, normaliser=normalizers.NFC() if name in ("qwen", "gpt2") else None)
     rule = cut_rule(tokenizer)
     assert rule is not None
     draw, cut = random.Random(1), 0
     for _ in range(250):
         text = "".join(draw.choices(WORDS, k=draw.randrange(3, 60)))
-        assert list(PieceTokenizer(tokenizer).ids(text)) == tokenizer(text)["input_ids"], repr(text)
-        cut += len(list(PieceTokenizer(tokenizer)._cuts(text, rule))) > 1
+        assert list(LongTextTokenizer(tokenizer).ids(text)) == tokenizer(text)["input_ids"], repr(text)
+        cut += len(list(LongTextTokenizer(tokenizer)._cuts(text, rule))) > 1
     assert cut > 40, "many texts are cut"
 
 
@@ -134,11 +134,11 @@ UNPROVEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", UNPROVEN)
 def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_text, "PIECE", 1)
+    monkeypatch.setattr(long_text, "PART_CHARACTERS", 1)
     tokenizer = UNPROVEN[name]()
     assert cut_rule(tokenizer) is None
     text = "one two\nthree four " * 5
-    assert list(PieceTokenizer(tokenizer).ids(text)) == tokenizer(text)["input_ids"]
+    assert list(LongTextTokenizer(tokenizer).ids(text)) == tokenizer(text)["input_ids"]
 
 
 def long_row(kind: str, size: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ print(peak() - before, found.report.length_percentiles["max"])
 def test_a_row_that_is_left_out_is_not_read_to_its_end(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_text, "PIECE", 1 << 10)
+    monkeypatch.setattr(long_text, "PART_CHARACTERS", 1 << 10)
     monkeypatch.setattr(tokens, "STOP", 1 << 14)
     tokenizer = make("llama3")
     tokenizer.chat_template = read_template("chatml")
@@ -222,7 +222,7 @@ def test_a_row_that_is_left_out_is_not_read_to_its_end(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     exact = prepare([Source(str(path))], tokenizer, max_length=10**6).report
     read: list[int] = []
-    monkeypatch.setattr(PieceTokenizer, "_encode", _counted(PieceTokenizer._encode, read))
+    monkeypatch.setattr(LongTextTokenizer, "_encode", _counted(LongTextTokenizer._encode, read))
     told: list[str] = []
     found = prepare([Source(str(path))], tokenizer, max_length=1000, overlength="drop", notify=told.append).report
     assert sum(read) < 1 << 13, "a few pieces of 1,024 characters, of 128 in all"
@@ -242,7 +242,7 @@ def test_a_row_that_is_left_out_is_not_read_to_its_end(
 
 
 def _counted(encode: Any, read: list[int]) -> Any:
-    def counted(made: PieceTokenizer, text: str, *arguments: Any, **options: Any) -> Any:
+    def counted(made: LongTextTokenizer, text: str, *arguments: Any, **options: Any) -> Any:
         read.append(len(text))
         return encode(made, text, *arguments, **options)
 

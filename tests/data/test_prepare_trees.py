@@ -92,7 +92,7 @@ def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
     data = prepared(str(path), notify=told.append)
     assert data.train[0].margin == -2.0
     assert data.report.negative_margins == 1
-    assert told[-1] == "1 pair has a chosen answer with a lower score than the other"
+    assert told[-1] == "1 pair has a chosen answer with the lower score"
 
 
 def test_report(prepared: Prepared, write: Write) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamtune.base.patterns import find_matches, pattern_error, search_within_limit
-from streamtune.data.rendering.long_text import PieceTokenizer
+from streamtune.data.rendering.long_text import LongTextTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, load_tokenizer, train_tokenizer
 from streamtune.models.adapters.attach import add_adapters, start_from
@@ -164,7 +164,7 @@ def test_a_tokenizer_with_repeated_groups_that_are_quick_is_read(pattern: str, t
 def test_a_tokenizer_that_gives_up_on_a_row_is_an_error(tmp_path: Path) -> None:
     """On a text that no trial foresees."""
     pattern = "(?:Q|Q|QQ)+Z|hello"
-    pieces = PieceTokenizer(load_tokenizer(tokenizer_with(pattern, tmp_path / "t")))
+    pieces = LongTextTokenizer(load_tokenizer(tokenizer_with(pattern, tmp_path / "t")))
     with pytest.raises(ArgumentError, match=r"the tokenizer failed on a text: .*retry-limit") as caught:
         pieces.ids("Q" * 200)
     assert caught.value.where == "tokenizer"

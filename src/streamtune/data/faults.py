@@ -68,12 +68,12 @@ class BadRows:
             self.errors.append(error)
         if self.on_bad_row == "skip":
             if self.count > self.limit:
-                raise self._together(f"more than {self.limit:,} bad rows (max_bad_rows)", "raise max_bad_rows")
+                raise self._combined_error(f"more than {self.limit:,} bad rows (max_bad_rows)", "raise max_bad_rows")
             return
         if self.count == 1:
             self._look_until = time.monotonic() + LONGEST_LOOK
         if self.count >= MOST_COUNTED or time.monotonic() > self._look_until:
-            raise self._together(f"{self.count:,} rows are bad; the rows after them were not read")
+            raise self._combined_error(f"{self.count:,} rows are bad; the rows after them were not read")
 
     def report_first(self, error: DataError) -> None:
         """Raise an error that the following rows would repeat; with ``skip`` only record it."""
@@ -92,18 +92,18 @@ class BadRows:
         elif self.count == 1:
             raise self.errors[0]
         else:
-            raise self._together(f"{self.count:,} rows are bad")
+            raise self._combined_error(f"{self.count:,} rows are bad")
 
     def nothing_left(self) -> None:
         """Raise ``DataError`` if bad rows were skipped. The caller found that no row is left."""
         if self.count:
-            raise self._together(f"no row is left: all {self.count:,} were bad")
+            raise self._combined_error(f"no row is left: all {self.count:,} were bad")
 
     def to_json(self) -> list[dict[str, str]]:
         """Return the first 10,000 skipped rows, each with ``row``, ``what`` and ``mend`` (its fix)."""
         return [{"row": error.where, "what": error.what, "mend": error.fix} for error in self.errors]
 
-    def _together(self, what: str, fix: str = "skip them with on_bad_row: skip") -> DataError:
+    def _combined_error(self, what: str, fix: str = "skip them with on_bad_row: skip") -> DataError:
         """Return one error that lists the first 10 bad rows."""
         lines = [f"- {error.where}: {error.what}" for error in self.errors[:SHOWN]]
         if (more := self.count - len(lines)) > 0:

@@ -185,15 +185,15 @@ class RowInspector:
         starts = [0, *bounds]
         return [
             TokenRun(text, bound - start, trained=bool(kinds[start] & 1), special=bool(kinds[start] & 2))
-            for text, start, bound in zip(decode_pieces(self.tokenizer, ids, bounds), starts, bounds, strict=False)
+            for text, start, bound in zip(decode_parts(self.tokenizer, ids, bounds), starts, bounds, strict=False)
         ]
 
     def texts(self, part: RowPart) -> list[str]:
         """Return the text of every token; a character made of several tokens belongs to the last of them."""
-        return decode_pieces(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
+        return decode_parts(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
 
 
-def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:
+def decode_parts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:
     """Return the decoded text of ``ids``, cut between tokens; the parts join to the whole text.
 
     Args:
@@ -202,12 +202,12 @@ def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds
         bounds: Number of tokens up to the end of each part, ascending; the last is ``len(ids)``.
     """
     whole = _decode(tokenizer, ids)
-    pieces: list[str] = []
+    parts: list[str] = []
     start = offset = end = 0  # a token that begins a character, its position in the text, and the end of the parts
     unfinished = 0
     for bound in bounds:
         if bound == len(ids):
-            pieces.append(whole[end:])
+            parts.append(whole[end:])
             break
         text = _decode(tokenizer, ids[start:bound])
         rest = whole[offset : offset + len(text) + 1]
@@ -215,12 +215,12 @@ def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds
         skipped = int(rest.startswith(" ") and not text.startswith(" "))
         shared = common_prefix(text, rest[skipped : skipped + len(text)])
         stop = max(end, offset + skipped + shared) if text else end
-        pieces.append(whole[end:stop])
+        parts.append(whole[end:stop])
         end = stop
         unfinished = 0 if shared == len(text) else unfinished + 1
         if unfinished in (0, MOST_UNFINISHED):  # some decoders change earlier text: do not wait for them forever
             start, offset, unfinished = bound, stop, 0
-    return pieces
+    return parts
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -105,14 +105,14 @@ def choose_lengths(
     """
     found = []
     overlap, seed = options.split_overlap, options.seed
-    for length in _candidates(measured.lengths, limit):
+    for length in _candidate_lengths(measured.lengths, limit):
         if overlap >= length // 2 and length != limit:  # more than half of each part would be context
             continue
         over = measured.lengths > length
         beyond = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
         padding = packs = fill = None
         if batch_size is not None:
-            sizes = _cut(measured, length, options.overlength, overlap)
+            sizes = _example_lengths(measured, length, options.overlength, overlap)
             padding = padding_share(sizes, batch_size, seed=seed, shuffle=shuffle)
             packed = pack_rows(sizes, length, seed=seed)
             packs, fill = len(packed), round(packed.fill_rate(length), 4)
@@ -130,7 +130,7 @@ def choose_lengths(
     return found
 
 
-def _candidates(lengths: Numbers, limit: int) -> list[int]:
+def _candidate_lengths(lengths: Numbers, limit: int) -> list[int]:
     """Return the limits to compare: the current limit, and powers of two from half the median to the longest row.
 
     If there are few powers of two, lengths half-way between them are added.
@@ -142,7 +142,7 @@ def _candidates(lengths: Numbers, limit: int) -> list[int]:
     return sorted({*powers, *between, limit})
 
 
-def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Numbers:
+def _example_lengths(measured: Measured, length: int, overlength: str, overlap: int) -> Numbers:
     """Return the lengths of the examples that the rows would give with another maximum length."""
     lengths = measured.lengths
     if overlength == "split":

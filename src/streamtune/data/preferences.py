@@ -116,7 +116,7 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
 # ------------------------------------------------------------------------------------------------------------- pairs
 
 
-def _pair(row: Row) -> Answers:
+def _parse_pair(row: Row) -> Answers:
     chosen, rejected = (text_or_messages(row.columns, name, row.origin) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         kinds = {True: "text", False: "a list of messages"}
@@ -133,7 +133,7 @@ def _pair(row: Row) -> Answers:
     prompt: TextOrMessages
     if row.columns.get("prompt") is not None:
         prompt = text_or_messages(row.columns, "prompt", row.origin)
-        prompt, (chosen, rejected) = _agree(row, prompt, {"chosen": chosen, "rejected": rejected})
+        prompt, (chosen, rejected) = _unify_forms(row, prompt, {"chosen": chosen, "rejected": rejected})
     else:
         _refuse_other_prompt(row, is_text=isinstance(chosen, str))
         if isinstance(chosen, str) and isinstance(rejected, str):
@@ -141,9 +141,9 @@ def _pair(row: Row) -> Answers:
         else:
             pairs = enumerate(zip(chosen, rejected, strict=False))
             start = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
-        prompt, chosen, rejected = _split(row, chosen, rejected, start)
+        prompt, chosen, rejected = _split_prompt(row, chosen, rejected, start)
     contents = tuple(
-        _content(row, prompt, answer, name, tools) for name, answer in (("chosen", chosen), ("rejected", rejected))
+        _join_answer(row, prompt, answer, name, tools) for name, answer in (("chosen", chosen), ("rejected", rejected))
     )
     return Answers(prompt, contents, margin=margin, tools=tools)
 
@@ -159,7 +159,7 @@ def _refuse_other_prompt(row: Row, *, is_text: bool) -> None:
         )
 
 
-def _split(
+def _split_prompt(
     row: Row, chosen: TextOrMessages, rejected: TextOrMessages, start: int
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
     if start == 0:
@@ -193,7 +193,7 @@ def _in_word(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
-def _agree(
+def _unify_forms(
     row: Row, prompt: TextOrMessages, answers: dict[str, TextOrMessages]
 ) -> tuple[TextOrMessages, list[TextOrMessages]]:
     """Return a prompt and its answers, all text or all messages; messages of the prompt are removed from answers."""
@@ -240,16 +240,16 @@ def _margin(row: Row) -> float | None:
     """Return the chosen score minus the rejected score, or else the column ``margin``; None without both."""
     for names in _SCORES:
         if any(_is_given(row, name) for name in names):
-            chosen, rejected = (_number(row, name) for name in names)
+            chosen, rejected = (_read_number(row, name) for name in names)
             return chosen - rejected
-    return _number(row, "margin") if _is_given(row, "margin") else None
+    return _read_number(row, "margin") if _is_given(row, "margin") else None
 
 
 def _is_given(row: Row, name: str) -> bool:
     return row.columns.get(name) not in (None, "")
 
 
-def _number(row: Row, name: str) -> float:
+def _read_number(row: Row, name: str) -> float:
     value = row.columns.get(name)
     try:
         # a cell of a CSV file is always text
@@ -265,7 +265,7 @@ def _number(row: Row, name: str) -> float:
 # ---------------------------------------------------------------------------------------------------------- unpaired
 
 
-def _unpaired(row: Row) -> Answers:
+def _parse_unpaired(row: Row) -> Answers:
     label = row.columns["label"]
     if isinstance(label, str) and label.strip().lower() in ("true", "false"):  # a cell of a CSV file is always text
         label = label.strip().lower() == "true"
@@ -276,12 +276,14 @@ def _unpaired(row: Row) -> Answers:
             fix="write true or false",
         )
     prompt = text_or_messages(row.columns, "prompt", row.origin)
-    prompt, (answer,) = _agree(row, prompt, {"completion": text_or_messages(row.columns, "completion", row.origin)})
+    prompt, (answer,) = _unify_forms(
+        row, prompt, {"completion": text_or_messages(row.columns, "completion", row.origin)}
+    )
     tools = tools_of(row.columns.get("tools"), row.origin)
-    return Answers(prompt, (_content(row, prompt, answer, "completion", tools),), labels=(label,), tools=tools)
+    return Answers(prompt, (_join_answer(row, prompt, answer, "completion", tools),), labels=(label,), tools=tools)
 
 
-def _content(
+def _join_answer(
     row: Row, prompt: TextOrMessages, answer: TextOrMessages, name: str, tools: list[dict[str, Any]] | None
 ) -> PromptCompletion | Conversation:
     """Return prompt and answer in the normal form of training text.
@@ -308,20 +310,20 @@ def _content(
             fix=f"write in '{name}' the assistant's answer to the prompt",
         )
     check_order(answer, name, row.origin)
-    if not any(_says_something(message) for message in answer):
+    if not any(_has_content(message) for message in answer):
         raise DataError(f"the assistant messages of '{name}' are empty", where=row.origin, fix="remove the row")
     variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None
     wrapped = tools_and_form(row.columns.get("tools"), row.origin)[1]
     return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system, wrapped)
 
 
-def _says_something(message: Mapping[str, Any]) -> bool:
+def _has_content(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and any(
-        value.strip() if isinstance(value, str) else value for key, value in message.items() if key not in _NOT_WORDS
+        value.strip() if isinstance(value, str) else value for key, value in message.items() if key not in _NOT_CONTENT
     )
 
 
-_NOT_WORDS = ("role", "name", "weight")
+_NOT_CONTENT = ("role", "name", "weight")
 """Fields of a message that do not count as content."""
 
-_NORMALISERS: dict[str, Callable[[Row], Answers]] = {"preference": _pair, "unpaired": _unpaired}
+_NORMALISERS: dict[str, Callable[[Row], Answers]] = {"preference": _parse_pair, "unpaired": _parse_unpaired}

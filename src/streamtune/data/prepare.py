@@ -387,7 +387,7 @@ def prepare_preferences(
         ArgumentError: ``overlength`` or ``identical_pairs`` has an unknown value, or ``max_prompt_length`` leaves no
             room for a completion.
     """
-    read = partial(_answers, tokenizer, ("preference",), lambda answers: answers)
+    read = partial(_read_answers, tokenizer, ("preference",), lambda answers: answers)
     kind = _tree_kind(tokenizer, options, ("chosen", "rejected"), read)
     return prepare_kind(kind, sources, tokenizer, options, notify)
 
@@ -419,7 +419,7 @@ def prepare_unpaired(
     def labelled(answers: Answers) -> Answers:
         return answers if answers.labels else replace(answers, labels=(True, False))
 
-    read = partial(_answers, tokenizer, PREFERENCE_TYPES, labelled)
+    read = partial(_read_answers, tokenizer, PREFERENCE_TYPES, labelled)
     kind = _tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
     prepared = prepare_kind(kind, sources, tokenizer, options, notify)
     found = list(prepared.report.completion_lengths)
@@ -461,7 +461,7 @@ def _add_tree(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> Non
         fit.add(*tree)
 
 
-def _answers(
+def _read_answers(
     tokenizer: PreTrainedTokenizerBase,
     wanted: Sequence[str],
     change: Callable[[Answers], Answers],
@@ -526,13 +526,13 @@ def prepare_prompts(
         },
         make_fit=lambda writer: PromptFit(writer, overlength, most, side),
         make_renderer=partial(PromptRenderer, tokenizer, chat=options.chat),
-        read=partial(_prompts, tokenizer),
+        read=partial(_read_prompts, tokenizer),
         add=lambda fit, prompt, origin: fit.add(*prompt),
     )
     return prepare_kind(kind, sources, tokenizer, options, notify)
 
 
-def _prompts(
+def _read_prompts(
     tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source
 ) -> Iterator[Item[tuple[Row, TextOrMessages]]]:
     for row, row_type in typed_rows([source], PROMPT_TYPES, detect_prompt_type, reading.bad):

@@ -98,7 +98,7 @@ class RowCache:
         contents = SourceContents.of(sources, self.root, notify)
         if contents is None:
             return make(), False
-        name = _name([contents.name, settings, metadata.version("tokenizers")])
+        name = _hash_name([contents.name, settings, metadata.version("tokenizers")])
         kept = CacheFile(self.root / f"{name}.txt", f"tokenizer/{name}")
         if (found := kept.read(notify)) is not None:
             return found.decode("utf-8"), True
@@ -119,10 +119,10 @@ class RowCache:
         contents = SourceContents.of(made_of.sources, self.root, notify) if facts is not None else None
         if contents is None:
             return None
-        versions = [__version__, _own_code(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
+        versions = [__version__, _code_hash(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
         # repr, not JSON: as keys, JSON writes 1 and "1" alike, and it has no dates.
         everything = [made_of.record.__name__, contents.name, facts, repr(made_of.settings), versions]
-        return _name(everything), contents
+        return _hash_name(everything), contents
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,9 @@ def fit_rows(
         return prepare(None)
     key, contents = known
     entry = cache.root / key
-    if (found := _read(entry, make(TableWriter(None, made_of.record.schema)), made_of.sources, notify)) is not None:
+    if (
+        found := _read_entry(entry, make(TableWriter(None, made_of.record.schema)), made_of.sources, notify)
+    ) is not None:
         return found
     if (unfinished := _new_folder(cache.root)) is None:
         notify(f"prepared rows are not cached: {cache.root} is not writable")
@@ -186,7 +188,7 @@ def fit_rows(
     try:
         fit, mapped = prepare(unfinished / ROWS)
         if not _holds_pickles(mapped.table) and not contents.moved(notify):
-            _keep(fit, notes, mapped, unfinished, entry, notify)
+            _write_entry(fit, notes, mapped, unfinished, entry, notify)
         return fit, mapped
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
@@ -197,7 +199,7 @@ def _holds_pickles(table: pa.Table) -> bool:
     return "pickled" in table.schema.names and table["pickled"].null_count < table.num_rows
 
 
-def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
+def _read_entry(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
     """Return the fit and the table of an entry; None if it does not exist or is damaged. A damaged entry is deleted."""
     try:
         inode = entry.lstat().st_ino
@@ -270,14 +272,14 @@ def _new_folder(root: Path) -> Path | None:
         return None
 
 
-def _keep(
+def _write_entry(
     fit: LengthFit[Any, Any], notes: Sequence[str], mapped: MappedTable, unfinished: Path, entry: Path, notify: Notify
 ) -> None:
     """Complete an entry. A write error (such as a full disk) is ignored: the next start prepares the rows again."""
     with suppress(OSError):
         save_fit(fit, unfinished)
         checksums = {ROWS: mapped.checksum}
-        files = {file.name: _describe(file, checksums.get(file.name)) for file in unfinished.iterdir()}
+        files = {file.name: _size_and_checksum(file, checksums.get(file.name)) for file in unfinished.iterdir()}
         facts = {"notes": notes, "records": mapped.table.num_rows, "files": files, "time": time.time()}
         _entry_file(unfinished, entry.name).write(json.dumps(facts).encode())
         for file in unfinished.iterdir():
@@ -289,7 +291,7 @@ def _keep(
         notify(f"prepared rows cached for the next start: {size} in {entry.parent}")
 
 
-def _describe(path: Path, checksum: str | None) -> tuple[int, str]:
+def _size_and_checksum(path: Path, checksum: str | None) -> tuple[int, str]:
     """Return the size and the checksum of a file; a given checksum, computed while writing, is not computed again."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, checksum or checksum_of(file)
@@ -333,7 +335,7 @@ class SourceContents:
     @staticmethod
     def _hash(sources: Sequence[Source], hashes: FileHashes) -> str | None:
         contents = [fingerprint_source(source, hashes) for source in sources]
-        return None if any(content is None for content in contents) else _name([contents, _own_code()])
+        return None if any(content is None for content in contents) else _hash_name([contents, _code_hash()])
 
 
 def fingerprint_stream(
@@ -355,11 +357,11 @@ def fingerprint_stream(
     if keep:
         hashes.save()
     unknown = [source.path for source, content in zip(sources, contents, strict=True) if content is None]
-    name = _name([content or source.path for source, content in zip(sources, contents, strict=True)])
+    name = _hash_name([content or source.path for source, content in zip(sources, contents, strict=True)])
     return name, unknown, StreamedFiles(hashes)
 
 
-_PLACES = ("name_or_path", "is_local", "local_files_only", "model_max_length", "_commit_hash")
+_IGNORED_OPTIONS = ("name_or_path", "is_local", "local_files_only", "model_max_length", "_commit_hash")
 """Tokenizer options that do not affect prepared rows; they differ after the tokenizer was saved in a checkpoint."""
 
 
@@ -375,7 +377,8 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
     options = {
         name: value
         for name, value in tokenizer.init_kwargs.items()
-        if isinstance(value, str | bool | int | None) and not (name in _PLACES or name.endswith(("_file", "_token")))
+        if isinstance(value, str | bool | int | None)
+        and not (name in _IGNORED_OPTIONS or name.endswith(("_file", "_token")))
     }
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [
@@ -385,7 +388,7 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
 
 
 @cache
-def _own_code() -> str:
+def _code_hash() -> str:
     """Return a hash of the code that prepares rows, so that a changed version does not use rows of another version."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
@@ -394,11 +397,11 @@ def _own_code() -> str:
     return digest.hexdigest()
 
 
-def _name(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_no_value).encode()).hexdigest()[:40]
+def _hash_name(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_to_dict).encode()).hexdigest()[:40]
 
 
-def _no_value(value: Any) -> Any:
+def _to_dict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is not a plain value")

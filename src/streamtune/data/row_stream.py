@@ -190,9 +190,9 @@ class RowStream:
     def _new_bad(self) -> BadRows:
         return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
 
-    def _new_fit(self) -> tuple[RowFit, _Handed]:
+    def _new_fit(self) -> tuple[RowFit, _ExampleCollector]:
         """Return an empty fit for one row: counts of all rows of an endless stream would grow without bound."""
-        writer = _Handed()
+        writer = _ExampleCollector()
         return RowFit(writer, self.policy), writer
 
     def _tell_bad(self, bad: BadRows, told: int) -> int:
@@ -213,10 +213,10 @@ class RowStream:
 
     def _order(self, epoch: int, reading: Reading) -> Items:
         weighted = self.sources[0].weight is not None
-        items = self._by_weight(epoch, reading) if weighted else self._in_turn(reading)
+        items = self._read_by_weight(epoch, reading) if weighted else self._read_in_turn(reading)
         if self.options.shuffle_buffer == 1:
             return items
-        return _drawn(items, self.options.shuffle_buffer, seeded_random(self.options.seed, epoch, 0))
+        return _shuffle(items, self.options.shuffle_buffer, seeded_random(self.options.seed, epoch, 0))
 
     def _read(self, number: int, reading: Reading) -> Items:
         for item in read_contents(self.tokenizer, reading, replace(self.sources[number], watch=self.files)):
@@ -224,12 +224,12 @@ class RowStream:
             yield item
             del item  # frees the memory of a long row
 
-    def _in_turn(self, reading: Reading) -> Items:
+    def _read_in_turn(self, reading: Reading) -> Items:
         for number, source in enumerate(self.sources):
             for _ in range(source.repeat):
                 yield from self._read(number, reading)
 
-    def _by_weight(self, epoch: int, reading: Reading) -> Items:
+    def _read_by_weight(self, epoch: int, reading: Reading) -> Items:
         """Yield rows, each of a source drawn by its weight.
 
         An exhausted source starts again. The pass ends when every source was exhausted once.
@@ -261,7 +261,7 @@ class RowStream:
             del item
 
 
-class _Handed(TableWriter):
+class _ExampleCollector(TableWriter):
     """Collects the examples of a row in memory instead of writing them."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     return "; ".join(parts)
 
 
-def _drawn(items: Items, size: int, random: np.random.RandomState) -> Items:
+def _shuffle(items: Items, size: int, random: np.random.RandomState) -> Items:
     """Yield the items, each drawn at random from a buffer of the next ``size`` rows."""
     buffer: list[Item[Content]] = []
     characters = 0

@@ -35,8 +35,8 @@ from streamtune.data.reading.cells import (
     from_sharegpt,
     has_roles,
     kind_of,
-    parsed_cell,
-    parsed_messages,
+    parse_cell,
+    parse_messages,
     text_field,
     text_or_messages,
     tools_and_form,
@@ -161,7 +161,7 @@ def _missing_column(row: Row, row_type: str, column: str) -> DataError:
     )
 
 
-def _conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
+def _make_conversation(row: Row, messages: Sequence[Any], *, column: str, first_answer: int = 0) -> Conversation:
     """Check the messages and return them as a conversation.
 
     Raises:
@@ -186,10 +186,10 @@ def _conversation(row: Row, messages: Sequence[Any], *, column: str, first_answe
     )
 
 
-def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
+def _read_turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
     """Return the first column of ``names`` that the row has, and the non-empty list in it."""
     column = next(name for name in names if name in row.columns)
-    value = parsed_cell(row.columns[column])
+    value = parse_cell(row.columns[column])
     if not isinstance(value, list):
         raise DataError(f"'{column}' must be a list of messages, found {kind_of(value)}", where=row.origin)
     if not value:
@@ -197,22 +197,22 @@ def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
     return column, value
 
 
-def _messages(row: Row) -> Content:
-    column, messages = _turns(row, ("messages", "conversations"))
-    return _conversation(row, messages, column=column)
+def _parse_messages_row(row: Row) -> Content:
+    column, messages = _read_turns(row, ("messages", "conversations"))
+    return _make_conversation(row, messages, column=column)
 
 
-def _sharegpt(row: Row) -> Content:
-    column, turns = _turns(row, ("conversations", "conversation"))
+def _parse_sharegpt(row: Row) -> Content:
+    column, turns = _read_turns(row, ("conversations", "conversation"))
     messages = [from_sharegpt(turn, f"{column}[{index}]", row.origin) for index, turn in enumerate(turns)]
-    return _conversation(row, messages, column=column)
+    return _make_conversation(row, messages, column=column)
 
 
-def _alpaca(row: Row) -> Content:
+def _parse_alpaca(row: Row) -> Content:
     instruction = text_field(row.columns, "instruction", row.origin)
     extra = text_field(row.columns, "input", row.origin) if row.columns.get("input") else ""
     messages: list[dict[str, Any]] = []
-    history = parsed_cell(row.columns.get("history") or [])
+    history = parse_cell(row.columns.get("history") or [])
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError("'history' must be a list of [instruction, output] pairs", where=row.origin)
     for asked, answered in history:
@@ -220,19 +220,19 @@ def _alpaca(row: Row) -> Content:
     question = row.separator.join(part for part in (instruction, extra) if part)
     messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": text_field(row.columns, "output", row.origin)})
-    return _conversation(row, messages, column="history")
+    return _make_conversation(row, messages, column="history")
 
 
-def _prompt_completion(row: Row) -> Content:
-    prompt, completion = (parsed_messages(row.columns[name]) for name in ("prompt", "completion"))
+def _parse_prompt_completion(row: Row) -> Content:
+    prompt, completion = (parse_messages(row.columns[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         messages = [*prompt, *completion]
-        return _conversation(row, messages, column="prompt+completion", first_answer=len(prompt))
+        return _make_conversation(row, messages, column="prompt+completion", first_answer=len(prompt))
     text = text_field(row.columns, "completion", row.origin)
     return PromptCompletion(text_field(row.columns, "prompt", row.origin), text)
 
 
-def _text(row: Row) -> Content:
+def _parse_text(row: Row) -> Content:
     text = text_field(row.columns, "text", row.origin)
     if not text:
         raise DataError("'text' is an empty string", where=row.origin, fix="remove the row")
@@ -240,11 +240,11 @@ def _text(row: Row) -> Content:
 
 
 _NORMALISERS: dict[str, Callable[[Row], Content]] = {
-    "messages": _messages,
-    "sharegpt": _sharegpt,
-    "prompt_completion": _prompt_completion,
-    "alpaca": _alpaca,
-    "text": _text,
+    "messages": _parse_messages_row,
+    "sharegpt": _parse_sharegpt,
+    "prompt_completion": _parse_prompt_completion,
+    "alpaca": _parse_alpaca,
+    "text": _parse_text,
 }
 
 
@@ -284,7 +284,7 @@ def weight_of(row: Row) -> float:
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
-_COLUMN = {"prompts": "prompt", "messages": "messages"}
+_PROMPT_COLUMN = {"prompts": "prompt", "messages": "messages"}
 
 
 def detect_prompt_type(row: Row) -> str:
@@ -293,7 +293,7 @@ def detect_prompt_type(row: Row) -> str:
     Raises:
         DataError: The row has neither ``prompt`` nor ``messages``.
     """
-    for row_type, column in _COLUMN.items():
+    for row_type, column in _PROMPT_COLUMN.items():
         if column in row.columns:
             return row_type
     raise DataError(
@@ -309,7 +309,7 @@ def prompt_of(row: Row, row_type: str) -> TextOrMessages:
     Raises:
         DataError: The prompt is missing, malformed, or ends with an assistant message.
     """
-    column = _COLUMN[row_type]
+    column = _PROMPT_COLUMN[row_type]
     if row.columns.get(column) is None:
         found = "null" if column in row.columns else column_names(row.columns)
         raise DataError(

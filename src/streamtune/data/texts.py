@@ -53,12 +53,12 @@ def iter_texts(
     """
     check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
     bad = BadRows(on_bad_row, max_bad_rows, notify)
-    for row, row_type in typed_rows(sources, _KNOWN, _detect, bad):
+    for row, row_type in typed_rows(sources, _KNOWN, _detect_type, bad):
         texts: list[str] = []
         with bad:
-            texts = _texts(row, row_type)
+            texts = _row_texts(row, row_type)
             if calls:
-                texts += _calls(row, row_type)
+                texts += _tool_texts(row, row_type)
         yield from texts
     bad.check()
 
@@ -69,7 +69,7 @@ def holds_messages(sources: Sequence[Source]) -> bool:
     Raises:
         DataError: A file is missing.
     """
-    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
+    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect_type, BadRows("skip", sys.maxsize)):
         with suppress(DataError):  # the next row may be sound
             return not isinstance(_prompt_or_messages(row, row_type), str)
     return False
@@ -97,7 +97,7 @@ def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
     Raises:
         DataError: A file is missing.
     """
-    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
+    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect_type, BadRows("skip", sys.maxsize)):
         messages: TextOrMessages = ""
         own: dict[str, Any] = {}
         tools: list[dict[str, Any]] | None = None
@@ -126,7 +126,7 @@ def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
     return content.messages if isinstance(content, Conversation) else ""
 
 
-def _detect(row: Row) -> str:
+def _detect_type(row: Row) -> str:
     if looks_like(row.columns) is None:
         if {"chosen", "rejected"} <= row.columns.keys():
             return "preference"
@@ -135,7 +135,7 @@ def _detect(row: Row) -> str:
     return detect_type(row)
 
 
-def _texts(row: Row, row_type: str) -> list[str]:
+def _row_texts(row: Row, row_type: str) -> list[str]:
     if row_type in PREFERENCE_TYPES:
         return normalise_preference(row, row_type).texts()
     if row_type == "prompts":
@@ -146,7 +146,7 @@ def _texts(row: Row, row_type: str) -> list[str]:
     return [content.prompt + content.completion] if isinstance(content, PromptCompletion) else [content.text]
 
 
-def _calls(row: Row, row_type: str) -> list[str]:
+def _tool_texts(row: Row, row_type: str) -> list[str]:
     """Return the reasoning, tool calls and tools of a conversation as texts; an empty list for other rows.
 
     Raises:

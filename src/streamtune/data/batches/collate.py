@@ -73,10 +73,10 @@ def collate(
     assert examples, "a batch has at least one example"
     assert pad_to_multiple_of >= 1, "pad_to_multiple_of is at least 1"
     longest = max(len(example.input_ids) for example in examples)
-    batch = _empty(len(examples), longest, pad_token_id, pad_to_multiple_of)
+    batch = _empty_batch(len(examples), longest, pad_token_id, pad_to_multiple_of)
     length = batch["input_ids"].shape[1]
     for row, example in enumerate(examples):
-        _write(batch, row, 0 if padding_side == "right" else length - len(example.input_ids), example)
+        _write_example(batch, row, 0 if padding_side == "right" else length - len(example.input_ids), example)
     return batch
 
 
@@ -95,20 +95,20 @@ def collate_packed(
     assert packs, "a batch has at least one pack"
     assert all(packs), "a pack has at least one example"
     longest = max(sum(len(example.input_ids) for example in pack) for pack in packs)
-    batch = _empty(len(packs), longest, pad_token_id, pad_to_multiple_of)
+    batch = _empty_batch(len(packs), longest, pad_token_id, pad_to_multiple_of)
     position_ids = torch.zeros_like(batch["input_ids"])
     for row, pack in enumerate(packs):
         start = 0
         for example in pack:
             stop = start + len(example.input_ids)
-            _write(batch, row, start, example)
+            _write_example(batch, row, start, example)
             position_ids[row, start:stop] = torch.arange(stop - start)
             start = stop
         position_ids[row, start:] = torch.arange(position_ids.shape[1] - start)
     return PackedBatch(**batch, position_ids=position_ids)
 
 
-def _empty(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) -> Batch:
+def _empty_batch(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) -> Batch:
     length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     return Batch(
         input_ids=torch.full((rows, length), pad_token_id),
@@ -117,7 +117,7 @@ def _empty(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) 
     )
 
 
-def _write(batch: Batch, row: int, start: int, example: Example) -> None:
+def _write_example(batch: Batch, row: int, start: int, example: Example) -> None:
     """Write an example into a row of a batch from position ``start``, with shifted labels."""
     size = len(example.input_ids)
     batch["input_ids"][row, start : start + size] = torch.as_tensor(np.array(example.input_ids, dtype=np.int64))
@@ -150,7 +150,7 @@ class _Node:
         rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
         self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
 
-    def taken_over(self) -> list[_Node]:
+    def push_down(self) -> list[_Node]:
         """Return the children, each with a copy of this node's tokens before its own tokens."""
         ended = [row for row in self.rows if not any(row in child.rows for child in self.children)]
         for number, child in enumerate(self.children):
@@ -175,11 +175,11 @@ class PrefixTree:
 
     def room_for(self, example: Example) -> int:
         """Return how many tokens an example would add to the sequence."""
-        return len(example.input_ids) - sum(shared for _, shared in self._path(*_row(example)))
+        return len(example.input_ids) - sum(shared for _, shared in self._path(*_ids_and_targets(example)))
 
     def add(self, example: Example) -> None:
         """Add an example as a row."""
-        self.add_row(*_row(example))
+        self.add_row(*_ids_and_targets(example))
 
     def add_row(self, ids: Ids, targets: Ids) -> None:
         """Add a row.
@@ -228,7 +228,7 @@ class PrefixTree:
                     node.children.append(child)
                 elif not others or (others * len(child.ids) < least and not kept(stop, end, child.rows)):
                     self.tokens += others * len(child.ids)
-                    children = child.taken_over() + children
+                    children = child.push_down() + children
                 else:
                     node.children.append(child)
                     waiting.append((stop, child))
@@ -269,11 +269,11 @@ class PrefixTree:
         attention is computed in few rectangles.
         """
         found: list[tuple[int, _Node]] = []
-        waiting = [(-1, child) for child in sorted(self._root.children, key=_size)]
+        waiting = [(-1, child) for child in sorted(self._root.children, key=_longest_row)]
         while waiting:
             parent, node = waiting.pop()
             found.append((parent, node))
-            waiting += [(len(found) - 1, child) for child in sorted(node.children, key=_size)]
+            waiting += [(len(found) - 1, child) for child in sorted(node.children, key=_longest_row)]
         return found
 
     @property
@@ -287,7 +287,7 @@ class PrefixTree:
         return total
 
 
-def _size(node: _Node) -> int:
+def _longest_row(node: _Node) -> int:
     """Return the number of tokens from the start of a node to the end of its longest row."""
     longest, waiting = 0, [(0, node)]
     while waiting:
@@ -297,7 +297,7 @@ def _size(node: _Node) -> int:
     return longest
 
 
-def _row(example: Example) -> tuple[Ids, Ids]:
+def _ids_and_targets(example: Example) -> tuple[Ids, Ids]:
     """Return the token ids and the targets of an example, both [T]."""
     targets = np.full(len(example.input_ids), IGNORE_INDEX, np.int32)
     targets[:-1] = np.asarray(example.labels, np.int32)[1:]
@@ -425,10 +425,10 @@ def collate_trees(
     """
     assert trees, "a batch has at least one tree"
     origins = [tree.origin for tree in trees for _ in tree.completions]
-    return _shared(trees, origins) if share else _separate(trees, origins, pad_token_id, padding_side)
+    return _collate_shared(trees, origins) if share else _collate_separate(trees, origins, pad_token_id, padding_side)
 
 
-def _shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
+def _collate_shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
     tree, rows, common = PrefixTree(scored=True), list[Ids](), list[range]()
     for each in trees:
         prompt = np.array(each.prompt[:-1], np.int32)
@@ -467,7 +467,7 @@ def _shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
     )
 
 
-def _separate(
+def _collate_separate(
     trees: Sequence[Tree], origins: list[str], pad_token_id: int, padding_side: Literal["right", "left"]
 ) -> CollatedTrees:
     branches = [(tree, index) for tree in trees for index in range(len(tree.completions))]

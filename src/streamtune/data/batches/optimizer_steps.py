@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.sampler import Numbers, ResumableSampler, place_in, seeded_random
+from streamtune.data.batches.sampler import Numbers, ResumableSampler, saved_position, seeded_random
 from streamtune.errors import CheckpointError
 
 Points = npt.NDArray[np.float64]
@@ -97,8 +97,8 @@ class StepSampler:
                     f"the checkpoint was made with {key} = {state.get(key)}, this run has {mine}",
                     fix="resume with the data, seed and batching of the checkpoint",
                 )
-        place_in(state, sys.maxsize)  # checks that the epoch is a count before its steps are computed
-        self.epoch, self.position = place_in(state, len(self.epoch_steps(state["epoch"]).units))
+        saved_position(state, sys.maxsize)  # checks that the epoch is a count before its steps are computed
+        self.epoch, self.position = saved_position(state, len(self.epoch_steps(state["epoch"]).units))
 
 
 def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSampler:
@@ -110,10 +110,10 @@ def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSa
         budget: Maximum number of tokens of a step.
     """
     facts = {name: rows.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
-    return StepSampler(lambda epoch: _fill(rows.order(epoch), lengths, budget), facts)
+    return StepSampler(lambda epoch: _fill_steps(rows.order(epoch), lengths, budget), facts)
 
 
-def _fill(order: Numbers, lengths: Numbers, budget: int) -> EpochSteps:
+def _fill_steps(order: Numbers, lengths: Numbers, budget: int) -> EpochSteps:
     ends = np.cumsum(lengths[order])
     stops: list[int] = []
     start = 0
@@ -207,8 +207,8 @@ def assign_rows(
         return len(batch) * costs[batch[0]] if padded else sum(costs[row] for row in batch)
 
     dealt = [
-        [_deal(group, costs, sizes, padded=padded) for group, sizes in _groups(slowest_first, sizes, ranks)]
-        for sizes in _sizes(len(rows), ranks, micro_steps, batch_size)
+        [_deal_rows(group, costs, sizes, padded=padded) for group, sizes in _group_rows(slowest_first, sizes, ranks)]
+        for sizes in _batch_sizes(len(rows), ranks, micro_steps, batch_size)
     ]
     steps = min(dealt, key=lambda steps: sum(max(map(seconds, at_once)) for at_once in steps))
     shares: list[Batches] = [[] for _ in range(ranks)]
@@ -221,7 +221,7 @@ def assign_rows(
     return shares
 
 
-def _sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
+def _batch_sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
     """Return alternative lists of batch sizes; the rows are sorted with the slowest first.
 
     If there are too few rows to fill a step, the slowest batches are smaller. Either all of them are a little smaller,
@@ -240,7 +240,7 @@ def _sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[li
     return [even, first]
 
 
-def _groups(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple[Sequence[int], Sequence[int]]]:
+def _group_rows(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Return for each micro-step the rows that all ranks compute in it, with the sizes of the batches."""
     groups, start = [], 0
     for index in range(0, len(sizes), ranks):
@@ -250,7 +250,7 @@ def _groups(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple
     return groups
 
 
-def _deal(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *, padded: bool) -> Batches:
+def _deal_rows(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *, padded: bool) -> Batches:
     """Return the batches of one micro-step, one per rank.
 
     Padded rows stay sorted, so that a batch has little padding. Without padding each row, the slowest first, goes to
@@ -329,7 +329,7 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
     for places, budget in zip(candidates, _budgets([len(own) for own in candidates], count - len(kept)), strict=True):
         chosen += [places[index] for index in medoids(points[places], budget)]
     chosen.sort()
-    return Choice(tuple(chosen), len(kept), *_gaps(points[chosen], points[usable]))
+    return Choice(tuple(chosen), len(kept), *_mean_gaps(points[chosen], points[usable]))
 
 
 def medoids(points: Points, count: int) -> list[int]:
@@ -364,7 +364,7 @@ def _budgets(sizes: Sequence[int], count: int) -> list[int]:
     return budgets
 
 
-def _gaps(chosen: Points, every: Points) -> tuple[float, float]:
+def _mean_gaps(chosen: Points, every: Points) -> tuple[float, float]:
     """Return :attr:`Choice.gap`, and :attr:`Choice.chance` from the variance of a draw without replacement."""
     whole, rows, count = every.mean(axis=0), len(every), len(chosen)
     length = max(float(np.linalg.norm(whole)), 1e-30)

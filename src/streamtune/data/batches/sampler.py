@@ -61,14 +61,14 @@ class Mixture:
             seed: Seed that orders each pass and mixes the sources.
             shuffle: Whether to shuffle. False keeps the order within each source, and mixes the sources evenly.
         """
-        parts = [self._part(source, epoch, seed, shuffle) for source in range(len(self.visits))]
+        parts = [self._source_units(source, epoch, seed, shuffle) for source in range(len(self.visits))]
         units: Numbers = np.concatenate(parts)
         if shuffle:
             return units[seeded_random(seed, epoch, len(parts)).permutation(len(units))]
         places = [(np.arange(len(part)) + 0.5) / max(1, len(part)) for part in parts]
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
-    def _part(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
+    def _source_units(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
         """Return the units of a source that an epoch visits; they start where the previous epoch stopped."""
         first, size = self.bounds[source], self.bounds[source + 1] - self.bounds[source]
         start, count = epoch * self.visits[source], self.visits[source]
@@ -180,10 +180,10 @@ class ResumableSampler:
                     f"the checkpoint was made with {key} = {state[key]}, this run has {mine[key]}",
                     fix="resume with the data and seed of the checkpoint",
                 )
-        self.epoch, self.position = place_in(state, self.num_rows)
+        self.epoch, self.position = saved_position(state, self.num_rows)
 
 
-def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
+def saved_position(state: Mapping[str, Any], units: int) -> tuple[int, int]:
     """Return the epoch and the position of a saved state.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streamtune.data.data_report import CompletionReport, length_percentiles
-from streamtune.data.fit.length_fit import LengthFit, Notify, have
+from streamtune.data.fit.length_fit import LengthFit, Notify, count_has
 from streamtune.data.options import COMPLETION_OVERLENGTH, check_choice
 from streamtune.data.record_table import Prompt, TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError
@@ -98,24 +98,24 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             tree: Tree to add.
             prompt: Hash of its prompt; trees with the same hash are held out together.
         """
-        if _identical(tree):
+        if _has_identical_answers(tree):
             self.skip_identical(tree.origin)
             return
         self._measure_tree(tree)
         if self.policy.holds(tree):
-            self._keep(tree, prompt)
+            self._write_tree(tree, prompt)
             return
         self.counts["too_long"] += 1
         self.counts["long_prompts"] += not self.policy.holds_prompt(tree)
         cut = self.policy.cut(tree) if self.overlength == "truncate" else None
-        if cut is None or _identical(cut):
+        if cut is None or _has_identical_answers(cut):
             self.counts["dropped"] += 1
             self.counts["tokens_lost"] += tree.num_tokens_separate
             self.counts["supervised_tokens_lost"] += tree.num_targets
         else:
             self.counts["truncated"] += 1
             self.counts["supervised_tokens_lost"] += tree.num_targets - cut.num_targets
-            self._keep(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
+            self._write_tree(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def skip_identical(self, origin: str) -> None:
         """Count a pair with two identical answers as dropped.
@@ -143,7 +143,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             kind = self.kinds[0] if label else self.kinds[1]
             self.completion_lengths.setdefault(kind, array("q")).append(len(completion))
 
-    def _keep(self, tree: Tree, prompt: bytes, lost: int = 0) -> None:
+    def _write_tree(self, tree: Tree, prompt: bytes, lost: int = 0) -> None:
         self.write(tree, _tree_digest(tree), trained=tree.num_targets, lost=lost)
         self.counts["tokens_lost"] += lost
         self.groups.append(prompt)
@@ -156,14 +156,14 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
     def check(self, notify: Notify) -> None:
         super().check(notify)
         if self.counts["negative_margins"]:
-            notify(f"{have(self.counts['negative_margins'], 'pair')} a chosen answer with a lower score than the other")
+            notify(f"{count_has(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def too_long(self) -> DataError:
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
             return DataError(
-                f"{have(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
+                f"{count_has(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
                 f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
                 where=origin,
                 fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end of the "
@@ -178,8 +178,8 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             )
         size, origin = self.longest
         return DataError(
-            f"{have(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of prompt "
-            f"and longest completion; the longest has {size:,}",
+            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of "
+            f"prompt and longest completion; the longest has {size:,}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate or drop",
         )
@@ -195,7 +195,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         }
 
 
-def _identical(tree: Tree) -> bool:
+def _has_identical_answers(tree: Tree) -> bool:
     """Return True if both answers of a pair have the same tokens: a template may print different answers alike."""
     return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
 
@@ -266,7 +266,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     def too_long(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{have(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
+            f"{count_has(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
             where=origin,
             fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end) or drop",
         )

@@ -357,12 +357,12 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """Return the fields that only this kind of report has."""
 
 
-def have(number: int, noun: str) -> str:
+def count_has(number: int, noun: str) -> str:
     """Return a number with its noun and verb, such as "1 row has" or "3 rows have"."""
     return f"1 {noun} has" if number == 1 else f"{number:,} {noun}s have"
 
 
-_GIVEN = ("writer", "policy", "_group")
+_NOT_SAVED = ("writer", "policy", "_group")
 """Attributes that are not saved: the constructor sets them."""
 
 
@@ -379,7 +379,7 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     plain: dict[str, Any] = {}
     for name, value in vars(fit).items():
-        if name in _GIVEN:
+        if name in _NOT_SAVED:
             continue
         if isinstance(value, array):
             arrays[name] = np.frombuffer(value, dtype=np.int64)
@@ -389,7 +389,7 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
             for key, item in value.items():
                 arrays[f"{name}/{key}"] = np.frombuffer(item, dtype=np.int64)
         else:
-            plain[name] = _plain(value)
+            plain[name] = _to_json(value)
     np.savez(folder / "fit.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub mistakes the names for its options
     (folder / "fit.json").write_text(json.dumps(plain), "utf-8")
 
@@ -429,10 +429,10 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
         vars(fit)[name] = value
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Return a value without its ``source`` objects, built from dicts and lists, so that ``json`` can write it."""
     if isinstance(value, SourceStart):
-        return {name: _plain(item) for name, item in vars(value).items() if name != "source"}
+        return {name: _to_json(item) for name, item in vars(value).items() if name != "source"}
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _to_json(item) for name, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, list | tuple) else value

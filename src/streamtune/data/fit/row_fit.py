@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
-from streamtune.data.fit.length_fit import LengthFit, Notify, have
+from streamtune.data.fit.length_fit import LengthFit, Notify, count_has
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.record_table import Example, IntArray, TableWriter
 from streamtune.data.rendering.tokens import Rendered
@@ -24,7 +24,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Kept:
+class TokenSpan:
     """Tokens ``start`` to ``stop`` (exclusive) of a row; the first ``context`` of them are not trained."""
 
     start: int
@@ -32,7 +32,7 @@ class Kept:
     context: int = 0
 
 
-def cut_row(trained: Mask, policy: RowPolicy, *, head: int, has_answer: bool) -> list[Kept]:
+def cut_row(trained: Mask, policy: RowPolicy, *, prefix: int, has_answer: bool) -> list[TokenSpan]:
     """Return the token ranges that truncating a row keeps: one range, or its beginning and its end.
 
     The first token of a range is not trained, because its context is missing. ``policy.truncate_side`` decides:
@@ -47,30 +47,30 @@ def cut_row(trained: Mask, policy: RowPolicy, *, head: int, has_answer: bool) ->
     Args:
         trained: [T] True for trained tokens; T exceeds the length.
         policy: Maximum length and truncation side.
-        head: Number of prefix tokens, such as a system message, to keep when the row's beginning is cut off.
+        prefix: Number of prefix tokens, such as a system message, to keep when the row's beginning is cut off.
         has_answer: Whether the trained tokens are answers to a prompt.
     """
     size, most, side = len(trained), policy.max_length, policy.truncate_side
     if side == "right" or (side == "auto" and not has_answer):
-        return [Kept(0, most, 1)]
+        return [TokenSpan(0, most, 1)]
     answer, _ = last_answer(trained)
     needed = size - answer + 1
     if side == "auto" and needed > most:
         start = answer - min(answer, most // 2)
-        return _with_head(trained, head if start > 0 else 0, Kept(start, start + most, 1), most)
+        return _with_prefix(trained, prefix if start > 0 else 0, TokenSpan(start, start + most, 1), most)
     if side == "middle":
-        end = max(most - most // 2, needed if has_answer and needed <= most - head else 0)
+        end = max(most - most // 2, needed if has_answer and needed <= most - prefix else 0)
         first = most - end
-        return [Kept(0, first, 1), Kept(size - end, size, 1)] if first else [Kept(size - end, size, 1)]
-    return _with_head(trained, head, Kept(size - most, size, 1), most)
+        return [TokenSpan(0, first, 1), TokenSpan(size - end, size, 1)] if first else [TokenSpan(size - end, size, 1)]
+    return _with_prefix(trained, prefix, TokenSpan(size - most, size, 1), most)
 
 
-def _with_head(trained: Mask, head: int, kept: Kept, most: int) -> list[Kept]:
+def _with_prefix(trained: Mask, prefix: int, kept: TokenSpan, most: int) -> list[TokenSpan]:
     """Return the prefix and the range, shortened to make room for it; without room for both, the range alone."""
-    shorter = Kept(kept.start + head, kept.stop, 1)
-    if not head or head > most // 2 or not trained[shorter.start + 1 : shorter.stop].any():
+    shorter = TokenSpan(kept.start + prefix, kept.stop, 1)
+    if not prefix or prefix > most // 2 or not trained[shorter.start + 1 : shorter.stop].any():
         return [kept]
-    return [Kept(0, head, 1), shorter]
+    return [TokenSpan(0, prefix, 1), shorter]
 
 
 def last_answer(trained: Mask) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def last_answer(trained: Mask) -> tuple[int, int]:
     return (int(before[-1]) + 1 if len(before) else 0), stop
 
 
-def least_kept(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
+def largest_untrained_length(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
     """Return the largest ``max_length`` at which truncation leaves no trained token, so that the row is dropped."""
     size, side = len(trained), policy.truncate_side
     if side == "auto" and has_answer:
@@ -98,7 +98,7 @@ def least_kept(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
     return min(size - start, halves) if has_answer else halves
 
 
-def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | None) -> list[Kept]:
+def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | None) -> list[TokenSpan]:
     """Return the consecutive parts that a row is split into; without their context they make up the whole row.
 
     A part ends at the last border of the strongest kind that it contains::
@@ -112,20 +112,20 @@ def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | 
         policy: Maximum length of a part, strongest border to use, and overlap.
         breaks: [T] border before each token, as an index of :data:`SPLIT_AT`; None splits at any token.
     """
-    size, start, pieces = len(trained), 0, []
+    size, start, parts = len(trained), 0, []
     while start < size:
         context = min(policy.split_overlap, start)
         room = policy.max_length - context
         stop = size if size - start <= room else start + room
         if stop < size and breaks is not None:
-            stop = _border(trained, breaks, start, stop, max(context, 1), SPLIT_AT.index(policy.split_at))
+            stop = _part_end(trained, breaks, start, stop, max(context, 1), SPLIT_AT.index(policy.split_at))
         # The first token of a part has no context, so it is not trained.
-        pieces.append(Kept(start - context, stop, max(context, 1)))
+        parts.append(TokenSpan(start - context, stop, max(context, 1)))
         start = stop
-    return pieces
+    return parts
 
 
-def _border(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, context: int, strongest: int) -> int:
+def _part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, context: int, strongest: int) -> int:
     """Return where a part that starts at ``start`` ends: at a border, at ``stop`` at the latest."""
     inside = breaks[start + 1 : stop + 1]
     for kind in range(strongest, 0, -1):
@@ -177,40 +177,45 @@ class RowFit(LengthFit[Example, DataReport]):
             whole = _RowSize(rendered.estimated, round(rendered.estimated * rendered.trained_share))
         size = whole.tokens
         self.counts["estimated"] += rendered.estimated is not None
-        least = least_kept(trained, self.policy, has_answer=rendered.has_answer)
+        least = largest_untrained_length(trained, self.policy, has_answer=rendered.has_answer)
         self.measure(size, origin, first_trained=least, estimated=rendered.estimated is not None)
         if size <= self.policy.max_length:
-            self._keep(row, [[Kept(0, size, 1)]], origin, whole)
+            self._write_examples(row, [[TokenSpan(0, size, 1)]], origin, whole)
             return
         self.counts["too_long"] += 1
         if self.overlength == "truncate":
-            parts = cut_row(trained, self.policy, head=rendered.head, has_answer=rendered.has_answer)
-            self.counts["without_system"] += _loses_system(rendered, parts)
-            self._keep(row, [parts] if _is_trained(trained, parts) else [], origin, whole, "truncated")
+            parts = cut_row(trained, self.policy, prefix=rendered.prefix, has_answer=rendered.has_answer)
+            self.counts["without_system"] += _cuts_system(rendered, parts)
+            self._write_examples(row, [parts] if _is_trained(trained, parts) else [], origin, whole, "truncated")
         elif self.overlength == "split":
-            pieces = [[kept] for kept in split_row(trained, self.policy, rendered.breaks)]
-            sound = [parts for parts in pieces if _is_trained(trained, parts)]
-            self.counts["pieces_dropped"] += len(pieces) - len(sound) if sound else 0
-            self._keep(row, sound, origin, whole, "split")
+            span_lists = [[kept] for kept in split_row(trained, self.policy, rendered.breaks)]
+            trained_lists = [parts for parts in span_lists if _is_trained(trained, parts)]
+            self.counts["pieces_dropped"] += len(span_lists) - len(trained_lists) if trained_lists else 0
+            self._write_examples(row, trained_lists, origin, whole, "split")
         else:
-            self._keep(row, [], origin, whole)
+            self._write_examples(row, [], origin, whole)
 
-    def _keep(
-        self, row: _Row, pieces: Sequence[Sequence[Kept]], origin: str, whole: _RowSize, how: str = "kept whole"
+    def _write_examples(
+        self,
+        row: _Row,
+        span_lists: Sequence[Sequence[TokenSpan]],
+        origin: str,
+        whole: _RowSize,
+        how: str = "kept whole",
     ) -> None:
         """Write one example for each list of token ranges; without any, count the row as dropped."""
-        present = _covered(pieces)
+        present = _count_covered(span_lists)
         lost = whole.tokens - present
         self.counts["tokens_lost"] += lost
         self.counts["supervised_tokens_lost"] += whole.trained
-        if not pieces:
+        if not span_lists:
             self.counts["dropped"] += 1
             return
         self.counts[how] += 1
         self.counts["tokens_repeated"] -= present
         row_digest = hashlib.blake2b(digest_size=16)
-        for parts in pieces:
-            ids, labels = row.joined(parts)
+        for parts in span_lists:
+            ids, labels = row.join_spans(parts)
             piece_digest = hashlib.blake2b(ids.data, digest_size=16)
             piece_digest.update(labels.data)
             row_digest.update(piece_digest.digest())  # the weight does not make two rows different
@@ -230,15 +235,15 @@ class RowFit(LengthFit[Example, DataReport]):
         super().check(notify)
         if self.counts["without_system"]:
             notify(
-                f"{have(self.counts['without_system'], 'truncated row')} lost the system message: it takes more than "
-                "half of max_length, or the chat template does not print it separately at the start"
+                f"{count_has(self.counts['without_system'], 'truncated row')} lost the system message: it takes more "
+                "than half of max_length, or the chat template does not print it separately at the start"
             )
 
     def too_long(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{have(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; the "
-            f"longest has {self.about_longest}",
+            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; "
+            f"the longest has {self.about_longest}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate, drop or split",
         )
@@ -264,7 +269,7 @@ class _Row:
     labels: IntArray
     weight: float
 
-    def joined(self, parts: Sequence[Kept]) -> tuple[IntArray, IntArray]:
+    def join_spans(self, parts: Sequence[TokenSpan]) -> tuple[IntArray, IntArray]:
         ids = [self.input_ids[part.start : part.stop] for part in parts]
         labels = [self.labels[part.start : part.stop].copy() for part in parts]
         for part, each in zip(parts, labels, strict=True):
@@ -272,20 +277,20 @@ class _Row:
         return (ids[0], labels[0]) if len(parts) == 1 else (np.concatenate(ids), np.concatenate(labels))
 
 
-def _loses_system(rendered: Rendered, parts: Sequence[Kept]) -> bool:
+def _cuts_system(rendered: Rendered, parts: Sequence[TokenSpan]) -> bool:
     """Return True if a row begins with a system message and truncation does not keep all of it."""
     system, first = rendered.system, parts[0]
     return system is not None and not (system > 0 and first.start == 0 and system <= first.stop)
 
 
-def _covered(pieces: Sequence[Sequence[Kept]]) -> int:
+def _count_covered(span_lists: Sequence[Sequence[TokenSpan]]) -> int:
     """Return how many of a row's tokens the ranges cover, counting overlaps once."""
     total = stop = 0
-    for part in chain.from_iterable(pieces):
+    for part in chain.from_iterable(span_lists):
         total += part.stop - max(part.start, stop)
         stop = part.stop
     return total
 
 
-def _is_trained(trained: npt.NDArray[np.bool_], parts: Sequence[Kept]) -> bool:
+def _is_trained(trained: npt.NDArray[np.bool_], parts: Sequence[TokenSpan]) -> bool:
     return any(trained[part.start + part.context : part.stop].any() for part in parts)

@@ -46,7 +46,7 @@ def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
     if not isinstance(value, str):
         kind = "no value" if value is None else f"type {type(value).__name__}"
         raise DataError(f"'{name}' must be a string, found {kind}", where=origin)
-    return _unicode(value, name, origin)
+    return _check_unicode(value, name, origin)
 
 
 def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
         what = f"{place} has the unknown role '{role}'" if role is not None else f"{place} has no 'role'"
         known = f"use {', '.join(ROLES)}"
         raise DataError(what, where=origin, fix=f"{known}; {hint}" if hint else known)
-    checked = {key: value for key, value in _filled(message).items() if key not in FLAGS}
+    checked = {key: value for key, value in _without_none(message).items() if key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
     if "content" in checked or not stands_in:
         checked["content"] = _content(checked.get("content"), f"{place}.content", origin)
@@ -148,7 +148,7 @@ def _content(content: Any, place: str, origin: str) -> str:
         DataError: The content is missing, of another type, or has a part that is not text.
     """
     if isinstance(content, str):
-        return _unicode(content, place, origin)
+        return _check_unicode(content, place, origin)
     if content is None:
         raise DataError(f"{place} must be a string, found no value", where=origin, fix="an empty string is allowed")
     if not isinstance(content, list):
@@ -161,7 +161,7 @@ def _content(content: Any, place: str, origin: str) -> str:
                 where=origin,
                 fix='write it as {"type": "text", "text": "..."}',
             )
-        texts.append(_unicode(part["text"], place, origin))
+        texts.append(_check_unicode(part["text"], place, origin))
     return "".join(texts)
 
 
@@ -180,11 +180,11 @@ def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
             raise DataError(f"{place}: the arguments are malformed JSON: {error}", where=origin) from error
-    checked = {**_filled(function), "arguments": {} if arguments is None else arguments}
-    return checked if function is call else {**_filled(call), "function": checked}
+    checked = {**_without_none(function), "arguments": {} if arguments is None else arguments}
+    return checked if function is call else {**_without_none(call), "function": checked}
 
 
-def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields whose value is not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -201,7 +201,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _unicode(text: str, place: str, origin: str) -> str:
+def _check_unicode(text: str, place: str, origin: str) -> str:
     """Return the text unchanged.
 
     Raises:
@@ -230,7 +230,7 @@ def kind_of(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
-def parsed_cell(value: Any) -> Any:
+def parse_cell(value: Any) -> Any:
     """Parse a CSV or Parquet cell that holds a list or an object as JSON text; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -240,15 +240,15 @@ def parsed_cell(value: Any) -> Any:
     return value
 
 
-def parsed_messages(value: Any) -> Any:
+def parse_messages(value: Any) -> Any:
     """Parse a cell that holds a list of messages as JSON text; return any other value unchanged."""
-    parsed = parsed_cell(value)
+    parsed = parse_cell(value)
     return parsed if isinstance(parsed, list) and has_roles(parsed) else value
 
 
 def has_roles(turns: Any) -> bool:
     """Return True if a cell holds a list whose first item is a message with a role."""
-    return _first_has("role", parsed_cell(turns))
+    return _first_has("role", parse_cell(turns))
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
@@ -268,18 +268,18 @@ def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None
     Raises:
         DataError: The value is not a list of objects.
     """
-    value = parsed_cell(value)
+    value = parse_cell(value)
     if value is None or value in ("", []):
         return None, False
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         kind = "a list with other items" if isinstance(value, list) else kind_of(value)
         raise DataError(f"'tools' must be a list of JSON schemas, found {kind}", where=origin)
-    found: list[dict[str, Any]] = without_nulls(value) if _has_filler(value) else value
-    wrapped = [_wrapped(tool) for tool in found]
+    found: list[dict[str, Any]] = without_nulls(value) if _has_added_nulls(value) else value
+    wrapped = [_wrap_tool(tool) for tool in found]
     return wrapped, wrapped != found
 
 
-def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+def _wrap_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool as ``{"type": "function", "function": {...}}``; a bare function schema is put inside."""
     bare = isinstance(tool.get("name"), str) and "parameters" in tool and tool.get("type", "function") == "function"
     if not bare or "function" in tool:
@@ -291,11 +291,13 @@ _MAY_BE_NULL = ("default", "const", "example")
 """Keys of a JSON schema for which null is a valid value."""
 
 
-def _has_filler(schema: Any) -> bool:
+def _has_added_nulls(schema: Any) -> bool:
     """Return True if a key is null that no schema sets to null: then an Arrow table filled missing keys with nulls."""
     if isinstance(schema, dict):
-        return any(name not in _MAY_BE_NULL if value is None else _has_filler(value) for name, value in schema.items())
-    return isinstance(schema, list) and any(map(_has_filler, schema))
+        return any(
+            name not in _MAY_BE_NULL if value is None else _has_added_nulls(value) for name, value in schema.items()
+        )
+    return isinstance(schema, list) and any(map(_has_added_nulls, schema))
 
 
 def variables_of(value: Any, origin: str) -> dict[str, Any]:
@@ -304,7 +306,7 @@ def variables_of(value: Any, origin: str) -> dict[str, Any]:
     Raises:
         DataError: The value is not an object.
     """
-    value = parsed_cell(value)
+    value = parse_cell(value)
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
@@ -313,7 +315,7 @@ def variables_of(value: Any, origin: str) -> dict[str, Any]:
             where=origin,
             fix='write it as {"enable_thinking": false}',
         )
-    return _filled(value)
+    return _without_none(value)
 
 
 def has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -349,7 +351,7 @@ def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> Text
     Raises:
         DataError: The value is empty, of another type, or a message is malformed.
     """
-    value = parsed_cell(columns[name])
+    value = parse_cell(columns[name])
     value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
     if isinstance(columns[name], str) and not (_first_has("role", value) or _first_has("from", value)):
         value = text_field(columns, name, origin)  # text that merely starts with a bracket stays text

@@ -57,7 +57,7 @@ class FileHashes:
             OSError: The file cannot be read.
         """
         status = path.stat()
-        facts = _facts(status)
+        facts = _file_stats(status)
         self._read.setdefault(path, facts)
         name = str(path.resolve())
         found = self._known.get(name)
@@ -66,13 +66,13 @@ class FileHashes:
         began = time.time()
         digest = _hash_bytes(path)
         self._digests.setdefault(path, digest)
-        if began - max(status.st_mtime, status.st_ctime) > RACY and _facts(path.stat()) == facts:
+        if began - max(status.st_mtime, status.st_ctime) > RACY and _file_stats(path.stat()) == facts:
             self._known[name] = self._new[name] = [*facts, digest]
         return digest
 
     def touched(self) -> list[Path]:
         """Return the files whose size, mtime, ctime or inode changed since they were first hashed."""
-        return [path for path, facts in self._read.items() if _facts_at(path) != facts]
+        return [path for path, facts in self._read.items() if _file_stats_at(path) != facts]
 
     def is_same(self, path: Path) -> bool:
         """Return True if a file still has the bytes that were hashed first.
@@ -82,7 +82,7 @@ class FileHashes:
         Raises:
             OSError: The file cannot be read.
         """
-        facts = _facts(path.stat())
+        facts = _file_stats(path.stat())
         if self._read.get(path) != facts:
             if path not in self._digests or _hash_bytes(path) != self._digests[path]:
                 return False
@@ -127,7 +127,7 @@ class StreamedFiles:
         before = self._versions.setdefault(_entry(source), found)
         if found != before:
             names = sorted({name for name, _ in {*found} ^ {*before}})
-            raise _replaced(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
+            raise _changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
     def opens(self, source: Source, file: DataFile) -> None:
         """Check the file that is opened next.
@@ -155,7 +155,7 @@ class StreamedFiles:
         except OSError:
             same = False
         if not same:
-            raise _replaced(str(path), "was changed, replaced or removed", source)
+            raise _changed_error(str(path), "was changed, replaced or removed", source)
 
 
 def _entry(source: Source) -> _Entry:
@@ -166,7 +166,7 @@ MOST_NAMED = 3
 """Maximum number of files that a message names."""
 
 
-def _replaced(what: str, how: str, source: Source) -> DataError:
+def _changed_error(what: str, how: str, source: Source) -> DataError:
     return DataError(
         f"{what} {how} since the run began, so the streamed rows would differ",
         where=source.place,
@@ -183,18 +183,18 @@ def _hash_bytes(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _facts(status: os.stat_result) -> list[int]:
+def _file_stats(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def _facts_at(path: Path) -> list[int] | None:
+def _file_stats_at(path: Path) -> list[int] | None:
     try:
-        return _facts(path.stat())
+        return _file_stats(path.stat())
     except OSError:
         return None
 
 
-_AFTERWARDS = ("where", "watch", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
+_NOT_IN_FINGERPRINT = ("where", "watch", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
 """Fields of a source that do not affect its rows; the seed does only with ``shuffle``."""
 
 
@@ -204,12 +204,12 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
     After a read error the contents are unknown; the reader then raises a better error.
     """
     try:
-        contents = _contents(source, hashes)
+        contents = _source_contents(source, hashes)
     except (OSError, DataError):
         return None
     if contents is None:
         return None
-    options = {name: value for name, value in vars(source).items() if name not in _AFTERWARDS}
+    options = {name: value for name, value in vars(source).items() if name not in _NOT_IN_FINGERPRINT}
     options["columns"] = None if source.columns is None else dict(source.columns)
     return {**options, "seed": source.seed if source.shuffle else None, "contents": contents}
 
@@ -229,7 +229,7 @@ def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | 
     return {**found, "contents": contents, "repeat": source.repeat, "weight": source.weight}
 
 
-def _contents(source: Source, hashes: FileHashes) -> Any:
+def _source_contents(source: Source, hashes: FileHashes) -> Any:
     if source.path in BUILT_IN:
         return [sys.version, _library_files()] if source.path == STDLIB_PATH else []
     find = remote_files if is_address(source.path) else local_files

@@ -19,7 +19,7 @@ from streamtune.data.reading.folders import Chosen, choose_files
 from streamtune.data.reading.readers import READERS, Row, one_line
 from streamtune.errors import DataError, did_you_mean
 
-Found = tuple[list[DataFile], Chosen | None]
+FoundFiles = tuple[list[DataFile], Chosen | None]
 """The files to read; and which files of a folder were chosen, None if the path is not a folder."""
 
 MOST_LISTED = 1_000_000
@@ -30,7 +30,7 @@ def is_address(path: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
-def local_files(path: str, *, split: str, config: str | None, where: str) -> Found | None:
+def local_files(path: str, *, split: str, config: str | None, where: str) -> FoundFiles | None:
     """Return the local files that a path or a glob pattern names; None if it can only be a dataset on the hub.
 
     Args:
@@ -47,7 +47,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
     if local.is_dir():
         names = list(_walk(local, path, where))
         chosen = choose_files(
-            names, lambda name: _read(local_file(local / name, f"{path}/{name}")),
+            names, lambda name: _read_text(local_file(local / name, f"{path}/{name}")),
             split=split, config=config, shown=path, where=where,
         )  # fmt: skip
         return [local_file(local / name, str(local / name)) for name in chosen.names], chosen
@@ -60,7 +60,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
     elif _looks_like_hub_name(path):
         return None
     else:
-        raise DataError(f"the file '{path}' does not exist", where=where, fix=_nearest(local))
+        raise DataError(f"the file '{path}' does not exist", where=where, fix=_nearest_name(local))
     _refuse_split(path, split, config, where)
     return files, None
 
@@ -107,7 +107,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _read(file: DataFile) -> str:
+def _read_text(file: DataFile) -> str:
     with file.open() as opened:
         return opened.read(1 << 24).decode("utf-8", "replace")
 
@@ -123,7 +123,7 @@ def _looks_like_hub_name(path: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(path) not in READERS
 
 
-def _nearest(path: Path) -> str:
+def _nearest_name(path: Path) -> str:
     """Return a hint for a path that does not exist: a similar name, or the first folder that is missing."""
     folder = path.parent
     if not folder.is_dir():
@@ -146,7 +146,7 @@ _OWN_MACHINE = ("file", "local", "memory")
 """Protocols that need no network."""
 
 
-def remote_files(address: str, *, split: str, config: str | None, where: str) -> Found:
+def remote_files(address: str, *, split: str, config: str | None, where: str) -> FoundFiles:
     """Return the files at an ``fsspec`` URL: a file, a folder, or a pattern.
 
     Args:
@@ -180,7 +180,7 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
             names = [str(name)[len(root) :].lstrip("/") for name in system.find(path)]
             chosen = choose_files(
                 [name for name in names if not any(part.startswith(".") for part in name.split("/"))],
-                lambda name: _read(_remote_file(system, f"{root}/{name}", f"{address}/{name}")),
+                lambda name: _read_text(_remote_file(system, f"{root}/{name}", f"{address}/{name}")),
                 split=split, config=config, shown=address, where=where,
             )  # fmt: skip
             base = address.rstrip("/")
@@ -198,7 +198,7 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
     except ValueError as error:
         raise DataError(f"cannot read '{address}': {one_line(error, 300)}", where=where, fix=_PROTOCOLS) from error
     except Exception as error:  # every fsspec backend and network library has its own errors
-        raise _cannot_reach(address, error, where) from error
+        raise _unreachable_error(address, error, where) from error
     _refuse_split(address, split, config, where)
     return [_remote_file(system, path, address)], None
 
@@ -211,7 +211,7 @@ def _remote_file(system: Any, path: str, shown: str) -> DataFile:
         try:
             opened = system.open(path, "rb")
         except Exception as error:  # as above
-            raise _cannot_reach(shown, error, shown) from error
+            raise _unreachable_error(shown, error, shown) from error
         return cast(IO[bytes], opened if hasattr(opened, "peek") else io.BufferedReader(opened))
 
     return DataFile(path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_it, None, _version(system, path))
@@ -231,7 +231,7 @@ def _version(system: Any, path: str) -> str | None:
         return None
 
 
-def _cannot_reach(address: str, error: Exception, where: str) -> DataError:
+def _unreachable_error(address: str, error: Exception, where: str) -> DataError:
     what = f"cannot read '{address}': {one_line(error, 300)}"
     return DataError(what, where=where, fix="check the URL, your access and the network")
 
@@ -281,10 +281,10 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
         try:
             return datasets.load_dataset(name, config, split=split, streaming=streamed)
         except Exception as error:  # raised by the library, by the network or by a dataset builder
-            raise _cannot_load(name, config, split, error, where) from error
+            raise _load_error(name, config, split, error, where) from error
 
 
-def _cannot_load(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
+def _load_error(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
     """Return the error for a dataset that cannot be loaded; it lists the splits if only the split is wrong."""
     import datasets
 

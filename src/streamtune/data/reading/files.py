@@ -112,7 +112,9 @@ def _open_local(path: Path, shown: str) -> IO[bytes]:
                 fix="download that file, or correct the link",
             ) from error
         fix = f"give yourself read permission: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
-        raise DataError(f"cannot read the file: {error.strerror or error}", where=shown, fix=fix or _FETCH) from error
+        raise DataError(
+            f"cannot read the file: {error.strerror or error}", where=shown, fix=fix or _DOWNLOAD_AGAIN
+        ) from error
     try:
         _check_regular(os.fstat(file.fileno()).st_mode, shown)
     except DataError:
@@ -155,14 +157,14 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
                 raise
             is_damaged = suffix in COMPRESSED and error.errno is None  # errors of the system have an errno
             what = f"the {COMPRESSED[suffix][0]} file is damaged" if is_damaged else "cannot read the file"
-            raise DataError(f"{what}: {error.strerror or error}", where=file.shown, fix=_FETCH) from error
+            raise DataError(f"{what}: {error.strerror or error}", where=file.shown, fix=_DOWNLOAD_AGAIN) from error
         except (EOFError, zlib.error, lzma.LZMAError) as error:
             raise DataError(
-                f"the {COMPRESSED[suffix][0]} file is damaged: {error}", where=file.shown, fix=_FETCH
+                f"the {COMPRESSED[suffix][0]} file is damaged: {error}", where=file.shown, fix=_DOWNLOAD_AGAIN
             ) from error
 
 
-_FETCH = "download or write the file again"
+_DOWNLOAD_AGAIN = "download or write the file again"
 
 
 def _peek(raw: Any, size: int) -> bytes:
@@ -197,7 +199,7 @@ def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
         raise DataError("the file is a tar archive", where=file.shown, fix="unpack it")
 
 
-_WIDE = {
+_MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -224,29 +226,29 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
                 where=f"{file.shown}:1",
                 fix=f"convert it: iconv -f UTF-16{order} -t UTF-8",
             )
-        encoding = next((name for mark, name in _WIDE.items() if start.startswith(mark)), None)
-        lines = _narrow_lines(buffered, file, bad) if encoding is None else _wide_lines(buffered, encoding, file, bad)
+        encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
+        lines = _utf8_lines(buffered, file, bad) if encoding is None else _marked_lines(buffered, encoding, file, bad)
         yield from lines
 
 
-def _narrow_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
+def _utf8_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
     number = 0
     while line := raw.readline(MAX_LINE_BYTES + 1):
         number += 1
         where = f"{file.shown}:{number}"
         if len(line) > MAX_LINE_BYTES:
             del line
-            bad.report(_too_long(where))
+            bad.report(_long_line_error(where))
             while (rest := raw.readline(1 << 20)) and not rest.endswith(b"\n"):
                 pass
             continue
         if b"\0" in line:
-            bad.report(_nul(where))
+            bad.report(_nul_error(where))
             continue
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            bad.report(_not_utf8(line, error, where))
+            bad.report(_encoding_error(line, error, where))
             continue
         del line
         held = [text]
@@ -254,16 +256,16 @@ def _narrow_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tupl
         yield number, held.pop()  # keep no reference to a long line
 
 
-def _wide_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
+def _marked_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
     number = 0
     wrapped = io.TextIOWrapper(cast(Any, raw), encoding=encoding, newline="\n")
     try:
         while line := wrapped.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
-                raise _too_long(f"{file.shown}:{number}")
+                raise _long_line_error(f"{file.shown}:{number}")
             if "\0" in line:
-                bad.report(_nul(f"{file.shown}:{number}"))
+                bad.report(_nul_error(f"{file.shown}:{number}"))
                 continue
             yield number, line
     except UnicodeError as error:
@@ -276,7 +278,7 @@ def _wide_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> 
         wrapped.detach()  # open_bytes closes the file
 
 
-def _too_long(where: str) -> DataError:
+def _long_line_error(where: str) -> DataError:
     return DataError(
         f"the line is longer than {MAX_LINE_BYTES >> 20:,} MiB",
         where=where,
@@ -284,15 +286,15 @@ def _too_long(where: str) -> DataError:
     )
 
 
-def _nul(where: str) -> DataError:
+def _nul_error(where: str) -> DataError:
     return DataError(
         "the line contains a NUL byte: the file is damaged or binary",
         where=where,
-        fix=_FETCH,
+        fix=_DOWNLOAD_AGAIN,
     )
 
 
-def _not_utf8(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
+def _encoding_error(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
     """Return the error for a line that is not valid UTF-8; it names the likely encoding."""
     what = f"not valid UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
     high = [byte for byte in line[:4096] if byte >= 0x80] or [line[error.start]]

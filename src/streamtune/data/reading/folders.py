@@ -91,18 +91,18 @@ def choose_files(
     """
     every = sorted(names)
     if "dataset_dict.json" in every or "state.json" in every:
-        return _saved(every, read, split, shown, where)
+        return _choose_saved_files(every, read, split, shown, where)
     data = [name for name in every if is_data_name(name)]
     if any(format_of(name) != ".md" for name in data):
         data = [name for name in data if format_of(name) != ".md"]
-    splits = _configured(every, read, config, shown, where)
+    splits = _files_by_config(every, read, config, shown, where)
     if splits is None:
         if not data:
             fix = f"add a file with one of the extensions {', '.join(READERS)}"
             raise DataError(f"the folder '{shown}' has no data file", where=where, fix=fix)
         splits = _split_names(data)
     if split not in splits:
-        raise _no_split(split, splits, shown, where)
+        raise _unknown_split_error(split, splits, shown, where)
     chosen = splits[split]
     if not chosen:
         raise DataError(
@@ -113,7 +113,7 @@ def choose_files(
     return Chosen(chosen, [name for name in every if name not in set(chosen) and format_of(name) in READERS])
 
 
-def _no_split(split: str, splits: Iterable[str], shown: str, where: str) -> DataError:
+def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: str) -> DataError:
     """Return the error for an unknown split; it lists the splits found."""
     names = list(splits)
     return DataError(
@@ -125,7 +125,11 @@ def _no_split(split: str, splits: Iterable[str], shown: str, where: str) -> Data
 
 def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
     """Return split -> files, by the first naming rule that finds a split; otherwise all files are ``train``."""
-    for rule in (_of_shard, lambda path: _word_of(path.parent.parts), lambda path: _word_of([path.name])):
+    for rule in (
+        _split_of_shard,
+        lambda path: _split_of_names(path.parent.parts),
+        lambda path: _split_of_names([path.name]),
+    ):
         found: dict[str, list[str]] = {}
         for name in names:
             for split in rule(PurePosixPath(name)):
@@ -136,12 +140,12 @@ def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
     return {"train": list(names)}
 
 
-def _of_shard(path: PurePosixPath) -> list[str]:
+def _split_of_shard(path: PurePosixPath) -> list[str]:
     match = _SHARD.fullmatch(str(path))
     return [match["split"]] if match else []
 
 
-def _word_of(parts: Sequence[str]) -> list[str]:
+def _split_of_names(parts: Sequence[str]) -> list[str]:
     """Return a list with the split that the last matching name means; an empty list if no name matches."""
     for part in reversed(parts):
         for split, pattern in _WORD.items():
@@ -153,7 +157,7 @@ def _word_of(parts: Sequence[str]) -> list[str]:
 # --- README.md --------------------------------------------------------------------------------------------------------
 
 
-def _configured(
+def _files_by_config(
     names: Sequence[str], read: Callable[[str], str], config: str | None, shown: str, where: str
 ) -> dict[str, list[str]] | None:
     """Return split -> files as the ``configs`` of README.md list them; None if README.md has no ``configs``.
@@ -228,7 +232,7 @@ def _matches(name: str, pattern: str) -> bool:
 # --- save_to_disk -----------------------------------------------------------------------------------------------------
 
 
-def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: str, where: str) -> Chosen:
+def _choose_saved_files(names: Sequence[str], read: Callable[[str], str], split: str, shown: str, where: str) -> Chosen:
     """Return the files that ``save_to_disk`` wrote for a split.
 
     Raises:
@@ -236,18 +240,18 @@ def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: 
     """
     folder = ""
     if "dataset_dict.json" in names:
-        splits = [str(item) for item in _json(read, "dataset_dict.json", shown).get("splits") or ()]
+        splits = [str(item) for item in _read_object(read, "dataset_dict.json", shown).get("splits") or ()]
         if split not in splits:
-            raise _no_split(split, splits, shown, where)
+            raise _unknown_split_error(split, splits, shown, where)
         folder = f"{split}/"
     state_name = f"{folder}state.json"
     if state_name not in names:
         what = f"'{shown}' has no split '{split}', although its dataset_dict.json lists it"
         raise DataError(what, where=where, fix="save or download the dataset again")
-    state = _json(read, state_name, shown)
+    state = _read_object(read, state_name, shown)
     own = state.get("_split")
     if not folder and split != (own or "train"):
-        raise _no_split(split, [own or "train"], shown, where)
+        raise _unknown_split_error(split, [own or "train"], shown, where)
     files = [folder + str(item.get("filename")) for item in state.get("_data_files") or () if isinstance(item, dict)]
     if missing := [name for name in files if name not in names]:
         what = f"the file '{missing[0]}' is missing in '{shown}', although {state_name} lists it"
@@ -255,7 +259,7 @@ def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: 
     return Chosen(files, [])
 
 
-def _json(read: Callable[[str], str], name: str, shown: str) -> dict[str, Any]:
+def _read_object(read: Callable[[str], str], name: str, shown: str) -> dict[str, Any]:
     try:
         found = json.loads(read(name))
     except ValueError as error:

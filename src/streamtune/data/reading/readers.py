@@ -81,7 +81,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
     return reader(file, bad)
 
 
-def _object(value: Any, origin: str) -> Row:
+def _to_row(value: Any, origin: str) -> Row:
     if not isinstance(value, dict):
         raise DataError(
             f"a row must be a JSON object, found {kind_of(value)}",
@@ -110,7 +110,7 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
-def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> DataError:
+def _json_error(error: ValueError | RecursionError, origin: str, place: str) -> DataError:
     """Return the error for JSON that cannot be decoded.
 
     Args:
@@ -156,8 +156,8 @@ def _parse_line(line: str, origin: str) -> Row:
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError):
             error.colno = error.pos + 1  # if the object continues on the next line: the end of this line
-        raise _json_fault(error, origin, origin) from error
-    return _object(value, origin)
+        raise _json_error(error, origin, origin) from error
+    return _to_row(value, origin)
 
 
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -188,9 +188,9 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
             value, position = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             line_of_fault = error.lineno if isinstance(error, json.JSONDecodeError) else line
-            raise _json_fault(error, origin, f"{shown}:{line_of_fault}") from error
+            raise _json_error(error, origin, f"{shown}:{line_of_fault}") from error
         try:
-            row = _object(value, origin)
+            row = _to_row(value, origin)
         except DataError as error:
             bad.report(error)
         else:
@@ -407,7 +407,7 @@ def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
         yield Row(f"{file.shown}:1", {"text": text})
 
 
-def _unpadded(read: Reader) -> Reader:
+def _remove_added_nulls(read: Reader) -> Reader:
     """Return a reader that removes null arguments of tool calls if a table added them; the user is notified.
 
     ``datasets`` stores the arguments of all tool calls of a column in one struct. Its ``to_json`` then writes every key
@@ -423,19 +423,21 @@ def _unpadded(read: Reader) -> Reader:
             if any(map(_has_null, _arguments(held[0].columns))):
                 if padded is None:
                     padded = _have_same_keys(read(file, BadRows("skip", sys.maxsize)))
-                    bad.notify(f"{file.shown}: {_PADDED if padded else _NULL}")
+                    bad.notify(f"{file.shown}: {_NULLS_REMOVED if padded else _NULLS_TRAINED}")
                 if padded:
-                    _leave_out_nulls(held[0].columns)
+                    _remove_nulls(held[0].columns)
             yield held.pop()
 
     return rows
 
 
-_PADDED = (
+_NULLS_REMOVED = (
     "null arguments of tool calls are removed: all calls have the same keys, so a table format probably added them. To "
     "keep them, write the arguments as JSON text"
 )
-_NULL = "null arguments of tool calls are trained as null: the calls have different keys, so no table format added them"
+_NULLS_TRAINED = (
+    "null arguments of tool calls are trained as null: the calls have different keys, so no table format added them"
+)
 
 
 def _arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -464,22 +466,22 @@ def _have_same_keys(rows: Iterator[Row]) -> bool:
     for row in rows:
         for arguments in _arguments(row.columns):
             count += 1
-            if not _agrees(arguments, (), keys):
+            if not _has_known_keys(arguments, (), keys):
                 return False
     return count > 1
 
 
-def _agrees(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
+def _has_known_keys(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
     """Return True if every object in a value has the keys that ``keys`` lists for its path; new paths are added."""
     if isinstance(value, list):
-        return all(_agrees(item, (*place, "[]"), keys) for item in value)
+        return all(_has_known_keys(item, (*place, "[]"), keys) for item in value)
     if not isinstance(value, dict):
         return True
     same = keys.setdefault(place, frozenset(value)) == value.keys()
-    return same and all(_agrees(item, (*place, name), keys) for name, item in value.items())
+    return same and all(_has_known_keys(item, (*place, name), keys) for name, item in value.items())
 
 
-def _leave_out_nulls(columns: Mapping[str, Any]) -> None:
+def _remove_nulls(columns: Mapping[str, Any]) -> None:
     """Remove null arguments of tool calls in place."""
     for arguments in _arguments(columns):
         left = without_nulls(arguments)
@@ -488,9 +490,9 @@ def _leave_out_nulls(columns: Mapping[str, Any]) -> None:
 
 
 READERS: dict[str, Reader] = {  # extension -> reader
-    ".jsonl": _unpadded(_read_jsonl),
-    ".ndjson": _unpadded(_read_jsonl),
-    ".json": _unpadded(_read_json),
+    ".jsonl": _remove_added_nulls(_read_jsonl),
+    ".ndjson": _remove_added_nulls(_read_jsonl),
+    ".json": _remove_added_nulls(_read_json),
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
     ".csv": _read_csv,

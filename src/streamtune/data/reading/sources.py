@@ -104,14 +104,14 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
     """
     bad = bad or BadRows()
     empty, before = True, bad.count
-    for row in _renamed(_drawn(source, bad), source, bad):
+    for row in _rename_columns(_select_rows(source, bad), source, bad):
         empty = False
         yield row if row.separator == source.input_separator else replace(row, separator=source.input_separator)
     if empty and bad.count == before:
         raise DataError(f"'{source.path}' has no rows", where=source.place, fix="add rows, or remove the dataset")
 
 
-def _drawn(source: Source, bad: BadRows) -> Iterator[Row]:
+def _select_rows(source: Source, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a source: all rows, the first ``max_rows``, or ``max_rows`` rows drawn by the seed."""
     if not source.shuffle or source.max_rows is None:
         yield from islice(_all_rows(source, bad), source.max_rows)
@@ -126,7 +126,7 @@ def _drawn(source: Source, bad: BadRows) -> Iterator[Row]:
             yield row
 
 
-def _renamed(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]:
+def _rename_columns(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]:
     """Yield the rows with columns renamed by ``columns``.
 
     Raises:
@@ -196,7 +196,7 @@ def typed_rows(
 
 def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
     if source.path in BUILT_IN:
-        _check_choices(source, tuple(TASKS) if source.path == ARITHMETIC_PATH else ())
+        _check_built_in(source, tuple(TASKS) if source.path == ARITHMETIC_PATH else ())
         yield from BUILT_IN[source.path](source)
         return
     find = remote_files if is_address(source.path) else local_files
@@ -213,9 +213,9 @@ def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
         return
     files, folder = found
     if folder is not None:
-        bad.notify(f"{source.path}: files of split '{source.split}': {_listed(folder.names)}")
+        bad.notify(f"{source.path}: files of split '{source.split}': {_join_names(folder.names)}")
         if folder.left_out:
-            bad.notify(f"{source.path}: files not read: {_listed(folder.left_out)}")
+            bad.notify(f"{source.path}: files not read: {_join_names(folder.left_out)}")
     if source.watch is not None:
         source.watch.listed(source, files)
     for file in files:
@@ -228,12 +228,12 @@ MOST_LISTED = 20
 """Maximum number of files that a message lists by name."""
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = len(names) - MOST_LISTED
     return ", ".join(names[:MOST_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _check_choices(source: Source, names: Sequence[str]) -> None:
+def _check_built_in(source: Source, names: Sequence[str]) -> None:
     if source.split != "train":
         raise DataError(
             f"the built-in dataset '{source.path}' has only the split 'train', found '{source.split}'",

@@ -137,9 +137,9 @@ class ChatRenderer:
         found = {index: chat.text[turn.start : turn.end] for index, turn in own.items()}
         dropped = dropped_answers(chat, reasoned, found)
         ends = all(map(self._ends_with_special, texts))
-        closed = self._closed(chat, reasoned, dropped)
+        closed = self._count_closed(chat, reasoned, dropped)
         turns = self._other_turns(chat, turns, [index for index in trained if index not in answers])
-        text, answered = chat.text, self._answered(chat, own) if find_exchanges else []
+        text, answered = chat.text, self._exchange_ends(chat, own) if find_exchanges else []
         if dropped and self._options.reasoning == "keep":
             if not own.keys() >= set(dropped):
                 own = dict(zip(dropped, self._located_turns(chat, dropped), strict=True))
@@ -149,13 +149,13 @@ class ChatRenderer:
         exchanges = [_skip_blanks(text, turn.end) for turn in answered]
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
 
-    def _closed(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
+    def _count_closed(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
         """Return how many answers are trained with reasoning after a generation prompt with an empty ``<think>``."""
         printed = [index for index in reasoned if self._options.reasoning == "keep" or index not in dropped]
         prompt = chat.prompt(printed[-1]) if printed else None
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
-    def head(self, request: ChatRequest, text: str, origin: str) -> int:
+    def system_length(self, request: ChatRequest, text: str, origin: str) -> int:
         """Return how many characters the system messages take at the start of a rendered conversation.
 
         0 if the template does not print them the same way without the other messages.
@@ -172,7 +172,7 @@ class ChatRenderer:
         content = request.messages[0].get("content", "").strip()
         return len(alone) if text.startswith(alone) and content in alone else 0
 
-    def _answered(self, chat: Renderings, own: Mapping[int, ChatTurn]) -> list[ChatTurn]:
+    def _exchange_ends(self, chat: Renderings, own: Mapping[int, ChatTurn]) -> list[ChatTurn]:
         """Return the turns that end an exchange, without untrained turns that cannot be located."""
         answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
         if not own.keys() >= set(answers):
@@ -221,7 +221,7 @@ class ChatRenderer:
 
     def _marked_turns(self, chat: Renderings, trained: Sequence[int]) -> list[ChatTurn] | None:
         """Return the turns that ``{% generation %}`` marks; None without marks, or if they cannot be assigned."""
-        spans = self._spans(chat)
+        spans = self._generation_spans(chat)
         if spans is None:
             return None
         answers = chat.answers()
@@ -235,7 +235,7 @@ class ChatRenderer:
             terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
         return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
 
-    def _spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
+    def _generation_spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
         """Return the spans of ``{% generation %}`` blocks.
 
         The template process reports spans with a rendering. These are used once they agreed with
@@ -340,7 +340,7 @@ class ChatRenderer:
         places = [chat.place(index) for index in range(len(chat.messages))]
         turns: list[ChatTurn] = []
         for index in trained:
-            place = _printed(chat, places, index)
+            place = _printed_range(chat, places, index)
             earlier = (each[1] for each in places[:index] if each is not None and each[1] <= place[0])
             floor = max(turns[-1].end if turns else 0, *earlier, 0)
             turn = ChatTurn(self._rewritten_start(chat, index, place, floor), self._rewritten_end(chat, index, place))
@@ -418,30 +418,30 @@ class ChatRenderer:
         which = self._options.train_on_eos
         if not others and which == "turn":
             return turns
-        enders = self._enders(chat, turns)
+        enders = self._end_tokens(chat, turns)
         places = [chat.place(index) for index in range(len(chat.messages))] if others else []
         for index in others:
-            start, end = _printed(chat, places, index)
+            start, end = _printed_range(chat, places, index)
             _refuse_shared(chat, places, index, ChatTurn(start, end))
-            turns = [*turns, ChatTurn(start, self._behind_ender(chat.text, end, enders))]
+            turns = [*turns, ChatTurn(start, self._after_end_token(chat.text, end, enders))]
         if which != "turn":
-            turns = [ChatTurn(turn.start, self._before_ender(chat.text, turn, enders)) for turn in turns]
+            turns = [ChatTurn(turn.start, self._before_end_token(chat.text, turn, enders)) for turn in turns]
             ends = self._ends_of_turns(chat, enders) if which != "none" else []
             turns += ends[-1:] if which == "last" else ends
-        return _joined(turns)
+        return _join_turns(turns)
 
-    def _enders(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
+    def _end_tokens(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
         """Return the names of the tokens that end answers: EOS, and the last special token of each turn."""
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
         return (ends | {str(self._end or "")}) - {""}
 
-    def _behind_ender(self, text: str, position: int, enders: set[str]) -> int:
+    def _after_end_token(self, text: str, position: int, enders: set[str]) -> int:
         """Return the position after an end token that follows ``position``; without one ``position`` itself."""
         following = self._special.match(text, _skip_blanks(text, position))
         return following.end() if following is not None and following.group() in enders else position
 
-    def _before_ender(self, text: str, turn: ChatTurn, enders: set[str]) -> int:
+    def _before_end_token(self, text: str, turn: ChatTurn, enders: set[str]) -> int:
         token = next((token for token in enders if text.endswith(token, turn.start, turn.end)), "")
         return turn.end - len(token)
 
@@ -451,10 +451,10 @@ class ChatRenderer:
         turns = dict(zip(chat.answers(), self._located_turns(chat, chat.answers()), strict=True))
         for index in range(len(chat.messages)):
             if index in turns:
-                ends.append(ChatTurn(self._before_ender(chat.text, turns[index], enders), turns[index].end))
+                ends.append(ChatTurn(self._before_end_token(chat.text, turns[index], enders), turns[index].end))
             elif (place := chat.place(index)) is not None and place != (0, 0):
                 start = _skip_blanks(chat.text, place[1])
-                ends.append(ChatTurn(start, self._behind_ender(chat.text, place[1], enders)))
+                ends.append(ChatTurn(start, self._after_end_token(chat.text, place[1], enders)))
         return sorted((turn for turn in ends if turn.start < turn.end), key=lambda turn: turn.start)
 
     # ------------------------------------------------------------------ reasoning that was dropped
@@ -474,7 +474,7 @@ class ChatRenderer:
         """
         text, moved = chat.text, list(turns)
         for index, turn in sorted(dropped.items(), reverse=True):  # from the end, so that earlier places stay
-            written = self._written(chat, index, text[turn.start : turn.end])
+            written = self._turn_with_reasoning(chat, index, text[turn.start : turn.end])
             text = text[: turn.start] + written + text[turn.end :]
             longer = len(written) - (turn.end - turn.start)
             # A turn after the restored turn moves as a whole; of an overlapping turn only the end moves.
@@ -487,7 +487,7 @@ class ChatRenderer:
             ]
         return text, moved
 
-    def _written(self, chat: Renderings, index: int, printed: str) -> str:
+    def _turn_with_reasoning(self, chat: Renderings, index: int, printed: str) -> str:
         """Return the text of a turn with its reasoning, as printed in a conversation that ends with the turn."""
         reasoning, before = reasoning_of(chat.messages[index]), chat.prompt(index)
         for messages in as_last_answer(chat, index) if before is not None else ():
@@ -512,7 +512,7 @@ Places = Sequence[tuple[int, int] | None]
 """[messages] range of characters of each message, as :meth:`Renderings.place` returns it."""
 
 
-def _printed(chat: Renderings, places: Places, index: int) -> tuple[int, int]:
+def _printed_range(chat: Renderings, places: Places, index: int) -> tuple[int, int]:
     """Return the range of characters of a message.
 
     Raises:
@@ -541,7 +541,7 @@ def _ends_exchange(messages: Sequence[Message], index: int) -> bool:
     return following in ("user", "system", "developer")
 
 
-def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
+def _join_turns(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
     """Return turns in order; turns that touch or overlap are joined."""
     joined: list[ChatTurn] = []
     for turn in sorted((turn for turn in turns if turn.start < turn.end), key=lambda turn: turn.start):

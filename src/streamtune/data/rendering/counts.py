@@ -76,13 +76,13 @@ class RenderCounts:
             else:
                 mine.update(found)
 
-    def drops_reasoning(self, places: Iterable[str]) -> None:
+    def add_dropped_reasoning(self, places: Iterable[str]) -> None:
         """Count answers whose reasoning is dropped, by their places."""
         for place in places:
             self.reasoning_dropped += 1
             self.dropped_at += [place] if len(self.dropped_at) < _SHOWN else []
 
-    def spells(self, role: str, names: Sequence[str], *, new_row: bool) -> None:
+    def add_special_names(self, role: str, names: Sequence[str], *, new_row: bool) -> None:
         """Count a message that contains names of special tokens.
 
         Args:
@@ -94,7 +94,7 @@ class RenderCounts:
         self.specials_by[role] += 1
         self.specials |= dict.fromkeys(names)
 
-    def has_empty(self, answers: int, origin: str) -> None:
+    def add_empty_answers(self, answers: int, origin: str) -> None:
         """Count the empty answers of a row."""
         self.empty += answers
         self.rows_with_empty += 1
@@ -138,26 +138,26 @@ class RenderLog:
         Raises:
             DataError: There is an empty answer or dropped reasoning, which the options treat as an error.
         """
-        of_all = self._all()
-        self._refuse(of_all)
+        of_all = self._counts_by_path()
+        self._check_findings(of_all)
         for path, counts in of_all.items():
-            for text in _sentences(counts, self.options):
+            for text in _notes(counts, self.options):
                 self.note(f"{path}: {text}" if path else text)
 
     def check(self) -> None:
         """Raise the error that :meth:`finish` would raise; call it while rows are still being rendered."""
-        self._refuse(self._all())
+        self._check_findings(self._counts_by_path())
 
-    def _all(self) -> dict[str, RenderCounts]:
+    def _counts_by_path(self) -> dict[str, RenderCounts]:
         return {**self.by_path, **({} if self.by_path else {"": self.now})}
 
-    def _refuse(self, of_all: Mapping[str, RenderCounts]) -> None:
+    def _check_findings(self, of_all: Mapping[str, RenderCounts]) -> None:
         empty = [counts for counts in of_all.values() if counts.empty]
         if empty and self.options.on_empty == "error":
             number = sum(counts.empty for counts in empty)
             raise DataError(
                 f"{'1 answer is' if number == 1 else f'{number:,} answers are'} empty",
-                where=_first(place for counts in empty for place in counts.empty_at),
+                where=_join_places(place for counts in empty for place in counts.empty_at),
                 fix="fix the rows; or set on_empty: drop to drop the rows, or on_empty: train to train empty answers",
             )
         dropped = [counts for counts in of_all.values() if counts.reasoning_dropped]
@@ -165,16 +165,16 @@ class RenderLog:
             raise DataError(
                 f"the chat template drops the reasoning of {sum(counts.reasoning_dropped for counts in dropped):,} of "
                 f"{sum(counts.answers for counts in of_all.values()):,} answers",
-                where=_first(place for counts in dropped for place in counts.dropped_at),
+                where=_join_places(place for counts in dropped for place in counts.dropped_at),
                 fix="set reasoning: keep to train with the reasoning, or reasoning: template to train without it",
             )
 
 
-def _first(places: Iterable[str]) -> str:
+def _join_places(places: Iterable[str]) -> str:
     return "; ".join(list(places)[:_SHOWN])
 
 
-def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
+def _notes(counts: RenderCounts, options: ChatOptions) -> list[str]:
     found = []
     if counts.unread_columns:
         names = ", ".join(f"'{name}'" for name in counts.unread_columns)
@@ -194,21 +194,22 @@ def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
     if counts.empty and options.on_empty == "train":
         found.append(f"{counts.empty:,} of {counts.answers:,} trained answers are empty (on_empty: train)")
     elif counts.empty:
-        found.append(f"{_rows(counts.rows_with_empty)} with an empty answer dropped (on_empty: drop)")
+        found.append(f"{_count_rows(counts.rows_with_empty)} with an empty answer dropped (on_empty: drop)")
     if counts.other_system:
         found.append(
-            f"the column 'system' of {_rows(counts.other_system)} is ignored: the messages have another system message"
+            f"the column 'system' of {_count_rows(counts.other_system)} is ignored: the messages have another "
+            "system message"
         )
     if counts.wrapped_tools:
         form = '{"type": "function", "function": ...}'
-        found.append(f"the tools of {_rows(counts.wrapped_tools)} are bare function schemas; converted to {form}")
+        found.append(f"the tools of {_count_rows(counts.wrapped_tools)} are bare function schemas; converted to {form}")
     if counts.system_left_out:
-        found.append(f"the chat template does not print the system message of {_rows(counts.system_left_out)}")
+        found.append(f"the chat template does not print the system message of {_count_rows(counts.system_left_out)}")
     if counts.tools_left_out:
-        found.append(f"the chat template does not print the tools of {_rows(counts.tools_left_out)}")
+        found.append(f"the chat template does not print the tools of {_count_rows(counts.tools_left_out)}")
     if counts.system_late:
         text = "the chat template prints the system message only before the user's last message: "
-        text += f"{_rows(counts.system_late)} rendered so"
+        text += f"{_count_rows(counts.system_late)} rendered so"
         earlier = counts.answers_before_system
         found.append(text + (f", with {earlier:,} earlier answers trained without it" if earlier else ""))
     if counts.special_rows:
@@ -235,8 +236,8 @@ def _describe_specials(counts: RenderCounts, options: ChatOptions) -> str:
         if options.split_special_tokens
         else "tokenized as special tokens, as an inference server does; split_special_tokens: true keeps them text"
     )
-    return f"the text of {_rows(counts.special_rows)} contains special tokens ({names}; {where}): {does}"
+    return f"the text of {_count_rows(counts.special_rows)} contains special tokens ({names}; {where}): {does}"
 
 
-def _rows(number: int) -> str:
+def _count_rows(number: int) -> str:
     return "1 row" if number == 1 else f"{number:,} rows"

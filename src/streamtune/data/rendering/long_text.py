@@ -117,7 +117,7 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
     kind = type(backend.model).__name__
     if not all(map(_keeps_blanks, added)) or (kind == "BPE" and backend.model.dropout):
         return None
-    if kind == "BPE" and _named(normaliser, _COMPOSING) and _splits_words(splitter):
+    if kind == "BPE" and _all_named(normaliser, _COMPOSING) and _splits_words(splitter):
         return CutRule(BORDER)
     if _splits_at_blanks(kind, normaliser, splitter):
         return CutRule(BORDER if kind == "WordPiece" else BLANK_BORDER)
@@ -152,7 +152,7 @@ def _is_sign(character: str) -> bool:
     return character.isascii() and not character.isalnum()
 
 
-def _named(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
+def _all_named(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
     return all(part["type"] in names for part in parts)
 
 
@@ -161,10 +161,10 @@ def _named(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
 
 def _splits_words(splitter: list[dict[str, Any]]) -> bool:
     """Return True if a pre-tokenizer splits text at every cut: all steps allow exact cuts, and one splits words."""
-    return all(map(_keeps, splitter)) and any(map(_finds_words, splitter))
+    return all(map(_allows_cuts, splitter)) and any(map(_finds_words, splitter))
 
 
-def _keeps(part: dict[str, Any]) -> bool:
+def _allows_cuts(part: dict[str, Any]) -> bool:
     """Return True if a step of a pre-tokenizer allows exact cuts."""
     if part["type"] == "ByteLevel":
         return not part["add_prefix_space"]
@@ -213,11 +213,11 @@ def _splits_at_blanks(kind: str, normaliser: list[dict[str, Any]], splitter: lis
         first = splitter[:1] and splitter[0]["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
         return (
             bool(first)
-            and _named(splitter[1:], frozenset({"Punctuation", "Digits"}))
-            and _named(normaliser, _BY_CHARACTER)
+            and _all_named(splitter[1:], frozenset({"Punctuation", "Digits"}))
+            and _all_named(normaliser, _BY_CHARACTER)
         )
     metaspace = len(splitter) == 1 and splitter[0]["type"] == "Metaspace" and splitter[0]["split"]
-    return metaspace and kind in ("BPE", "Unigram") and _named(normaliser, _COMPOSING)
+    return metaspace and kind in ("BPE", "Unigram") and _all_named(normaliser, _COMPOSING)
 
 
 # --- 3. no words ------------------------------------------------------------------------------------------------------
@@ -243,14 +243,14 @@ def _rule_of_blanks(normaliser: list[dict[str, Any]], splitter: list[dict[str, A
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
     prepends = {"type": "Prepend", "prepend": _BLANK}
     if splitter and splitter[0]["type"] == "Metaspace":
-        is_known = splitter[0]["replacement"] == _BLANK and _named(normaliser, _COMPOSING)
+        is_known = splitter[0]["replacement"] == _BLANK and _all_named(normaliser, _COMPOSING)
         return CutRule(BLANK_BORDER) if is_known else None
     if normaliser == [replaces]:
         return CutRule(BLANK_BORDER)
     return CutRule(BLANK_BORDER, skip=1) if normaliser == [prepends, replaces] else None
 
 
-PIECE = 1 << 16
+PART_CHARACTERS = 1 << 16
 """Minimum number of characters of a part; a text of up to twice as many is tokenised whole."""
 NOTED = 1 << 22
 """Number of characters from which the user is told that a text is tokenised whole."""
@@ -262,7 +262,7 @@ _WHOLE = (
 
 
 @dataclass(frozen=True)
-class TokenPiece:
+class TextPart:
     """Tokens of characters ``start`` to ``stop`` (exclusive) of a text."""
 
     start: int
@@ -280,7 +280,7 @@ class TokenPiece:
         return None if self.read_offsets is None else self.read_offsets()
 
 
-class PieceTokenizer:
+class LongTextTokenizer:
     """Tokenises text of any length, in parts if the tokenizer allows exact cuts.
 
     Args:
@@ -302,16 +302,16 @@ class PieceTokenizer:
             text: Text to tokenise.
             special: Whether to add the tokens that the tokenizer puts around a text, such as BOS.
         """
-        pieces = self.pieces(text, special=special, offsets=False)
-        first = next(pieces)
+        parts = self.parts(text, special=special, offsets=False)
+        first = next(parts)
         if first.stop == len(text):
             return list(first.ids)
         ids = array("i", first.ids)
-        for piece in pieces:
-            ids.extend(piece.ids)
+        for part in parts:
+            ids.extend(part.ids)
         return ids
 
-    def pieces(self, text: str, *, special: bool, offsets: bool) -> Iterator[TokenPiece]:
+    def parts(self, text: str, *, special: bool, offsets: bool) -> Iterator[TextPart]:
         """Yield the parts of a text in order; a short text, or a text that cannot be cut, is one part.
 
         If there are several parts, the tokens around the text, such as BOS, are separate parts without characters.
@@ -321,18 +321,18 @@ class PieceTokenizer:
             special: Whether to add the tokens that the tokenizer puts around a text.
             offsets: Whether the character offsets of the tokens will be read.
         """
-        around = self._around(special) if len(text) > 2 * PIECE and self.rule is not None else None
+        around = self._around(special) if len(text) > 2 * PART_CHARACTERS and self.rule is not None else None
         if around is None:
             if len(text) > NOTED:
                 self._note(_WHOLE)
             yield self._encode(text, 0, len(text), 0, special=special, offsets=offsets)
             return
         assert self.rule is not None, "a text is cut only by a rule"
-        yield _around_piece(0, around[0], offsets)
+        yield _part_around(0, around[0], offsets)
         for start, stop in self._cuts(text, self.rule):
             skip = self.rule.skip if start else 0
             yield self._encode(text[start + skip : stop], start, stop, skip, special=False, offsets=offsets)
-        yield _around_piece(len(text), around[1], offsets)
+        yield _part_around(len(text), around[1], offsets)
 
     @cached_property
     def _backend(self) -> Any:
@@ -350,7 +350,7 @@ class PieceTokenizer:
         backend = tokenizer.backend_tokenizer
         return backend if backend.truncation is None and backend.padding is None else None
 
-    def _encode(self, text: str, start: int, stop: int, skip: int, *, special: bool, offsets: bool) -> TokenPiece:
+    def _encode(self, text: str, start: int, stop: int, skip: int, *, special: bool, offsets: bool) -> TextPart:
         if self._backend is not None:
             try:
                 encoded = self._backend.encode(text, add_special_tokens=special)
@@ -365,14 +365,14 @@ class PieceTokenizer:
             ids, read = list(encoding["input_ids"]), lambda: encoding["offset_mapping"]
         if skip and ids:
             is_blank = self.tokenizer.convert_ids_to_tokens(ids[0]) == "▁"
-            return TokenPiece(start, stop, ids, (lambda: _with_skipped(read(), is_blank=is_blank)) if offsets else None)
-        return TokenPiece(start, stop, ids, read if offsets else None)
+            return TextPart(start, stop, ids, (lambda: _with_skipped(read(), is_blank=is_blank)) if offsets else None)
+        return TextPart(start, stop, ids, read if offsets else None)
 
     def _cuts(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
         """Yield start and stop of each part; a part ends at the first possible cut after 65,536 characters."""
         start = 0
-        while len(text) - start > PIECE:
-            match = rule.border.search(text, start + PIECE)
+        while len(text) - start > PART_CHARACTERS:
+            match = rule.border.search(text, start + PART_CHARACTERS)
             if match is None:
                 break
             yield start, match.start()
@@ -389,9 +389,9 @@ class PieceTokenizer:
         return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if len(starts) == 1 else None
 
 
-def _around_piece(place: int, ids: Sequence[int], offsets: bool) -> TokenPiece:
+def _part_around(place: int, ids: Sequence[int], offsets: bool) -> TextPart:
     """Return tokens that the tokenizer adds around a text, as a part without characters."""
-    return TokenPiece(place, place, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
+    return TextPart(place, place, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
 def _with_skipped(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:

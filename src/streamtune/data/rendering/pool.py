@@ -110,7 +110,7 @@ def rendering(
     """
     renderer = make(notify=note)
     if processes == 1:
-        yield renderer.log, lambda items: _here(renderer, items, rows_at_once)
+        yield renderer.log, lambda items: _render_here(renderer, items, rows_at_once)
         return
     try:
         packed = pickle.dumps((make, fixed_date()))
@@ -123,7 +123,7 @@ def rendering(
     children = [Child(_serve, packed) for _ in range(processes)]
     threads = ThreadPoolExecutor(processes)
     try:
-        yield renderer.log, lambda items: _elsewhere(children, threads, renderer.log, items)
+        yield renderer.log, lambda items: _render_in_children(children, threads, renderer.log, items)
     except BaseException:
         for child in children:
             child.process.kill()  # a thread that waits for its answer then gets an error
@@ -148,17 +148,17 @@ def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterato
         yield batch
 
 
-def _here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> RenderedItems[ItemT]:
+def _render_here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> RenderedItems[ItemT]:
     for batch in batches(items, rows_at_once, BATCH_CHARACTERS):
         renderer.log.begin(batch[0].path)
         renderer.render_ahead(batch)
         batch.reverse()
         while batch:
             item = batch.pop()
-            yield item, _outcome(renderer, item)
+            yield item, _render_one(renderer, item)
 
 
-def _outcome(renderer: Renderer, item: Item[Any]) -> RowOutcome:
+def _render_one(renderer: Renderer, item: Item[Any]) -> RowOutcome:
     if item.error is not None:
         return RowOutcome(error=item.error)
     try:
@@ -167,7 +167,7 @@ def _outcome(renderer: Renderer, item: Item[Any]) -> RowOutcome:
         return RowOutcome(error=error)
 
 
-def _elsewhere(
+def _render_in_children(
     children: Sequence[Child], threads: ThreadPoolExecutor, log: RenderLog, items: Iterable[Item[ItemT]]
 ) -> RenderedItems[ItemT]:
     free: SimpleQueue[Child] = SimpleQueue()
@@ -230,7 +230,7 @@ def _serve(connection: Any, packed: bytes) -> None:
         outcomes, failure = [], None
         try:
             renderer.render_ahead(batch)
-            outcomes = [_outcome(renderer, item) for item in batch]
+            outcomes = [_render_one(renderer, item) for item in batch]
         except StreamTuneError as error:
             failure = error
         answer = (outcomes, renderer.log.now, list(messages), failure)

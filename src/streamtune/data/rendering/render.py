@@ -33,7 +33,7 @@ from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
 from streamtune.data.rendering.counts import RenderLog
-from streamtune.data.rendering.long_text import PieceTokenizer
+from streamtune.data.rendering.long_text import LongTextTokenizer
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.renderings import (
     Message,
@@ -112,7 +112,7 @@ class RowRenderer:
 
     def render_item(self, item: Item[Content]) -> Rendered | None:
         """Return the rendered row; None if it is dropped because of an empty answer."""
-        if self.leaves_out(item.row, item.origin):
+        if self.drops_empty(item.row, item.origin):
             return None
         return replace(self(item.take(), item.origin), weight=item.weight)
 
@@ -129,8 +129,8 @@ class RowRenderer:
                 content = _with_default_system(content, self._options.default_system)
                 if self._options.split_special_tokens:
                     with suppress(DataError):  # rendering the row raises it again
-                        content = self._shielded(content, "")
-                trained = self._answers(content)
+                        content = self._shield(content, "")
+                trained = self._trained_answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
                 request = ChatRequest(content.messages, content.tools, variables=variables)
                 requests += self._chat.requests(request, trained)
@@ -152,14 +152,14 @@ class RowRenderer:
             )
         return rendered
 
-    def leaves_out(self, content: Content | None, origin: str) -> bool:
+    def drops_empty(self, content: Content | None, origin: str) -> bool:
         """Count the empty trained answers of a row; return True if the row is dropped because of them."""
         if isinstance(content, Conversation):
-            empty = sum(_is_empty(content.messages[index]) for index in self._trained(content))
+            empty = sum(_is_empty(content.messages[index]) for index in self._trained_indices(content))
         else:
             empty = int(isinstance(content, PromptCompletion) and not content.completion.strip())
         if empty:
-            self.log.now.has_empty(empty, origin)
+            self.log.now.add_empty_answers(empty, origin)
         return empty > 0 and self._options.on_empty != "train"
 
     def _conversation(self, content: Conversation, origin: str) -> Rendered:
@@ -167,10 +167,10 @@ class RowRenderer:
         content = _with_default_system(content, self._options.default_system)
         self._count_specials(origin, content.messages)
         whole = content
-        content = self._shielded(content, origin) if self._options.split_special_tokens else content
+        content = self._shield(content, origin) if self._options.split_special_tokens else content
         shielded = content is not whole
         del whole
-        trained = self._trained(content)
+        trained = self._trained_indices(content)
         answers = [index for index in trained if content.messages[index]["role"] == "assistant"]
         off = [index for index, message in enumerate(content.messages) if message.get("weight", 1) == 0]
         if self._train_on != "all" and not trained:
@@ -186,25 +186,27 @@ class RowRenderer:
         )
         if not chat.ends:
             self.log.note("the chat template ends answers without a special token: the model does not learn to stop")
-        self._count(content, trained, answers, chat.system, origin)
+        self._count_findings(content, trained, answers, chat.system, origin)
         self.log.now.tools_left_out += bool(content.tools) and not any(
-            name in chat.text for name in _names(content.tools)
+            name in chat.text for name in _tool_names(content.tools)
         )
         self.log.now.reasoning += chat.reasoned
         self.log.now.reasoning_closed += chat.closed
-        self.log.now.drops_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
-        head = self._head(content, chat, origin)
+        self.log.now.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
+        prefix = self._system_prefix(content, chat, origin)
         # Without special tokens, as apply_chat_template does: the template has printed them.
-        ask = partial(_ask, turns=chat.turns, origin=origin, exchanges=chat.exchanges, head=head or 0)
+        ask = partial(_tokenise, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
         tokens = (
             self._specials.tokenise(chat.text, ask, origin, rendered=True) if shielded else ask(self._tokens, chat.text)
         )
         del chat, ask  # frees the memory of a long row
         if self._train_on == "all":
             tokens = replace(tokens, trained=~tokens.trained, trained_share=1 - tokens.trained_share)
-        return self._rendered(tokens, has_answer=self._train_on != "all", system=None if head is None else tokens.head)
+        return self._to_rendered(
+            tokens, has_answer=self._train_on != "all", system=None if prefix is None else tokens.prefix
+        )
 
-    def _shielded(self, content: Conversation, origin: str) -> Conversation:
+    def _shield(self, content: Conversation, origin: str) -> Conversation:
         messages = self._specials.shield(content.messages, origin)
         tools = self._specials.shield(content.tools, origin)
         same = messages is content.messages and tools is content.tools
@@ -221,14 +223,14 @@ class RowRenderer:
         found = [(message, names) for message in messages if (names := self._specials.found_in(message))]
         for message, names in found:
             if id(message) not in seen:
-                now.spells(message["role"], names, new_row=not seen)
+                now.add_special_names(message["role"], names, new_row=not seen)
                 seen.add(id(message))
 
     def _text(self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None) -> Any:
         """Tokenise a text without roles, and count the names of special tokens in it."""
         names = self._specials.found(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
-            self.log.now.spells("text", names, new_row=True)
+            self.log.now.add_special_names("text", names, new_row=True)
 
         def ask(masks: MaskTokenizer, text: str) -> TextTokens:
             return masks(MarkedText(text, turns, origin, special=True, border=border))
@@ -236,7 +238,7 @@ class RowRenderer:
         splits = names and self._options.split_special_tokens
         return self._specials.tokenise(text, ask, origin, rendered=False) if splits else ask(self._tokens, text)
 
-    def _head(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
+    def _system_prefix(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
         """Return how many characters the text takes up to the end of the system message.
 
         0 if the template does not print the system message separately. None without a system message at the start, or
@@ -248,9 +250,11 @@ class RowRenderer:
         if policy is None or not cuts or not count or chat.system != "printed" or not policy.may_exceed(chat.text):
             return None
         variables = self._variables(content.variables, content.tools, origin)
-        return self._chat.head(ChatRequest(messages[:count], content.tools, variables=variables), chat.text, origin)
+        return self._chat.system_length(
+            ChatRequest(messages[:count], content.tools, variables=variables), chat.text, origin
+        )
 
-    def _count(
+    def _count_findings(
         self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str, origin: str
     ) -> None:
         now, messages = self.log.now, content.messages
@@ -263,8 +267,8 @@ class RowRenderer:
         marked = (message["role"] for message in messages[content.first_answer :] if message.get("weight") == 1)
         now.flags_of_other_roles.update(role for role in marked if role not in self._options.roles_to_train)
 
-    def _answers(self, content: Conversation) -> list[int]:
-        return [index for index in self._trained(content) if content.messages[index]["role"] == "assistant"]
+    def _trained_answers(self, content: Conversation) -> list[int]:
+        return [index for index in self._trained_indices(content) if content.messages[index]["role"] == "assistant"]
 
     def trainable(self, content: Conversation) -> list[int]:
         """Return the indices of the messages that may be trained by their role, their flags and their position."""
@@ -276,7 +280,7 @@ class RowRenderer:
             and message.get("weight", 1)
         ]
 
-    def _trained(self, content: Conversation) -> list[int]:
+    def _trained_indices(self, content: Conversation) -> list[int]:
         """Return the indices of the trained messages; ``train_on: all`` does not use them as a mask."""
         found = self.trainable(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
@@ -285,41 +289,41 @@ class RowRenderer:
     def _completion(self, content: PromptCompletion, origin: str) -> Rendered:
         text, border, now = content.prompt + content.completion, len(content.prompt), self.log.now
         turns = None if self._train_on == "all" else [ChatTurn(border, len(text))]
-        tokens = self._begun_once(text, self._text(text, origin, turns=turns, border=border))
+        tokens = self._drop_second_bos(text, self._text(text, origin, turns=turns, border=border))
         now.answers += 1
         now.completions += 1
         now.merged_borders += tokens.crosses
         del text  # frees the memory of a long row
-        return self._rendered(self._ended(tokens), has_answer=self._train_on != "all")
+        return self._to_rendered(self._append_eos(tokens), has_answer=self._train_on != "all")
 
     def _document(self, content: Document, origin: str) -> Rendered:
-        tokens = self._begun_once(content.text, self._text(content.text, origin))
+        tokens = self._drop_second_bos(content.text, self._text(content.text, origin))
         if not tokens.ids:
             raise DataError("the tokenizer gives no token for the text", where=origin, fix="remove the row")
-        return self._rendered(self._ended(tokens))
+        return self._to_rendered(self._append_eos(tokens))
 
-    def _begun_once(self, text: str, tokens: TextTokens) -> TextTokens:
+    def _drop_second_bos(self, text: str, tokens: TextTokens) -> TextTokens:
         """Return the tokens without the first BOS if the text begins with BOS and the tokenizer added another."""
-        if not _begins_twice(self._tokenizer, text, tokens.ids):
+        if not _has_two_bos(self._tokenizer, text, tokens.ids):
             return tokens
         self.log.now.begins_twice += 1
         return tokens.without_first()
 
-    def _ended(self, tokens: TextTokens) -> TextTokens:
+    def _append_eos(self, tokens: TextTokens) -> TextTokens:
         """Return the tokens with EOS after them, unless the row was only tokenised in part."""
         end = self._tokenizer.eos_token_id
         if end is None:
             self.log.note(_NO_END)
         return tokens if end is None or tokens.estimated is not None else tokens.ended(end)
 
-    def _rendered(self, tokens: TextTokens, *, has_answer: bool = False, system: int | None = None) -> Rendered:
+    def _to_rendered(self, tokens: TextTokens, *, has_answer: bool = False, system: int | None = None) -> Rendered:
         begins = self._begin is not None and bool(tokens.ids) and tokens.ids[0] == self._begin
-        head = max(tokens.head, int(begins))
+        prefix = max(tokens.prefix, int(begins))
         return Rendered(
             tokens.ids,
             tokens.labels(),
             tokens.breaks,
-            head,
+            prefix,
             has_answer,
             system,
             tokens.estimated,
@@ -327,10 +331,10 @@ class RowRenderer:
         )
 
 
-def _ask(
-    masks: MaskTokenizer, text: str, *, turns: list[ChatTurn], origin: str, exchanges: Sequence[int], head: int
+def _tokenise(
+    masks: MaskTokenizer, text: str, *, turns: list[ChatTurn], origin: str, exchanges: Sequence[int], prefix: int
 ) -> TextTokens:
-    return masks(MarkedText(text, turns, origin, special=False, exchanges=exchanges, head=head))
+    return masks(MarkedText(text, turns, origin, special=False, exchanges=exchanges, prefix=prefix))
 
 
 def _with_default_system(content: Conversation, text: str | None) -> Conversation:
@@ -340,7 +344,7 @@ def _with_default_system(content: Conversation, text: str | None) -> Conversatio
     return replace(content, messages=[{"role": "system", "content": text}, *content.messages], first_answer=first)
 
 
-def _names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
+def _tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
     """Return the names of tools; a tool without a name is returned as text."""
     functions = [tool.get("function") or tool for tool in tools or ()]
     return [str(each.get("name", each)) for each in functions]
@@ -353,7 +357,7 @@ def _is_empty(message: Message) -> bool:
     return not message.get("content", "").strip()
 
 
-def _begins_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
+def _has_two_bos(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
     """Return True if the text starts with BOS and the tokenizer added a second BOS."""
     begin = tokenizer.bos_token
     return begin is not None and text.startswith(begin) and list(ids[:2]) == [tokenizer.bos_token_id] * 2
@@ -388,7 +392,7 @@ class TurnRenderer:
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
         """Return one rendered example per turn; None if all turns are dropped because of empty answers."""
         turns = self._turns(item.take())
-        found = [self._rows(turn, item.origin) for turn in turns if not self._rows.leaves_out(turn, item.origin)]
+        found = [self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
@@ -485,7 +489,7 @@ class PromptRenderer:
         self._options = chat
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self.log = RenderLog(chat, notify)
-        self._pieces = PieceTokenizer(tokenizer, self.log.note)
+        self._long_text = LongTextTokenizer(tokenizer, self.log.note)
         self._specials = SpecialText(tokenizer, None, self.log.note)
 
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
@@ -529,12 +533,12 @@ class PromptRenderer:
     def _text(self, prompt: str, origin: str) -> list[int]:
         names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
-            self.log.now.spells("text", names, new_row=True)
+            self.log.now.add_special_names("text", names, new_row=True)
         ids = self._ids(prompt, origin, special=True, splits=bool(names), rendered=False)
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
-        if _begins_twice(self._tokenizer, prompt, ids):
+        if _has_two_bos(self._tokenizer, prompt, ids):
             self.log.now.begins_twice += 1
             ids = ids[1:]
         return ids
@@ -547,7 +551,7 @@ class PromptRenderer:
             messages = [{"role": "system", "content": self._options.default_system}, *messages]
         spelled = [(message["role"], names) for message in messages if (names := self._specials.found_in(message))]
         for number, (role, names) in enumerate(spelled):
-            self.log.now.spells(role, names, new_row=number == 0)
+            self.log.now.add_special_names(role, names, new_row=number == 0)
         shown: Any = (messages, tools)
         if self._options.split_special_tokens:
             shown = self._specials.shield([messages, tools], origin)
@@ -568,7 +572,7 @@ class PromptRenderer:
             rendered: Whether the text was rendered from shielded messages.
         """
         if not splits or not self._options.split_special_tokens:
-            return list(self._pieces.ids(text, special=special))
+            return list(self._long_text.ids(text, special=special))
 
         def ask(masks: MaskTokenizer, text: str) -> TextTokens:
             return masks(MarkedText(text, None, origin, special=special))

@@ -25,7 +25,7 @@ Message = dict[str, Any]
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
-_KEPT_RENDERINGS = 4
+_CACHED_RENDERINGS = 4
 """Number of cached renderings, as many as a turn needs: its history, its prompt, itself, and the next prompt."""
 
 _LONG = 1 << 20
@@ -195,9 +195,9 @@ class Renderings:
         is_answered = messages[-1]["role"] == "assistant" and messages[0]["role"] == "system"
         if self.system == "late" and is_answered and not generation and len(messages) > 2:
             return self._behind_its_prompt(messages, template)
-        return self._as_printed(messages, generation, template)
+        return self._render_unchanged(messages, generation, template)
 
-    def _as_printed(self, messages: list[Message], generation: bool, template: str | None = None) -> str:
+    def _render_unchanged(self, messages: list[Message], generation: bool, template: str | None = None) -> str:
         request = replace(self._request, messages=messages, generation=generation)
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
@@ -220,11 +220,11 @@ class Renderings:
 
     def _behind_its_prompt(self, messages: list[Message], template: str | None) -> str:
         """Return the prompt of the last answer, then the answer as printed after a prompt without system message."""
-        shorter = self._as_printed(messages[1:-1], True, template)
-        whole = self._as_printed(messages[1:], False, template)
+        shorter = self._render_unchanged(messages[1:-1], True, template)
+        whole = self._render_unchanged(messages[1:], False, template)
         if not whole.startswith(shorter):
-            return self._as_printed(messages, False, template)
-        return self._as_printed(messages[:-1], True, template) + whole[len(shorter) :]
+            return self._render_unchanged(messages, False, template)
+        return self._render_unchanged(messages[:-1], True, template) + whole[len(shorter) :]
 
     def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
         """Return a variant of the conversation rendered; None if the template rejects it, or without messages."""
@@ -239,13 +239,13 @@ class Renderings:
         """Return the rendering of the first ``count`` messages. Only a few are cached: a long chat has too many."""
         if count == len(self.messages) and not generation:
             return self.text
-        kept = self._kept(count, generation)
+        kept = self._cached_prefix(count, generation)
         return self.text[:kept] if isinstance(kept, int) else kept
 
-    def _kept(self, count: int, generation: bool) -> str | int | None:
+    def _cached_prefix(self, count: int, generation: bool) -> str | int | None:
         """Return the same as :meth:`_cut`, but for a long prefix of the full rendering only its length."""
         if (count, generation) not in self._cache:
-            if len(self._cache) >= _KEPT_RENDERINGS:
+            if len(self._cache) >= _CACHED_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
             found = self.try_render(self.messages[:count], generation=generation)
             begins = found is not None and len(found) > _LONG and self.text.startswith(found)
@@ -273,7 +273,7 @@ class Renderings:
         return len(self.text) if index + 1 == len(self.messages) else self._length(index + 1, False)
 
     def _length(self, count: int, generation: bool) -> int | None:
-        kept = self._kept(count, generation)
+        kept = self._cached_prefix(count, generation)
         if isinstance(kept, str):
             return len(kept) if self.text.startswith(kept) else None
         return kept
@@ -291,7 +291,7 @@ class Renderings:
 
     def has_generation_prompt(self, index: int) -> bool:
         """Return True if the template prints a generation prompt before answer ``index``."""
-        return self._kept(index, True) != self._kept(index, False)
+        return self._cached_prefix(index, True) != self._cached_prefix(index, False)
 
     def lead(self, index: int) -> str | None:
         """Return the text between history and answer, for a template without a generation prompt; None if unknown."""
@@ -326,7 +326,7 @@ class Renderings:
 
     def _place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
         mark = self.unused_character()
-        variant = self.try_render([*messages[:index], _replaced(messages[index], mark), *messages[index + 1 :]])
+        variant = self.try_render([*messages[:index], _replace_text(messages[index], mark), *messages[index + 1 :]])
         if original is None or variant is None:
             return None
         if variant == original:
@@ -380,11 +380,11 @@ class Renderings:
         )
 
 
-_KEPT_FIELDS = frozenset({"role", "type", "id", "tool_call_id", "name"})
+_NOT_TEXT = frozenset({"role", "type", "id", "tool_call_id", "name"})
 """Fields of a message whose strings are not text; they are not replaced."""
 
 
-def _replaced(message: Message, mark: str) -> Message:
+def _replace_text(message: Message, mark: str) -> Message:
     replaced = {key: _replace_strings(value, key, mark) for key, value in message.items()}
     if replaced == message:  # the message has no text: the mark becomes its content
         replaced["content"] = mark
@@ -393,7 +393,7 @@ def _replaced(message: Message, mark: str) -> Message:
 
 def _replace_strings(value: Any, key: str, mark: str) -> Any:
     if isinstance(value, str):
-        return value if key in _KEPT_FIELDS or not value else mark
+        return value if key in _NOT_TEXT or not value else mark
     if isinstance(value, dict):
         return {name: _replace_strings(item, name, mark) for name, item in value.items()}
     if isinstance(value, list):

@@ -33,7 +33,7 @@ from streamtune.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_KEPT = ("<think>", "</think>")
+_ALLOWED = ("<think>", "</think>")
 """Special tokens that rows may contain: they enclose the reasoning of an answer."""
 _STAND_IN, _WRITTEN = 0xF0000, 0x100000
 """First private-use code points of the placeholders for names in rows, and for special tokens of the template."""
@@ -58,7 +58,7 @@ class SpecialText:
         note: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._tokenizer, self._policy, self._note = tokenizer, policy, note
-        self._names = tuple(name for name in special_names(tokenizer) if name not in _KEPT)
+        self._names = tuple(name for name in special_names(tokenizer) if name not in _ALLOWED)
         self._pattern = re.compile("|".join(map(re.escape, self._names)) or r"(?!)")
         self._firsts = sorted({name[0] for name in self._names})
 
@@ -85,7 +85,7 @@ class SpecialText:
         if not any(map(self.found, _texts(value))):
             return value
         self._refuse_private(_texts(value), origin)
-        return _replaced(value, lambda text: self._pattern.sub(lambda match: self._stand_in(match.group()), text))
+        return _replace_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_in(match.group()), text))
 
     def _stand_in(self, name: str) -> str:
         return chr(_STAND_IN + self._names.index(name)) * len(name)
@@ -109,7 +109,7 @@ class SpecialText:
         if not rendered:
             self._refuse_private([text], origin)
         copy = self._copy
-        made = tokens(copy.masks, self._spelled(text) if rendered else text)
+        made = tokens(copy.masks, self._text_for_copy(text) if rendered else text)
         if copy.makes_special(made.ids):
             raise DataError(
                 "this tokenizer always converts the names of special tokens to special tokens",
@@ -118,7 +118,7 @@ class SpecialText:
             )
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
-    def _spelled(self, text: str) -> str:
+    def _text_for_copy(self, text: str) -> str:
         """Return the text for the copy: its spelling of the template's special tokens, and names for placeholders."""
         text = self._all.sub(lambda match: self._copy.written[match.group()], text)
         for place, name in enumerate(self._names):
@@ -141,7 +141,7 @@ class SpecialText:
 
     @cached_property
     def _copy(self) -> _Copy:
-        return _copied(self._tokenizer, self._policy, self._note)
+        return _copy_tokenizer(self._tokenizer, self._policy, self._note)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Copy:
         return not self.of_words.isdisjoint(ids[first:last])
 
 
-def _copied(tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None, note: Callable[[str], None]) -> _Copy:
+def _copy_tokenizer(tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None, note: Callable[[str], None]) -> _Copy:
     if not tokenizer.is_fast:
         raise ArgumentError(
             "split_special_tokens needs a fast tokenizer (tokenizer.json), found a Python tokenizer",
@@ -208,14 +208,14 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _replaced(value: Any, change: Callable[[str], str]) -> Any:
+def _replace_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
             name if name in _STEERING else change(name): item
             if name in _STEERING and isinstance(item, str)
-            else _replaced(item, change)
+            else _replace_texts(item, change)
             for name, item in value.items()
         }
-    return [_replaced(item, change) for item in value] if isinstance(value, Sequence) else value
+    return [_replace_texts(item, change) for item in value] if isinstance(value, Sequence) else value

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.rendering.chat import ChatTurn
-from streamtune.data.rendering.long_text import PieceTokenizer, TokenPiece, component_parts
+from streamtune.data.rendering.long_text import LongTextTokenizer, TextPart, component_parts
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Rendered:
     """[T] labels"""
     breaks: npt.NDArray[np.uint8] | None = None
     """[T] border before each token, as an index of :data:`SPLIT_AT`; None if rows are not split at borders"""
-    head: int = 0
+    prefix: int = 0
     """number of first tokens, such as BOS or a system message, that truncation on the left keeps"""
     has_answer: bool = False
     """True if answers to a prompt are trained"""
@@ -77,7 +77,7 @@ class TextTokens:
     trained: Mask
     """[T] True for trained tokens"""
     breaks: npt.NDArray[np.uint8] | None = None
-    head: int = 0
+    prefix: int = 0
     """number of tokens of the prefix"""
     estimated: int | None = None
     trained_share: float = 1.0
@@ -95,7 +95,7 @@ class TextTokens:
     def without_first(self) -> TextTokens:
         """Return the tokens without the first."""
         breaks = None if self.breaks is None else self.breaks[1:]
-        return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, head=max(0, self.head - 1))
+        return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, prefix=max(0, self.prefix - 1))
 
     def ended(self, end: int) -> TextTokens:
         """Return the tokens with the trained end token after them, added unless the tokenizer already did so."""
@@ -122,7 +122,7 @@ class MarkedText:
     """True adds the tokens that the tokenizer puts around a text, such as BOS"""
     exchanges: Sequence[int] = ()
     """positions where a new exchange of a chat begins, in order"""
-    head: int = 0
+    prefix: int = 0
     """number of characters of the prefix that truncation on the left keeps"""
     border: int | None = None
     """position to check: the result tells whether a token crosses it"""
@@ -144,7 +144,7 @@ class MaskTokenizer:
         note: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._tokenizer, self._policy, self._note = tokenizer, policy, note
-        self._pieces = PieceTokenizer(tokenizer, note)
+        self._long_text = LongTextTokenizer(tokenizer, note)
         self._speller = ByteSpeller(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
 
     def __call__(self, asked: MarkedText) -> TextTokens:
@@ -161,28 +161,28 @@ class MaskTokenizer:
 
     def _tokens(self, asked: MarkedText, *, breaks: bool) -> TextTokens:
         text, turns, special = asked.text, asked.turns, asked.special
-        finds_places = breaks or asked.head > 0 or asked.border is not None
+        finds_places = breaks or asked.prefix > 0 or asked.border is not None
         offsets = bool(self._tokenizer.is_fast) and (bool(turns) or finds_places)
-        pieces = self._pieces.pieces(text, special=special, offsets=offsets)
-        first = next(pieces)
-        read = _PieceReader(self._tokenizer, asked, None if finds_places else self._speller)
+        parts = self._long_text.parts(text, special=special, offsets=offsets)
+        first = next(parts)
+        read = _PartReader(self._tokenizer, asked, None if finds_places else self._speller)
         if first.stop == len(text):
             trained = read.mask(first) if offsets or not turns else self._by_prefixes(asked, first)
             found = read.breaks(first) if breaks else None
-            return TextTokens(array("i", first.ids), trained, found, read.head_tokens, crosses=read.crosses)
+            return TextTokens(array("i", first.ids), trained, found, read.prefix_tokens, crosses=read.crosses)
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
-        for piece in chain([first], pieces):
-            ids.extend(piece.ids)
-            mask += read.mask(piece).data
+        for part in chain([first], parts):
+            ids.extend(part.ids)
+            mask += read.mask(part).data
             if breaks:
-                marks += read.breaks(piece).data
-            if self._is_enough(len(ids), len(text) - piece.stop):
-                estimated = round(len(ids) / piece.stop * len(text))
+                marks += read.breaks(part).data
+            if self._is_enough(len(ids), len(text) - part.stop):
+                estimated = round(len(ids) / part.stop * len(text))
                 break
         trained = np.frombuffer(mask, dtype=np.bool_)
         found = np.frombuffer(marks, dtype=np.uint8) if breaks else None
         share = 1.0 if turns is None else sum(turn.end - turn.start for turn in turns) / len(text)
-        return TextTokens(ids, trained, found, read.head_tokens, estimated, share, read.crosses)
+        return TextTokens(ids, trained, found, read.prefix_tokens, estimated, share, read.crosses)
 
     def _is_enough(self, tokens: int, left: int) -> bool:
         policy = self._policy
@@ -190,9 +190,9 @@ class MaskTokenizer:
 
     def ids(self, text: str, *, special: bool) -> MutableSequence[int]:
         """Return the token ids of a text; ``special`` adds the tokens that the tokenizer puts around it."""
-        return self._pieces.ids(text, special=special)
+        return self._long_text.ids(text, special=special)
 
-    def _by_prefixes(self, asked: MarkedText, whole: TokenPiece) -> Mask:
+    def _by_prefixes(self, asked: MarkedText, whole: TextPart) -> Mask:
         """Return a mask of the trained tokens, [T], for Python tokenizers, which report no offsets.
 
         The text before each border of a turn is tokenised separately; its ids must be a prefix of all ids.
@@ -218,7 +218,7 @@ class MaskTokenizer:
         return trained
 
 
-class _PieceReader:
+class _PartReader:
     """Reads the tokens of a text part by part: which are trained, where borders are, and how many the prefix takes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: MarkedText, speller: ByteSpeller | None) -> None:
@@ -226,65 +226,65 @@ class _PieceReader:
         self.turn_starts = [turn.start for turn in asked.turns or ()]
         self.turn_ends = [turn.end for turn in asked.turns or ()]
         self.exchanges = asked.exchanges
-        self.head, self.border = asked.head, asked.border
-        self.head_tokens, self.crosses = 0, False
+        self.prefix, self.border = asked.prefix, asked.border
+        self.prefix_tokens, self.crosses = 0, False
         self.pairs = np.empty((0, 2), dtype=np.int64)
         """offsets of the part that was read last, [T, 2]"""
 
-    def mask(self, piece: TokenPiece) -> Mask:
+    def mask(self, part: TextPart) -> Mask:
         """Return a mask of the trained tokens of the next part, [T]."""
-        if piece.read_offsets is None:
-            return np.full(len(piece.ids), self.turns is None)
+        if part.read_offsets is None:
+            return np.full(len(part.ids), self.turns is None)
         if self.speller is not None:
-            starts, ends = self._turns_in(piece)
-            spelled = self.speller.cover(piece.ids, self.text[piece.start : piece.stop], starts, ends)
+            starts, ends = self._turns_in(part)
+            spelled = self.speller.cover(part.ids, self.text[part.start : part.stop], starts, ends)
             if spelled is not None:
                 return spelled
-        offsets = piece.read_offsets()
-        pairs = self.pairs = _pairs(offsets)
+        offsets = part.read_offsets()
+        pairs = self.pairs = _offset_array(offsets)
         if self.border is not None:
-            here = self.border - piece.start
+            here = self.border - part.start
             self.crosses |= bool(((pairs[:, 0] < here) & (here < pairs[:, 1])).any())
-        if self.head > piece.start:
-            self._count_head(piece, pairs)
+        if self.prefix > part.start:
+            self._count_prefix(part, pairs)
         if self.turns is None:
-            return np.ones(len(piece.ids), dtype=np.bool_)
-        size = piece.stop - piece.start
+            return np.ones(len(part.ids), dtype=np.bool_)
+        size = part.stop - part.start
         if not _is_whole(pairs, size):
-            ids = piece.ids
+            ids = part.ids
             names = lambda: list(self.tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
-            pairs = _pairs(_extents(self.text[piece.start : piece.stop], offsets, names))
-        return _cover(pairs, *self._turns_in(piece))
+            pairs = _offset_array(_extents(self.text[part.start : part.stop], offsets, names))
+        return _cover(pairs, *self._turns_in(part))
 
-    def _turns_in(self, piece: TokenPiece) -> tuple[list[int], list[int]]:
+    def _turns_in(self, part: TextPart) -> tuple[list[int], list[int]]:
         """Return the starts and ends of the turns in a part, relative to the start of the part."""
-        near = slice(bisect_right(self.turn_ends, piece.start), bisect_left(self.turn_starts, piece.stop))
-        starts = [max(start - piece.start, 0) for start in self.turn_starts[near]]
-        return starts, [min(end, piece.stop) - piece.start for end in self.turn_ends[near]]
+        near = slice(bisect_right(self.turn_ends, part.start), bisect_left(self.turn_starts, part.stop))
+        starts = [max(start - part.start, 0) for start in self.turn_starts[near]]
+        return starts, [min(end, part.stop) - part.start for end in self.turn_ends[near]]
 
-    def _count_head(self, piece: TokenPiece, pairs: npt.NDArray[np.int64]) -> None:
+    def _count_prefix(self, part: TextPart, pairs: npt.NDArray[np.int64]) -> None:
         """Count the tokens of a part that belong to the prefix; 0 in all if a token crosses the end of the prefix."""
-        here = self.head - piece.start
+        here = self.prefix - part.start
         if here <= 0:
             return
         inside = int(np.count_nonzero(pairs[:, 0] < here))
         if not inside:
             return
-        self.head_tokens += inside
+        self.prefix_tokens += inside
         if pairs[inside - 1, 1] > here:  # the token crosses the end of the prefix, so the prefix cannot be kept alone
-            self.head = self.head_tokens = 0
+            self.prefix = self.prefix_tokens = 0
 
-    def breaks(self, piece: TokenPiece) -> npt.NDArray[np.uint8]:
+    def breaks(self, part: TextPart) -> npt.NDArray[np.uint8]:
         """Return the strongest border before each token of the part that was read last, [T]."""
-        found: npt.NDArray[np.uint8] = np.zeros(len(piece.ids), dtype=np.uint8)
-        if piece.start == piece.stop:
+        found: npt.NDArray[np.uint8] = np.zeros(len(part.ids), dtype=np.uint8)
+        if part.start == part.stop:
             return found
         pairs = self.pairs
         held = np.flatnonzero(pairs[:, 0] < pairs[:, 1])
-        starts = pairs[held, 0] + piece.start
+        starts = pairs[held, 0] + part.start
         for name, places in (
-            ("line", _places(_LINE, self.text, piece)),
-            ("paragraph", _places(_PARAGRAPH, self.text, piece)),
+            ("line", _border_positions(_LINE, self.text, part)),
+            ("paragraph", _border_positions(_PARAGRAPH, self.text, part)),
             ("turn", np.array([(place, place) for place in self.exchanges], dtype=np.int64).reshape(-1, 2)),
         ):
             first = np.searchsorted(starts, places[:, 0], "left")
@@ -298,7 +298,7 @@ _LINE = re.compile(r"\n[^\S\n]*")
 _PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
 
 
-def _places(border: re.Pattern[str], text: str, piece: TokenPiece) -> npt.NDArray[np.int64]:
+def _border_positions(border: re.Pattern[str], text: str, part: TextPart) -> npt.NDArray[np.int64]:
     """Return for each border the first and the last position where the next token may begin, [borders, 2].
 
     The first is after the last line break, the last is after the indentation that follows.
@@ -306,7 +306,7 @@ def _places(border: re.Pattern[str], text: str, piece: TokenPiece) -> npt.NDArra
 
     def places() -> Iterator[int]:
         # A part may begin directly after a line break.
-        for match in border.finditer(text, max(0, piece.start - 1), piece.stop):
+        for match in border.finditer(text, max(0, part.start - 1), part.stop):
             yield text.rindex("\n", match.start(), match.end()) + 1
             yield match.end()
 
@@ -331,7 +331,7 @@ def _cover(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> 
     return trained
 
 
-def _pairs(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+def _offset_array(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
 
 
@@ -342,7 +342,7 @@ def _is_whole(extents: npt.NDArray[np.int64], length: int) -> bool:
 
 
 def _extents(
-    text: str, offsets: Sequence[tuple[int, int]], pieces: Callable[[], list[str]]
+    text: str, offsets: Sequence[tuple[int, int]], entries: Callable[[], list[str]]
 ) -> Sequence[tuple[int, int]]:
     """Return the characters of each token, including blanks that ``offsets`` omit.
 
@@ -353,14 +353,14 @@ def _extents(
     Args:
         text: Text of the tokens.
         offsets: Start and end (exclusive) of each token, as the tokenizer reports them.
-        pieces: Function that returns the tokens as in the vocabulary; called only if blanks are omitted.
+        entries: Function that returns the tokens as in the vocabulary; called only if blanks are omitted.
     """
     extents = [*offsets, (len(text), len(text))]  # a sentinel at the end of the text: blanks may precede it
     names: list[str] | None = None
     covered = 0  # characters before this one belong to a token already seen
     for index, (start, end) in enumerate(tuple(extents)):
         if covered < start and text[covered:start].isspace():
-            names = names or pieces()
+            names = names or entries()
             if index and covered == extents[index - 1][1]:
                 covered += min(_unclaimed_blanks(names[index - 1], extents[index - 1]), start - covered)
                 extents[index - 1] = (extents[index - 1][0], covered)
@@ -369,10 +369,10 @@ def _extents(
     return extents[:-1]
 
 
-def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
+def _unclaimed_blanks(entry: str, extent: tuple[int, int]) -> int:
     """Return how many blanks at the end of a token's vocabulary entry its extent does not cover yet."""
-    blanks = len(piece) - len(piece.rstrip("Ġ"))
-    return blanks - (extent[1] - extent[0]) if blanks == len(piece) else blanks
+    blanks = len(entry) - len(entry.rstrip("Ġ"))
+    return blanks - (extent[1] - extent[0]) if blanks == len(entry) else blanks
 
 
 # ------------------------------------------------------------------------------------------------ bytes of tokens
@@ -408,13 +408,13 @@ class ByteSpeller:
             return None
         borders = list(accumulate(map(len, spelled), initial=0))
         covered: npt.NDArray[np.bool_] = np.zeros(len(ids), dtype=np.bool_)
-        places = _byte_places(text, [place for span in zip(starts, ends, strict=True) for place in span])
+        places = _byte_positions(text, [place for span in zip(starts, ends, strict=True) for place in span])
         for start, end in zip(places[::2], places[1::2], strict=True):
             covered[bisect_right(borders, start) - 1 : bisect_left(borders, end)] = True
         return covered
 
 
-def _byte_places(text: str, places: Sequence[int]) -> Sequence[int]:
+def _byte_positions(text: str, places: Sequence[int]) -> Sequence[int]:
     """Convert ascending character positions to byte positions."""
     if text.isascii():
         return places

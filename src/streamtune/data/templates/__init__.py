@@ -119,9 +119,9 @@ def render_chat(
         TemplateLimitError: A limit is exceeded.
         TemplateRefusalError: The template raises an error.
     """
-    if _renders_itself(tokenizer):
-        return _by_itself(tokenizer, request)
-    shared, own = _shared(tokenizer, template, request.tools, limits), request.arguments()
+    if _has_own_rendering(tokenizer):
+        return _render_by_method(tokenizer, request)
+    shared, own = _shared_arguments(tokenizer, template, request.tools, limits), request.arguments()
     ready = _WORKERS.take(shared["chat_template"], own)
     return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
 
@@ -140,7 +140,7 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
         True if results are stored; False if the tokenizer renders without a template, or a limit was exceeded.
     """
     _WORKERS.forget()
-    if not conversations or _renders_itself(tokenizer):
+    if not conversations or _has_own_rendering(tokenizer):
         return False
     limits = TemplateLimits()
     by_template: dict[str, list[ChatRequest]] = {}
@@ -149,7 +149,7 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
             by_template.setdefault(tokenizer.get_chat_template(None, each.tools), []).append(each)
         for some in by_template.values():
             _WORKERS.render_ahead(
-                _shared(tokenizer, None, some[0].tools, limits), [each.arguments() for each in some], limits
+                _shared_arguments(tokenizer, None, some[0].tools, limits), [each.arguments() for each in some], limits
             )
     except (ValueError, ArgumentError):
         return False
@@ -169,7 +169,7 @@ def rendered_ahead(
         None unless :func:`render_ahead` rendered the conversation. The spans are None if the template has no such
             blocks, or has them inside ``set``, ``macro`` or ``filter``, where their positions are unknown.
     """
-    if not _WORKERS.ready or _renders_itself(tokenizer):
+    if not _WORKERS.ready or _has_own_rendering(tokenizer):
         return None
     ready = _WORKERS.take(tokenizer.get_chat_template(None, request.tools), request.arguments())
     if ready is None:
@@ -178,12 +178,12 @@ def rendered_ahead(
     return text, None if spans is None else [(start, end) for start, end in spans]
 
 
-def _shared(
+def _shared_arguments(
     tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any, limits: TemplateLimits
 ) -> dict[str, Any]:
     text = _template_text(tokenizer, template, tools)
     if len(text) > limits.template_characters:
-        raise _too_much(f"has more than {limits.template_characters:,} characters")
+        raise _limit_error(f"has more than {limits.template_characters:,} characters")
     return {**tokenizer.special_tokens_map, "chat_template": text}
 
 
@@ -201,7 +201,7 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[st
         TemplateLimitError: Parsing the template takes too much time or memory.
         TemplateRefusalError: The text is not a valid template.
     """
-    if _renders_itself(tokenizer):
+    if _has_own_rendering(tokenizer):
         return None
     text = _template_text(tokenizer, None, tools)
     return set(_WORKERS.render({"read": text}, TemplateLimits()).split())
@@ -214,7 +214,13 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, too
         raise TemplateRefusalError(str(error)) from error
 
 
-_GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
+_SET_BY_RENDERING = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
 """Variables that ``apply_chat_template`` sets."""
 
 
@@ -258,7 +264,7 @@ class TemplateVariables:
         read = self._read[has_tools]
         if read is None:
             return
-        known = sorted(read - _GIVEN - set(self._tokenizer.special_tokens_map))
+        known = sorted(read - _SET_BY_RENDERING - set(self._tokenizer.special_tokens_map))
         for name in names:
             if name not in known:
                 raise error(
@@ -292,7 +298,7 @@ def fixed_date() -> str | None:
     return _WORKERS.date
 
 
-def _renders_itself(tokenizer: Any) -> bool:
+def _has_own_rendering(tokenizer: Any) -> bool:
     """Return True if the tokenizer has its own rendering method instead of a template."""
     kind: Any = type(tokenizer)
     return _has_own_method(kind)
@@ -305,7 +311,7 @@ def _has_own_method(kind: Any) -> bool:
     return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
 
-def _by_itself(tokenizer: Any, request: ChatRequest) -> str:
+def _render_by_method(tokenizer: Any, request: ChatRequest) -> str:
     """Return a conversation rendered by the tokenizer's own method.
 
     Raises:
@@ -324,7 +330,7 @@ def _by_itself(tokenizer: Any, request: ChatRequest) -> str:
     return text
 
 
-def _too_much(what: str) -> TemplateLimitError:
+def _limit_error(what: str) -> TemplateLimitError:
     return TemplateLimitError(
         f"the chat template {what}: it is faulty or malicious",
         where="chat_template",
@@ -389,12 +395,12 @@ class _Workers:
     def render_ahead(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
         found = json.loads(self.render({**shared, "many": list(own)}, limits))
         for request, rendered in zip(own, found, strict=True):
-            if rendered is not None and (key := _key(shared["chat_template"], request)):
+            if rendered is not None and (key := _ready_key(shared["chat_template"], request)):
                 self.ready[key] = rendered
 
     def take(self, template: str, own: dict[str, Any]) -> Any:
         """Return the stored ``[text, spans]`` of a conversation; None if it was not rendered ahead."""
-        return self.ready.get(_key(template, own)) if self.ready else None
+        return self.ready.get(_ready_key(template, own)) if self.ready else None
 
     def forget(self) -> None:
         self.ready.clear()
@@ -417,15 +423,15 @@ class _Workers:
             answer = self._worker.ask(head, asked.pop(), patience=60 + 10 * seconds)
             if answer is None:
                 ended, self._worker = self._worker.close(), None
-                raise _ended(ended, seconds)
+                raise _worker_error(ended, seconds)
         status, text = answer[:1], str(memoryview(answer)[1:], "utf-8", "surrogatepass")
         if status in (b"O", b"J"):
             return text
         if status == b"E":
             raise TemplateRefusalError(text)
         if text == "memory":
-            raise _too_much(f"takes more than {memory >> 20:,} MiB of memory")
-        raise _too_much(f"prints more than {output:,} characters")
+            raise _limit_error(f"takes more than {memory >> 20:,} MiB of memory")
+        raise _limit_error(f"prints more than {output:,} characters")
 
     def close(self) -> None:
         if self._worker is not None:
@@ -433,7 +439,7 @@ class _Workers:
             self._worker = None
 
 
-def _key(template: str, own: dict[str, Any]) -> bytes:
+def _ready_key(template: str, own: dict[str, Any]) -> bytes:
     """Return the lookup key of a conversation; empty if a value is not of a basic Python type."""
     try:
         return marshal.dumps((template, own), 2)  # version 2 has no references: equal values give equal bytes
@@ -441,15 +447,15 @@ def _key(template: str, own: dict[str, Any]) -> bytes:
         return b""
 
 
-def _ended(code: int, seconds: float) -> TemplateLimitError | TemplateRefusalError:
+def _worker_error(code: int, seconds: float) -> TemplateLimitError | TemplateRefusalError:
     """Return the error for a worker that ended with an exit code."""
     import signal
 
     if hasattr(signal, "SIGPROF") and code in (-signal.SIGPROF, -signal.SIGKILL, 0):
-        return _too_much(f"takes more than {seconds:.0f} s")
+        return _limit_error(f"takes more than {seconds:.0f} s")
     if code > 0:
         return TemplateRefusalError(f"the process that renders chat templates failed (exit code {code})")
-    return _too_much(f"killed the process that renders it (signal {-code})")
+    return _limit_error(f"killed the process that renders it (signal {-code})")
 
 
 def _readable(file: Any, seconds: float) -> bool:

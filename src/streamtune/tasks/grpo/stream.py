@@ -346,7 +346,7 @@ def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) ->
         )
     row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
     content = normalise(row, row_type)
-    if render.leaves_out(content, row.origin):
+    if render.drops_empty(content, row.origin):
         raise DataError("'sft_steps' trains on the rows' own answers, and this one is empty", where=row.origin)
     rendered = render(content, row.origin)
     if len(rendered.input_ids) > max_length:
