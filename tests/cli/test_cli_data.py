@@ -1,4 +1,4 @@
-"""``streamtune data``: the screen, the document, the page, the picture, and what it refuses."""
+"""``streamtune data``: screen, JSON document, HTML page, PNG, and errors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_one_row_with_ids(folder: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 class Page(HTMLParser):
-    """The tags, the addresses and the text of a page; what is open at its end."""
+    """HTML parser that collects tags, addresses and text of a page; ``open`` has tags that were not closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,9 +162,9 @@ def test_prompts_of_a_shipped_recipe(folder: Path, capfd: pytest.CaptureFixture[
     [
         (["--set", "overlength=error"], "rows have more than max_length = 120 tokens"),
         (["--set", "datasets.0.path=chat.jsonl"], "the file 'chat.jsonl' does not exist"),
-        (["--row", "99"], "there is no row 99"),
-        (["--row", "qa.jsonl:99"], "nothing was made of a row 'qa.jsonl:99'"),
-        (["--ids"], "the ids of one row"),
+        (["--row", "99"], "row 99 does not exist"),
+        (["--row", "qa.jsonl:99"], "no row was prepared from 'qa.jsonl:99'"),
+        (["--ids"], "--ids needs --row"),
         (["--png", "none/a.png"], "cannot be written"),
     ],
     ids=["too long", "no file", "no number", "no row", "no row for ids", "no folder"],

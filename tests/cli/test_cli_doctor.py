@@ -1,4 +1,4 @@
-"""``streamtune doctor``: every check runs for real; what would stop a run is a problem, and the exit code says so."""
+"""``streamtune doctor``: every check runs for real; a problem that would stop a run gives exit code 1."""
 
 from __future__ import annotations
 

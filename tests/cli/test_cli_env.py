@@ -1,4 +1,4 @@
-"""``streamtune env``."""
+"""``streamtune env``: versions, devices and the allocator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_env_json(capsys):
 
 @pytest.mark.parametrize("version", ["2.13.0+cu130", "2.13.0+cpu", "2.14.1"])
 def test_torch_is_shown_with_its_build(monkeypatch, capsys, version):
-    """Metadata of the CUDA wheel say 2.13.0 and those of the CPU wheel 2.13.0+cpu; torch itself names both builds."""
+    """Metadata give 2.13.0 for the CUDA wheel and 2.13.0+cpu for the CPU wheel; torch itself names both builds."""
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(SystemExit):
         main(["env", "--json"])
@@ -52,7 +52,7 @@ def test_env_for_people(capsys):
 
 @pytest.fixture
 def environment(monkeypatch):
-    """The variables of the allocator, as a user has them who sets none; what a command sets is taken back."""
+    """Environment without allocator variables; changes by a command are undone afterwards."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -92,7 +92,7 @@ def test_a_converter_is_called_and_its_failure_told(run: Path, capsys: pytest.Ca
 def test_a_real_run(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Trained by the command, exported by the command, loaded by transformers; a base that has no folder included."""
+    """A model is trained and exported by the commands and loaded by transformers, also with a base without a folder."""
     if kind == "qlora":
         pytest.importorskip("torchao")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The command line as a whole: help, exit codes, how an error is told."""
+"""The command line as a whole: help, exit codes, printed errors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from streamtune.errors import DataError, OutOfMemoryError, RecipeError, StreamTu
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The real command, in a process of its own."""
+    """Run the real command in a separate process."""
     command = [sys.executable, "-m", "streamtune", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
 
 
 def shown(error: StreamTuneError, width: int = 80) -> list[str]:
-    """An error's panel as a terminal of this width shows it."""
+    """Return the panel of an error on a terminal of this width."""
     file = io.StringIO()
     Console(file=file, width=width).print(error_panel(error))
     return file.getvalue().splitlines()
@@ -59,6 +59,7 @@ def test_version(capsys):
         (["validate"], "Missing argument"),
         (["validate", "x.yaml", "--st", "seed=1"], "unknown option '--st'"),
         (["validate", "x.yaml", "--set"], "requires an argument"),
+        (["plan", "x.yaml", "--length", "ten"], "--length must be a whole number, found 'ten'"),
     ],
 )
 def test_wrong_usage_exits_2(arguments, said, capfd):
@@ -169,7 +170,7 @@ def test_a_panel_is_named_after_its_error():
 
 
 def test_names_of_strangers_are_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A field or a path in brackets is printed as it is; control characters are not obeyed."""
+    """Text in brackets is printed literally, and control characters are escaped."""
     from streamtune.cli.console import out, print_rows
 
     for each in (False, True):

@@ -1,4 +1,4 @@
-"""``plan``, ``probe-max-len``, ``verify`` and ``bench`` by the real command line, on recipes that score completions."""
+"""``plan``, ``probe-max-len``, ``verify`` and ``bench`` on recipes that score completions."""
 
 from __future__ import annotations
 
@@ -188,13 +188,13 @@ def settings_of(*settings: str) -> tuple[str, ...]:
 def test_a_real_step_holds_what_a_simulated_one_does(
     run: Callable[..., int], name: str, settings: list[str], mode: Any
 ) -> None:
-    """The training loop's functions and the recipe's objective, on random tokens; without a rollout."""
+    """The step uses the training loop's functions and the recipe's objective on random tokens, without a rollout."""
     compare_step(load_recipe(f"{name}.yaml", settings).recipe, mode)
 
 
 @pytest.mark.full
 def test_so_it_is_with_a_teacher(run: Callable[..., int]) -> None:
-    """It is called in each step, where a reference is called once a rollout."""
+    """A teacher is called in each step, but a reference once per rollout."""
     config = {**COMMON["model"]["init"], "hidden_size": 96}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained("taught")
     settings = ["loss_type=gkd", "teacher=taught", "beta=0.0", "use_vllm=true", "reward_funcs=[]"]
@@ -286,7 +286,7 @@ def test_the_screen_says_what_was_scored(run: Callable[..., int], capsys: pytest
 def test_prompts_that_are_shared_wrongly_are_caught(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positions that do not go on where the prompt ended."""
+    """The wrong sharing has positions that do not continue after the prompt."""
 
     def arguments(self: Branches, input_ids: Tensor) -> dict[str, Any]:
         return {"position_ids": torch.arange(self.length)[None], "attention_mask": torch.ones_like(input_ids)}

@@ -1,4 +1,4 @@
-"""``streamtune plan``: the screen, the document, and what it refuses."""
+"""``streamtune plan``: screen, JSON document, and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from streamtune.cli import main
 from streamtune.cli import plan as plan_screen
-from streamtune.cli.plan import Paced
+from streamtune.cli.plan import ProgressPrinter
 from streamtune.cli.plan_screen import bar, show_seconds
 from streamtune.recipe import load_recipe, shipped_recipes
 from streamtune.run.plan import PlanOptions, plan_recipe
@@ -188,7 +188,7 @@ def test_progress_without_a_terminal_comes_every_two_seconds(
 ):
     clock = iter([10.0, 10.1, 11.9, 12.2, 12.3])
     monkeypatch.setattr(plan_screen.time, "monotonic", lambda: next(clock))
-    tell = Paced()
+    tell = ProgressPrinter()
     for message in ("measuring", "planning", "planning: 1 of 6", "planning: 2 of 6", "planning: 3 of 6"):
         tell(message)
     assert capfd.readouterr().err.splitlines() == ["measuring", "planning", "planning: 2 of 6"]

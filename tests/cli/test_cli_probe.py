@@ -1,4 +1,4 @@
-"""``streamtune probe-max-len`` through the real command line, its trials in real processes: so they are few."""
+"""``streamtune probe-max-len`` by the real command line; its trials are real processes, so there are few."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_length_beyond_the_positions_of_the_model_is_told(
 
 @pytest.mark.slow
 def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    """A range of one length: streaming fits into the budget, the others do not."""
+    """The range has one length, which fits the budget with streaming and not with the other modes."""
     assert probe("--device-memory", "4MiB", "--from", "1024", "--to", "1024", "--baseline", "--output-dir", "out") == 0
     shown, said = capsys.readouterr()
     lines = shown.splitlines()
@@ -187,7 +187,7 @@ def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_device_that_is_not_there(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    """No process, no weights: the range is one length, so that one simulation of each mode tells."""
+    """Nothing is trained: the range has one length, so each mode is simulated once."""
     size = ["--device", "l4-24gb", "--host-memory", "64GiB", "--from", "4096", "--to", "4096"]
     assert probe("--method", "simulate", *size, "--baseline", "--json") == 0
     document = json.loads(capsys.readouterr().out)
@@ -205,7 +205,7 @@ def test_a_device_that_is_not_there(probe: Callable[..., int], capsys: pytest.Ca
 def test_files_of_the_user_are_not_written_through_links(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, name: str
 ) -> None:
-    """Refused before a step is tried: here the model could not even be built."""
+    """The error comes before a step is tried: the model of this recipe could not be built."""
     monkeypatch.chdir(tmp_path)
     init = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}
     Path("tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "model": {"init": init}}))

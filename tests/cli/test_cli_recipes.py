@@ -14,7 +14,7 @@ from streamtune.recipe import Recipe, load_recipe, read_shipped, shipped_names
 
 
 def call(*arguments: str) -> int:
-    """Run a command in this process; its exit code."""
+    """Run a command in this process and return its exit code."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     return int(caught.value.code or 0)

@@ -41,7 +41,7 @@ RECIPE: dict[str, Any] = {
 
 
 def write_rows(*sizes: tuple[int, int]) -> None:
-    """One row for each pair: words of the prompt, words of the answer."""
+    """Write one row for each (words of the prompt, words of the answer)."""
     rows = [
         [
             {"role": "user", "content": "why " * prompt},
@@ -325,7 +325,7 @@ def test_the_balance_loss_is_part_of_the_proof(verify: Callable[..., int], capsy
 def test_a_wrong_balance_loss_is_caught(
     verify: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is off by a thousandth of what the experts were chosen."""
+    """The wrong loss is off by a thousandth of the share of each expert."""
     monkeypatch.setattr(
         RouterSums, "counts", property(lambda sums: torch.cat([1.001 * sums.routed, sums.tokens[None]]))
     )
@@ -341,7 +341,7 @@ def test_a_mixture_that_cannot_be_balanced_is_refused(
 
 
 def packed(verify: Callable[..., int]) -> Callable[..., int]:
-    """Verify rows that share a sequence: four short ones."""
+    """Verify four short rows that share a sequence."""
     write_rows((3, 12), (5, 20), (2, 9), (4, 15), (3, 11))
     return lambda *arguments: verify("--set", "packing=true", "--set", "engine.chunk_size=30", *arguments)
 

@@ -1,4 +1,4 @@
-"""Standard output and error that are closed, full, gone or narrow: the exit code is right, and nothing is a defect."""
+"""Closed, full, broken or narrow standard streams: the exit code is right, and no bug is reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not FULL.exists(), reason="streams of Linux")
 
 
 def shell(folder: Path, line: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A line for bash, in which ``$S`` is the command; what it prints, and the exit code of the first in a pipe."""
+    """Run a bash line with ``$S`` as the command; return its output and the exit code of the first in a pipe."""
     command = f"{sys.executable} -m streamtune"
     return subprocess.run(
         ["bash", "-c", f"S='{command}'\n{line}\nexit ${{PIPESTATUS[0]}}"],
@@ -34,8 +34,8 @@ def shell(folder: Path, line: str, **variables: str) -> subprocess.CompletedProc
 
 
 def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
-    """Return True if nothing was printed that a user cannot understand."""
-    return not any(word in done.stdout + done.stderr for word in ("Traceback", "defect", "Exception ignored"))
+    """Return True if the output has no traceback and no report of a bug."""
+    return not any(word in done.stdout + done.stderr for word in ("Traceback", "this is a bug", "Exception ignored"))
 
 
 @pytest.mark.full
@@ -55,11 +55,11 @@ def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
         ("$S --help | true", 0, ""),
         ("PYTHONUNBUFFERED=1 $S schema | true", 0, ""),
         ("PYTHONIOENCODING=ascii $S validate tiny.yaml --json", 0, '"ok": true'),
-        ("LC_ALL=C PYTHONUTF8=0 $S validate tiny.yaml --set output_dir=ö", 2, "in this locale: set PYTHONUTF8=1"),
+        ("LC_ALL=C PYTHONUTF8=0 $S validate tiny.yaml --set output_dir=ö", 2, ": set PYTHONUTF8=1, or LC_ALL=C.UTF-8"),
         ("COLUMNS=10 $S --help", 0, "Usage"),
         ("COLUMNS=0 $S validate tiny.yaml", 0, "OK tiny.yaml"),
         ("COLUMNS=10 $S validate nowhere.yaml", 2, "the file does not exist"),
-        ("mkdir gone; cd gone; rmdir ../gone; $S env", 2, "the directory that the command was started in is gone"),
+        ("mkdir gone; cd gone; rmdir ../gone; $S env", 2, "the current directory was deleted"),
         ("setsid $S validate tiny.yaml", 0, "OK tiny.yaml"),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_sign_that_the_locale_has_not_is_shown_by_its_number(tmp_path: Path) -
 
 
 def in_terminal(folder: Path, columns: int, *arguments: str) -> tuple[int, str]:
-    """The exit code of a command in a terminal of so many columns, and what it shows."""
+    """Return exit code and output of a command in a terminal of ``columns`` columns."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "streamtune", *arguments],
@@ -108,7 +108,7 @@ def test_a_terminal_of_ten_columns(tmp_path: Path, arguments: str, code: int, sa
     found, shown = in_terminal(tmp_path, 10, "validate", arguments)
     assert found == code
     assert said in shown  # and not a column of dots
-    assert "defect" not in shown
+    assert "this is a bug" not in shown
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_run_whose_reader_has_gone_saves_and_leaves(tmp_path: Path) -> None:
 
 
 def test_what_is_printed_is_as_before(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a process that has replaced its streams nothing is changed, and one's own are put back."""
+    """In a process that replaced its streams nothing changes, and the original streams are restored."""
     before = sys.stdout
     keep_streams()()
     assert sys.stdout is before

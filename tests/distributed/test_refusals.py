@@ -36,7 +36,7 @@ CASES = {
     "two engines": Case(("'deepspeed' and 'fsdp' exclude each other",), {"deepspeed": "zero2", "fsdp": True}),
     "no such preset": Case(("there is no DeepSpeed configuration zero4", "did you mean"), {"deepspeed": "zero4"}),
     "uneven ranks": Case(
-        ("2 ranks are to share each sequence, and there are 3",), {"sequence_parallel_size": 2}, ranks=3
+        ("the number of ranks must be a multiple of 2, found 3",), {"sequence_parallel_size": 2}, ranks=3
     ),
     "uneven rows": Case(("train_batch_size is 3, and 2 ranks with", "write a multiple of"), {"train_batch_size": 3}),
     "few heads": Case(

@@ -165,7 +165,7 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
     for layout in SHARED:
         assert found[f"plain-{layout}"]["losses"] == pytest.approx(found["plain-one"]["losses"], rel=1e-5)
         loads(tmp_path, f"plain-{layout}")
-    assert any("seeded anew" in note for note in found["plain-one-zero3"]["notes"])
+    assert any("seeded again" in note for note in found["plain-one-zero3"]["notes"])
     _check_memory(tmp_path, [result for case, result in raw.items() if json.loads(case).get("what") == "memory"])
     failures = {json.loads(case)["asynchronous"]: result for case, result in raw.items() if '"failure"' in case}
     for off_thread in (True, False):

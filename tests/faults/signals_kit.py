@@ -116,7 +116,7 @@ def interrupt(
         ended.wrong.append(f"exit code {found}")
     if took > seconds:
         ended.wrong.append(f"ended after {took:.1f} s")
-    ended.wrong += [f"'{word}' in the output" for word in ("Traceback", "defect") if word in ended.output]
+    ended.wrong += [f"'{word}' in the output" for word in ("Traceback", "this is a bug") if word in ended.output]
     if found_left:
         ended.wrong.append(f"left behind: {[one.pid for one in found_left]}")
     if ended.wrong:

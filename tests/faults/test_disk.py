@@ -72,7 +72,7 @@ def judge(run: Path, status: int, output: str) -> list[str]:
     wrong = []
     if status not in (0, 1, 2):
         wrong.append(f"exit code {status}")
-    if "Traceback" in output or "this is a defect" in output:
+    if "Traceback" in output or "this is a bug" in output:
         wrong.append(f"a traceback: {output[-1500:]}")
     if status == 1 and not ("are needed" in output or "are free" in output):
         wrong.append(f"no figures: {output[-600:]}")

@@ -172,12 +172,12 @@ MODELS: dict[str, Fault] = {
                      ("is the directory of a checkpoint of a run",
                       "use its model, runs/tiny/checkpoints/step-000002/model")),
     "adapters": (lambda folder: adapters(folder), (), 2,
-                 ("holds adapters over a frozen base", "streamtune export", "model.yaml:1")),
+                 ("holds adapters on a frozen base", "streamtune export", "model.yaml:1")),
     "adapters on adapters": (lambda folder: adapters(folder), ("--set", "finetuning_type=lora"), 2,
-                             ("holds adapters, and new ones would take their place", "streamtune export")),
+                             ("holds adapters, and new adapters would replace them", "streamtune export")),
     "its own run moved aside": (nothing, ("--set", "model_name_or_path=runs/tiny/final", "--output-dir", "runs/tiny",
                                           "--resume", "never"), 2,
-                                ("runs/tiny/final is in runs/tiny, which --resume never would move aside",)),
+                                ("runs/tiny/final is in runs/tiny, which `--resume never` would move aside",)),
     "cut off": (lambda folder: os.truncate(folder / "m/model.safetensors", 5000), (), 2, ("cannot load the model",)),
     "a tokenizer cut off": (lambda folder: os.truncate(folder / "m/tokenizer.json", 500), (), 2,
                             ("cannot load the tokenizer", "damaged")),
@@ -273,7 +273,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def unclear(output: str) -> list[str]:
     """What no error may have."""
-    return re.findall(r"Traceback|this is a defect|^error: \w+Error:", output, flags=re.MULTILINE)
+    return re.findall(r"Traceback|this is a bug|^error: \w+Error:", output, flags=re.MULTILINE)
 
 
 def joined(done: Any) -> str:
@@ -321,5 +321,5 @@ def test_no_room_for_temporary_files_anywhere(tmp_path: Path, tmpdir: str | None
     output = done.stdout + done.stderr
     assert done.returncode == 1, output
     assert unclear(output) == [], output
-    assert "no directory for temporary files that can be written to" in output
-    assert f"where: {f'TMPDIR={tmpdir}' if tmpdir else '/tmp'}\nfix: set TMPDIR to a directory with room" in output
+    assert "no directory for temporary files is writable" in output
+    assert f"where: {f'TMPDIR={tmpdir}' if tmpdir else '/tmp'}\nfix: set TMPDIR to a writable directory" in output

@@ -30,7 +30,7 @@ def test_sigterm_in_every_phase(zygotes: Zygotes, whole: Whole, tmp_path: Path, 
         # A shell calls both of them 143.
         assert done.status == (-15 if phase in ("loading", "final") else 143), done.output
         assert "Traceback" not in done.output
-        assert "this is a defect" not in done.output
+        assert "this is a bug" not in done.output
         if phase != "loading":
             assert complete_checkpoints(folder / "runs/tiny")
         again = zygotes.run(folder)

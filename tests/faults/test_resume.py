@@ -159,14 +159,14 @@ def test_a_change_is_refused_by_name_and_goes_on_where_it_is_allowed(zygotes: Zy
     done = zygotes.run(tmp_path, *change, "--allow-change", "learning_rate")
     assert done.status == 0, done.output
     said = " ".join(done.output.split())
-    assert "going on with a change: learning_rate was 0.01, is now 0.02" in said
-    assert "going on with a change: save_steps was 2, is now 1" in said
+    assert "resumed with a change: learning_rate was 0.01, is now 0.02" in said
+    assert "resumed with a change: save_steps was 2, is now 1" in said
     rates = [json.loads(line).get("lr") for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     assert rates[2] == pytest.approx(2 * rates_of(kept)[2])
 
     done = zygotes.run(tmp_path, "--set", "lora_r=4", "--allow-change", "lora_r")
     assert done.status == 2, done.output
-    assert "'lora_r' is decided by what the run goes on with" in " ".join(done.output.split())
+    assert "'lora_r' cannot change: the checkpoint has the weights of the old value" in " ".join(done.output.split())
     done = zygotes.run(tmp_path, "--allow-change", "learing_rate")
     assert done.status == 2
     assert "did you mean 'learning_rate'?" in done.output
@@ -192,4 +192,4 @@ def test_other_data_is_refused_and_goes_on_where_it_is_allowed(zygotes: Zygotes,
     assert "the data changed" in " ".join(done.output.split())
     done = zygotes.run(tmp_path, "--allow-change", "data")
     assert done.status == 0, done.output
-    assert "it is gone through from its beginning" in " ".join(done.output.split())
+    assert "it is read again from its beginning" in " ".join(done.output.split())

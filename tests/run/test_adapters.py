@@ -1,4 +1,4 @@
-"""Kinds of adapters through the real command line: trained, resumed to the same bits, exported, compared with."""
+"""Kinds of adapters by the real command line: trained, resumed bit-identically, exported, used as reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rows in the working directory, and a cache of its own."""
+    """Return a folder with rows and its own cache, as the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_rows(tmp_path, 12)
@@ -47,20 +47,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def streamtune(*arguments: str) -> int:
-    """The exit code of a command."""
+    """Run a command and return its exit code."""
     with pytest.raises(SystemExit) as left:
         main(list(arguments))
     return int(left.value.code or 0)
 
 
 def losses(folder: str) -> list[float]:
-    """Losses of a run's steps."""
+    """Return the loss of each step of a run."""
     lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
 def saved(folder: str) -> bytes:
-    """The adapters at the end of a run."""
+    """Return the final adapters of a run."""
     return Path(folder, "final/adapter_model.safetensors").read_bytes()
 
 
@@ -81,7 +81,7 @@ def test_trained_resumed_and_exported(folder: Path, kind: str) -> None:
 
 @pytest.mark.full
 def test_lora_ga_moves_faster_at_first(folder: Path) -> None:
-    """From the gradient of all rows, steps of SGD go further down than those of LoRA at the same rate and scale."""
+    """Started from the gradient of all rows, SGD lowers the loss more than LoRA at the same rate and scale."""
     more = {
         "optim": "sgd",
         "learning_rate": 1.0e-3,
@@ -167,7 +167,7 @@ def test_a_reference_without_the_adapters_that_training_starts_from_is_refused(
     keys = {**PAIRS, "finetuning_type": "lora", "adapter_name_or_path": "first/final"}
     Path("pairs.yaml").write_text(yaml.safe_dump(keys))
     assert streamtune("dpo", "pairs.yaml", "--output-dir", "run") == 2
-    assert "its reference would be the model without them" in " ".join(capsys.readouterr().err.split())
+    assert "the reference would be the model without them" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -250,4 +250,4 @@ def test_preferences_from_loftq_need_a_reference(folder: Path, capsys: pytest.Ca
     keys = {"finetuning_type": "qlora", "quantization": "int8", "adapter_type": "loftq"}
     path = write_recipe(folder, {**PAIRS, **LORA, **keys})
     assert streamtune("dpo", str(path), "--output-dir", "run") == 2
-    assert "make up for the quantisation" in " ".join(capsys.readouterr().err.split())
+    assert "correct the quantisation" in " ".join(capsys.readouterr().err.split())

@@ -37,7 +37,7 @@ RECIPE: dict[str, Any] = {
 
 
 def write_base(folder: Path, *, tied: bool = True, spare: int = 0, eos: bool = True) -> None:
-    """Write a base model with a tokenizer that has no token of a chat."""
+    """Write a base model whose tokenizer lacks chat tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def write_base(folder: Path, *, tied: bool = True, spare: int = 0, eos: bool = T
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Chats in the working directory."""
+    """Return the working directory, with chats as rows."""
     monkeypatch.chdir(tmp_path)
     rows = [
         [
@@ -84,7 +84,7 @@ def test_new_rows_are_the_mean_of_the_others_and_old_ones_stay(folder: Path, tie
     new = [tokenizer.encode(token, add_special_tokens=False) for token in NEW]
     old = len(tokenizer) - 4
     assert new == [[old], [old + 1], [old + 2], [old + 3]]
-    assert f"4 tokens are added: {', '.join(NEW)}; the tokenizer has {len(tokenizer)}" in notes
+    assert f"added 4 tokens to the tokenizer: {', '.join(NEW)}; it now has {len(tokenizer)}" in notes
     example = built.prepared.train[0]
     assert list(example.input_ids).count(old + 1) == 2, "<|im_start|> is one token in the rows"
     assert old in example.labels, "the end of a turn is trained"
@@ -165,7 +165,7 @@ def test_adapters_train_the_new_rows_and_no_others(
 
 
 def test_tied_tables_with_new_rows_are_exported_tied(folder: Path) -> None:
-    """Adapters change both tables in the same rows by the same values: the merged model needs one."""
+    """Adapters change the same rows of both tables by the same values, so the merged model needs one table."""
     write_base(folder / "base")
     write_recipe(folder, {**RECIPE, "finetuning_type": "lora", "lora_r": 4, "max_steps": 1, "output_dir": "run"})
     assert run() == 0
@@ -184,7 +184,7 @@ def test_tied_tables_with_new_rows_are_exported_tied(folder: Path) -> None:
 
 @pytest.mark.full
 def test_a_reference_has_the_same_rows(folder: Path) -> None:
-    """At the start the model is its own reference: the margins are 0, those of new tokens too."""
+    """At the start the model equals its reference, so all margins are 0, also with new tokens."""
     write_base(folder / "base")
     pairs = [{"prompt": f"say {n}", "chosen": f"<think>{n}</think>hello", "rejected": f"no {n}"} for n in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
@@ -224,7 +224,7 @@ def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], keys:
 
 
 def test_tokens_that_are_there_need_no_rows(folder: Path) -> None:
-    """Then adapters do, and so does a tokenizer without padding or end of its own."""
+    """Existing tokens work with adapters, and with a tokenizer without padding or end token."""
     write_base(folder / "base", eos=False)
     keys = {"special_tokens": {"eos_token": "<|endoftext|>"}, "added_tokens": ["a"], "finetuning_type": "lora"}
     template = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
@@ -240,4 +240,4 @@ def test_chatml_says_what_it_writes_in_several_tokens(folder: Path, capsys: pyte
     write_recipe(folder, {**RECIPE, "special_tokens": {}, "added_tokens": []})
     assert run("--dry-run") == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "no token for each of <|im_start|> and <|im_end|>, which chatml writes: they take 12 and 10 tokens" in said
+    assert "splits <|im_start|> and <|im_end|>, which chatml writes, into 12 and 10 tokens" in said

@@ -1,4 +1,4 @@
-"""Samples and answers are asked for as the rows were trained: with the recipe's system message and variables."""
+"""Prompts of samples and answers are rendered as in training: with the recipe's system message and variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of the best evaluation are on disk, whatever steps are saved."""
+"""The weights of the best evaluation are saved, whatever ``save_steps`` is."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_end_says_that_better_weights_are_gone(folder: Path, capsys: pytest.
 
 @pytest.mark.full
 def test_early_stopping_leaves_the_best_weights(folder: Path) -> None:
-    """The final model is that of the last step; without a save in between the best one was nowhere."""
+    """The final model is the model of the last step, and no periodic checkpoint saves the best weights."""
     recipe = {**COMMON, "save_steps": 0, "eval_steps": 1, "early_stopping_patience": 2, "max_steps": 9}
     write_recipe(folder, {**recipe, "metric_for_best_model": "eval_loss"})
     assert run() == 0

@@ -1,4 +1,4 @@
-"""Callbacks of a recipe: what they get, what they cannot change, and how one that fails ends the run."""
+"""Callbacks of a recipe: their arguments, their isolation from the run, and the error of a failing callback."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
         ("audit.py:Slip", "has 'on_steps', which is never called", "on_step"),
         ("audit.py:Nothing", "has none of the methods of a callback", "on_start, on_step, on_evaluate, on_end"),
         ("nowhere.py:Audit", "there is no file", "paths start at"),
-        ("audit.py", "names no callback", "file.py:Name"),
+        ("audit.py", "the callback must be file.py:Name or module:Name, found 'audit.py'", "file.py:Name"),
         ("audit.py:Unmakeable", "making the callback", ""),
     ],
 )
@@ -136,7 +136,7 @@ def test_code_runs_only_where_it_is_allowed(sft: Callable[..., int], capsys: pyt
     number = len(Path("tiny.yaml").read_text().splitlines())
     assert sft() == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "is Python code that the recipe names" in said
+    assert "is Python code, and code is not allowed to run" in said
     assert f"tiny.yaml:{number}" in said
     assert not Path("told.json").exists()
     assert not Path("runs").exists()

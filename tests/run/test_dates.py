@@ -1,4 +1,4 @@
-"""A template that prints the date: a run keeps its own, and renders the same when it is resumed on another day."""
+"""A chat template that prints the date: a run keeps its start date, also if it is resumed on another day."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MORE = ("--set", "max_steps=2", "--allow-change", "max_steps")
 
 
 class Another(datetime.date):
-    """A day on which no test runs."""
+    """Date class whose today is 29 February 2024."""
 
     @classmethod
     def today(cls) -> Another:

@@ -1,4 +1,4 @@
-"""``streamtune dpo`` through its real command line, on tiny models made here: what goes in, what comes out."""
+"""``streamtune dpo`` by the real command line on tiny new models: inputs, outputs, errors."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ TIMINGS = ("tokens_per_s", "peak_mem_gib")
 
 
 def add(path: str, **row: Any) -> None:
-    """One more row."""
+    """Append a row to the file."""
     with Path(path).open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rows in the working directory, and a cache of its own."""
+    """Return a folder with rows and its own cache, as the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for number in range(18):
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def dpo() -> Callable[..., int]:
-    """``streamtune dpo tiny.yaml ...`` with keys of its own; returns the exit code."""
+    """Run ``streamtune dpo tiny.yaml ...`` with more recipe keys; return the exit code."""
 
     def run(*arguments: str, command: str = "dpo", **keys: Any) -> int:
         recipe = {key: value for key, value in {**RECIPE, **keys}.items() if value is not None}
@@ -155,7 +155,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     dpo: Callable[..., int], keys: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reference is the model that training began with, not the one that is gone on with."""
+    """The reference is the model that training began with, not the resumed model."""
     settings = ("--output-dir", "run", "--set", "save_steps=2")
     assert dpo(*settings, **keys) == 0
     whole = records("run")
@@ -163,7 +163,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     shutil.rmtree("run/checkpoints/step-000004")
     shutil.rmtree("run/final")
     assert dpo(*settings, **keys) == 0
-    assert "the reference is asked again" not in capsys.readouterr().err
+    assert "log-probs of the reference are computed again" not in capsys.readouterr().err
     assert records("run") == whole
     [ours, theirs] = (next(Path(where).glob("*.safetensors")).read_bytes() for where in ("run/final", "kept"))
     assert ours == theirs
@@ -171,7 +171,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
 
 @pytest.mark.full
 def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    """A copy, the same model by name, and either of them asked once before."""
+    """References: a copy, the same model by name, and both with precomputed log-probs."""
     assert dpo("--output-dir", "base", command="sft", objective=None, datasets=[{"path": "texts.jsonl"}]) == 2
     for number in range(12):
         add("texts.jsonl", prompt=f"Add {number}.", completion=f"It is {number}.")
@@ -186,7 +186,7 @@ def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: 
     assert "the reference's log-probs are kept in" in capsys.readouterr().err
     assert losses("kept") == pytest.approx(losses("copy"), rel=1e-5)
     assert dpo("--output-dir", "again", ref_model_name_or_path="base/final", **kept, **start) == 0
-    assert "known from an earlier run" in capsys.readouterr().err
+    assert "were read from the cache" in capsys.readouterr().err
     assert losses("again") == losses("kept")
     assert len(list(Path("cache/streamtune/reference").iterdir())) == 1
     assert dpo("--output-dir", "other", datasets=[{"path": "pairs.jsonl", "max_rows": 12}], **kept, **start) == 0
@@ -197,7 +197,7 @@ def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: 
 def test_log_probs_are_kept_by_the_configuration_too(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same weights with another rope compute others: taken for those, step 1 would not have a loss of ln 2."""
+    """Another RoPE gives other log-probs: with stale ones, the loss of step 1 would not be ln 2."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     kept = {"precompute_ref_log_probs": True, "max_steps": 1, "eval_steps": 0}
     model = {"init": {**INIT, "attention_dropout": 0.0, "rope_parameters": rope}}
@@ -206,7 +206,7 @@ def test_log_probs_are_kept_by_the_configuration_too(
     assert dpo("--output-dir", "two", **kept, model=other) == 0
     assert dpo("--output-dir", "three", **kept, model=other) == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert told.count("the reference's log-probs are known from an earlier run") == 1
+    assert told.count("log-probs of the reference were read from the cache") == 1
     assert len(list(Path("cache/streamtune/reference").iterdir())) == 2
     for run in ("one", "two", "three"):
         assert losses(run)[0] == pytest.approx(math.log(2), abs=1e-5), run
@@ -216,7 +216,7 @@ def test_log_probs_are_kept_by_the_configuration_too(
 def test_adapters_of_a_reference_count_in_its_key_and_the_base_below_them_in_a_resume(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two folders of adapters on one base; then the same weights with another ``lora_alpha``; then another base."""
+    """Cases: two folders of adapters on one base, the same weights with another ``lora_alpha``, another base."""
     for number in range(6):
         add("texts.jsonl", prompt=f"Add {number}.", completion=f"It is {number}.")
     texts = {"command": "sft", "objective": None, "datasets": [{"path": "texts.jsonl"}], "val_size": 0, "eval_steps": 0}
@@ -240,7 +240,7 @@ def test_adapters_of_a_reference_count_in_its_key_and_the_base_below_them_in_a_r
             assert dpo("--output-dir", name, **start, **few, **more) == 0
             found[name] = losses(name)[0]
         assert found[name] == pytest.approx(found[f"{Path(reference).parts[0]}-False"], rel=1e-5), reference
-    assert "known from an earlier run" not in capsys.readouterr().err
+    assert "were read from the cache" not in capsys.readouterr().err
     assert len({round(loss, 5) for name, loss in found.items() if name.endswith("True")}) == 3, found
 
     with safe_open("base/final/model.safetensors", "pt") as file:
@@ -271,7 +271,7 @@ def test_damaged_log_probs_are_computed_again_at_a_start_and_at_a_resume(
     assert dpo(*settings, **kept) == 0
     told = " ".join(capsys.readouterr().err.split())
     assert told.count("is damaged and will be created again") == 1
-    assert "the reference is asked again" in told
+    assert "log-probs of the reference are computed again" in told
     assert records("run") == whole
     assert file.read_bytes() == content
     file.write_bytes(content[: len(content) // 2])

@@ -1,4 +1,4 @@
-"""Pairs of conversations whose first turns are common, from a recipe to a trained model: the same steps for less."""
+"""Pairs of conversations that share their first turns, from a recipe to a trained model: the same steps, cheaper."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECURRENT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pairs of one to three turns, of which all but the last are common."""
+    """Write pairs of one to three turns that share all turns but the last."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with (tmp_path / "pairs.jsonl").open("w") as file:

@@ -81,7 +81,7 @@ def test_the_end_of_trained_turns_is_in_all_that_is_written(
     assert run() == 0
     shown = " ".join(capsys.readouterr().out.split())
     number = tokenizer.convert_tokens_to_ids(TURN_END)
-    assert f"{TURN_END} ({number}), as the trained turns do; besides {TEXT_END}" in shown
+    assert f"{TURN_END} ({number}), which end the trained turns; in addition to {TEXT_END}" in shown
     for place in ("run/final", "run/checkpoints/step-000001/model"):
         assert written_ends(place) == [TEXT_END, TURN_END]
     own = json.loads(Path("run/final/generation_config.json").read_text())
@@ -142,7 +142,7 @@ def test_of_streamed_rows_the_first_are_looked_at(folder: Path) -> None:
 
 @pytest.mark.full
 def test_a_policy_stops_at_the_end_of_its_turn(folder: Path) -> None:
-    """Supervised steps teach it to end its turns; with the base's end alone every completion was cut off."""
+    """Supervised steps teach the policy to end turns; with only the base's stop token, completions were truncated."""
     save_base(folder / "base", [TEXT_END])
     row = {"prompt": [{"role": "user", "content": "Say it."}], "completion": [{"role": "assistant", "content": "ok"}]}
     Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
@@ -161,7 +161,7 @@ def test_a_policy_stops_at_the_end_of_its_turn(folder: Path) -> None:
 
 @pytest.mark.full
 def test_a_policys_checkpoints_have_its_own_settings(folder: Path) -> None:
-    """They are written while it writes completions, and the run that goes on from them keeps its own to the end."""
+    """Checkpoints are written during rollouts, and the resumed run keeps its generation settings."""
     save_base(folder / "base", [TEXT_END, TURN_END])
     Path("rows.jsonl").write_text('{"prompt": "Say it."}\n' * 8)
     Path("rewards.py").write_text(
@@ -207,9 +207,11 @@ def test_adapters_name_their_base_for_any_directory(
 
 
 def test_adapters_at_other_positions_are_merged_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The base alone has the old positions: peft would put the adapters on another model without a word."""
+    """The base has the old positions, and PEFT would silently load the adapters on a different model."""
     save_base(folder / "base", [TEXT_END])
     scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_steps": 1}
     write_recipe(folder, {**RECIPE, **KINDS["lora"], **scaled})
     assert run() == 0
-    assert "merge it first: the base's configuration has other positions" in " ".join(capsys.readouterr().out.split())
+    assert "merge it first: the adapters were trained at other positions than the base's" in " ".join(
+        capsys.readouterr().out.split()
+    )

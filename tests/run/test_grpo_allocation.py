@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def grpo(*arguments: str, **settings: Any) -> int:
-    """Exit code of ``streamtune grpo tiny.yaml --set ...``."""
+    """Run ``streamtune grpo tiny.yaml --set ...`` and return the exit code."""
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
     with pytest.raises(SystemExit) as left:
         main(["grpo", "tiny.yaml", *arguments, *sets])
@@ -83,7 +83,7 @@ def weights_of(run: str) -> dict[str, Tensor]:
 
 
 def groups_of(run: str) -> dict[int, list[int]]:
-    """Sizes of the groups of each step, of which all completions are kept."""
+    """Return the group sizes of each step, from its logged completions."""
     counts: dict[int, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for record in lines(run, "completions.jsonl"):
         counts[record["step"]][record["origin"]] += 1
@@ -108,7 +108,7 @@ def test_a_prompt_has_as_many_completions_as_its_variance_asks_for(folder: Path)
 
 @pytest.mark.full
 def test_the_first_steps_are_those_of_equal_groups(folder: Path) -> None:
-    """Until a prompt comes again: twelve prompts, three to a step."""
+    """Groups are equal until a prompt occurs again: there are twelve prompts, three per step."""
     settings = {"lr_scheduler_type": "constant", "max_steps": 5}
     for allocation in ("equal", "gvm"):
         assert grpo("--output-dir", allocation, allocation=allocation, **settings) == 0
@@ -127,7 +127,7 @@ def test_the_first_steps_are_those_of_equal_groups(folder: Path) -> None:
     ],
 )
 def test_a_run_goes_on_to_the_same_bits(folder: Path, more: dict[str, Any]) -> None:
-    """A rollout lasts four steps: 1 to 4, 5 to 8."""
+    """A rollout is used for four steps: 1 to 4, then 5 to 8."""
     settings = {"num_iterations": 2, "steps_per_generation": 4, "save_steps": 1, "save_total_limit": 99, **more}
     settings |= {"max_steps": 14}
     assert grpo("--output-dir", "whole", **settings) == 0
@@ -196,7 +196,7 @@ def test_what_is_wrong(folder: Path, changes: dict[str, Any], said: str, fix: st
 
 @pytest.mark.full
 def test_a_run_is_evaluated_and_says_how_it_divides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An evaluated model has no trained weights, and needs no gradient."""
+    """An evaluated model has no trainable weights, and needs no gradient."""
     assert grpo("--output-dir", "run", max_steps=2, val_size=4) == 0
     assert "allocated among the prompts of a step (gvm)" in capsys.readouterr().out
     with pytest.raises(SystemExit) as left:

@@ -1,4 +1,4 @@
-"""``streamtune grpo`` through its real command line, on tiny models and rewards that tell random completions apart."""
+"""``streamtune grpo`` by the real command line, on tiny models and rewards that distinguish random completions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ Grpo = Callable[..., int]
 
 @pytest.fixture
 def grpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Grpo:
-    """``streamtune grpo tiny.yaml --set ...`` in this process, in a folder of its own; returns the exit code."""
+    """Run ``streamtune grpo tiny.yaml --set ...`` in this process, in a new folder; return the exit code."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))
@@ -167,7 +167,7 @@ INNER = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 7, "epsilo
 
 @pytest.mark.full
 def test_a_run_goes_on_in_the_middle_of_inner_epochs_bit_for_bit(grpo: Grpo) -> None:
-    """A rollout lasts four steps here: 1 to 4, 5 to 8. Step 3 and step 5 go on with what was written before."""
+    """A rollout is used for four steps: 1 to 4, then 5 to 8. Runs resumed at steps 3 and 5 use saved completions."""
     settings = {**INNER, "save_steps": 1, "save_total_limit": 9, "pass_reward": 0.55, "beta": 0.1}
     assert grpo("--output-dir", "whole", **settings) == 0
     whole = lines("whole")

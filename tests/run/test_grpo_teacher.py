@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_teacher(folder: Path, **changes: Any) -> None:
-    """``taught/final``: a model of its own width with the tokenizer of the prompts, trained for a few steps."""
+    """Train a teacher of another width with the tokenizer of the prompts, into ``taught/final``."""
     model = {"init": {**INIT, "hidden_size": 48}}
     more = {"max_steps": 6, "learning_rate": 3e-2, "output_dir": "taught"}
     write_recipe(folder, {**REWARDED, "model": model, **more, **changes})
@@ -73,7 +73,7 @@ def test_rewards_are_reported_and_change_nothing(folder: Path) -> None:
 
 @pytest.mark.full
 def test_a_run_goes_on_in_the_middle_of_a_rollout_bit_for_bit(folder: Path) -> None:
-    """A rollout lasts four steps: 1 to 4, 5 to 8."""
+    """A rollout is used for four steps: 1 to 4, then 5 to 8."""
     make_teacher(folder)
     inner = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 6, "save_steps": 1, "save_total_limit": 9}
     write_recipe(folder, {**RECIPE, **inner, "kd_divergence": "jsd", "kd_beta": 0.3, "kd_temperature": 2.0})

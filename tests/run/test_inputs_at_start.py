@@ -1,4 +1,4 @@
-"""Files of a model that are written to while a run is being started: hashed first and read later, they are refused."""
+"""Files of a model that change between hashing and reading at the start of a run are an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sft_kit import FIXED, QWEN3, RECIPE, write_recipe, write_rows
 def test_weights_that_are_edited_while_they_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool
 ) -> None:
-    """The hash before and the hash after are the same where the file was put back, and the weights are others."""
+    """The file is restored after it was read, so both hashes are equal although other weights were loaded."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 4)
     tokenizer = train_tokenizer([(tmp_path / "rows.jsonl").read_text()], vocab_size=300)

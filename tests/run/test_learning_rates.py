@@ -38,7 +38,7 @@ def test_the_schedule_of_a_run_has_its_options(folder: Path) -> None:
 
 
 def test_a_warmup_longer_than_the_run_is_told(folder: Path) -> None:
-    """The rate would never reach what the recipe says, and the losses would not say why."""
+    """The learning rate would never reach the value of the recipe, and nothing else would show it."""
     for warmup, told in ((500, True), (9, True), (8, False)):
         said: list[str] = []
         path = write_recipe(folder, {**COMMON, "warmup_steps": warmup, "max_steps": 9})
@@ -71,7 +71,7 @@ EARLY = {"val_size": 3, "eval_steps": 1, "metric_for_best_model": "eval_loss", "
 
 @pytest.mark.full
 def test_a_run_ends_where_the_metric_gets_no_better(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a rate at which nothing is learnt, the first evaluation is the best; resumed, the count goes on."""
+    """The rate is so small that the first evaluation is the best; a resumed run continues to count."""
     write_recipe(folder, {**COMMON, **EARLY, "learning_rate": 0.0})
     settings = ("--output-dir", "early", "--set", "save_steps=1", "--set", "save_total_limit=9")
     for more in ((), ("--resume", "early/checkpoints/step-000002")):

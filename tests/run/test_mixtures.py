@@ -1,4 +1,4 @@
-"""Weights of datasets and named eval sets, through the real command line: what is trained, measured and resumed."""
+"""Weighted datasets and named eval sets by the real command line: trained, evaluated, resumed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMINGS = ("tokens_per_s", "peak_mem_gib")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rows in the working directory: two datasets and two eval sets."""
+    """Return the working directory with two datasets and two eval sets."""
     monkeypatch.chdir(tmp_path)
     for name, count in (("a", 12), ("b", 6), ("e", 4), ("f", 5)):
         texts = [f"{name}{number} " * (3 + number % 4) for number in range(count)]

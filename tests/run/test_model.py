@@ -1,4 +1,4 @@
-"""Models as a recipe asks for them."""
+"""Making the model of a recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, init_model
 from streamtune.models.quantize import PACKAGES
 from streamtune.recipe import load_recipe
-from streamtune.run.model import _adapted
+from streamtune.run.model import _add_adapters
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -22,9 +22,9 @@ def test_weights_that_came_quantised_are_not_trained_themselves(kind: str, tmp_p
     model = init_model(config, ModelOptions("float32", kind), vocab_size=64, token_ids=ids, seed=3)
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: Qwen/Qwen3-4B\ndatasets:\n  - path: train.jsonl\n")
-    with pytest.raises(ArgumentError, match=f"are quantised \\({kind}\\)") as caught:
-        _adapted(load_recipe(path).recipe, model)
+    with pytest.raises(ArgumentError, match=f"the checkpoint is quantised \\({kind}\\)") as caught:
+        _add_adapters(load_recipe(path).recipe, model)
     assert "finetuning_type: qlora" in caught.value.fix
     path.write_text(path.read_text() + "finetuning_type: lora\n")
-    adapted = _adapted(load_recipe(path).recipe, model)
+    adapted = _add_adapters(load_recipe(path).recipe, model)
     assert all("lora_" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)

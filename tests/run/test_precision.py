@@ -1,4 +1,4 @@
-"""What is trained of a bfloat16 checkpoint: float32 where it fits, else bfloat16 that is rounded stochastically."""
+"""Precision for a bfloat16 checkpoint: float32 if it fits, else bfloat16 with stochastic rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LARGE = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in bfloat16, with its tokenizer."""
+    """Write a bfloat16 checkpoint with its tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -94,7 +94,7 @@ def test_bfloat16_that_is_written_is_kept_and_noted(folder: Path, capsys: pytest
     assert run() == 0
     out = capsys.readouterr()
     said = out.out + out.err
-    assert "each step is rounded to the nearest number: at a learning rate of 1e-05 most small steps are lost" in said
+    assert "rounding to nearest, which loses most small steps at a learning rate of 1e-05" in said
     assert "of the trained weights: most updates are smaller than the rounding of 16-bit weights" in said
     assert {x.dtype for x in weights(folder / "out" / "final").values()} == {torch.bfloat16}
     assert moved("out") < 0.2
@@ -146,7 +146,7 @@ def test_a_run_rounded_stochastically_learns_as_one_in_float32(folder: Path):
     ],
 )
 def test_ranks_step_float32_weights_too(folder: Path, key: str, value: Any, dtype: str):
-    """FSDP2 has them, DeepSpeed keeps them beside bfloat16 ones, and without either each rank has the whole model."""
+    """FSDP2 shards float32 weights, DeepSpeed keeps a float32 copy, and with DDP each rank has the whole model."""
     if key == "deepspeed":
         pytest.importorskip("deepspeed")
     write_recipe(folder, {**TRAIN, "max_steps": 2, key: value})
@@ -156,7 +156,7 @@ def test_ranks_step_float32_weights_too(folder: Path, key: str, value: Any, dtyp
 
 
 def large(folder: Path, **more: Any) -> Recipe:
-    """A recipe whose checkpoint is a configuration: enough to plan."""
+    """Return a recipe whose checkpoint has only a configuration, which is enough to plan."""
     (folder / "large").mkdir(exist_ok=True)
     (folder / "large" / "config.json").write_text(json.dumps(LARGE))
     write_recipe(folder, {**TRAIN, "model_name_or_path": "large", "max_length": 256, **more})
@@ -216,12 +216,12 @@ def test_a_run_on_too_small_a_device_says_what_it_takes_and_what_it_costs(folder
     assert (start.recipe.dtype, start.recipe.weight_rounding) == ("bfloat16", "stochastic")
     assert start.identity["recipe"]["weight_rounding"] == "stochastic"
     note = next(each for each in said if "do not fit" in each)
-    assert "which take 280 KiB more" in note  # 8 bytes of each weight
-    assert "right on average, with more noise" in note
+    assert "(they take 280 KiB more)" in note  # 8 bytes of each weight
+    assert "right on average, but noisier" in note
 
 
 def test_a_run_that_was_begun_keeps_the_precision_it_was_begun_with(folder: Path):
-    """Also one of a version that had no choice: it goes on in the checkpoint's dtype."""
+    """This includes a run of a version without this choice: it is resumed in the checkpoint's dtype."""
     write_recipe(folder, {**TRAIN, "max_steps": 1})
     assert run() == 0
     path = folder / "out" / "run.json"
@@ -279,7 +279,7 @@ def test_what_a_recipe_leaves_open(folder: Path, more: dict[str, Any], want: lis
 
 
 def test_a_float16_checkpoint_is_not_trained_in_float16(folder: Path):
-    """Its gradients would underflow: there is no scaled loss."""
+    """float16 gradients would underflow, because the loss is not scaled."""
     large(folder)
     (folder / "large" / "config.json").write_text(json.dumps({**LARGE, "dtype": "float16"}))
     recipe = load_recipe("tiny.yaml").recipe
@@ -317,7 +317,7 @@ def test_modules_that_are_saved_whole_beside_adapters_move(folder: Path, capsys:
     recipe = {**TRAIN, "finetuning_type": "lora", "lora_target": ["q_proj"], "modules_to_save": ["lm_head"]}
     write_recipe(folder, {**recipe, "weight_decay": 0.0, "max_steps": 4})
     assert run() == 0
-    assert "modules_to_save are bfloat16: each step of theirs is rounded stochastically" in capsys.readouterr().err
+    assert "modules_to_save are bfloat16: their steps are rounded stochastically" in capsys.readouterr().err
     assert "of the trained weights" not in capsys.readouterr().out
     write_recipe(folder, {**recipe, "max_steps": 4, "learning_rate": 1.0e-6})
     assert run("--output-dir", "slow") == 0

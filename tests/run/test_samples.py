@@ -1,4 +1,4 @@
-"""Samples while a run trains: the run is, bit for bit, the one without them."""
+"""Samples during training: the run is bit-identical to a run without samples."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lines(folder: str, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def states(folder: str) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Weights, optimizer and random state of every checkpoint, and the final model."""
+    """Return weights, optimizer and random state of every checkpoint, and the final model."""
     files = [*sorted(Path(folder).glob("checkpoints/**/*.safetensors")), Path(folder, "final/model.safetensors")]
     return [(str(path.relative_to(folder)), load_file(path)) for path in files]
 
@@ -102,7 +102,7 @@ def test_it_is_so_across_a_resumption_too(sft: Callable[..., int], kind: str) ->
 def test_samples_after_the_checkpoint_are_cut_and_written_again(
     sft: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped while it samples after step 3: the checkpoint says that step 3's samples are due, and they come once."""
+    """The run stops while it samples after step 3; the checkpoint marks the samples as due, and they come once."""
     whole = ("--set", "sample_steps=1", "--set", "max_steps=4", "--set", "save_steps=0")
     assert sft("--output-dir", "whole", *whole) == 0
     from streamtune.run import train as run_train
@@ -127,7 +127,7 @@ def test_samples_after_the_checkpoint_are_cut_and_written_again(
 
 @pytest.mark.full
 def test_ranks_sample_together_and_train_the_same(tmp_path: Path) -> None:
-    """Rank 0 alone where each has the whole model, all of them in step where they share the weights."""
+    """Rank 0 samples alone if each rank has the whole model; all ranks sample together if they shard the weights."""
     write_rows(tmp_path, 24)
     steps = {"max_steps": 4, "train_batch_size": 4, "gradient_accumulation_steps": 1, "val_size": 0, "eval_steps": 0}
     model = {"init": {**QWEN3, "attention_dropout": 0.0}}
@@ -156,7 +156,7 @@ def test_ranks_sample_together_and_train_the_same(tmp_path: Path) -> None:
 def test_answers_of_held_out_rows_are_those_of_the_final_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three held-out rows, the longest: what is written is greedy text of plain transformers on what was saved."""
+    """The completions of the three longest held-out rows equal greedy decoding by transformers with the saved model."""
     monkeypatch.chdir(tmp_path)
     keys = {
         **{key: value for key, value in TINY.items() if key not in ("sample", "save_steps")},
@@ -196,7 +196,7 @@ def test_answers_of_held_out_rows_are_those_of_the_final_model(
 
 @pytest.mark.full
 def test_rows_in_their_own_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``shuffle: false`` trains the rows of the datasets one after the other: tokens of each step tell which."""
+    """``shuffle: false`` trains the rows in file order, as the token counts of the steps show."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 20)
     keys = {key: value for key, value in TINY.items() if key not in ("sample", "save_steps", "eval_steps")}

@@ -1,4 +1,4 @@
-"""``batching`` from a recipe to a step: the gradient of the rows alone, a run that can be resumed, and ranks."""
+"""``batching`` from a recipe to a step: the same gradient as of single rows, resumed runs, several ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def built(folder: Path, kind: str, **more: Any) -> Run:
 
 
 def rows_of(run: Run, units: list[int]) -> list[Example]:
-    """The rows of some training units, each alone."""
+    """Return the rows of some training units, each separately."""
     prepared = run.prepared
     if prepared.pieces is not None:
         return [prepared.pieces.cut(prepared.train, unit) for unit in units]
@@ -65,7 +65,7 @@ def rows_of(run: Run, units: list[int]) -> list[Example]:
 
 
 def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
-    """As ``train.step.accumulate_gradients`` adds them up."""
+    """Return the gradients as ``train.step.accumulate_gradients`` sums them."""
     model.zero_grad(set_to_none=True)
     losses = [loss_of(model, batch, num_targets=num_targets, bf16=False) for batch in batches]
     for loss in losses:
@@ -205,7 +205,7 @@ def test_another_batching_is_another_run(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_rows_without_a_token_that_a_piece_predicts(folder: Path) -> None:
-    """Three tokens, of which the last is trained: it would be a piece by itself."""
+    """The row has three tokens, and only the last is trained: it would be a piece alone."""
     rows = [{"prompt": chr(97 + number) + chr(48 + number), "completion": ""} for number in range(6)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match="no piece of a row has a token to train on") as caught:

@@ -1,4 +1,4 @@
-"""``streamtune sft`` through its real command line, on a tiny model made here: what goes in, what comes out."""
+"""``streamtune sft`` by the real command line on a tiny new model: inputs, outputs, errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMINGS = ("tokens_per_s", "peak_mem_gib")
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe with rows beside it, in the working directory."""
+    """Write a recipe and its rows into the working directory."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 20)
     return write_recipe(tmp_path, TINY)
@@ -47,7 +47,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sft(recipe: Path) -> Callable[..., int]:
-    """``streamtune sft tiny.yaml ...`` in this process, where there is a recipe; returns the exit code."""
+    """Run ``streamtune sft tiny.yaml ...`` in this process, in the folder of the recipe; return the exit code."""
     return run
 
 
@@ -119,7 +119,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
 
 @pytest.mark.full
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_curve(sft: Callable[..., int]) -> None:
-    """In real processes: interrupted after a few steps, resumed, and compared with a run left alone."""
+    """Real processes: a run is interrupted after a few steps, resumed, and compared with an uninterrupted run."""
     assert sft("--output-dir", "whole") == 0
     command = [sys.executable, "-m", "streamtune", "sft", "tiny.yaml", "--output-dir", "split"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -180,7 +180,7 @@ def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: C
 def test_adapters_on_a_quantised_base(
     sft: Callable[..., int], capsys: pytest.CaptureFixture[str], kind: str, package: str
 ) -> None:
-    """Trained, resumed to the same bits, and read by peft on the base that transformers quantises."""
+    """Adapters are trained, resumed bit-identically, and loaded by PEFT on the base that transformers quantises."""
     pytest.importorskip(package)
     assert sft("--set", "max_steps=2", "--output-dir", "base") == 0
     recipe = {**TINY, "model_name_or_path": "base/final", "finetuning_type": "qlora", "quantization": kind}
@@ -267,7 +267,7 @@ def test_another_run_in_the_same_place_is_refused_or_moved_aside(
 
 @pytest.mark.full
 def test_chunks_may_change_on_resume_for_they_change_no_gradient(sft: Callable[..., int]) -> None:
-    """Without dropout: what is dropped is drawn chunk by chunk."""
+    """The run has no dropout, whose random numbers depend on the chunks."""
     settings = ("--set", "save_steps=2", "--set", "max_steps=4", "--set", "model.init.attention_dropout=0.0")
     assert sft(*settings) == 0
     whole = records("runs/tiny")

@@ -1,4 +1,4 @@
-"""The losses of sft from a recipe to a trained model, weights of rows, and what is refused."""
+"""Losses of sft and row weights from a recipe to a trained model, and errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_weight_that_is_none_is_refused(folder: Path, value: Any) -> None:
 
 
 def resumed(keys: tuple[str, ...]) -> bool:
-    """Train into ``split``, go on from the second checkpoint, and return True if the curve is the same."""
+    """Train into ``split``, resume from the second checkpoint, and return True if the curve is the same."""
     settings = ("--set", "save_steps=1", "--set", "save_total_limit=9", "--output-dir", "split")
     curves = []
     for more in ((), ("--resume", "split/checkpoints/step-000002")):
@@ -108,7 +108,7 @@ TEACHER: dict[str, Any] = {"teacher": "taught/final", "kd_divergence": "jsd", "k
 
 
 def make_teacher(folder: Path, **init: Any) -> None:
-    """``taught/final``: a model of its own width with the tokenizer of the rows."""
+    """Train a teacher of another width with the tokenizer of the rows, into ``taught/final``."""
     model = {"init": {**QWEN3, "hidden_size": 48, **init}}
     write_recipe(folder, {**COMMON, "model": model, "num_train_epochs": 1, "output_dir": "taught"})
     assert run() == 0
@@ -173,7 +173,7 @@ def test_random_tokens_are_in_the_vocabulary_of_the_teacher_too(folder: Path) ->
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_random_row_is_one_row_of_its_length(packing: bool, folder: Path) -> None:
-    """Where a recipe packs too: two rows of half the length would do half the work of attention."""
+    """This also holds with packing: two rows of half the length would need half the work of attention."""
     recipe = load_recipe(write_recipe(folder, {**COMMON, "packing": packing}), []).recipe
     model = torch.nn.Embedding(300, 4)
     model.get_input_embeddings = lambda: model  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Losses on a mixture's routers, from a recipe to a step: gradient, records, resumption and refusals."""
+"""Router losses of a mixture of experts, from a recipe to a step: gradient, records, resume, errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def first_step(run: Run) -> list[MicroBatch]:
 
 
 def gradient_of(run: Run, step: list[MicroBatch]) -> tuple[float, float | None, dict[str, Tensor]]:
-    """Loss, balance loss and gradient of a step, by the loop's own function."""
+    """Return loss, balance loss and gradient of a step, by the function of the training loop."""
     run.model.zero_grad(set_to_none=True)
     settings = train_settings(run.recipe, run.plan, run.handle.schedule)
     context = StepContext(run.backend, SupervisedObjective(run.handle), settings, run.handle)
@@ -90,7 +90,7 @@ def gradient_of(run: Run, step: list[MicroBatch]) -> tuple[float, float | None, 
 
 
 def counted(model: Any, step: list[MicroBatch]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The unstreamed model on each micro-batch: sum of ``-log p``, then for tokens of all layers router logits, ..."""
+    """Run the unstreamed model on each micro-batch; return the sum of ``-log p`` and router logits of all layers."""
     found = []
     for batch in step:
         positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
@@ -108,7 +108,7 @@ def counted(model: Any, step: list[MicroBatch]) -> list[tuple[Tensor, Tensor, Te
 def formulas(
     model: Any, step: list[MicroBatch], scope: str, balance: float, z: float
 ) -> tuple[float, float, dict[str, Tensor]]:
-    """The formulas in plain torch on the unstreamed model, padding cut away."""
+    """Return the losses by their formulas in plain torch on the unstreamed model, without padding."""
     model.zero_grad(set_to_none=True)
     parts = counted(model, step)
     groups = [parts] if scope == "global" else [[part] for part in parts]
@@ -125,7 +125,7 @@ def formulas(
 
 
 def check(found: tuple[float, float, dict[str, Tensor]], run: Run, compute: Any) -> None:
-    """Loss, balance loss and gradients are as near to those of fp64 as the unstreamed model's are."""
+    """Check that loss, balance loss and gradients are as close to fp64 as the unstreamed model's."""
     run.handle.remove()
     plain = compute(run.model)
     with Float64():
@@ -152,7 +152,7 @@ def test_a_step_of_three_micro_batches_has_the_unstreamed_gradient(
 
 
 def test_the_two_scopes_differ(folder: Path) -> None:
-    """What the test above tells apart."""
+    """The two scopes give different losses, so the test above can tell them apart."""
     grads = []
     for scope in ("micro", "global"):
         run = built(folder, router_aux_loss_coef=2.0, moe_balance=scope)
@@ -193,7 +193,7 @@ def test_without_the_keys_the_models_configuration_decides(folder: Path) -> None
 
 @pytest.mark.full
 def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Jitter in the routers: counting must draw what training draws, after a resume as before it."""
+    """The routers have jitter: counting must draw the same random numbers as training, also after a resume."""
     init = {**MIXTRAL, "router_jitter_noise": 0.2, "attention_dropout": 0.1}
     recipe(folder, model={"init": init}, router_aux_loss_coef=0.1, router_z_loss_coef=0.01, moe_balance="global")
     assert run("--output-dir", "whole") == 0
@@ -214,7 +214,7 @@ def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.Captu
 
 @pytest.mark.full
 def test_what_is_recorded_does_not_move_with_the_coefficient(folder: Path) -> None:
-    """With a learning rate of 0: the loss is the cross entropy, and so is the held-out loss."""
+    """The learning rate is 0: training and held-out loss are the cross-entropy."""
     asked = {"init": {**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": 3.0}}
     found = []
     for name, more in {"off": {}, "on": {"router_aux_loss_coef": 9.0}, "own": {"model": asked}}.items():
@@ -243,7 +243,7 @@ def test_a_model_without_routers_is_refused_before_training(
 
 
 def test_a_scope_of_nothing_is_a_mistake(folder: Path) -> None:
-    with pytest.raises(ArgumentError, match="nothing asks for one") as caught:
+    with pytest.raises(ArgumentError, match="the router loss is off") as caught:
         built(folder, moe_balance="global")
     assert caught.value.where.endswith(f"tiny.yaml:{len(Path('tiny.yaml').read_text().splitlines())}")
 
@@ -269,7 +269,7 @@ def test_layers_for_multi_token_prediction_are_said_to_be_left_out(
 def test_adapters_on_experts_in_few_bits(
     folder: Path, kind: str, package: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Trained, resumed to the same bits, verified, evaluated and merged."""
+    """Adapters are trained, resumed bit-identically, verified, evaluated and merged."""
     pytest.importorskip(package)
     keys = {"finetuning_type": "qlora", "quantization": kind, "lora_r": 4, "learning_rate": 1e-2}
     write_recipe(folder, {**ROUTED, **keys, "max_steps": 4, "save_steps": 2, "num_train_epochs": 4})

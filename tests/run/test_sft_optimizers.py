@@ -80,7 +80,7 @@ def test_a_run_learns_and_goes_on_where_it_stopped(folder: Path, name: str) -> N
 
 @pytest.mark.full
 def test_blocks_are_trained_in_turn_and_go_on_where_they_stopped(folder: Path) -> None:
-    """Stopped within a block and where one ends."""
+    """Runs are stopped within a block and at the end of a block."""
     common = {**COMMON, "optim": "badam", "optim_args": {"switch_block_every": 2, "include_embedding": True}}
     common |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     write_recipe(folder, {**common, "output_dir": "whole"})
@@ -97,7 +97,7 @@ def test_blocks_are_trained_in_turn_and_go_on_where_they_stopped(folder: Path) -
 def test_a_checkpoint_that_is_written_late_has_the_weights_of_its_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A block that is trained while the copy is written, from step 5 on, was frozen when it was made, at step 3."""
+    """A block that is trained from step 5, while the copy is written, was frozen when the copy was made at step 3."""
     common = {**COMMON, "optim": "badam", "learning_rate": 1e-2}
     common |= {"max_steps": 6, "save_steps": 3, "optim_args": {"switch_block_every": 2, "switch_mode": "ascending"}}
     write_recipe(folder, {**common, "output_dir": "at-once", "save_async": False})
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_written_late_has_the_weights_of_its_step(
 def test_another_optimizer_begins_with_states_of_its_own(
     folder: Path, capsys: pytest.CaptureFixture[str], before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    """As from a checkpoint without states: the same weights, rows and rates, and the first step of the new one."""
+    """The run is as from a checkpoint without states: same weights, rows and rates, and a first optimizer step."""
     common = {**COMMON, "output_dir": "changed", "max_steps": 6, "save_steps": 3}
     write_recipe(folder, {**common, **before})
     assert run() == 0
@@ -143,7 +143,7 @@ def test_another_optimizer_begins_with_states_of_its_own(
     last = ("--resume", "changed/checkpoints/step-000003")
     assert run(*last) != 0
     assert run(*last, "--allow-change", "optim", "--allow-change", "optim_args") == 0
-    assert "its states begin anew" in " ".join(capsys.readouterr().err.split())
+    assert "its states are initialised again" in " ".join(capsys.readouterr().err.split())
     events = [json.loads(line) for line in (folder / "changed/events.jsonl").read_text().splitlines()]
     assert any("optim" in text for event in events for text in event.get("changes", ()))
     records = [json.loads(line) for line in (folder / "changed/metrics.jsonl").read_text().splitlines()]
@@ -255,7 +255,7 @@ def made(folder: Path, **keys: Any) -> Any:
 
 
 def groups_of(recipe: Any) -> tuple[dict[str, tuple[float, float]], Any]:
-    """Rate and decay of each parameter by name."""
+    """Return name -> (learning rate, weight decay) of each parameter."""
     model = make_blueprint(recipe, torch.device("cpu"))
     optimizer = make_optimizer(recipe, model)
     names = {id(p): name for name, p in model.named_parameters()}

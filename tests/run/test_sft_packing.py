@@ -1,4 +1,4 @@
-"""``packing: true`` from a recipe to a step: the gradient of the rows unpacked, and a run that can be resumed."""
+"""``packing: true`` from a recipe to a step: the same gradient as of unpacked rows, and resumed runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def built(folder: Path, **more: Any) -> Run:
 
 
 def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
-    """As ``train.step.accumulate_gradients`` adds them up."""
+    """Return the gradients as ``train.step.accumulate_gradients`` sums them."""
     model.zero_grad(set_to_none=True)
     losses = [loss_of(model, batch, num_targets=num_targets, bf16=False) for batch in batches]
     for loss in losses:

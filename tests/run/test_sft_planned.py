@@ -1,4 +1,4 @@
-"""``streamtune sft`` with the planner: what it chooses is shown, kept when a run goes on, refused if none fits."""
+"""``streamtune sft`` with the planner: the schedule is shown, kept on resume, and an error if none fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANNED: dict[str, Any] = {**RECIPE, "max_length": 256, "max_steps": 4}
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where rates are kept: measured by the first test."""
+    """Return the cache folder of the rates, which the first test measures."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -77,7 +77,7 @@ def test_a_budget_nothing_fits_is_told_with_its_line(folder: Path, capfd: pytest
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([], "leave the planner less"),
+        ([], "give it less memory with engine.device_memory"),
         (["engine.schedule=fixed"], "write engine.schedule: auto"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``select_rows`` from a recipe to a step: the rows that are chosen, runs that are resumed, ranks and the plan."""
+"""``select_rows`` from a recipe to a step: chosen rows, resumed runs, several ranks, the plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def curve(folder: str) -> list[tuple[Any, ...]]:
 
 
 def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) -> None:
-    """The first two steps: before there are moments, and with those of a step of AdamW."""
+    """Step 1 has no AdamW moments yet; step 2 has the moments of one step."""
     run = build_run(load_recipe(write_recipe(folder, COMMON), []))
     training = run.start.task.training(run)
     steps, model = training.steps, run.model
@@ -127,7 +127,7 @@ def test_an_epoch_draws_every_row_once(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_where_weights_and_states_are_changes_no_choice(folder: Path) -> None:
-    """A run may go on with another engine: its moments are found where they are."""
+    """A resumed run may have another engine; the moments are read from wherever they are."""
     write_recipe(folder, {**COMMON, "max_steps": 5})
     places: dict[str, list[str]] = {
         "device": [],
@@ -165,7 +165,7 @@ def test_another_choice_is_another_run(folder: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.full
 def test_a_stop_while_rows_are_chosen_takes_no_step(folder: Path) -> None:
-    """The step is given back and not counted: the run goes on with the same choice."""
+    """The stopped step is not counted, and the resumed run chooses the same rows."""
     built = build_run(load_recipe(write_recipe(folder, COMMON), []))
     steps: Any = built.start.task.training(built).steps
     before, asked = steps.state_dict(), iter([False, False, True])
@@ -178,7 +178,7 @@ def test_a_stop_while_rows_are_chosen_takes_no_step(folder: Path) -> None:
 
 @pytest.mark.full
 def test_the_plan_tells_the_time_of_choosing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice the rows take twice the time; a forward of three rows is less than the step of one, three times over."""
+    """Twice the rows take twice the time; a forward of three rows takes less than three steps of one row."""
     write_recipe(folder, COMMON)
     found = []
     for times in (3, 6):

@@ -1,4 +1,4 @@
-"""``streamtune teach``, and ``sft`` with its file: what is written, what is learnt from it, and what is refused."""
+"""``streamtune teach``, and ``sft`` with its file: content, training, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RECIPE: dict[str, Any] = {**COMMON, "teacher": "taught.safetensors", "per_device
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Rows, a teacher in ``taught/final``, and what it says of them in ``taught.safetensors``."""
+    """Return a folder with rows, a teacher in ``taught/final``, and its top-k tokens in ``taught.safetensors``."""
     monkeypatch.chdir(tmp_path)
     write_weighed(tmp_path, lambda number: {})
     make_teacher(tmp_path)
@@ -47,7 +47,7 @@ def teach(folder: Path, *arguments: str, **keys: Any) -> int:
 
 
 def test_the_file_has_the_likeliest_tokens_of_each_target(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside those of the whole logits of each row by itself; equal rows are there once."""
+    """The tokens equal the top-k of the full logits of each row; equal rows are stored once."""
     (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text() * 2)
     assert teach(folder, kd_temperature=2.0) == 0
     assert "12 rows" in capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_learns_from_the_file_and_resumes(folder: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.full
 def test_a_small_file_is_near_the_teacher_itself(folder: Path) -> None:
-    """With nearly all tokens the divergence is that of the model, whose head has more rows than there are tokens."""
+    """With nearly all tokens the divergence equals the full one; the head has more rows than there are tokens."""
     write_recipe(folder, {**COMMON, "teacher": "taught/final"})
     assert run("--output-dir", "model") == 0
     with pytest.raises(SystemExit) as left:
@@ -160,7 +160,7 @@ def test_another_file_is_refused(folder: Path) -> None:
 
 
 def place_of(tensor: str) -> tuple[int, int]:
-    """The first byte of a tensor in the file, and the byte behind it."""
+    """Return start and end byte of a tensor in the file."""
     content = Path("taught.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
     start, stop = json.loads(content[8 : 8 + size])[tensor]["data_offsets"]

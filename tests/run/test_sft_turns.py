@@ -1,4 +1,4 @@
-"""``reasoning: per_turn`` from a recipe to a trained model: the gradient of the turns apart, resume, refusals."""
+"""``reasoning: per_turn`` from a recipe to a trained model: the gradient of separate turns, resume, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``streaming: true`` from a recipe to a trained model: as prepared rows, resumed anywhere, on ranks, with bad rows."""
+"""``streaming: true`` from a recipe to a trained model: like prepared rows, resumed anywhere, ranks, bad rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ UNSHUFFLED = {"shuffle": False, "shuffle_buffer": 10_000}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """18 rows, of which those over 120 tokens are dropped, two other datasets and an eval set."""
+    """Return a folder with 18 rows (rows over 120 tokens are dropped), two more datasets and an eval set."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, 18)
     train_tokenizer([(tmp_path / "rows.jsonl").read_text()], vocab_size=300).save_pretrained(tmp_path / "tokenizer")
@@ -124,7 +124,7 @@ def test_a_file_that_changes_in_the_middle_stops_before_its_rows_are_trained_on(
 
 @pytest.mark.full
 def test_a_run_that_stopped_at_a_file_that_changed_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the file put back as if nothing had happened; with the new one as its name is allowed."""
+    """The run is resumed with the original file, and with the changed file after --allow-change."""
     write_recipe(folder, {**KEYS, "save_steps": 2, "max_steps": 8, "callbacks": ["swap.py:Swap"], "allow_code": True})
     whole, content = (folder / "rows.jsonl"), (folder / "rows.jsonl").read_text()
     (folder / "swap.py").write_text(
@@ -145,7 +145,7 @@ def test_a_run_that_stopped_at_a_file_that_changed_goes_on(folder: Path, capsys:
     whole.write_text(content.replace("1", "2"))
     assert run("--output-dir", "other") == 2
     assert run("--output-dir", "other", "--allow-change", "data") == 0
-    assert "it is gone through from its beginning" in " ".join(capsys.readouterr().err.split())
+    assert "it is read again from its beginning" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("more", [
@@ -175,7 +175,7 @@ def test_a_resume_anywhere_is_the_uninterrupted_stream(folder: Path, more: dict[
 
 @pytest.mark.full
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path) -> None:
-    """Steps 4 and 5 are the last of the first pass and the first of the second."""
+    """Step 4 is the last of the first pass, and step 5 the first of the second."""
     write_recipe(folder, {**KEYS, "save_steps": 2, "save_total_limit": 9, "max_length": 110})
     assert run("--output-dir", "run") == 0
     whole, final = records("run"), Path("run/final/model.safetensors").read_bytes()
@@ -248,7 +248,7 @@ def test_two_processes_train_as_one(folder: Path) -> None:
 
 
 def spoil(folder: Path) -> None:
-    """Three bad rows, the seventh to the ninth: of the file, of the format, and of what is trained."""
+    """Make rows 7 to 9 bad: invalid JSON, wrong format, nothing to train on."""
     lines = (folder / "rows.jsonl").read_text().splitlines()
     lines[6:6] = ["{not json", '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": "x"}]}']
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")

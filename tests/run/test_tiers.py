@@ -1,4 +1,4 @@
-"""Weights and optimizer go to the host where no schedule fits with everything on the device, and nowhere else."""
+"""Weights and optimizer go to the host only if no schedule fits with everything on the device."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_memory_of_a_cpu_is_the_hosts(folder: Path):
 
 
 def begun(recipe: dict[str, Any], folder: Path, tiers: dict[str, str] | None = None) -> tuple[Start, list[str]]:
-    """The start of a run on an accelerator, placed; ``tiers`` are those of the run that it resumes."""
+    """Return the placed start of a run on an accelerator; ``tiers`` is the placement of the resumed run."""
     write_recipe(folder, recipe)
     said: list[str] = []
     with start_run(load_recipe("tiny.yaml"), "never", said.append, dry_run=True) as start:

@@ -1,4 +1,4 @@
-"""The command line. Importing it loads neither torch nor transformers; a command does when it runs."""
+"""Command line of StreamTune. Importing this package loads neither torch nor transformers: a command loads them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from streamtune.base.patterns import tokenizer_error
 from streamtune.base.privacy import go_offline, is_offline, keep_private
 from streamtune.base.streams import keep_streams, lost_output, reader_is_gone
 from streamtune.cli.console import is_needed, need_output, print_note
-from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, some_home
+from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, temporary_home
 from streamtune.cli.rank_process import note_failure, remember_arguments, report_failure
 from streamtune.distributed.local_ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 
 __all__ = ["main"]
 
-WITHOUT = ("--version", "doctor", "env", "optim", "recipes", "report", "schema", "validate")
-"""Commands that compute nothing with torch or transformers, and the one that says itself which are untested."""
+NO_VERSION_NOTE = ("--version", "doctor", "env", "optim", "recipes", "report", "schema", "validate")
+"""First arguments without a note on untested versions: nothing is computed, or (`doctor`) versions are reported."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit with its exit code.
 
-    0 done; 1 ran and failed; 2 the input is wrong; 130 stopped by Ctrl-C.
+    Exit codes: 0 done; 1 failed while it ran; 2 wrong input; 130 stopped by Ctrl-C.
 
     Args:
-        argv: Arguments without the program's name; ``sys.argv`` by default.
+        argv: Arguments without the program's name. None takes them from ``sys.argv``.
     """
-    with ExitStack() as undone:
-        undone.callback(keep_streams())
-        undone.callback(interrupts.install())
-        undone.enter_context(some_home())
+    with ExitStack() as cleanup:
+        cleanup.callback(keep_streams())
+        cleanup.callback(interrupts.install())
+        cleanup.enter_context(temporary_home())
         _run(list(sys.argv[1:] if argv is None else argv))
 
 
@@ -51,17 +51,17 @@ def _run(given: list[str]) -> None:
     if "--offline" in given or is_offline():
         go_offline()
     arguments = [argument for argument in given if argument not in ("--debug", "--offline")]
-    # `deepspeed` adds the rank on the machine, which its variables say as well.
+    # `deepspeed` adds the local rank, which is in its environment variables too.
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     try:
         check_directory()
         _note_versions(arguments)
         try:
-            from streamtune.cli.app import app  # loads all commands, which import this package
+            from streamtune.cli.app import app  # imported late: the commands import this package
 
             app(arguments, prog_name="streamtune")
-        except SystemExit as left:
-            if not left.code:
+        except SystemExit as ended:
+            if not ended.code:
                 _check_output()
             raise
     except BaseException as error:
@@ -74,36 +74,42 @@ def _run(given: list[str]) -> None:
             raise
         try:
             report_failure(known)
-        except MemoryError:  # what shows an error nicely takes memory too
+        except MemoryError:  # the panel of an error needs memory too
             os.write(2, f"error: {known.what}\nfix: {known.fix}\n".encode(errors="replace"))
         sys.exit(known.exit_code)
 
 
 def _note_versions(arguments: list[str]) -> None:
-    """Print a note on libraries that are newer than the tested ones, before a command that computes with them."""
-    computes = bool(arguments) and arguments[0] not in WITHOUT and "--help" not in arguments
+    """Print a note if torch or transformers is newer than the tested versions, before a command that computes."""
+    computes = bool(arguments) and arguments[0] not in NO_VERSION_NOTE and "--help" not in arguments
     if computes and os.environ.get("RANK", "0") == "0" and (text := untested_note()):
         print_note(text)
 
 
 def _check_output() -> None:
-    """Raise if needed output could not be written to stdout; a reader that closed the pipe early is no error."""
+    """Check that all needed output was written to stdout.
+
+    Raises:
+        RunError: Output was lost, and not because a reader closed the pipe early.
+    """
     sys.stdout.flush()
     error = lost_output()
     if error is not None and not reader_is_gone() and is_needed():
         raise RunError(
             f"the output cannot be written: {error.strerror}",
             where="standard output",
-            fix="free some space, or write it somewhere else",
+            fix="free some space, or redirect the output",
         )
 
 
 def _unexpected(error: BaseException) -> StreamTuneError:
-    """Return a short error for any other exception: a limit of the machine, or a defect (``--debug`` shows it all)."""
+    """Return a StreamTune error for any other exception: a limit of the machine, or a bug."""
     known = error_of_machine(error)
     if known is not None:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     if text := untested_note():
         return StreamTuneError(f"{what}; {text}, which is the likely cause", fix=f"{pip_install()}; --debug shows more")
-    return StreamTuneError(what, fix="run it again with --debug for the traceback, and report it: this is a defect")
+    return StreamTuneError(
+        what, fix="this is a bug: run the command again with --debug for the traceback, and report it"
+    )

@@ -1,4 +1,4 @@
-"""``streamtune data``: rows as the model sees them, counts, lengths, and what other lengths would lose."""
+"""``streamtune data``: show rows as the model sees them, counts, lengths, and the effect of other length limits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from streamtune.run.build import Inspection
 
 SHOWN_TOKENS = 320
-"""Tokens of a row that are shown unless it is asked for by itself; a longer one has gaps."""
+"""Number of tokens shown of a row without `--row`; longer rows are shown with gaps."""
 PAGE_ROWS = 40
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _clear_cache(wanted: bool) -> None:
-    """Delete all prepared rows, and end the command."""
+    """Delete all prepared rows and exit."""
     if not wanted:
         return
     from streamtune.data.row_cache import RowCache
@@ -44,22 +44,26 @@ def _clear_cache(wanted: bool) -> None:
 
 def data(
     recipe: RecipeArgument,
-    rows: Annotated[int | None, option("N", "Rows to show, evenly over the data; by default 3.", least=0)] = None,
+    rows: Annotated[
+        int | None, option("N", "Number of rows to show, evenly spaced over the data. [default: 3]", least=0)
+    ] = None,
     row: Annotated[
         str | None,
-        option("N|FILE:LINE", "Show one row whole, by its number or as errors name it, and nothing else.", "--row"),
+        option(
+            "N|FILE:LINE", "Show only this row, whole: its number, or its file and line as errors name it.", "--row"
+        ),
     ] = None,
-    ids: Annotated[bool, option(None, "With --row: every token with its id, one a line.", "--ids")] = False,
-    worst: Annotated[
-        bool, option(None, "Show the longest, least trained and most truncated rows instead.", "--worst")
-    ] = False,
-    png: Annotated[Path | None, option("FILE", "Draw the lengths of the rows.", "--png")] = None,
-    html: Annotated[Path | None, option("FILE", "Write a page with rows and counts, in one file.", "--html")] = None,
+    ids: Annotated[bool, option(None, "With --row: show each token with its id on its own line.", "--ids")] = False,
+    worst: Annotated[bool, option(None, "Show the longest, least trained and most truncated rows.", "--worst")] = False,
+    png: Annotated[Path | None, option("FILE", "PNG file for a histogram of the row lengths.", "--png")] = None,
+    html: Annotated[
+        Path | None, option("FILE", "HTML file for a self-contained page of rows and counts.", "--html")
+    ] = None,
     clear_cache: Annotated[
         bool,
         typer.Option(
             "--clear-cache",
-            help="Delete the prepared rows and tokenizers of all recipes that are kept on disk, and do nothing else.",
+            help="Delete the cached rows and tokenizers of all recipes, and exit.",
             is_eager=True,
             callback=_clear_cache,
             show_default=False,
@@ -70,7 +74,7 @@ def data(
 ) -> None:
     """Show the rows of a recipe as the model sees them: trained, masked and special tokens, counts, lengths.
 
-    Rows are read and rendered as a run does it; no model is made. Bad rows are the errors of a run.
+    Reads rows as training does, without a model. A bad row stops it with the same error.
 
         streamtune data recipe.yaml
 
@@ -80,7 +84,7 @@ def data(
     """
     loaded = read_recipe(recipe, set_)
     if ids and row is None:
-        raise ArgumentError("the ids of one row are shown", where="--ids", fix="say which, with --row")
+        raise ArgumentError("--ids needs --row", where="--ids", fix="name the row: --row N --ids")
     with loading_libraries():
         from streamtune.cli.data_screen import print_inspection, print_view
         from streamtune.run.build import inspect_recipe
@@ -94,7 +98,7 @@ def data(
         with err.status("writing the page"):
             _write_page(found, PAGE_ROWS if rows is None else rows, html)
     if as_json:
-        print_json({**found.to_json(), "samples": [_sample(found, *each, ids, row) for each in views]})
+        print_json({**found.to_json(), "samples": [_sample_document(found, *each, ids, row) for each in views]})
     elif row is not None:
         for _, view in views:
             print_view(found, view, most=None, ids=ids)
@@ -106,10 +110,10 @@ def data(
 
 
 def _choose(found: Inspection, count: int, row: str | None, worst: bool) -> list[tuple[str, RowView]]:
-    """Return the rows to show, each with the reason for which it was chosen, or with an empty text.
+    """Return (reason, row) for each row to show; the reason is empty for evenly spaced rows.
 
     Raises:
-        ArgumentError: There is no such row.
+        ArgumentError: The row does not exist.
     """
     rows = found.rows
     if row is None:
@@ -117,15 +121,15 @@ def _choose(found: Inspection, count: int, row: str | None, worst: bool) -> list
         return [(reason, rows.view(number)) for reason, number in chosen]
     if row.isdecimal():
         if not 0 < int(row) <= len(rows):
-            raise ArgumentError(f"there is no row {row}", where="--row", fix=f"the data has 1 to {len(rows)}")
+            raise ArgumentError(f"row {row} does not exist", where="--row", fix=f"give a number from 1 to {len(rows)}")
         return [("", rows.view(int(row)))]
     numbers = rows.find(row)
     if not numbers:
         raise ArgumentError(
-            f"nothing was made of a row '{row}'",
+            f"no row was prepared from '{row}'",
             where="--row",
-            fix=f"give a number from 1 to {len(rows)}, or a row as it is shown, such as {rows.view(1).origin}; rows "
-            "that were dropped are not shown",
+            fix=f"give a number from 1 to {len(rows)}, or FILE:LINE such as {rows.view(1).origin}; dropped rows are "
+            "not shown",
         )
     return [("", rows.view(number)) for number in numbers]
 
@@ -133,7 +137,7 @@ def _choose(found: Inspection, count: int, row: str | None, worst: bool) -> list
 # --- documents --------------------------------------------------------------------------------------------------------
 
 
-def _sample(found: Inspection, reason: str, view: RowView, ids: bool, row: str | None) -> dict[str, Any]:
+def _sample_document(found: Inspection, reason: str, view: RowView, ids: bool, row: str | None) -> dict[str, Any]:
     parts = []
     for part in view.parts:
         runs = found.rows.runs(part, SHOWN_TOKENS if row is None else None)
@@ -142,7 +146,7 @@ def _sample(found: Inspection, reason: str, view: RowView, ids: bool, row: str |
                 "name": part.name,
                 "tokens": len(part.input_ids),
                 "trained": int(part.trained.sum()),
-                "shown": [_run(each) for each in runs],
+                "shown": [_run_document(each) for each in runs],
                 **({"input_ids": part.input_ids} if ids else {}),
             }
         )
@@ -159,12 +163,12 @@ def _sample(found: Inspection, reason: str, view: RowView, ids: bool, row: str |
     }
 
 
-def _run(run: TokenRun | TokenGap) -> dict[str, Any]:
+def _run_document(run: TokenRun | TokenGap) -> dict[str, Any]:
     return dict(vars(run)) if hasattr(run, "text") else {"text": None, **vars(run)}
 
 
 def _draw(found: Inspection, path: Path) -> None:
-    """Draw the histogram; an earlier picture is replaced, any other file is left alone."""
+    """Write a histogram of the row lengths; an earlier picture is replaced, any other file is an error."""
     from streamtune.data.length_measures import draw_lengths
 
     report = found.prepared.report

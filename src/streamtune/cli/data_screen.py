@@ -77,7 +77,9 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
     print_hanging(Text(f"row {view.number:,}  ", style="bold"), Text(describe_view(view, reason)))
     for part in view.parts:
         if len(view.parts) > 1:
-            trained = f", {_share(int(part.trained.sum()), len(part.input_ids))}" if part.trained.any() else ""
+            trained = (
+                f", {_describe_trained(int(part.trained.sum()), len(part.input_ids))}" if part.trained.any() else ""
+            )
             print_text(Text(f"{part.name}, {len(part.input_ids):,} tokens{trained}", style="dim"), indent=2)
         if ids:
             _print_ids(found, part)
@@ -94,13 +96,13 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
 def describe_view(view: RowView, reason: str = "") -> str:
     """Return the facts of a row in one line: origin, tokens, trained tokens, tokens cut off."""
     parts = [plain(view.origin), f"{view.tokens:,} tokens"]
-    parts += [_share(view.trained, view.tokens)] if [part.name for part in view.parts] != ["prompt"] else []
+    parts += [_describe_trained(view.trained, view.tokens)] if [part.name for part in view.parts] != ["prompt"] else []
     parts += ["held out"] if view.held_out else []
     parts += [f"{view.lost:,} cut off"] if view.lost else []
     return ", ".join([*parts, *([reason] if reason else [])])
 
 
-def _share(trained: int, tokens: int) -> str:
+def _describe_trained(trained: int, tokens: int) -> str:
     return f"{trained:,} trained ({trained / tokens:.1%})" if trained else "none trained"
 
 
@@ -182,7 +184,9 @@ def describe_rows(report: Any, *, problems: bool = True) -> list[tuple[str, str]
     if isinstance(report, DataReport):
         cut = " before truncation" if report.truncated or report.split else ""
         lines = [("data", f"{counts}; {_describe_range(report.length_percentiles, ' tokens')}{cut}")]
-        lines.append(("tokens", f"{report.tokens:,}, of which {_share(report.supervised_tokens, report.tokens)}"))
+        lines.append(
+            ("tokens", f"{report.tokens:,}, of which {_describe_trained(report.supervised_tokens, report.tokens)}")
+        )
         lines += _describe_sequences(report)
     else:
         lengths = {"prompts": report.prompt_lengths, **report.completion_lengths}
@@ -302,7 +306,7 @@ def _describe_duplicates(found: Inspection) -> list[str]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _table(first: str, *names: str) -> Table:
+def _length_table(first: str, *names: str) -> Table:
     return make_table(
         Column(first, overflow="fold", min_width=12),
         *(Column(name, justify="right", overflow="fold", no_wrap=True) for name in names),
@@ -319,7 +323,7 @@ def _sources_table(found: Inspection) -> Table:
     short = {"truncated": "cut", "tokens_lost": "lost", "supervised_tokens_lost": "trained\nlost"}
     names = [short.get(name, name) for name in counts]
     kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else rows - dropped
-    table = _table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
+    table = _length_table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
         lengths = source.length_percentiles
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
@@ -342,7 +346,7 @@ def _epoch_table(found: Inspection) -> Table | None:
     lines = epoch_table(found.prepared.report.sources)
     if not lines:
         return None
-    table = _table("  ", *EPOCH_COLUMNS)
+    table = _length_table("  ", *EPOCH_COLUMNS)
     for title, *cells in lines:
         table.add_row(Text(f"  {plain(title)}"), *cells)
     return table
@@ -373,7 +377,7 @@ def _choices_table(found: Inspection) -> Table:
     cut = any(each.lost_if_truncated is not None for each in found.choices)
     columns = [*(["lost if cut"] if cut else []), "lost if dropped", *(["padding"] if padded else [])]
     columns += ["packs", "full"] if packed else []
-    table = _table(f"  {found.limit_name}", "over", *columns)
+    table = _length_table(f"  {found.limit_name}", "over", *columns)
     for each in found.choices:
         cells = [f"{each.lost_if_truncated or 0:,}"] if cut else []
         cells.append(f"{each.lost_if_dropped:,}")

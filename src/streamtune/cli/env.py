@@ -1,4 +1,4 @@
-"""``streamtune env``: versions, devices, memory, and the kernels that will run here."""
+"""``streamtune env``: show versions, devices, memory, and the kernels that run on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1024**3
 
 
 def env(json: JsonOption = False) -> None:
-    """Show versions, devices, memory and the kernels that will run."""
+    """Show versions, devices, memory and the kernels that run on this machine."""
     found = environment()
     if json:
         print_json(found)
@@ -38,22 +38,24 @@ def env(json: JsonOption = False) -> None:
     }
     _print_section("attention kernels", kernels)
     _print_section("head", {device: _describe_head(head) for device, head in found["head"].items()})
-    _print_section("allocator", {"setting": found["allocator"] or "torch's own"})
+    _print_section("allocator", {"setting": found["allocator"] or "default of torch"})
 
 
 def environment() -> dict[str, Any]:
-    """Return the document of ``env --json``: ``versions``, ``memory`` (bytes), ``devices``, ``attention`` and more.
+    """Return the document of ``env --json``.
 
-    ``attention`` is device -> dtype -> with or without a mask -> the kernel: of those whose results are right here, the
-    fastest with the heads of an 8B model; ``tiled`` is the engine's own formula. ``head`` is device -> the fused heads
-    that the first step compares with the streamed one (``candidates``). ``platform`` is the operating system, and
-    ``allocator`` the setting of the device's allocator.
+    Returns:
+        ``versions``: package -> version. ``platform``: operating system. ``memory``: bytes of host memory.
+        ``devices``: one dictionary per device. ``attention``: device -> dtype -> ``unmasked`` or ``masked`` -> the
+        fastest kernel with correct results for the heads of an 8B model; ``tiled`` is the formula in plain PyTorch.
+        ``head``: device -> ``candidates``, the fused heads that the first step compares with the streamed head.
+        ``allocator``: setting of the device's allocator.
     """
     import torch
 
     versions: dict[str, str | None] = {"streamtune": __version__, "python": platform.python_version()}
     versions |= {name: _package_version(name) for name in PACKAGES}
-    versions["torch"] = str(torch.__version__)  # names the build (+cpu, +cu130), which a wheel's metadata may leave out
+    versions["torch"] = str(torch.__version__)  # with the build (+cpu, +cu130), which package metadata may lack
     devices = _devices()
     kernels = {device["name"]: _kernels(torch.device(device["name"])) for device in devices}
     return {
@@ -102,7 +104,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _cpu_model() -> str:
-    """Return the processor's name; Python itself reports only the architecture."""
+    """Return the name of the processor from /proc/cpuinfo; ``platform`` knows only the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -132,7 +134,7 @@ def _describe_head(head: dict[str, list[str]]) -> str:
 
 
 def _memory() -> dict[str, int | None]:
-    """Return the bytes of host memory, and the limit of the container if there is one."""
+    """Return bytes of host memory: total, available, and the limit of the container (None without a limit)."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -149,7 +151,7 @@ def _container_limit() -> int | None:
             limit = Path(file).read_text().strip()
         except OSError:
             continue
-        # "max", or close to 2**63 in the older hierarchy, is no limit.
+        # "max", or close to 2**63 in the older hierarchy, means no limit.
         return int(limit) if limit.isdecimal() and int(limit) < 2**62 else None
     return None
 

@@ -1,8 +1,8 @@
-"""Errors of the machine that can occur anywhere (memory, limits, temporary files, file names), and its allocator.
+"""Turn errors of the machine (memory, limits, temporary files, file names) into StreamTune errors; set the allocator.
 
-The device allocator is set to expandable segments, so that ever longer sequences do not fragment memory. Without them,
-memory a longer sequence cannot use again stays reserved, and a run ends out of memory with gigabytes free. torch reads
-the setting once, when it first touches the device.
+The device allocator uses expandable segments. Without them, growing sequence lengths fragment the memory: blocks that a
+longer sequence cannot reuse stay reserved, and a run fails with gigabytes free. torch reads the setting once, when it
+first uses the device.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ TEMPORARY = ("TMPDIR", "TEMP", "TMP")
 
 
 def check_directory() -> None:
-    """Raise if the current directory was deleted: libraries that torch loads abort the process there.
+    """Check that the current directory exists. In a deleted one, libraries that torch loads abort the process.
 
     Raises:
-        ArgumentError: It was deleted.
+        ArgumentError: The current directory was deleted.
     """
     if _has_no_directory():
         raise _no_directory()
 
 
 @contextmanager
-def some_home() -> Iterator[None]:
-    """Give libraries a directory for their settings and caches where the user has none, as in some containers.
+def temporary_home() -> Iterator[None]:
+    """Context manager: set HOME to a temporary directory if the user has no home, as in some containers.
 
-    It is removed at the end. Nothing is kept there by StreamTune.
+    Libraries write settings and caches there; StreamTune writes nothing. The directory is removed at the end.
     """
     if has_home():
         yield
         return
     with interrupts.temporary_directory(prefix="streamtune-home-", ignore_cleanup_errors=True) as folder:
         os.environ["HOME"], os.environ[NO_HOME] = folder, "1"
-        os.environ.setdefault("USER", str(os.getuid()))  # libraries ask the table of users otherwise
+        os.environ.setdefault("USER", str(os.getuid()))  # else libraries look the user up in the password database
         try:
             yield
         finally:
@@ -52,31 +52,31 @@ def some_home() -> Iterator[None]:
 
 
 def _no_directory() -> ArgumentError:
-    return ArgumentError("the directory that the command was started in is gone", fix="cd to one that exists")
+    return ArgumentError("the current directory was deleted", fix="cd to an existing directory")
 
 
 def error_of_machine(error: BaseException) -> StreamTuneError | None:
-    """Return the error to show for a limit of the machine that no other code caught; None for other errors.
+    """Return the StreamTune error for a limit of the machine that no other code caught; None for other exceptions.
 
     Args:
-        error: The exception that reached the command line.
+        error: Exception that reached the command line.
     """
     for each in _causes(error):
         if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY):
-            return OutOfMemoryError(_memory(each), fix="close other programs, or raise the limit")
+            return OutOfMemoryError(_memory_message(each), fix="close other programs, or raise the limit")
         if isinstance(each, FileNotFoundError) and "No usable temporary directory" in str(each):
             named = [f"{name}={os.environ[name]}" for name in TEMPORARY if os.environ.get(name)]
             return RunError(
-                "there is no directory for temporary files that can be written to",
+                "no directory for temporary files is writable",
                 where=", ".join(named) or "/tmp",
-                fix="set TMPDIR to a directory with room, or make room there",
+                fix="set TMPDIR to a writable directory, or free space in it",
             )
         if isinstance(each, FileNotFoundError) and _has_no_directory():
             return _no_directory()
         if isinstance(each, BlockingIOError) or "can't start new thread" in str(each):
             return RunError(
-                "the system allows no further process or thread",
-                fix="close other programs, or raise the limit (ulimit -u, or that of the container)",
+                "the limit of processes or threads is reached",
+                fix="close other programs, or raise the limit (ulimit -u, or the container's limit)",
             )
         if isinstance(each, OSError):
             try:
@@ -87,7 +87,7 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
             return RunError(
                 f"{each.strerror or FULL[each.errno]}" + (f": {each.filename}" if each.filename else ""),
                 where=str(each.filename or ""),
-                fix=f"make room, or raise the limit (ulimit); temporary files go to {_temporary()}",
+                fix=f"free space, or raise the limit (ulimit); temporary files are in {_temporary()}",
             )
         if isinstance(each, OSError) and each.errno in NAMES and each.filename is not None:
             shown = str(each.filename)
@@ -99,10 +99,10 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
 
 
 def name_locale(error: StreamTuneError) -> None:
-    """Add the locale to an error about names beyond ASCII, where it is not UTF-8: names and texts then differ."""
+    """Add the encoding of the locale to the fix of an error with non-ASCII text, if the encoding is not UTF-8."""
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not f"{error.what}{error.where}".isascii():
-        fix = f"file names and arguments are read as {encoding} in this locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+        fix = f"this locale reads file names and arguments as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
         error.fix = f"{error.fix}; {fix}" if error.fix else fix
 
 
@@ -120,7 +120,7 @@ NAMES = {
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, its cause or context, the cause of that, and so on; 10 at most."""
+    """Yield the error and its chain of causes or contexts, at most 10 exceptions."""
     for _ in range(10):
         if error is None:
             return
@@ -128,16 +128,18 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _memory(error: BaseException) -> str:
-    """Return the message that memory ran out, with the limit on this process if there is one."""
+def _memory_message(error: BaseException) -> str:
+    """Return the message that memory ran out, with the memory limit of this process if there is one."""
     try:
         import resource  # not on Windows
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        limited = f"; this process may have {limit >> 20:,} MiB (ulimit -v)" if limit != resource.RLIM_INFINITY else ""
+        limited = (
+            f"; the limit of this process is {limit >> 20:,} MiB (ulimit -v)" if limit != resource.RLIM_INFINITY else ""
+        )
     except ImportError:
         limited = ""
-    library = f" while {error.name or 'a library'} was loaded" if isinstance(error, ImportError) else ""
+    library = f" while loading {error.name or 'a library'}" if isinstance(error, ImportError) else ""
     return f"memory ran out{library}{limited}"
 
 
@@ -154,12 +156,12 @@ def _temporary() -> str:
 
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The variable's name and its older one; some versions of torch follow only one of them."""
+"""Environment variables of the allocator, the newer name first; some versions of torch read only one of them."""
 SETTING = "expandable_segments:True"
 
 
 def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set expandable segments for this process and its children unless the user set the allocator; Linux only."""
+    """Set expandable segments for this process and its children, unless the user set the allocator. Linux only."""
     if sys.platform == "linux" and not any(name in environment for name in VARIABLES):
         environment.update(dict.fromkeys(VARIABLES, SETTING))
 

@@ -65,7 +65,7 @@ JsonOption = Annotated[bool, option(None, "Print one JSON document on stdout.", 
 
 
 class HelpCommand(TyperCommand):
-    """Command whose help shows no type for flags; the error for an unknown option names the nearest option or key."""
+    """Command whose help shows no type for flags; the error for an unknown option names the nearest one."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with an empty type for flags."""
@@ -75,19 +75,27 @@ class HelpCommand(TyperCommand):
         """Parse the arguments.
 
         Raises:
-            ArgumentError: An option does not exist; ``fix`` names the nearest option or recipe key.
+            ArgumentError: An option does not exist (``fix`` names the nearest), or its value is not a number.
         """
         given = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if type(error).__name__ != "NoSuchOption":
-                raise
+            raise (self._explain(ctx, error, given) or error) from None
+
+    def _explain(self, ctx: Any, error: Exception, arguments: Sequence[str]) -> ArgumentError | None:
+        """Return the error to show for an unknown option or a value that is not a number; None for other errors."""
+        kind, param = type(error).__name__, getattr(error, "param", None)
+        if kind == "NoSuchOption":
             name = str(error.option_name)  # type: ignore[attr-defined]
-            options = [each for param in self.get_params(ctx) for each in param.opts if each.startswith("--")]
-            raise ArgumentError(
-                f"unknown option '{name}'", where=ctx.command_path, fix=_nearest_option(name, options, given)
-            ) from None
+            options = [each for one in self.get_params(ctx) for each in one.opts if each.startswith("--")]
+            fix = _nearest_option(name, options, arguments)
+            return ArgumentError(f"unknown option '{name}'", where=ctx.command_path, fix=fix)
+        if kind == "BadParameter" and param is not None and "valid integer" in str(error):
+            name = param.opts[0]
+            found = _value_of(name, arguments)
+            return ArgumentError(f"{name} must be a whole number, found '{found}'", where=ctx.command_path)
+        return None
 
 
 class HelpGroup(TyperGroup):

@@ -20,8 +20,8 @@ from .options import JsonOption, NodesOption, RanksOption, RecipeArgument, SetOp
 
 if TYPE_CHECKING:
     from streamtune.recipe import LoadedRecipe
-    from streamtune.run.kept_plan import PlanOptions
     from streamtune.run.plan import RecipePlan
+    from streamtune.run.plan_cache import PlanOptions
 
 
 def plan(
@@ -29,9 +29,14 @@ def plan(
     device: Annotated[
         str | None, option("NAME", "Device to plan for, such as h100-80gb. [default: this machine's]")
     ] = None,
-    device_memory: Annotated[str | None, option("SIZE", "Device memory to plan with, such as 80GiB.")] = None,
-    host_memory: Annotated[str | None, option("SIZE", "Host memory to plan with.")] = None,
-    disk_memory: Annotated[str | None, option("SIZE", "Disk space to plan with (engine.offload_dir).")] = None,
+    device_memory: Annotated[
+        str | None,
+        option("SIZE", "Device memory to plan with, such as 80GiB. [default: the whole device, or what is free here]"),
+    ] = None,
+    host_memory: Annotated[str | None, option("SIZE", "Host memory to plan with. [default: what is free here]")] = None,
+    disk_memory: Annotated[
+        str | None, option("SIZE", "Space in engine.offload_dir to plan with. [default: what is free]")
+    ] = None,
     length: Annotated[int | None, option("N", "Row length in tokens. [default: max_length]", least=2)] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
@@ -51,7 +56,7 @@ def plan(
         streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
     """
     loaded = read_recipe(recipe, set_)
-    from streamtune.run.kept_plan import PLANS, PlanOptions, plan_key
+    from streamtune.run.plan_cache import PLANS, PlanOptions, plan_key
 
     options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
     key = plan_key(loaded, options)
@@ -78,7 +83,7 @@ def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     with err.status("loading libraries") as status, _without_garbage_collection():
         from streamtune.run.plan import plan_recipe
 
-        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else Paced())
+        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else ProgressPrinter())
     return {"document": _document(planned), "screen": screen_texts(planned)}
 
 
@@ -95,7 +100,7 @@ def _without_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-class Paced:
+class ProgressPrinter:
     """Prints progress messages where no status line is shown.
 
     A message is an activity, or an activity, a colon and its progress. A new activity is printed immediately; its

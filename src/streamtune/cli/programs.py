@@ -1,4 +1,4 @@
-"""Tables of the commands, and of what the core uses of a program. The core imports no program: it loads entries."""
+"""Tables of commands, and of parts of programs that the core loads by name, since it never imports a program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("doctor", "This machine", "streamtune.cli.doctor:doctor"),
     ("env", "This machine", "streamtune.cli.env:env"),
 )
-"""The commands, in the order the help lists them. Each loads PyTorch, if at all, when it runs."""
+"""Commands, in the order of the help. A command loads PyTorch only when it runs."""
 
 PARTS = {
     "trackers": "streamtune.programs.trackers.reporter:make_reporters",
@@ -36,10 +36,10 @@ PARTS = {
     "page of a run": "streamtune.programs.report.page:write_report",
     "page of rows": "streamtune.programs.report.rows_page:render_rows",
 }
-"""Parts of programs that commands of the core use: loaded when they are asked for."""
+"""Parts of programs that commands of the core load when they need them."""
 
 
 def load(entry: str) -> Any:
-    """Return what an entry, ``module:name``, names."""
+    """Import and return the object that an entry ``module:name`` names."""
     module, _, name = entry.partition(":")
     return getattr(import_module(module), name)

@@ -67,7 +67,7 @@ def watch(environment: RankEnvironment) -> Watchdog:
     return Watchdog(environment, show=print_error)
 
 
-def shown(doing: Doing, watchdog: Watchdog) -> Doing:
+def with_report(doing: Doing, watchdog: Watchdog) -> Doing:
     """Return ``doing`` with a report: each call also tells the watchdog, and so the other ranks, its text."""
 
     def reported(text: str) -> AbstractContextManager[Any]:

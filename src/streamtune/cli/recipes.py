@@ -68,7 +68,7 @@ def list_recipes(
     """List the shipped recipes: starters first, then recipes for one model and device."""
     shipped = [(recipe, load_recipe(recipe.path).recipe) for recipe in shipped_recipes()]
     if device is not None:
-        shipped = _made_for(device, shipped)
+        shipped = _made_for_device(device, shipped)
     if json:
         print_json([_document(recipe, spec) for recipe, spec in shipped])
         return
@@ -89,7 +89,9 @@ def list_recipes(
     print_text(Text.assemble("Next: ", ("streamtune recipes copy NAME my.yaml", "bold")))
 
 
-def _made_for(device: str, shipped: Sequence[tuple[ShippedRecipe, Recipe]]) -> list[tuple[ShippedRecipe, Recipe]]:
+def _made_for_device(
+    device: str, shipped: Sequence[tuple[ShippedRecipe, Recipe]]
+) -> list[tuple[ShippedRecipe, Recipe]]:
     """Return the recipes that are made for a device memory, such as ``24GB``, ``24`` or ``8x80GB``.
 
     Raises:
@@ -384,21 +386,21 @@ def list_optimizers(json: JsonOption = False) -> None:
     for library, line in missing.items():
         out.print(Text.assemble(f"* {library} is not installed: ", (line, "bold")))
     out.print()
-    print_rows([(name, _about(entry)) for name, entry in OPTIMIZERS.items()], name_style="bold", indent="")
+    print_rows([(name, _describe_entry(entry)) for name, entry in OPTIMIZERS.items()], name_style="bold", indent="")
 
 
 def _per_parameter(name: str, width: int) -> float:
     return state_bytes(name, (SIZE, SIZE), width, {}) / SIZE**2
 
 
-def _about(entry: OptimizerEntry) -> str:
+def _describe_entry(entry: OptimizerEntry) -> str:
     """Return the description of an optimizer, with its options and their defaults."""
-    options = ", ".join(f"{key}: {_value(value)}" for key, value in entry.options.items())
+    options = ", ".join(f"{key}: {_yaml_value(value)}" for key, value in entry.options.items())
     only = f"; {entry.only_on} only" if entry.only_on else ""
     return f"{entry.text}{only}" + (f"; optim_args {{{options}}}" if options else "")
 
 
-def _value(value: Any) -> str:
+def _yaml_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

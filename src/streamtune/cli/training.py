@@ -16,7 +16,7 @@ from streamtune.recipe import LoadedRecipe
 from .console import err, loading_libraries, need_output, out, print_note, print_title
 from .options import AllowCodeOption, HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe, recipe_name
 from .programs import PARTS, load
-from .rank_process import enter_rank, given_arguments, launch_ranks, shown, watch
+from .rank_process import enter_rank, given_arguments, launch_ranks, watch, with_report
 from .training_screens import print_banner, print_dry_run_end, print_outcome
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
         with blame_recipe(loaded):
             callbacks = _load_callbacks(loaded, environment.is_main)
         with watch(environment) as watchdog:
-            doing = shown(err.status, watchdog)
+            doing = with_report(err.status, watchdog)
             run = build_run(
                 loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=print_note, doing=doing
             )

@@ -1,1 +1,1 @@
-"""Build a run from a recipe, and train."""
+"""Build a run from a recipe, and train it."""

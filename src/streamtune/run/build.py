@@ -1,4 +1,4 @@
-"""Build a run from a recipe, for any objective; or only prepare and measure its rows, without a model."""
+"""Build a run of any objective from a recipe, or only prepare and measure its rows, without a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from streamtune.run.device import check_host_memory, prepare_libraries
 from streamtune.run.engine import place_weights, plan_start, stream_start
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.plan import LongestStep
-from streamtune.run.reference import kept_logps, load_reference, make_reference
+from streamtune.run.reference import cached_logps, load_reference, make_reference
 from streamtune.run.samples import end_as_trained
 from streamtune.run.start import Doing, start_run, tell_of_model
 from streamtune.run.train import Run
@@ -54,14 +54,20 @@ def build_run(
     notify: Notify = lambda message: None,
     doing: Doing = nullcontext,
 ) -> Run:
-    """Load or make everything the recipe names. Nothing is written but the reference's log-probs, where asked for.
+    """Return a run with data, model, engine, reference and steps, ready to train.
+
+    Nothing is written except the reference's log-probs, if the recipe asks for them.
 
     Args:
-        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        dry_run: Plan a fixed schedule too, and compute no log-probs of the reference.
+        loaded: Recipe with the lines of its keys.
+        resume: ``auto`` (resume the run in ``output_dir``), ``never``, or the path of a checkpoint.
+        allow_change: Keys that may differ from the resumed run.
+        dry_run: True to plan a fixed schedule too, and to compute no log-probs of the reference.
+        notify: Called with messages for the user.
+        doing: Context manager that shows a message while something takes long.
 
     Raises:
-        UserError: The error has the line of the recipe that is to blame.
+        UserError: The recipe or an input is wrong; ``where`` is the line of the recipe.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         OutOfMemoryError: Memory ran out before the first step.
     """
@@ -81,7 +87,7 @@ def build_run(
         prepared = prepare_together(task, start.world, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = task.longest(prepared)
-        with doing("choosing the precision of the weights and where they wait"):
+        with doing("choosing the precision and the memory of the weights"):
             start = place_weights(start, prepared, longest, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
@@ -103,7 +109,7 @@ def build_run(
 
         def first(handle: StreamHandle) -> None:
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
-                with doing("computing the gradients that adapters start from"):
+                with doing("computing gradients to start the adapters from"):
                     start_from_rows(recipe, task, model, handle, batches, start.world)
 
         completions = task.own_completions(prepared, longest, share=share)
@@ -117,9 +123,9 @@ def build_run(
             notify(note)
         reference: train.Reference | None
         if task.precomputes and not dry_run:
-            assert isinstance(batches, PreferenceBatches), "only preferences have log-probs that are kept"
+            assert isinstance(batches, PreferenceBatches), "only preferences precompute log-probs"
             reference = GivenReference()
-            batches.kept = kept_logps(start, model, streamed.handle, tokenizer, batches, closing, doing)
+            batches.kept = cached_logps(start, model, streamed.handle, tokenizer, batches, closing, doing)
         else:
             reference = make_reference(start, model, streamed.handle, held, closing)
         return Run(
@@ -148,20 +154,26 @@ def build_run(
 def start_from_rows(
     recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any, world: train.World
 ) -> None:
-    """Start the adapters from the gradient of the mean loss of ``lora_ga_rows`` rows, which the seed draws.
+    """Initialise the adapters from the gradient of the mean loss of ``lora_ga_rows`` random rows (LoRA-GA).
 
-    Rank 0 computes it in the order of layers; the others receive the factors. A row is a micro-batch: it needs the
-    memory of a step, without adapter gradients and states, and with the gradients of one layer's weights.
+    Rank 0 computes the gradient in layer order and sends the factors to the other ranks. Each row is a micro-batch. It
+    needs the memory of a training step, without adapter gradients and optimizer states, but with the gradients of one
+    layer's weights.
 
     Args:
-        model: The model with adapters that change nothing yet, not divided or wrapped by a backend.
+        recipe: Settings of the adapters; the seed draws the rows.
+        task: Task of the run.
+        model: Model with adapters that are still zero, not sharded or wrapped by a backend.
+        handle: Handle of the streamed model.
+        batches: Batches of the rows to train on.
+        world: Ranks of the run.
 
     Raises:
-        ArgumentError: The host has no room for the sums of the gradients.
+        ArgumentError: The host has too little memory for the sums of the gradients.
         NonFiniteError: A gradient is not finite.
         OutOfMemoryError: A row does not fit.
     """
-    world.main(partial(_start, recipe, task, model, handle, batches))
+    world.main(partial(_start_adapters, recipe, task, model, handle, batches))
     if world.size > 1:
         with torch.no_grad():
             for values in models.started_values(model):
@@ -170,12 +182,12 @@ def start_from_rows(
                 values.copy_(sent)
 
 
-def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
+def _start_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
     count = min(recipe.lora_ga_rows, batches.num_train)
     drawn = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
     rows = [batches.training([int(unit)]) for unit in np.sort(drawn)]
     if len(rows) > 1:
-        _check_room(recipe, model)
+        _check_host_memory(recipe, model)
     device, alone = model_device(model), train.WORLD
     objective = task.objective(handle, None, device)
     totals = objective.totals(rows, alone)
@@ -185,13 +197,13 @@ def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHan
             return objective.score(model, batch.to(device), totals).minimised
 
     schedule, training = handle.schedule, model.training
-    if schedule.order == "chunk":  # which has the gradients of all layers at its end
+    if schedule.order == "chunk":  # chunk order yields all gradients only at its end
         handle.reschedule(replace(schedule, order="layer"))
     model.train()
-    fix = "write a smaller max_length, or adapter_type: lora"
+    fix = "lower max_length, or write adapter_type: lora"
     try:
         with (
-            explain_out_of_memory("the gradient that adapters start from", rows, fix),
+            explain_out_of_memory("the gradient to start the adapters from", rows, fix),
             handle.routers.silenced(),
         ):
             losses: list[Callable[[], Tensor]] = [partial(loss_of, batch) for batch in rows]
@@ -203,33 +215,33 @@ def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHan
     models.start_from_factors(model, factors)
 
 
-def _check_room(recipe: ModelSettings, model: Any) -> None:
+def _check_host_memory(recipe: ModelSettings, model: Any) -> None:
     wanted, given = models.summed_bytes(model), recipe.engine.host_memory
     room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
     if wanted > room:
         raise ArgumentError(
-            f"gradients of {recipe.lora_ga_rows:,} rows are summed on the host, {show_size(wanted)} of them, and "
+            f"summing the gradients of {recipe.lora_ga_rows:,} rows needs {show_size(wanted)} of host memory, and "
             f"{show_size(room)} are usable",
             where="lora_ga_rows",
-            fix="write lora_ga_rows: 1, whose gradients are not summed, or adapter_type: lora",
+            fix="write lora_ga_rows: 1, which needs no sum, or adapter_type: lora",
         )
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The rows of a recipe as token ids, with everything that is counted of them."""
+    """Prepared rows of a recipe, with their lengths, batches and counts, for ``streamtune data``."""
 
     loaded: LoadedRecipe
     tokenizer: PreTrainedTokenizerBase
     prepared: Prepared[Any, Any]
     rows: RowInspector
     limit: int
-    """tokens: the recipe's ``max_length``, or ``max_prompt_length`` of prompts"""
+    """Tokens: ``max_length`` of the recipe, or ``max_prompt_length`` for prompts."""
     limit_name: str
     histogram: list[LengthBin]
     choices: list[LengthChoice]
     batches: BatchFacts | None
-    """None of trees and prompts, whose batches depend on the model and on what it writes"""
+    """Measures of the batches; None for trees and prompts, whose batches depend on the model and its completions."""
 
     def to_json(self) -> dict[str, Any]:
         recipe = self.loaded.recipe
@@ -249,7 +261,7 @@ class Inspection:
 def inspect_recipe(
     loaded: LoadedRecipe, notify: Notify = lambda message: None, doing: Doing = nullcontext
 ) -> Inspection:
-    """Read, render and fit the rows of a recipe."""
+    """Return the rows of a recipe, read, rendered, fitted to the length limit and measured; no model is made."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
     with blame_recipe(loaded):
         prepare_libraries(torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""Describe the ranks that share a recipe's step, for a plan: their number, their nodes, and the engine that joins them.
+"""Describe the ranks of a recipe's step for a plan: how many ranks and nodes, what they share, and by which backend.
 
-The command line gives the numbers. The recipe gives what they share, and by which engine: ``deepspeed``, ``fsdp``,
+The command line gives the numbers of ranks and nodes. The recipe gives the rest: ``deepspeed``, ``fsdp``,
 ``sequence_parallel_size``, ``sequence_parallel``, ``train_batch_size``.
 """
 
@@ -28,15 +28,15 @@ from streamtune.run.ranks import config_values
 from streamtune.tasks.steps import accumulation
 
 NODE = 8
-"""Devices of a node where nothing is said."""
+"""Number of devices per node, if the command line does not give the number of nodes."""
 
 PREFETCH = 50_000_000
-"""Elements that DeepSpeed gathers ahead where a configuration does not say."""
+"""Number of elements that DeepSpeed prefetches, if its configuration gives none."""
 
 
 @dataclass(frozen=True)
 class Wider:
-    """The longest row that would fit, to some percent, if more ranks shared a sequence."""
+    """The longest row that would fit, within some percent, if more ranks shared each sequence."""
 
     sequence_size: int
     form: Form
@@ -45,21 +45,23 @@ class Wider:
 
 @dataclass(frozen=True)
 class RanksAsked:
-    """The number of ranks and nodes on the command line; None where it is not given."""
+    """Numbers of ranks and nodes from the command line; None if an option is not given."""
 
     ranks: int | None = None
     nodes: int | None = None
 
 
 def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, links: Links) -> Cluster:
-    """Return the ranks of a recipe.
+    """Return the cluster of ranks that a recipe is planned for.
 
     Args:
-        model: The model on ``meta``, for its heads.
-        asked: The number of ranks. Without one there are as many as share a sequence.
+        recipe: Recipe; it says what the ranks share.
+        model: Model on ``meta``, whose attention heads are counted.
+        asked: Numbers of ranks and nodes. Without a number of ranks, ``sequence_parallel_size`` is taken.
+        links: Links between the devices.
 
     Raises:
-        ArgumentError: The ranks cannot be laid out as asked; the error names the key or option.
+        ArgumentError: The ranks cannot be laid out as asked; ``where`` names the key or option.
     """
     size = recipe.sequence_parallel_size
     if asked.nodes is not None and asked.ranks is None:
@@ -70,11 +72,11 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, li
         )
     for name, number in (("--ranks", asked.ranks), ("--nodes", asked.nodes)):
         if number is not None and number < 1:
-            raise ArgumentError(f"{name} takes a number from 1 up, not {number}", where=name)
+            raise ArgumentError(f"{name} must be at least 1, found {number}", where=name)
     ranks = size if asked.ranks is None else asked.ranks
     nodes = asked.nodes or (ranks // NODE if ranks % NODE == 0 and ranks > NODE else 1)
-    Cluster(ranks, nodes, sequence_size=size)  # what cannot be divided is refused first
-    shared = _shared(recipe, model, train.World(0, ranks, size))
+    Cluster(ranks, nodes, sequence_size=size)  # raises if the ranks cannot be divided
+    shared = _backend_cluster(recipe, model, train.World(0, ranks, size))
     cluster = replace(shared, ranks=ranks, nodes=nodes, sequence_size=size, links=links)
     if ranks > 1 and cluster.engine == "none":
         cluster = replace(cluster, engine="ddp")
@@ -85,7 +87,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, li
 
 
 def cluster_here(recipe: TrainingSettings, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
-    """Return the ranks of this run, by the environment variables of its launcher."""
+    """Return the cluster of this run's ranks, from the environment variables of the launcher."""
     if world.size == 1:
         return Cluster()
     on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -93,14 +95,17 @@ def cluster_here(recipe: TrainingSettings, model: nn.Module, world: train.World,
 
 
 def accumulation_of(recipe: BatchSettings, cluster: Cluster) -> int:
-    """Return the number of micro-batches of a rank in one optimizer step."""
+    """Return how many micro-batches a rank computes in one optimizer step."""
     return accumulation(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
 
 
 def links_for(device: Device | None, here: torch.device) -> Links:
-    """Return the links between devices of a kind; for the local device, those of the nearest device in the table.
+    """Return the links between devices.
 
-    CPU ranks communicate by loopback, for which 5 GB/s are assumed, and 1 GB/s between machines.
+    Args:
+        device: Device of the table; None for the local device.
+        here: Local device. An accelerator gets the links of the nearest device in the table. CPU ranks get 5 GB/s
+            within a machine (loopback) and 1 GB/s between machines, which are assumptions.
     """
     if device is not None:
         return links_of(device)
@@ -112,24 +117,25 @@ def links_for(device: Device | None, here: torch.device) -> Links:
 def wider_of(
     recipe: TrainingSettings, workload: Workload, limits: Limits, notify: Callable[[str], None]
 ) -> Iterator[Wider]:
-    """Find the longest rows if the ranks of a node shared each sequence, and if all ranks did.
+    """Yield the longest row that fits if the ranks of a node shared each sequence, and if all ranks did.
 
     Args:
-        workload: A workload whose ranks share no sequence.
-        limits: The memory of a rank.
-        notify: Called with its name before what takes a while.
+        recipe: Recipe; fields of the schedule that it gives stay.
+        workload: Workload whose ranks do not share sequences.
+        limits: Memory of a rank.
+        notify: Called with the name of each search before it starts.
     """
     cluster, heads = workload.cluster, heads_of(workload.make_model())
     for size in sorted({cluster.ranks_per_node, cluster.ranks} - {1}):
-        notify(f"how long a row {size} ranks would hold together")
+        notify(f"searching the longest row that {size} ranks hold together")
         form = form_of("auto", size, heads)
         shared = replace(workload, cluster=cluster.shared_by(size, form))
         if longest := longest_of(shared, limits, recipe.engine.written()):
             yield Wider(size, form, longest)
 
 
-def _shared(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
-    """Return the engine of a recipe, as a cluster of one rank."""
+def _backend_cluster(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
+    """Return a cluster of one rank with the backend (DDP, FSDP2, ZeRO) that the recipe names."""
     if recipe.fsdp:
         return Cluster(engine="fsdp")
     if recipe.deepspeed is None:

@@ -1,14 +1,14 @@
-"""Make the sources of the rows and the tokenizer of a recipe, and fingerprint what a run reads besides its data.
+"""Make the row sources and the tokenizer of a recipe, and fingerprint the other files that a run reads.
 
-A fingerprint is taken of what a run reads again each time it is started.
+Files that a run reads again at each start are fingerprinted:
 
-    base        model_name_or_path: configuration and weights of a folder, the commit of a model on a hub
-    adapter     the base that adapters in that folder name
+    base        model_name_or_path: configuration and weights of a folder, or the commit of a model on a hub
+    adapter     base model that the adapters in that folder name
     reference   ref_model_name_or_path
-    rewards     the source of the user's own reward functions
+    rewards     source code of the user's reward functions
 
-``model.init`` and ``seed`` decide a new model, and the data decides a trained tokenizer: these are compared directly. A
-run goes on with the tokenizer of its checkpoint, so a change there is only noted.
+A new model depends on ``model.init`` and ``seed``, and a trained tokenizer on the data; these are compared directly. A
+resumed run keeps the tokenizer of its checkpoint, so a change of the tokenizer's files gives only a note.
 """
 
 from __future__ import annotations
@@ -43,9 +43,14 @@ def make_tokenizer(
     *,
     template: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the checkpoint, a tokenizer trained on the rows, or a loaded one.
+    """Return the tokenizer of the checkpoint, a tokenizer trained on the rows, or a loaded tokenizer.
 
-    With ``template`` it has the chat template of the recipe, if that gives one.
+    Args:
+        recipe: Settings of the tokenizer.
+        sources: Sources of the rows.
+        checkpoint: Checkpoint that is resumed; None for a new run.
+        notify: Called with messages for the user.
+        template: True to set the chat template that the recipe gives.
     """
     if checkpoint is not None:
         return models.load_tokenizer(str(checkpoint.model_dir), trust_remote_code=recipe.trust_remote_code)
@@ -55,7 +60,7 @@ def make_tokenizer(
         trained_on = [source for source in sources if source.evaluates is None]
         tokenizer, kept = _train_tokenizer(recipe, trained_on, spec.train.vocab_size, notify)
         how = (
-            "found a byte-level BPE tokenizer that was trained on these rows before, with"
+            "reused the byte-level BPE tokenizer that was trained on these rows before, with"
             if kept
             else "trained a byte-level BPE tokenizer with"
         )
@@ -78,7 +83,7 @@ def make_tokenizer(
 def _train_tokenizer(
     recipe: TokenizerSettings, sources: Sequence[data.Source], vocab_size: int, notify: Callable[[str], None]
 ) -> tuple[PreTrainedTokenizerBase, bool]:
-    """Return a tokenizer that is trained on the rows, and True if it was kept from an earlier start."""
+    """Return a tokenizer trained on the rows, and True if it came from the cache."""
     cache = row_cache(recipe)
     settings = {
         "vocab_size": vocab_size,
@@ -109,7 +114,7 @@ def prepare_together(
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> PreparedRows:
-    """Prepare the rows on every rank; with a cache one rank of each machine does the work. Called by all ranks."""
+    """Return the prepared rows on every rank; with a cache, one rank per machine does it. Called by all ranks."""
     made: list[PreparedRows] = []
 
     def prepare() -> PreparedRows:
@@ -131,25 +136,26 @@ def _tell_of_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, n
     new = new_token_ids(recipe, tokenizer)
     if new:
         shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:8])) + (" ..." if len(new) > 8 else "")
-        notify(f"{len(new):,} tokens are added: {shown}; the tokenizer has {len(tokenizer):,}")
+        notify(f"added {len(new):,} tokens to the tokenizer: {shown}; it now has {len(tokenizer):,}")
 
 
 def _tell_of_chatml(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
-    """Notify the user if the built-in template writes its marks in several tokens each."""
+    """Notify the user if the tokenizer splits the marks of the built-in chat template into several tokens."""
     if recipe.chat_template != "chatml":
         return
     marks = ("<|im_start|>", "<|im_end|>")
     pieces = [len(tokenizer.encode(mark, add_special_tokens=False)) for mark in marks]
     if max(pieces) > 1:
         notify(
-            f"the tokenizer has no token for each of {' and '.join(marks)}, which chatml writes: they take "
-            f'{pieces[0]} and {pieces[1]} tokens; to add them, write special_tokens: {{eos_token: "<|im_end|>", '
+            f"the tokenizer splits {' and '.join(marks)}, which chatml writes, into "
+            f"{pieces[0]} and {pieces[1]} tokens; "
+            'to add each as one token, write special_tokens: {eos_token: "<|im_end|>", '
             'additional_special_tokens: ["<|im_start|>"]}'
         )
 
 
 def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of the tokens that a recipe adds to a loaded model's tokenizer, ascending."""
+    """Return the ids of the tokens that the recipe adds to a loaded model's tokenizer, in ascending order."""
     special = recipe.special_tokens.model_dump(exclude_defaults=True)
     trains = recipe.tokenizer is not None and recipe.tokenizer.train is not None
     if trains or recipe.model_name_or_path is None or not (special or recipe.added_tokens):
@@ -167,8 +173,8 @@ def make_tokenizer_together(
 ) -> PreTrainedTokenizerBase:
     """Return the same tokenizer on every rank. Called by all ranks.
 
-    A trained tokenizer is made on rank 0 and sent as JSON. A loaded one is read by rank 0 first, then by the others,
-    from the files of their own machines. The chat template is rank 0's.
+    Rank 0 trains a new tokenizer and sends it as JSON. An existing tokenizer is loaded by rank 0 first, then by the
+    other ranks, from the files of their own machines. All ranks take the chat template of rank 0.
     """
     made: list[PreTrainedTokenizerBase] = []
     is_trained = checkpoint is None and recipe.tokenizer is not None and recipe.tokenizer.train is not None
@@ -198,25 +204,28 @@ def make_tokenizer_together(
 def fingerprint_inputs(
     task: Task[Any], folder: Path, *, resumed: bool, hubs: bool, times: models.FileTimes
 ) -> dict[str, str]:
-    """Return the fingerprints of the files that are read, by the keys of :data:`streamtune.train.FILES`.
+    """Return the fingerprints of the files that the run reads, by the keys of :data:`streamtune.train.FILES`.
 
     Args:
-        resumed: True if the run goes on from a checkpoint.
-        hubs: Ask for the commits of models on a hub: once they are loaded, the answer is at hand.
+        task: Task of the run.
+        folder: Folder of the recipe, for relative paths of reward functions.
+        resumed: True if the run resumes from a checkpoint.
+        hubs: True to include the commits of models on a hub, which are known once the models are loaded.
+        times: Modification times of files that were read before; filled and compared.
 
     Raises:
-        ArgumentError: A file cannot be read, or was written to since.
+        ArgumentError: A file cannot be read, or was changed after it was read before.
     """
     found: dict[str, str | None] = {}
     recipe = task.recipe
     name, reference = recipe.model_name_or_path, task.reference_name
-    if name is not None and reads_base(task, resumed=resumed) and _is_at_hand(name, hubs):
+    if name is not None and reads_base(task, resumed=resumed) and _can_fingerprint(name, hubs):
         found["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code, times=times)
         if (base := models.adapter_base(name)) is not None:
             found["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
     if recipe.adapter_name_or_path is not None and recipe.finetuning_type != "full" and not resumed:
         found["start"] = models.fingerprint_model(recipe.adapter_name_or_path, times=times)
-    if reference is not None and _is_at_hand(reference, hubs):
+    if reference is not None and _can_fingerprint(reference, hubs):
         found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code, times=times)
         if (base := models.adapter_base(reference)) is not None:
             under = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
@@ -229,12 +238,12 @@ def fingerprint_inputs(
 
 
 def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
-    """Return the fingerprint of the tokenizer's files in a folder, and of a chat template in a file; None without."""
+    """Return the fingerprint of the tokenizer's local files and of a chat template file; None if there are none."""
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
     parts = [models.fingerprint_tokenizer(name)] if name is not None else []
     template = recipe.chat_template
     if template is not None and "{" not in template:
-        with suppress(OSError, RuntimeError):  # no name of a file, which reading it says
+        with suppress(OSError, RuntimeError):  # not a file name: reading it raises the error
             if (path := Path(template).expanduser()).is_file():
                 parts.append(models.fingerprint_files([("chat_template", path)]))
     return " ".join(part for part in parts if part is not None) or None
@@ -250,13 +259,13 @@ def reads_base(task: Task[Any], *, resumed: bool) -> bool:
     return task.reference_name is None and task.compares
 
 
-def _is_at_hand(name: str, hubs: bool) -> bool:
+def _can_fingerprint(name: str, hubs: bool) -> bool:
     return hubs or models.is_folder(name)
 
 
 @contextmanager
 def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
-    """Replace a key that an error names by the file and line of the recipe, and explain a lack of memory."""
+    """Context manager: replace a key in ``error.where`` by its line of the recipe, and explain out-of-memory errors."""
     try:
         yield
     except UserError as error:
@@ -268,7 +277,7 @@ def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
         if not train.is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
-            "out of memory before the first step, while the model and what belongs to it were made ready",
+            "out of memory before the first step, while the model was set up",
             where=loaded.where("model_name_or_path"),
             fix="use a smaller model, dtype: bfloat16, or a device with more memory",
         ) from error
@@ -278,7 +287,8 @@ def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.S
     """Return the sources of the rows, each with the line of the recipe that names it.
 
     Args:
-        evaluated: Add those of its eval sets, behind the others.
+        loaded: Recipe with the lines of its keys.
+        evaluated: True to append the sources of the eval sets.
     """
     recipe = loaded.recipe
 

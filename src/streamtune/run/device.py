@@ -1,4 +1,4 @@
-"""Choose the device, prepare the libraries, and put the engine with its schedule into a model."""
+"""Choose the device, configure the libraries, and stream a model with its schedule."""
 
 from __future__ import annotations
 
@@ -23,30 +23,39 @@ from streamtune.schedule import Schedule
 
 
 def choose_device(name: str) -> torch.device:
+    """Return the device for ``cpu``, ``cuda`` or ``auto``; ``auto`` is CUDA if there is a CUDA device.
+
+    Raises:
+        ArgumentError: ``cuda`` is asked for, and there is no CUDA device.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
-            "no CUDA device is here", where="device", fix="write device: cpu, or see `streamtune env` for what is"
+            "there is no CUDA device", where="device", fix="write device: cpu; `streamtune doctor` says what is missing"
         )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def check_host_memory(spec: EngineSpec) -> None:
-    """Refuse to run with more of the machine's memory than there is, before anything is loaded."""
+    """Check that ``engine.host_memory`` does not exceed the machine's memory, before anything is loaded.
+
+    Raises:
+        ArgumentError: It does.
+    """
     total = total_host_bytes()
     if spec.host_memory == "auto" or parse_size(spec.host_memory, where="engine.host_memory") <= total:
         return
     raise ArgumentError(
         f"'host_memory: {spec.host_memory}' is more than the {show_size(total)} of this machine",
         where="engine.host_memory",
-        fix="delete the line, for what is free when the run starts; `streamtune plan --host-memory` plans for another "
-        "machine",
+        fix="delete the line to use the memory that is free at the start; `streamtune plan --host-memory` plans for "
+        "another machine",
     )
 
 
 def prepare_libraries(device: torch.device) -> None:
-    """Silence the libraries of our own process, and choose the fastest installed flash attention.
+    """Turn off progress bars and warnings of libraries, and choose the fastest installed flash attention.
 
-    Their progress bars and warnings would be drawn over our own line of progress.
+    Their output would overwrite the progress line of the run.
     """
     import transformers
 
@@ -55,23 +64,25 @@ def prepare_libraries(device: torch.device) -> None:
     use_installed_flash(device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when it is imported, for a dataset on the hub alone
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = (
+        "1"  # read when datasets is imported, which only datasets on the hub need
+    )
     if (datasets := sys.modules.get("datasets")) is not None:
         datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\..*")
     # DeepSpeed calls collectives by their old names, and hooks modules whose inputs need no gradient.
-    warnings.filterwarnings("ignore", message="not tested with")  # the command has said it
+    warnings.filterwarnings("ignore", message="not tested with")  # the command printed a note
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
-    # Saving a model imports deepspeed where it is installed, which then announces how it chose a device.
+    # Saving a model imports deepspeed if it is installed, which then logs how it chose a device.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
 
 
 def make_schedule(spec: EngineSpec) -> Schedule:
-    """Return the engine's schedule without a planner: the fields that the recipe gives, and defaults for the others.
+    """Return the schedule that a recipe gives without the planner, with defaults for fields that it leaves out.
 
-    With ``schedule: auto`` the recipe may leave out a field that another one needs. ``device_layers`` needs
-    ``offload``: it is then ``disk`` if there is an ``offload_dir``, else ``host``.
+    With ``schedule: auto`` a recipe may give ``device_layers`` without ``offload``. Then ``offload`` is ``disk`` if
+    there is an ``offload_dir``, else ``host``.
     """
     chosen = spec.written()
     if chosen.get("device_layers") and "offload" not in chosen:
@@ -82,22 +93,22 @@ def make_schedule(spec: EngineSpec) -> Schedule:
 
 
 def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
-    """Return the loss on the routers that a recipe or its model asks for; None if neither asks for one.
+    """Return the router loss that the recipe or the model's configuration asks for; None if neither does.
 
     Raises:
-        ArgumentError: ``moe_balance`` is chosen, and there is nothing to balance.
-        UnsupportedModelError: The model asks for a balance loss and has no coefficient for it.
+        ArgumentError: ``moe_balance`` is set, but the router loss is off.
+        UnsupportedModelError: The model asks for a balance loss but has no coefficient for it.
     """
     base = base_of(model)
     balance, z = recipe.router_aux_loss_coef, recipe.router_z_loss_coef
     own = balances_itself(base)
     if balance is None:
         balance = balance_coefficient(base) if own else 0.0
-    if balance or z or own:  # 0 switches off what the model's configuration asks for
+    if balance or z or own:  # a coefficient of 0 switches off the loss of the model's configuration
         return RouterLoss(balance, z, recipe.moe_balance)
     if recipe.moe_balance != "micro":
         raise ArgumentError(
-            f"'moe_balance: {recipe.moe_balance}' needs a loss on the routers, and nothing asks for one",
+            f"'moe_balance: {recipe.moe_balance}' has no effect: the router loss is off (router_aux_loss_coef is 0)",
             where="moe_balance",
             fix="set router_aux_loss_coef, such as 0.001, or delete the line",
         )
@@ -107,11 +118,13 @@ def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
 def stream_model(
     recipe: ModelSettings, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
 ) -> StreamHandle:
-    """Put the engine into a model, with the router loss that the recipe adds.
+    """Stream a model, with the router loss that the recipe adds, and return its handle.
 
     Args:
-        schedule: The planner's choice; None is the recipe's schedule, with defaults.
-        ranks: The ranks that share each sequence, if any do.
+        recipe: Settings of the engine and of the router loss.
+        model: Model to stream; changed in place.
+        schedule: Schedule of the planner; None takes the recipe's schedule, with defaults.
+        ranks: Ranks that share each sequence; None if none do.
     """
     schedule, router_loss = schedule or make_schedule(recipe.engine), make_router_loss(recipe, model)
     handle = stream(model, schedule=schedule, sequence_parallel=ranks)
@@ -120,15 +133,15 @@ def stream_model(
     handle.remove()
     try:
         return stream(model, schedule=schedule, router_loss=router_loss, sequence_parallel=ranks)
-    except UnsupportedModelError as error:  # the model streams; it is its routers
+    except UnsupportedModelError as error:  # the model itself streams: its routers are the problem
         keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(recipe, key)]
         if keys:
-            error.where, error.fix = keys[0], f"delete {' and '.join(keys)}; the model trains without"
+            error.where, error.fix = keys[0], f"delete {' and '.join(keys)}; the model trains without a router loss"
         raise
 
 
 def peak_of(recipe: EngineKeys, device: torch.device) -> float | None:
-    """Return the FLOP/s that the recipe gives, or the device's data-sheet value; None where neither is known."""
+    """Return the peak FLOP/s that the recipe gives, or the device's data-sheet value; None if neither is known."""
     if recipe.peak_flops is not None:
         return recipe.peak_flops
     return peak_flops_of(device_name(device)) if device.type == "cuda" else None

@@ -1,7 +1,4 @@
-"""Make a model ready to train.
-
-Choose its precision, place its weights, plan, put the engine into it, check it, and make its backend.
-"""
+"""Make a model ready to train: choose its precision, place its weights, plan, stream, check, and make its backend."""
 
 from __future__ import annotations
 
@@ -37,32 +34,33 @@ from streamtune.schedule import Schedule
 from streamtune.tasks.task import Notify, PreparedRows
 
 TIERS = "tiers"
-"""Name of the choices of :func:`place_weights` in the identity of a run; they are not compared."""
+"""Key of the choices of :func:`place_weights` in the identity of a run; a resumed run does not compare them."""
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """A model with the engine in it, ready to train."""
+    """A streamed model with its backend, ready to train."""
 
     handle: StreamHandle
     backend: train.Backend
     memory: Plan | None
-    """The planner's schedule, and what a step of the longest rows holds and takes by it; None where none was asked."""
+    """Plan of the schedule, with memory and time of a step of the longest rows; None if nothing was planned."""
     baselines: Mapping[str, int]
-    """Peak bytes of that step by plain autograd and by gradient checkpointing; empty where no schedule was planned."""
+    """Peak bytes of that step by ``plain`` autograd and by gradient ``checkpoint``; empty if nothing was planned."""
     plan_below: Callable[[Schedule], Plan]
-    """Plans again, for less memory than a schedule that ran out of it. The model must not be streamed then."""
+    """Plans a schedule with less memory than one that ran out of memory; called while the model is not streamed."""
 
 
 def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: Notify) -> Start:
-    """Return the start with the precision of trained weights, and weights or optimizer on the host where nothing fits
-    otherwise.
+    """Return the start with the chosen precision, and with weights or optimizer on the host if nothing fits otherwise.
 
-    A resumed run keeps what it was started with.
+    A resumed run keeps its precision and placement.
 
     Args:
-        start: The start of the run; its model is not loaded.
+        start: Start of the run; its model is not loaded yet.
+        prepared: Prepared rows.
         longest: Tokens of the longest row, or of the longest prompt with its completion.
+        notify: Called with notes on the choices.
     """
     recipe, task, world = start.recipe, start.task, start.world
     begun = start.checkpoint is not None or bool(start.continued)
@@ -86,10 +84,10 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
         return {"precision": choices_made(recipe, chosen), "tiers": moved}
 
     chosen = recipe if begun else precise(recipe)
-    if world.size == 1 or (not begun and has_choice(recipe)):  # else weights stay where they are
-        # What is wrong with a model that cannot be made on meta, loading it says.
+    if world.size == 1 or (not begun and has_choice(recipe)):  # else weights stay on the device
+        # If the model cannot be made on meta, loading it raises the error.
         with suppress(UserError, RuntimeError):
-            made = world.main(choose)  # one rank chooses for all
+            made = world.main(choose)  # rank 0 chooses for all ranks
             engine = recipe.engine.model_copy(update=made["tiers"])
             chosen = recipe.model_copy(update={**made["precision"], "engine": engine})
     moved = describe_tiers(recipe, chosen)
@@ -109,34 +107,38 @@ BASELINES: tuple[Mode, ...] = ("plain", "checkpoint")
 
 @dataclass(frozen=True)
 class PlannedStart:
-    """The schedule of a run, before its engine is made."""
+    """The planned schedule of a run, before the model is streamed."""
 
     plan_below: Callable[[Schedule], Plan]
-    """See :class:`Streamed`."""
+    """Plans a schedule with less memory than one that ran out of memory."""
     schedule: Schedule | None = None
-    """The schedule of all ranks; None where the recipe fixes it."""
+    """Schedule of all ranks; None if the recipe fixes it."""
     reserve: int | None = None
-    """Bytes to reserve on the host for what the engine stores there; None where it stores nothing."""
+    """Bytes of host memory to reserve for tensors of the engine; None if it stores nothing there."""
     memory: Plan | None = None
-    """The plan, on rank 0."""
+    """Plan, on rank 0; None on other ranks or if nothing was planned."""
     baselines: Mapping[str, int] = field(default_factory=dict)
-    """See :class:`Streamed`; on rank 0."""
+    """Peak bytes of the longest step without streaming, by mode; on rank 0."""
 
 
 def plan_start(
     start: Start, model: Any, longest: LongestStep, *, dry_run: bool, notify: Notify, doing: Doing
 ) -> PlannedStart:
-    """Plan the schedule of a run if the recipe asks for one.
+    """Return the planned schedule of a run; without a schedule if the recipe fixes it.
 
     Args:
-        model: The model on its device, with its adapters, not yet streamed.
-        dry_run: Plan a fixed schedule too: a dry run shows what it would hold.
+        start: Start of the run.
+        model: Model on its device, with its adapters, not yet streamed.
+        longest: Longest micro-batch of the run.
+        dry_run: True to plan a fixed schedule too, because a dry run shows its memory.
+        notify: Called with messages for the user.
+        doing: Context manager that shows a message while something takes long.
 
     Raises:
-        ArgumentError: Nothing fits.
+        ArgumentError: No schedule fits.
     """
     recipe, world, device = start.recipe, start.world, start.device
-    # In the order of chunks every layer would be gathered once for every chunk.
+    # Chunk order would gather the weights of every layer once per chunk.
     fixed = {"order": "layer"} if start.shares_weights else {}
     plan_given = partial(plan_model, recipe, model, longest, device)
     found = PlannedStart(lambda failed: plan_given(PlanInputs(below=failed, fixed=fixed)))
@@ -152,16 +154,15 @@ def plan_start(
         found = replace(found, memory=memory, baselines=baselines)
         return asdict(memory.schedule), memory.simulation.streamed_host_bytes
 
-    with doing("planning the steps"):  # one rank measures and chooses for all: they have to walk in step
+    with doing("planning the steps"):  # rank 0 plans for all ranks, which need the same schedule
         planned, host_bytes = world.main(plan)
     schedule = Schedule(**planned)
     return replace(found, schedule=schedule, reserve=host_bytes if schedule.uses_host and not dry_run else None)
 
 
 def _baseline_bytes(workload: Workload) -> Mapping[str, int]:
-    """Return the peak bytes of a step by plain autograd (``plain``) and by gradient checkpointing (``checkpoint``).
-
-    Empty where they cannot be simulated.
+    """Return the simulated peak bytes of a step by plain autograd (``plain``) and gradient checkpointing
+    (``checkpoint``); empty if a mode cannot be simulated.
     """
     try:
         return {mode: simulate(replace(workload, mode=mode), Schedule()).peak_bytes for mode in BASELINES}
@@ -178,27 +179,33 @@ def stream_start(
     notify: Notify,
     doing: Doing,
 ) -> Streamed:
-    """Put the engine into the model, with the planned schedule or the recipe's, and make its backend.
+    """Stream the model with the planned schedule or the recipe's, check it, and make its backend.
 
     Args:
-        model: The model on its device, with its adapters; changed in place.
-        first: Called with the streamed model, before a backend has it.
+        start: Start of the run.
+        model: Model on its device, with its adapters; changed in place.
+        planned: Planned schedule.
+        first: Called with the handle of the streamed model, before the backend wraps the model.
+        notify: Called with messages for the user.
+        doing: Context manager that shows a message while something takes long.
     """
     recipe, world = start.recipe, start.world
     handle = stream_model(recipe, model, planned.schedule, sequence_ranks(recipe, world))
     with doing("checking that this model streams exactly"):
         _check_streams(start, model, handle, notify)
     first(handle)
-    with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
+    with doing("setting up the optimizer"):  # after the checks, because a backend may shard the weights
         backend = make_backend(recipe, model, handle.layers, world, start.device)
     if planned.reserve is not None:
         handle.tiers.reserve(planned.reserve, start.device)
-    start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
+    start.identity["schedule"] = asdict(
+        handle.schedule
+    )  # not compared: every schedule gives the same gradient, up to rounding
     return Streamed(handle, backend, planned.memory, planned.baselines, planned.plan_below)
 
 
 def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
-    """Check the model itself, or a small one of its configuration if its weights come later, in parts."""
+    """Check that the model streams exactly; if its weights are loaded later, check a small model like it."""
     recipe = start.recipe
     deferred = models.deferred_of(model)
     if deferred is None:
@@ -213,20 +220,20 @@ def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notif
             start.task.check_model(small)
             return len(small.layers)
 
-    # Ranks that share a sequence compute each call together; any other rank would find what rank 0 finds.
+    # Ranks that share a sequence compute each call together; otherwise rank 0 checks for all ranks.
     layers = check_small() if recipe.sequence_parallel_size > 1 else start.world.main(check_small)
     if deferred.note is not None:
         notify(deferred.note)
     notify(
-        f"the weights are shared between ranks: streaming was checked on a model of the same configuration with "
+        f"the weights are sharded: streaming was checked on a model of the same configuration with "
         f"{layers} of the {len(handle.layers)} layers and random weights"
     )
 
 
 def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
-    """Return the schedule of the run that a checkpoint is from; None if it has none that this version knows."""
-    kept = checkpoint.state["identity"].get("schedule") if checkpoint is not None else None
+    """Return the schedule saved in a checkpoint; None if there is none, or this version does not know it."""
+    saved = checkpoint.state["identity"].get("schedule") if checkpoint is not None else None
     try:
-        return Schedule(**kept) if kept is not None else None
+        return Schedule(**saved) if saved is not None else None
     except (TypeError, ArgumentError):
         return None

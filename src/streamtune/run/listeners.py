@@ -1,21 +1,21 @@
-"""Listeners of a run: the callbacks of a recipe, and the time of its steps compared with the prediction.
+"""Listeners of a run: the user's callbacks, and a comparison of step times with the prediction.
 
-Callbacks are classes of the user's own that are called as the run goes on.
+A callback is a class of the user whose methods are called during the run.
 
     class Audit:                                # callbacks: [audit.py:Audit]
         def on_start(self, run): ...            # before the first step
         def on_step(self, record): ...          # after a step: its line of metrics.jsonl
         def on_evaluate(self, record): ...      # after an evaluation: its line of metrics.jsonl
-        def on_end(self, outcome): ...          # at the end, however it came
+        def on_end(self, outcome): ...          # at the end: finished, stopped or failed
 
-Each method is optional and gets one dictionary, a copy. Random state, grad mode, working directory and standard streams
-are put back after each call.
+Each method is optional and gets a copy of one dictionary. Random state, grad mode, working directory and standard
+streams are restored after each call.
 
-Where time and prediction of a step differ by a third, the run says so and the rates are corrected. The plan is of the
-longest rows, so a step is predicted at the time of the plan in proportion to its operations (``simulate.workload``).
-The first step of a session is left out. So are steps of less than a fourth of the planned operations, and short ones,
-in which the time of an operator is Python's. Of several steps the fastest counts, and on a CPU at most its processor
-time: other work on the machine can only make a step slower.
+If step times and prediction differ by a third, the run prints a note and corrects the rates for later plans. The plan
+is for the longest rows, so the prediction of a step is the planned time multiplied by the step's share of the planned
+operations (``simulate.workload``). Not compared are the first step after a start, steps with less than a fourth of the
+planned operations, and short steps, which Python's overhead dominates. The fastest of several steps counts, and on a
+CPU at most its processor time, because other work on the machine can only make a step slower.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ SPEC = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)")
 
 
 class Callback(Listener):
-    """A user's object as a listener.
+    """Listener that calls the methods of a user's callback.
 
     Args:
-        name: The name in the recipe, for messages.
-        target: An object with some of :data:`EVENTS` as methods.
+        name: Name of the callback in the recipe, for messages.
+        target: Object with some of :data:`EVENTS` as methods.
     """
 
     def __init__(self, name: str, target: Any) -> None:
@@ -78,22 +78,22 @@ class Callback(Listener):
             raise RunError(
                 f"{event} of the callback {self.name} raised {type(error).__name__}: {error}",
                 where=_line_of(error),
-                fix="fix it, or take it out of callbacks, and run the same command again: the run goes on from its "
-                "last checkpoint",
+                fix="fix the callback, or delete it from callbacks, and run the same command again: the run resumes "
+                "from its last checkpoint",
             ) from error
 
 
 def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, main: bool) -> list[Listener]:
-    """Import the callbacks of a recipe, and make an object of each class on rank 0; other ranks return no listeners.
+    """Return a listener for each callback of a recipe; an empty list on other ranks than 0.
 
     Args:
         specs: ``file.py:Name`` or ``module:Name`` of each callback.
         allow_code: True if code that the recipe names may run.
-        directory: Folder of relative paths and of modules.
-        main: True on rank 0; other ranks import the code and do not call it, so that all fail alike.
+        directory: Folder that relative paths and modules are looked up in.
+        main: True on rank 0. Other ranks import the code without calling it, so that all ranks fail alike.
 
     Raises:
-        ArgumentError: There is no such class, it has none of the four methods, or code may not run. ``where`` is
+        ArgumentError: The class does not exist, it has none of the four methods, or code may not run. ``where`` is
             ``callbacks.N``.
     """
     found: list[Listener] = []
@@ -101,17 +101,21 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
         where = f"callbacks.{number}"
         if not allow_code:
             raise ArgumentError(
-                f"the callback '{spec}' is Python code that the recipe names, and it would run here",
+                f"the callback '{spec}' is Python code, and code is not allowed to run",
                 where=where,
-                fix="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
+                fix="read the code; if you trust it, run with --allow-code or set allow_code: true",
             )
         match = SPEC.fullmatch(spec.strip())
         if match is None:
-            raise ArgumentError(f"'{spec}' names no callback", where=where, fix="write file.py:Name or module:Name")
+            raise ArgumentError(
+                f"the callback must be file.py:Name or module:Name, found '{spec}'",
+                where=where,
+                fix="write file.py:Name or module:Name",
+            )
         try:
             module = import_target(match["target"], directory)
         except ArgumentError as error:
-            if error.where == "reward_funcs":  # the importer's own word for the recipe's key
+            if error.where == "reward_funcs":  # the importer serves reward functions too
                 error.where = where
             error.fix = error.fix.replace(":function", ":Name")
             raise
@@ -125,12 +129,12 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
             )
         _check_methods(spec, target, where)
         if main:
-            found.append(Callback(spec, _made(spec, target, where)))
+            found.append(Callback(spec, _make_callback(spec, target, where)))
     return found
 
 
 def _check_methods(spec: str, target: Any, where: str) -> None:
-    """Refuse a class with none of the methods, or with a method whose name looks like a typing error."""
+    """Check that a class has a method of :data:`EVENTS`, and no other method whose name begins with ``on_``."""
     named = [name for name in dir(target) if name.startswith("on_") and callable(getattr(target, name))]
     unknown = [name for name in named if name not in EVENTS]
     if unknown or not named:
@@ -139,7 +143,7 @@ def _check_methods(spec: str, target: Any, where: str) -> None:
         raise ArgumentError(f"the callback {spec} {what}", where=where, fix=fix or f"define any of {', '.join(EVENTS)}")
 
 
-def _made(spec: str, target: Any, where: str) -> Any:
+def _make_callback(spec: str, target: Any, where: str) -> Any:
     if not isinstance(target, type):
         return target  # an object of the module
     try:
@@ -152,7 +156,7 @@ def _made(spec: str, target: Any, where: str) -> Any:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return ``file:line`` of the callback's own code: the last place that is neither ours nor a library's."""
+    """Return ``file:line`` of the last traceback frame in the callback's code, outside StreamTune and libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
     last = (own or frames)[-1:]
@@ -160,17 +164,17 @@ def _line_of(error: BaseException) -> str:
 
 
 COMPARED = 5
-"""Steps of which the fastest is compared."""
+"""Number of steps whose fastest is compared with the prediction."""
 
-THIRD = 4 / 3
-"""Ratio of seconds to prediction, or the other way around, from which they disagree."""
+MOST_RATIO = 4 / 3
+"""Ratio of measured to predicted seconds, or its inverse, from which the rates are corrected."""
 
 SHORTEST = 0.25
-"""Seconds below which nothing is compared."""
+"""Seconds below which a step is not compared."""
 
 
 class StepFlops:
-    """Counts the operations of optimizer steps, as :mod:`streamtune.plan.simulate.workload` defines them."""
+    """Counts the FLOPs of optimizer steps, as :mod:`streamtune.plan.simulate.workload` defines them."""
 
     def __init__(self, model: Any, step: StepKind = PLAIN_STEP) -> None:
         self.step = step
@@ -195,12 +199,12 @@ def _spans(batch: train.MicroBatch) -> Iterator[Span]:
 
 @dataclass
 class StepTimes(train.Listener):
-    """Listens to the steps of a run of one rank.
+    """Listener that compares the step times of a run on one rank with the plan, and corrects the rates.
 
     Args:
-        plan: The plan of the longest rows, with rates measured on the device.
-        device, dtype: The device and dtype of the measured rates.
-        say: Called once, if they disagree, with the number of the step, the text, and the figures by name.
+        plan: Plan of the longest rows, with rates measured on the device.
+        device, dtype: Device and dtype of the measured rates.
+        say: Called at most once, if times and plan differ: step number, message, figures by name.
     """
 
     plan: Plan
@@ -210,10 +214,10 @@ class StepTimes(train.Listener):
     _ratios: list[float] = field(default_factory=list, init=False)
     _steps: int = field(default=0, init=False)
     _used: float = field(default=0.0, init=False)
-    """Processor time at the end of the step before."""
+    """Processor time in seconds at the end of the previous step."""
 
     def step(self, record: dict[str, Any]) -> None:
-        """Take a step; the last that is compared decides."""
+        """Record a step; after :data:`COMPARED` steps, compare the fastest with the prediction."""
         self._steps += 1
         used, self._used = time.process_time() - self._used, time.process_time()
         flops = record.get("flops", 0)
@@ -229,12 +233,12 @@ class StepTimes(train.Listener):
         if len(self._ratios) < COMPARED:
             return
         ratio = min(self._ratios)
-        if 1 / THIRD < ratio < THIRD:
+        if 1 / MOST_RATIO < ratio < MOST_RATIO:
             return
         correct_rates(self.device, self.dtype, ratio)
         self.say(
             record["step"],
-            f"a step takes {ratio * predicted:.3g} s where {predicted:.3g} s were predicted; "
-            "later plans on this device are corrected by that",
+            f"a step takes {ratio * predicted:.3g} s, predicted were {predicted:.3g} s; later plans on this device are "
+            "corrected",
             {"seconds": ratio * predicted, "predicted": predicted, "ratio": round(ratio, 4)},
         )

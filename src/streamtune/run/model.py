@@ -1,10 +1,10 @@
-"""Make the model of a recipe, with its data or without, and its optimizer.
+"""Make the model of a recipe, and its optimizer.
 
-make_model        for a run: with the weights to go on from, for the tokenizer of its data
+make_model        for a run: loads the weights to train, for the tokenizer of the data
 make_model_alone  for a measurement: without tokenizer or data
 make_blueprint    for a plan: on ``meta``, without weights
 
-A reference model is made in the same three ways.
+There are the same three functions for a reference model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LARGEST_RATE = torch.finfo(torch.float32).max
-"""A step of AdamW moves each weight by about the learning rate."""
+"""Largest learning rate that float32 weights survive: a step of AdamW moves each weight by about the rate."""
 
 
 def make_model(
@@ -41,15 +41,18 @@ def make_model(
     *,
     sharing: train.World | None = None,
 ) -> Any:
-    """Make the model with the weights to go on from, and with its adapters if it has any.
+    """Return the model to train, with the weights of the checkpoint or the base, and with adapters if it has any.
 
     Args:
-        checkpoint: The checkpoint that is resumed, if one is.
-        sharing: The ranks that will share the weights: the base is on ``meta``, and its weights come later.
+        recipe: Recipe of the run.
+        tokenizer: Tokenizer of the data.
+        checkpoint: Checkpoint that is resumed; None for a new run.
+        device: Device of this rank.
+        sharing: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_room(recipe, device)
-    return _placed(recipe, _make_model(recipe, tokenizer, checkpoint, _loaded_on(recipe, device), sharing), device)
+    return _placed(recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing), device)
 
 
 def _make_model(
@@ -64,19 +67,21 @@ def _make_model(
     if new and sharing is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
-    change = _change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
-    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing, change=change)
+    change = _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
+    model = _base_model(
+        recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, sharing=sharing, change=change
+    )
     if new and (adapters or checkpoint is None):
         models.add_rows(model, len(tokenizer), new)
     models.use_special_tokens(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
     with models.phantom_weights(model):
         if checkpoint is None or not adapters:
-            made = _adapted(recipe, model, new)
-        elif recipe.adapter_name_or_path is not None:  # they are as they were loaded, of whatever kind
+            made = _add_adapters(recipe, model, new)
+        elif recipe.adapter_name_or_path is not None:  # adapters of any kind, as they were loaded
             made = models.load_lora(model, checkpoint.model_dir)
         else:
-            made = models.load_adapters(model, checkpoint.model_dir, _adapters(recipe), new_tokens=new)
+            made = models.load_adapters(model, checkpoint.model_dir, _adapter_spec(recipe), new_tokens=new)
     if recipe.model_name_or_path is not None:
         for config in getattr(made, "peft_config", {}).values():
             config.base_model_name_or_path = models.absolute_name(recipe.model_name_or_path)
@@ -92,15 +97,22 @@ def make_reference_model(
     sharing: train.World | None = None,
     change: models.QuantisationChange | None = None,
 ) -> Any:
-    """Make the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
+    """Return the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
     own = name in (None, recipe.model_name_or_path)
     new = new_token_ids(recipe, tokenizer) if own else []
     if new and sharing is not None:
         _refuse_new_tokens(recipe, tokenizer, new)
     name = name or recipe.model_name_or_path
-    there = _loaded_on(recipe, device)
+    there = _loading_device(recipe, device)
     model = _base_model(
-        recipe, there, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing, change=change, frozen=not own
+        recipe,
+        there,
+        len(tokenizer),
+        _token_ids(tokenizer),
+        name=name,
+        sharing=sharing,
+        change=change,
+        frozen=not own,
     )
     if new:
         models.add_rows(model, len(tokenizer), new)
@@ -108,7 +120,11 @@ def make_reference_model(
 
 
 def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
-    """Refuse weights or an optimizer that do not fit the host, before anything is loaded."""
+    """Check that weights or optimizer fit the host memory, before anything is loaded.
+
+    Raises:
+        ArgumentError: They do not fit.
+    """
     model = base_of(make_blueprint(recipe, device))
     waits = recipe.engine.weights == "host"
     waiting = waiting_parameters(model, decoder_layers(model)) if waits else []
@@ -117,7 +133,7 @@ def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
     step = recipe.step_kind
     stepped = waiting if step.states != "host" else list(model.parameters())
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    # States of bfloat16 weights that are rounded stochastically are float32; AdamW's are as `optim_states` says.
+    # Stochastic rounding keeps float32 states for bfloat16 weights, except AdamW, which follows `optim_states`.
     rounds = recipe.weight_rounding == "stochastic" and recipe.optim != "adamw"
     size = 4 if rounds else {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
     states = sum(
@@ -133,22 +149,22 @@ def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
     shown = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items() if size)
     what, key = ("weights", "engine.weights") if waits else ("optimizer", "engine.optimizer")
     freed = (
-        "" if step.gradients == "layer" or not waits else "write optim_in_backward: true, which holds few gradients; "
+        "" if step.gradients == "layer" or not waits else "write optim_in_backward: true, which keeps few gradients; "
     )
     raise ArgumentError(
-        f"the host's memory is too small for the {what}: {shown}, and {show_size(room)} are usable",
+        f"the host's memory is too small for the {what}: needed {shown}; usable {show_size(room)}",
         where=key,
-        fix=f"{freed}train adapters (finetuning_type: lora), or take a machine with more memory",
+        fix=f"{freed}train adapters (finetuning_type: lora), or use a machine with more memory",
     )
 
 
-def _loaded_on(recipe: ModelSettings, device: torch.device) -> torch.device:
-    """Return the device to which weights are loaded: the CPU where they will wait in its memory."""
+def _loading_device(recipe: ModelSettings, device: torch.device) -> torch.device:
+    """Return the device that weights are loaded on: the CPU if the recipe keeps them in host memory."""
     return torch.device("cpu") if recipe.engine.weights == "host" else device
 
 
 def _placed(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
-    """Return the model on the device, with its weights in the host's memory if the recipe says so."""
+    """Return the model on the device, with its weights in host memory if the recipe says so."""
     if recipe.engine.weights == "host":
         keep_on_host(model, device)
     return model
@@ -159,38 +175,38 @@ def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase
     shown = ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
     whole = "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
     raise ArgumentError(
-        f"the model has no rows for {shown}, and ranks that share the weights read them as they are",
+        f"the vocabulary lacks {shown}; embeddings cannot be resized under ZeRO-3 or FSDP2",
         where="added_tokens" if recipe.added_tokens else "special_tokens",
         fix="write deepspeed: zero2" + (f"{whole} as the model" if recipe.finetuning_type == "full" else ""),
     )
 
 
 def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
-    """Make a model to check in place of one whose weights come later: same configuration, one layer of each kind.
+    """Return a small model to check in place of a model whose weights are loaded later.
 
-    A model that has its weights is returned as it is. It is not streamed.
+    It has the same configuration, one layer of each kind, and is not streamed. A model with weights is returned itself.
     """
     if models.deferred_of(model) is None:
         return model
-    return _adapted(recipe, models.small_like(model, decoder_layers(model), seed=recipe.seed).to(device))
+    return _add_adapters(recipe, models.small_like(model, decoder_layers(model), seed=recipe.seed).to(device))
 
 
 def make_model_alone(recipe: ModelSettings, device: torch.device) -> Any:
-    """Make the model without its data. Where a recipe trains a tokenizer, its vocabulary has the size asked for."""
-    base = _base_alone(recipe, _loaded_on(recipe, device), recipe.model_name_or_path, _change(recipe))
-    return _placed(recipe, _adapted(recipe, base), device)
+    """Return the model without its data; its vocabulary has the size that the recipe gives for a new tokenizer."""
+    base = _base_alone(recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe))
+    return _placed(recipe, _add_adapters(recipe, base), device)
 
 
 def make_reference_alone(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
-    """Make the reference model, without tokenizer or data: the model ``name``, or a copy of the recipe's model."""
-    model = _base_alone(recipe, _loaded_on(recipe, device), name or recipe.model_name_or_path)
+    """Return the reference model without tokenizer or data: the model ``name``, or a copy of the recipe's model."""
+    model = _base_alone(recipe, _loading_device(recipe, device), name or recipe.model_name_or_path)
     return _placed(recipe, model, device).requires_grad_(False).eval()
 
 
 def _base_alone(
     recipe: ModelSettings, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
 ) -> Any:
-    size = _asked_vocabulary(recipe) or 0
+    size = _trained_vocabulary(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
     frozen = name != recipe.model_name_or_path
@@ -198,17 +214,17 @@ def _base_alone(
 
 
 def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
-    """Make the reference model on ``meta``: the model ``name``, or the recipe's model."""
+    """Return the reference model on ``meta``: the model ``name``, or the recipe's model."""
     return _blueprint(recipe, device, name).requires_grad_(False)
 
 
 def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
-    """Make the model on ``meta``, with its adapters; ``device`` decides its quantisation."""
+    """Return the model on ``meta``, with its adapters; ``device`` decides its quantisation."""
     model = _blueprint(recipe, device, None)
-    size, named = model.get_input_embeddings().weight.shape[0], _count_named(recipe)
+    size, named = model.get_input_embeddings().weight.shape[0], _count_added_tokens(recipe)
     new = range(size - named, size) if recipe.model_name_or_path is not None else range(0)
     with torch.device("meta"):
-        return _adapted(recipe, model, new)
+        return _add_adapters(recipe, model, new)
 
 
 def _blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
@@ -218,19 +234,20 @@ def _blueprint(recipe: ModelSettings, device: torch.device, name: str | None) ->
         models.ModelOptions(
             weights_dtype(recipe, frozen=name not in (None, recipe.model_name_or_path)),
             choose_quantization(recipe, device),
-            _rope(recipe),
+            _rope_change(recipe),
         ),
-        vocab_size=_asked_vocabulary(recipe) if name is None else None,
-        new_tokens=_count_named(recipe) if name in (None, recipe.model_name_or_path) else 0,
+        vocab_size=_trained_vocabulary(recipe) if name is None else None,
+        new_tokens=_count_added_tokens(recipe) if name in (None, recipe.model_name_or_path) else 0,
         trust_remote_code=recipe.trust_remote_code,
     )
 
 
 def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
-    """Return the dtype in which the weights of a base are loaded.
+    """Return the dtype that the weights of a base are loaded in.
 
     Args:
-        frozen: True if the base is another model, which is not trained.
+        recipe: Recipe with the key ``dtype``.
+        frozen: True for another base that is not trained, such as a reference.
     """
     if recipe.dtype != "mixed":
         return recipe.dtype
@@ -238,7 +255,7 @@ def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
 
 
 def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer of the trainable weights of a model.
+    """Return the optimizer of the trainable weights of a model.
 
     Raises:
         ArgumentError: The learning rate overflows the weights, a library is missing, or an ``lr_groups`` pattern
@@ -251,7 +268,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
             raise ArgumentError(
                 f"a learning rate of {rate:g} overflows the weights",
                 where=key,
-                fix="use one such as 1e-5 (full), 1e-4 (lora)",
+                fix="use a rate such as 1e-5 (full) or 1e-4 (lora)",
             )
     places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
     groups = optim.NameGroups(
@@ -287,10 +304,10 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
 
 
 def train_largest(recipe: OptimizerSettings, model: nn.Module) -> None:
-    """Freeze all weights but the block whose step takes the most, where an optimizer trains one block at a time."""
+    """For an optimizer that trains one block at a time, freeze all weights except the most expensive block."""
     if recipe.step_kind.gradients == "block":
         if recipe.finetuning_type == "full":
-            model.requires_grad_(True)  # of a run that goes on, one block is trained
+            model.requires_grad_(True)  # in a resumed run only one block is trainable
         optim.train_largest_block(model, **recipe.optim_args)
 
 
@@ -299,13 +316,13 @@ def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | No
     if recipe.finetuning_type != "qlora":
         return None
     kind = recipe.quantization
-    if kind == "auto" and shares_weights(recipe):  # the kind that can be divided
+    if kind == "auto" and shares_weights(recipe):  # the kind that can be sharded
         kind = "nf4"
     return models.choose_quantization(kind, device)
 
 
 def shares_weights(recipe: ModelSettings) -> bool:
-    """Return True if each rank holds a part of the weights, which are whole only while a layer computes."""
+    """Return True if the ranks shard the weights (ZeRO-3 or FSDP2)."""
     if recipe.deepspeed is None:
         return recipe.fsdp
     from streamtune.distributed.deepspeed_config import read_config, stage_of
@@ -324,9 +341,9 @@ def _base_model(
     change: models.QuantisationChange | None = None,
     frozen: bool = False,
 ) -> Any:
-    """Make the model of that name, or a new one, without adapters; ``frozen``: it is not the trained model."""
+    """Return the model ``name``, or a new model, without adapters; ``frozen`` if it is not the trained model."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
-    options, remote = models.ModelOptions(dtype, quantization, _rope(recipe), change), recipe.trust_remote_code
+    options, remote = models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code
     if sharing is not None and quantization is None:
         if name is not None:
             return sharing.together(lambda: models.defer_load(name, options, trust_remote_code=remote))
@@ -354,51 +371,50 @@ def _base_model(
     )
 
 
-def _change(recipe: ModelSettings) -> models.QuantisationChange | None:
-    """Return the change of weights before quantisation that new adapters start from."""
+def _quantisation_change(recipe: ModelSettings) -> models.QuantisationChange | None:
+    """Return the change of weights before quantisation that new adapters start from (LoftQ); None without one."""
     if not recipe.starts_from_quantisation:
         return None
-    return models.loftq_start(_adapters(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
+    return models.loftq_start(_adapter_spec(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
 
 
-def _rope(recipe: ModelSettings) -> models.RopeChange | None:
+def _rope_change(recipe: ModelSettings) -> models.RopeChange | None:
     return models.RopeChange.from_settings(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _adapted(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
-    """Add new adapters to the model, unless all of it is trained; ``new_tokens`` are trained beside them."""
+def _add_adapters(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
+    """Return the model with new adapters, or itself for full fine-tuning; rows of ``new_tokens`` are trained too."""
     if recipe.finetuning_type == "full":
         if kind := models.quantization(model):
             raise ArgumentError(
-                f"the weights of this checkpoint are quantised ({kind}), and only whole ones can be trained themselves",
+                f"the checkpoint is quantised ({kind}), and quantised weights cannot be trained",
                 where="finetuning_type",
-                fix="write finetuning_type: qlora, which trains adapters on them, or use the checkpoint they were "
-                "made from",
+                fix="write finetuning_type: qlora, which trains adapters on them, or use the checkpoint before "
+                "quantisation",
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ArgumentError(
-                f"{recipe.model_name_or_path} holds adapters over a frozen base, and all weights are to be trained",
+                f"{recipe.model_name_or_path} holds adapters on a frozen base, and full fine-tuning trains all weights",
                 where="model_name_or_path",
                 fix=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
             )
         return model
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ArgumentError(
-            f"{recipe.model_name_or_path} holds adapters, and new ones would take their place: what they learnt would "
-            "be lost",
+            f"{recipe.model_name_or_path} holds adapters, and new adapters would replace them",
             where="model_name_or_path",
             fix=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
         )
     if recipe.adapter_name_or_path is not None:
         return models.start_from(model, recipe.adapter_name_or_path)
-    return models.add_adapters(model, _adapters(recipe), seed=recipe.seed, new_tokens=new_tokens)
+    return models.add_adapters(model, _adapter_spec(recipe), seed=recipe.seed, new_tokens=new_tokens)
 
 
-def _adapters(recipe: ModelSettings) -> models.AdapterSpec:
+def _adapter_spec(recipe: ModelSettings) -> models.AdapterSpec:
     return models.AdapterSpec(
         kind=recipe.adapter_type,
         r=recipe.lora_r,
@@ -413,14 +429,14 @@ def _adapters(recipe: ModelSettings) -> models.AdapterSpec:
     )
 
 
-def _asked_vocabulary(recipe: ModelSettings) -> int | None:
-    """Return the number of entries of the tokenizer that the recipe trains; None if it trains none."""
+def _trained_vocabulary(recipe: ModelSettings) -> int | None:
+    """Return the vocabulary size of the tokenizer that the recipe trains; None if it trains none."""
     trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
-    return trained.vocab_size + _count_named(recipe) if trained is not None else None
+    return trained.vocab_size + _count_added_tokens(recipe) if trained is not None else None
 
 
-def _count_named(recipe: ModelSettings) -> int:
-    """Return how many tokens a recipe names. A plan has no tokenizer to count them with."""
+def _count_added_tokens(recipe: ModelSettings) -> int:
+    """Return how many tokens the recipe adds by name; a plan has no tokenizer to count new ones."""
     special = recipe.special_tokens.model_dump(exclude_none=True)
     return len(special) - 1 + len(special["additional_special_tokens"]) + len(recipe.added_tokens)
 
@@ -429,7 +445,7 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ArgumentError(
-            f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding {rows:,} rows",
+            f"the tokenizer has {len(tokenizer):,} tokens, but the model's embedding only {rows:,} rows",
             where="tokenizer",
             fix="use the tokenizer that belongs to the model",
         )

@@ -1,8 +1,8 @@
-"""Plan the schedule of a recipe's steps, from what is trained, the memory there is, and the rates of the device.
+"""Plan the schedule of a recipe's steps, from its model and rows, the available memory, and the rates of the device.
 
-plan_recipe   for ``streamtune plan``: from the configuration alone, for this machine or for a device that is not there
-place_recipe  for a run, before its model is loaded: whether weights or optimizer wait on the host
-plan_model    for a run: of the model that is loaded, within the memory that is free besides it
+plan_recipe   for ``streamtune plan``: reads only the model's configuration; for this machine or another device
+place_recipe  for a run, before its model is loaded: decides whether weights or optimizer are kept on the host
+plan_model    for a run, with the loaded model: within the memory that is free besides the model
 """
 
 from __future__ import annotations
@@ -43,42 +43,44 @@ from streamtune.recipe.settings import ModelSettings, TrainingSettings
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.data import blame_recipe
 from streamtune.run.device import choose_device, make_schedule, peak_of, prepare_libraries
-from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
+from streamtune.run.plan_cache import PlanOptions
 from streamtune.run.weight_choices import Settings, first_that_fits, placements, precise
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.tasks import Task, task_of
 
 LESS = (0.75, 0.9, 0.97)
-"""Parts of what a schedule held besides weights, gradients and optimizer that the next may hold, where it ran out of
-memory: the first that anything fits."""
+"""Fractions of the memory of a schedule that ran out of memory which the next may use, tried in order.
+
+Weights, gradients and optimizer are not counted.
+"""
 
 
 LITTLE = 0.5
-"""Part of the device that weights, gradients and optimizer leave to rows, so that some schedule mostly fits."""
+"""Fraction of the device. If weights, gradients and optimizer take less, some schedule usually fits."""
 
 USUAL = 6
-"""Steps that most plans simulate."""
+"""Number of steps that most plans simulate."""
 
 
 @dataclass(frozen=True)
 class RecipePlan:
-    """A plan, with the recipe, the model and the devices that it is for.
+    """A plan with its recipe, model and devices.
 
     Attributes:
-        loaded: The recipe, with weights or optimizer on the host where nothing fits otherwise.
+        loaded: Recipe, with weights or optimizer on the host if nothing fits otherwise.
         model_name: Class of the model.
         parameters: Number of parameters.
         length: Tokens of a row, or of a prompt with its longest completion.
-        here: True if the device is at hand.
-        scored: The completions of a micro-batch, where the objective scores completions.
-        cluster: The ranks. The bytes of the plan are those of one rank.
-        micro_batches: Micro-batches of a rank in an optimizer step.
-        wider: The rows that more ranks to a sequence would allow, where the recipe leaves that open.
-        flops: Operations of a step that the model asks for, of all ranks (``simulate.workload``).
-        peak_flops: FLOP/s of one device by its data sheet, or by the recipe; None where unknown.
-        select_flops: Operations of a rank by which the rows of a step are chosen; 0 without a choice.
-        positions: What to write where rows exceed the positions of the model; None where they do not.
+        here: True if the plan is for the local device.
+        scored: Completions of a micro-batch; None if the objective scores none.
+        cluster: Ranks of the step. The bytes of the plan are per rank.
+        micro_batches: Number of micro-batches of a rank in an optimizer step.
+        wider: Longest rows if more ranks shared a sequence; empty if the recipe fixes the number.
+        flops: FLOPs of the model in a step, of all ranks (``simulate.workload``).
+        peak_flops: FLOP/s of one device, from the recipe or its data sheet; None if unknown.
+        select_flops: FLOPs of a rank to choose the rows of a step; 0 if rows are not chosen.
+        positions: Advice if rows exceed the model's positions; None if they do not.
     """
 
     loaded: LoadedRecipe
@@ -101,28 +103,29 @@ class RecipePlan:
 
     @property
     def select_seconds(self) -> float:
-        """Seconds in which the rows of a step are chosen, at the rate of the step's own operations."""
+        """Predicted seconds to choose the rows of a step, at the rate of the step's other operations."""
         work = self.plan.simulation.work
         return self.plan.step_seconds * self.select_flops / max(1, work.matmul_flops + work.attention_flops)
 
     @property
     def computed_flops(self) -> int:
-        """Operations of products and attention that a step computes, of all ranks: the model's, what is computed again,
-        and forward passes of a reference.
+        """FLOPs of matrix products and attention that a step computes, of all ranks.
+
+        They include recomputation and forward passes of a reference.
         """
         work = self.plan.simulation.work
         return self.cluster.ranks * (work.matmul_flops + work.attention_flops)
 
     @property
     def mfu(self) -> float | None:
-        """Share of the devices' FLOP/s that the model's operations take in the predicted time; None if unknown."""
+        """Model FLOPs utilisation in the predicted time, relative to ``peak_flops``; None if that is unknown."""
         if self.peak_flops is None or not self.plan.step_seconds:
             return None
         return self.flops / self.plan.step_seconds / self.peak_flops / self.cluster.ranks
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of an optimizer step, of all ranks."""
+        """Number of tokens in an optimizer step, of all ranks."""
         times = self.micro_batches * self.cluster.data_size
         if self.scored is not None:
             return self.scored.rows * self.scored.length * times
@@ -131,12 +134,12 @@ class RecipePlan:
 
 @dataclass(frozen=True)
 class LongestStep:
-    """The longest micro-batch of a run, and a second model that is held beside the trained one.
+    """The longest micro-batch of a run, and the bytes of a second model beside the trained one.
 
     Attributes:
         length: Tokens of the longest row, or of the longest completion with its prompt.
-        completions: The completions of a micro-batch, where the objective scores completions.
-        reference_bytes: Bytes of the second model.
+        completions: Completions of a micro-batch; None if the objective scores none.
+        reference_bytes: Bytes of a reference model on the device.
     """
 
     length: int
@@ -146,13 +149,13 @@ class LongestStep:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Facts that a plan of a run is given besides its recipe and model.
+    """Inputs of a run's plan besides its recipe and model.
 
     Attributes:
-        keep: The schedule of the resumed run. It is taken again if it fits and the recipe allows it, so that the losses
-            are bit-equal.
-        below: A schedule that ran out of memory. The chosen one holds less, even where the recipe fixes the schedule.
-        fixed: Fields of the schedule that the planner may not choose, besides those that the recipe writes.
+        cluster: Ranks of the run.
+        keep: Schedule of the resumed run. It is used again if it fits and the recipe allows it, for bit-equal losses.
+        below: Schedule that ran out of memory. The new one uses less, even if the recipe fixes the schedule.
+        fixed: Fields of the schedule that the planner may not choose, besides the fields that the recipe gives.
     """
 
     cluster: Cluster = field(default_factory=Cluster)
@@ -164,17 +167,19 @@ class PlanInputs:
 def plan_recipe(
     loaded: LoadedRecipe, options: PlanOptions, *, notify: Callable[[str], None] = lambda message: None
 ) -> RecipePlan:
-    """Plan a recipe from its model's configuration; neither weights nor data are read.
+    """Return the plan of a recipe from its model's configuration; neither weights nor data are read.
 
     Args:
-        notify: Called with its name before what takes a while.
+        loaded: Recipe with the lines of its keys.
+        options: Options of the command line.
+        notify: Called with the name of each long activity before it starts.
 
     Raises:
-        UserError: A name is unknown, or nothing fits a budget; it has the line of the recipe.
+        UserError: A name is unknown, or no schedule fits; ``where`` is the line of the recipe.
     """
     recipe = loaded.recipe
     with blame_recipe(loaded):
-        target, here = _target(recipe, options)
+        target, here = _planned_device(recipe, options)
         prepare_libraries(here)
         device = here if target is None else torch.device("cuda")
         model_of = blueprints(device)
@@ -182,7 +187,7 @@ def plan_recipe(
         length = options.length or recipe.max_length
         if length < task_of(recipe).shortest:
             raise ArgumentError(
-                f"a prompt and its completion have {task_of(recipe).shortest} tokens or more, not {length}",
+                f"a prompt with its completion must have at least {task_of(recipe).shortest} tokens, found {length}",
                 where="max_length" if options.length is None else "--length",
             )
         cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
@@ -190,7 +195,7 @@ def plan_recipe(
         rates = sheet_rates(target) if target else rates_here(precise(recipe), model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
-        recipe, workload, chosen = _fastest(
+        recipe, workload, chosen = _plan_first_that_fits(
             placements(recipe, limits, cluster),
             lambda choice: recipe_workload(choice, model_of(choice), length, device, cluster=cluster),
             limits,
@@ -222,27 +227,27 @@ def plan_recipe(
 
 
 def _select_flops(recipe: BatchKeys, workload: Workload) -> int:
-    """Return the operations by which a rank compares its share of the rows drawn for a step."""
+    """Return the FLOPs that a rank needs to compare its share of the rows drawn for a step."""
     if recipe.select_rows is None:
         return 0
     return recipe.draws * workload.batch_size * workload.micro_batches * sketch_flops(workload)
 
 
-def _fastest(
+def _plan_first_that_fits(
     choices: Sequence[Settings],
     workload_of: Callable[[Settings], Workload],
     limits: Limits,
     rates: Rates,
     simulate: Simulate,
 ) -> tuple[Settings, Workload, Plan]:
-    """Return the first of the choices that some schedule fits, its step, and the fastest of these schedules."""
+    """Return the first choice for which a schedule fits, with its workload and the plan of its fastest schedule."""
     first, workload = choices[0], workload_of(choices[0])
     if first.engine.schedule == "fixed":
         choice = first_that_fits(choices, workload_of, limits, simulate=simulate)
         workload = workload_of(choice)
         return choice, workload, evaluate_schedule(workload, make_schedule(choice.engine), limits, rates)
     if len(choices) > 1 and holdings_of(workload).on_device <= LITTLE * limits.device:
-        with suppress(NothingFitsError):  # it mostly does
+        with suppress(NothingFitsError):  # usually something fits
             found = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
             return first, workload, found
     choice = first_that_fits(choices, workload_of, limits, simulate=simulate)
@@ -261,16 +266,18 @@ def place_recipe(
     begun: bool = False,
     cluster_of: Callable[[Any], Cluster] | None = None,
 ) -> Settings:
-    """Return the recipe of a run with its precision, and with weights or optimizer on the host where it must be.
+    """Return the recipe of a run with its precision chosen, and with weights or optimizer on the host if necessary.
 
-    Called before the model is loaded, with all of the memory still free.
+    Called before the model is loaded, while all memory is free.
 
     Args:
+        recipe: Recipe of the run.
         length: Tokens of the longest row, or of the longest completion with its prompt.
+        device: Device of this rank.
         completions: Returns the completions of a micro-batch, given the model on ``meta``.
-        sizes: Sizes of memory to plan with, if they are not the recipe's.
-        rows: Rows of a micro-batch, if they are not the recipe's.
-        begun: The run is resumed, with the precision that the recipe has.
+        sizes: Memory sizes to plan with; None takes the recipe's.
+        rows: Number of rows in a micro-batch; None takes the recipe's.
+        begun: True for a resumed run, whose precision the recipe already has.
         cluster_of: Returns the ranks of the run, given the model on ``meta``; None for one rank.
     """
     model_of = blueprints(device)
@@ -292,7 +299,7 @@ def place_recipe(
 
 
 def blueprints(device: torch.device) -> Callable[[ModelSettings], Any]:
-    """Return a function that makes the model of a recipe on ``meta``, once in each dtype."""
+    """Return a function that makes the model of a recipe on ``meta`` and caches it by dtype."""
     made: dict[str, Any] = {}
 
     def model_of(recipe: ModelSettings) -> Any:
@@ -312,21 +319,23 @@ def plan_model(
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Plan:
-    """Plan a run with the model that is loaded, within the memory that is free besides it.
+    """Return the plan of a run with its loaded model, within the memory that is free besides the model.
 
     Args:
-        model: The model on its device, with its adapters, not yet streamed.
-        longest: The longest micro-batch, of whole rows however many ranks share them. Its second model is loaded.
-        given: The ranks of the run and an earlier schedule; None is one rank and no schedule.
-        notify: Called with its name before what takes a while.
+        recipe: Recipe of the run.
+        model: Model on its device, with its adapters, not yet streamed.
+        longest: Longest micro-batch, with whole rows even if ranks share them. Its reference model is loaded.
+        device: Device of this rank.
+        given: Ranks of the run and an earlier schedule; None for one rank and no schedule.
+        notify: Called with the name of each long activity before it starts.
 
     Raises:
-        ArgumentError: Nothing fits.
+        ArgumentError: No schedule fits.
     """
     shape = meta_copy(model)
     given = given or PlanInputs()
     limits = _limits(recipe.engine, PlanOptions(), None, device, given.cluster)
-    # The weights are part of what a step holds, and there already, unless they are still to come.
+    # Loaded weights belong to the memory of the step, so their bytes are added to the free memory.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + device_held_bytes(model) + longest.reference_bytes)
     sizes = recipe.engine
@@ -337,20 +346,22 @@ def plan_model(
     workload = make_workload(recipe, shape, longest, device, given.cluster)
     written = {**recipe.engine.written(), **given.fixed}
     if given.below is not None:
-        return _smaller(workload, given.below, limits, rates, written)
+        return _plan_smaller(workload, given.below, limits, rates, written)
     if recipe.engine.schedule == "fixed":
         return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
     keep = given.keep
     if keep is not None and {**as_fixed(keep), **written} == as_fixed(keep):
-        kept = evaluate_schedule(workload, keep, limits, rates)
-        if kept.fits:
-            return kept
-        notify("the schedule this run was started with does not fit any more; another gives the same gradient")
+        earlier = evaluate_schedule(workload, keep, limits, rates)
+        if earlier.fits:
+            return earlier
+        notify(
+            "the schedule of the resumed run no longer fits; another schedule gives the same gradient, up to rounding"
+        )
     return choose(workload, limits, rates, fixed=written)
 
 
-def _smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates, written: dict[str, Any]) -> Plan:
-    """Return the fastest schedule that holds less than one that ran out of memory: much less if there is one."""
+def _plan_smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates, written: dict[str, Any]) -> Plan:
+    """Return the plan of the fastest schedule that needs less memory than one that ran out of it (see :data:`LESS`)."""
     simulation = evaluate_schedule(workload, failed, limits, rates).simulation
     stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     given = {name: value for name, value in written.items() if name in ("offload_dir", *GIVEN)}
@@ -366,7 +377,7 @@ def _smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates,
 
 
 def announced(notify: Callable[[str], None]) -> Simulate:
-    """Return a function that simulates steps for a plan and says before each which one it is."""
+    """Return a function that simulates a step, and first calls ``notify`` with the number of the simulation."""
     count = 0
 
     def run(workload: Workload, schedule: Schedule) -> Simulation:
@@ -389,9 +400,11 @@ def make_workload(
     """Return the workload of a step of the recipe, for a simulation.
 
     Args:
-        model: The model on ``meta``, with its adapters.
-        device: The device whose kernels are simulated.
-        cluster: The ranks that share the step; None is one rank.
+        recipe: Recipe of the step.
+        model: Model on ``meta``, with its adapters.
+        longest: Longest micro-batch.
+        device: Device whose kernels are simulated.
+        cluster: Ranks that share the step; None for one rank.
     """
     train_largest(recipe, model)
     return Workload(
@@ -414,7 +427,7 @@ def make_workload(
 
 
 def _teacher_of(recipe: ModelSettings, device: torch.device) -> TeacherShape | None:
-    """Return the head of the recipe's teacher, from its configuration; None without a teacher."""
+    """Return the shape of the recipe's teacher from its configuration; None without one or with a file."""
     if recipe.teacher is None or recipe.teacher_file is not None:
         return None
     model: Any = make_reference_blueprint(recipe, device, recipe.teacher).requires_grad_(True)
@@ -433,7 +446,7 @@ def _teacher_of(recipe: ModelSettings, device: torch.device) -> TeacherShape | N
 def recipe_workload(
     recipe: TrainingSettings, model: nn.Module, length: int, device: torch.device, *, cluster: Cluster | None = None
 ) -> Workload:
-    """Return the workload of a step in the shape that the recipe's keys give it; arguments as :func:`make_workload`."""
+    """Return the workload of a step with rows of ``length`` tokens; other arguments as in :func:`make_workload`."""
     task = task_of(recipe)
     completions = task.completions(share=shares_prompts(task, model, device))
     longest = LongestStep(length, completions, reference_bytes(task, device))
@@ -441,10 +454,10 @@ def recipe_workload(
 
 
 def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> bool:
-    """Return True if completions can share their prompts in this model, by a simulation of a few tokens on ``meta``.
+    """Return True if completions can share their prompt in this model, found by simulating a few tokens on ``meta``.
 
     Raises:
-        UnsupportedModelError: They cannot, and the recipe asks for it.
+        UnsupportedModelError: They cannot, but the recipe has ``share_prefix: always``.
     """
     if not task.may_share:
         return False
@@ -461,7 +474,7 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
 
 
 def reference_bytes(task: Task[Any], device: torch.device) -> int:
-    """Return the bytes of a reference model's weights on the device, from its configuration; 0 if none is held."""
+    """Return the bytes of a reference model's weights on the device, from its configuration; 0 without one."""
     if not task.holds_reference:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
@@ -473,11 +486,14 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
 def device_elsewhere(
     recipe: EngineKeys, name: str | None, device_bytes: int | None, here: torch.device
 ) -> Device | None:
-    """Return the device that is simulated without being there; None for the device at hand.
+    """Return the device of the table to plan for; None for the local device.
 
     Args:
-        device_bytes: The memory that is asked for. Without a name and an accelerator, it selects the accelerator
-            nearest to it in the table.
+        recipe: Recipe with the key ``device``.
+        name: Name of the device on the command line; None if not given.
+        device_bytes: Device memory on the command line. Without a name and a local accelerator, it selects the
+            accelerator of the table with the nearest memory.
+        here: Local device.
     """
     if name is not None:
         return find_device(name)
@@ -493,11 +509,11 @@ def memory_of(device: Device | None, here: torch.device) -> int:
     return usable_host_bytes() if here.type == "cpu" else free_device_bytes(here)
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- available memory -------------------------------------------------------------------------------------------------
 
 
-def _target(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | None, torch.device]:
-    """Return the device that is planned for if it is not there, else None; and the device at hand."""
+def _planned_device(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | None, torch.device]:
+    """Return the device of the table to plan for (None for the local device), and the local device."""
     here = torch.device("cpu") if options.device else choose_device(recipe.device)
     size = options.device_memory
     asked = parse_size(size, where="--device-memory") if size is not None else None
@@ -507,16 +523,17 @@ def _target(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | None, to
 def _limits(
     spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device, cluster: Cluster
 ) -> Limits:
-    """Return the memory to plan with: the command line's, else the recipe's, else the device's own or what is free.
+    """Return the memory to plan with, per rank: from the command line, else the recipe, else the device.
 
-    Memory and disk of a machine are shared by its ranks.
+    Without a given size, a device of the table has its whole memory and the local device its free memory. The ranks of
+    a machine share its host memory and disk.
     """
     on_cpu = target is None and here.type == "cpu"
-    device_bytes = _size(options.device_memory, spec.device_memory, "device_memory")
+    device_bytes = _given_size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:
         device_bytes = memory_of(target, here)
-    host_bytes = _size(options.host_memory, spec.host_memory, "host_memory")
-    disk_bytes = _size(options.disk_memory, spec.disk_memory, "disk_memory")
+    host_bytes = _given_size(options.host_memory, spec.host_memory, "host_memory")
+    disk_bytes = _given_size(options.disk_memory, spec.disk_memory, "disk_memory")
     if disk_bytes is None:
         disk_bytes = free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0
     if host_bytes is None:
@@ -530,14 +547,14 @@ def _limits(
     )
 
 
-def _size(option: str | None, key: str, name: str) -> int | None:
+def _given_size(option: str | None, key: str, name: str) -> int | None:
     if option is not None:
         return parse_size(option, where=f"--{name.replace('_', '-')}")
     return None if key == "auto" else parse_size(key, where=f"engine.{name}")
 
 
 def rates_here(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
-    """Return the rates of the local device in the dtype that the recipe computes in, and of its offload directory."""
+    """Return the rates of the local device in the recipe's compute dtype, and of its offload directory."""
     base = base_of(model)
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
     directory = recipe.engine.offload_dir
@@ -546,6 +563,6 @@ def rates_here(recipe: EngineKeys, model: Any, device: torch.device, notify: Cal
             rates = replace(rates, disk_bandwidth=measure_disk(Path(directory)))
         except OSError as error:
             raise ArgumentError(
-                f"nothing can be written to {directory}: {error.strerror}", where="engine.offload_dir"
+                f"{directory} cannot be written: {error.strerror}", where="engine.offload_dir"
             ) from error
     return rates

@@ -1,8 +1,8 @@
-"""Resolve a recipe for the ranks at hand, and make those ranks and the backend that shares gradients and weights.
+"""Resolve a recipe for the ranks of the run, join the process group, and make the training backend.
 
-make_world     which rank this process is; the process group is joined
-check_layout   refuses a number of ranks that does not suit the recipe
-make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
+make_world     joins the process group, and returns the rank of this process
+check_layout   checks that the number of ranks suits the recipe
+make_backend   DDP, FSDP2 or DeepSpeed, as the recipe says; or a backend for one device
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from streamtune.tasks.task import Notify
 
 
 def device_of_rank(device: torch.device) -> torch.device:
-    """Return the accelerator of this rank, by ``LOCAL_RANK``, where a machine has several; else ``device`` itself."""
+    """Return the accelerator that ``LOCAL_RANK`` gives; ``device`` itself on a CPU or without this variable."""
     if device.type != "cuda" or "LOCAL_RANK" not in os.environ:
         return device
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def leave_ranks() -> None:
-    """Leave the process group, if there is one, when all ranks are done."""
+    """Leave the process group when all ranks are done; does nothing without a process group."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         from streamtune.distributed.pytorch import leave
 
@@ -48,7 +48,7 @@ def leave_ranks() -> None:
 
 
 def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) -> train.World:
-    """Join the ranks of this run, by the environment variables of their launcher; without them the run has one rank."""
+    """Join the ranks of this run from the launcher's environment variables; without them there is one rank."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
@@ -64,13 +64,17 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
 
 
 def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
-    """Return rank 0 of ``size`` ranks, after checking that the recipe can be laid out on them. Nothing is joined."""
+    """Check that the recipe can be laid out on ``size`` ranks, and return rank 0 of them, without joining a group.
+
+    Raises:
+        ArgumentError: It cannot; ``where`` is the key.
+    """
     together = recipe.sequence_parallel_size
     if size % together:
         raise ArgumentError(
-            f"{together} ranks are to share each sequence, and there {'is' if size == 1 else 'are'} {size}",
+            f"the number of ranks must be a multiple of {together}, found {size}",
             where="sequence_parallel_size",
-            fix="start a multiple of that many, with --nproc, or share each sequence between fewer",
+            fix=f"start a multiple of {together} ranks with --nproc, or lower sequence_parallel_size",
         )
     alone = {
         "engine.weights": recipe.engine.weights == "host",
@@ -80,11 +84,11 @@ def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.Wo
     if size > 1 and any(alone.values()):
         key = next(name for name, chosen in alone.items() if chosen)
         raise ArgumentError(
-            f"'{key}' is for one device by itself, and there are {size} ranks",
+            f"'{key}' works on one device only, and the run has {size} ranks",
             where=key,
             fix="start one rank, or delete the line and write deepspeed: zero3_offload",
         )
-    if shares_weights:  # by a DeepSpeed file: presets are refused where the recipe is read
+    if shares_weights:  # known from a DeepSpeed file; presets are checked when the recipe is read
         for key, what, fix in recipe.needs_whole_weights():
             raise ArgumentError(what, where=key, fix=fix)
     world = train.World(0, size, together)
@@ -93,7 +97,7 @@ def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.Wo
 
 
 def sequence_ranks(recipe: DeviceKeys, world: train.World) -> SequenceParallel | None:
-    """Return the ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
+    """Return the ranks that share this rank's sequences; None if each rank has its own. Called by all ranks."""
     if world.sequence_size == 1:
         return None
     from streamtune.distributed.pytorch import sequence_group
@@ -108,14 +112,17 @@ def make_backend(
     world: train.World,
     device: torch.device | None = None,
 ) -> train.Backend:
-    """Make the backend that computes gradients and updates the weights.
+    """Return the backend that computes gradients and updates the weights.
 
     Args:
-        model: The streamed model, the same on every rank, or on ``meta`` where its weights are still to come.
-        device: The device of this rank; None where the weights are there.
+        recipe: Recipe of the run.
+        model: Streamed model, the same on every rank, or on ``meta`` if its weights are loaded later.
+        layers: Decoder layers of the model.
+        world: Ranks of the run.
+        device: Device of this rank; None if the weights are already loaded.
 
     Raises:
-        ArgumentError: DeepSpeed is not installed or refuses what is asked of it.
+        ArgumentError: DeepSpeed is not installed or rejects its configuration, or the optimizer needs one device.
     """
     layers = list(layers)
     if shares_weights(recipe) and models.quantization(model) == "nf4":
@@ -137,7 +144,7 @@ def make_backend(
         return local_backend(recipe, model, local_optimizer(recipe, model))
     if recipe.step_kind.gradients == "block":
         raise ArgumentError(
-            f"'optim: {recipe.optim}' is for one device by itself, and the run has {world.size} ranks",
+            f"'optim: {recipe.optim}' works on one device only, and the run has {world.size} ranks",
             where="optim",
             fix="start one process, or write optim: adamw",
         )
@@ -150,12 +157,13 @@ def make_backend(
 
 
 def local_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of one device by itself, whose states are on the host if the recipe says so."""
+    """Return the optimizer of a run on one device; its states are on the host if the recipe says so."""
     optimizer = make_optimizer(recipe, model)
     return train.HostOptimizer(optimizer) if recipe.step_kind.states == "host" else optimizer
 
 
 def local_backend(recipe: OptimizerSettings, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
+    """Return the backend of a run on one device that suits the optimizer."""
     if isinstance(optimizer, optim.BlockAdamW):
         return train.BlockBackend(model, optimizer)
     if isinstance(optimizer, optim.ZerothOrderSGD):
@@ -172,28 +180,32 @@ def fill_model(
     device: torch.device | None,
     share: Callable[[nn.Module], None],
 ) -> None:
-    """Give a model on ``meta`` its weights, a layer at a time; one that has them is left as it is.
+    """Load the weights of a model on ``meta``, one layer at a time; do nothing for a model with weights.
 
     Args:
-        model: The streamed model.
-        share: Shares the weights of a layer between the ranks.
+        model: Streamed model.
+        layers: Decoder layers of the model.
+        world: Ranks that share the weights.
+        device: Device of this rank.
+        share: Shards the weights of a module between the ranks.
     """
     source = models.deferred_of(model)
     if source is None:
         return
     from streamtune.distributed.pytorch import fill
 
-    assert device is not None, "weights that are to come go somewhere"
+    assert device is not None, "deferred weights need a device"
     fill(model, layers, source, device=device, main=world.main, share=share)
 
 
 def share_reference(
     recipe: TrainingSettings, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
 ) -> Any:
-    """Give a reference on ``meta`` its weights, shared as the trained model's are; any other is left as it is.
+    """Load the weights of a reference on ``meta``, sharded like the trained model's; do nothing for a loaded one.
 
     Returns:
-        The object that gathers its weights, to be kept while it is called and destroyed after; None where hooks do.
+        The DeepSpeed engine that gathers the weights: keep it while the reference is called, then destroy it. None if
+        hooks gather them.
     """
     layers = list(layers)
     if models.deferred_of(model) is None:
@@ -215,7 +227,7 @@ def share_reference(
 
 
 def whole_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor | None]]:
-    """Iterate over the parameters of a sharded model, each whole on rank 0 until the next one. Called by all ranks."""
+    """Iterate over the parameters of a sharded model, each gathered on rank 0 until the next. Called by all ranks."""
     if recipe.fsdp:
         from streamtune.distributed import pytorch
 
@@ -226,9 +238,9 @@ def whole_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor 
 
 
 def config_values(recipe: TrainingSettings, model: Any, world: train.World) -> dict[str, Any]:
-    """Return the values of a DeepSpeed configuration that follow from the recipe.
+    """Return the values of a DeepSpeed configuration that follow from the recipe, by dotted key.
 
-    Batches are counted per rank, whether each rank has rows of its own or a part of the same ones.
+    DeepSpeed counts batches per rank, also if several ranks share the same rows.
     """
     layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     steps = accumulation(recipe, world)
@@ -249,47 +261,46 @@ def config_values(recipe: TrainingSettings, model: Any, world: train.World) -> d
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe with everything that follows from it on the device and the ranks at hand."""
+    """A recipe with everything that follows from it on this device and these ranks."""
 
     loaded: LoadedRecipe
     task: Task[Any]
     device: torch.device
-    """The device of this rank."""
+    """Device of this rank."""
     world: train.World
-    """The ranks that train together."""
+    """Ranks that train together."""
     quantization: str | None
-    """``nf4`` or ``int8``: of frozen linear layers and experts."""
+    """Quantisation of frozen linear layers and experts: ``nf4``, ``int8`` or None."""
     shares_weights: bool
-    """True if each rank holds a part of the weights."""
+    """True if the ranks shard the weights."""
     micro_batches: int
-    """Micro-batches of a rank in an optimizer step."""
+    """Number of micro-batches of a rank in an optimizer step."""
 
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
     def with_recipe(self, recipe: Recipe) -> Self:
-        """Return the setup of a recipe that differs in ``engine`` and in precision alone."""
+        """Return the setup with another recipe, which may differ only in ``engine`` and in precision."""
         return replace(self, loaded=replace(self.loaded, recipe=recipe), task=self.task.with_recipe(recipe))
 
     @property
     def sharing(self) -> train.World | None:
-        """The ranks that share the weights; None where each has all of them."""
+        """Ranks that shard the weights; None if each rank has all weights."""
         return self.world if self.shares_weights else None
 
     @property
     def rows_per_step(self) -> int:
-        """Number of the task's units in an optimizer step, of all ranks."""
+        """Number of rows, pairs or completions in an optimizer step, of all ranks."""
         return self.recipe.per_device_train_batch_size * self.micro_batches * self.world.data_size
 
 
 def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
-    """Check the settings of the objective, choose the device, and join the ranks.
+    """Check the settings of the objective, choose the device, join the ranks, and return the setup of the run.
 
     Raises:
-        ArgumentError: The objective refuses a setting, a device or library is not there, or the ranks cannot be laid
-            out.
-        DistributedError: The ranks have other versions or another recipe, or do not reach each other.
+        ArgumentError: The objective rejects a setting, a device or library is missing, or the ranks cannot be laid out.
+        DistributedError: The ranks differ in versions or recipe, or cannot reach each other.
     """
     recipe = loaded.recipe
     task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
@@ -300,20 +311,24 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     quantization = choose_quantization(recipe, device)
     optim.check_optimizer(recipe.optim, device.type)
     prepare_libraries(device)
-    agree(_facts(recipe))
+    agree(_shared_settings(recipe))
     shares = shares_weights(recipe)
     world = make_world(recipe, device, shares_weights=shares)
     return Setup(loaded, task, device, world, quantization, shares, accumulation(recipe, world))
 
 
 def check_start(task: Task[Any]) -> None:
-    """Refuse to compare with the model without its adapters where training starts with trained adapters."""
+    """Check that the reference is the model that training starts from, also if it starts from trained adapters.
+
+    Raises:
+        ArgumentError: The reference would be the model without the adapters it starts from.
+    """
     if not task.compares or task.reference_name is not None:
         return
     if task.recipe.starts_from_quantisation:
         raise ArgumentError(
-            "training starts from adapters that make up for the quantisation of the base, and its reference would be "
-            "the model without them",
+            "training starts from LoftQ adapters, which correct the quantisation of the base, but the reference would "
+            "be the model without them",
             where="adapter_type",
             fix=f"write ref_model_name_or_path: {task.recipe.model_name_or_path or 'NAME'}, or adapter_type: lora",
         )
@@ -321,14 +336,14 @@ def check_start(task: Task[Any]) -> None:
     if given is None:
         return
     raise ArgumentError(
-        f"training starts from the adapters in {given}, and its reference would be the model without them",
+        f"training starts from the adapters in {given}, but the reference would be the model without them",
         where="adapter_name_or_path",
         fix=f"merge them, `streamtune export {given} OUT`, and write ref_model_name_or_path: OUT (or "
         "model_name_or_path: OUT in place of the adapters)",
     )
 
 
-def _facts(recipe: Recipe) -> dict[str, str]:
-    """Return the settings that must be the same on all ranks: all but the places of files."""
+def _shared_settings(recipe: Recipe) -> dict[str, str]:
+    """Return the settings that must be the same on all ranks: all except file paths."""
     settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets", "eval_datasets"})
     return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}

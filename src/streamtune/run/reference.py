@@ -1,13 +1,14 @@
-"""Make the reference of a recipe: the trained model without its adapters, a second model, or log-probs on disk.
+"""Make the reference of a recipe: the trained model without its adapters, a second model, or cached log-probs.
 
-    adapters, and no name       the trained model, adapters switched off        nothing is held
-    full, and no name           the model as it is when training starts         a second copy of the weights
-    ref_model_name_or_path      that model                                      its weights
-    teacher                     that model, of sft                              its weights
-    precompute_ref_log_probs    any of these, run once before training          nothing, once it has been run
+    key of the recipe           reference                                       extra memory
+    adapters, no name           the trained model with adapters switched off    none
+    full fine-tuning, no name   the model as it is when training starts         a second copy of the weights
+    ref_model_name_or_path      the named model                                 its weights
+    teacher (sft)               the named model                                 its weights
+    precompute_ref_log_probs    any of these, run once before training          none while training
 
-Log-probs that were computed once are kept below the user's cache directory under a hash of all they depend on: the
-reference's weights and resolved configuration, device, precision and versions, and every token of the rows.
+Precomputed log-probs are cached in the user's cache directory. Their key is a hash of the reference's weights and
+configuration, the device, precision and versions, and every token of the rows.
 """
 
 from __future__ import annotations
@@ -42,14 +43,17 @@ def load_reference(
     *,
     sharing: train.World | None = None,
 ) -> Any | None:
-    """Load the reference as a second model; return None if the trained model without its adapters is the reference.
+    """Return the reference as a second model; None if it is the trained model without its adapters.
 
     Args:
-        model: The trained model; None where it is not at hand, and a reference is named.
-        sharing: The ranks that will share its weights: it is on ``meta``, and they come later.
+        task: Task of the run.
+        model: Trained model; None if it is not loaded and a reference is named.
+        tokenizer: Tokenizer of the data.
+        device: Device of this rank.
+        sharing: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
 
     Raises:
-        ArgumentError: There is no such model, or its vocabulary is another.
+        ArgumentError: The model does not exist, or its vocabulary differs.
     """
     recipe, name = task.recipe, task.reference_name
     if name is None:
@@ -68,11 +72,14 @@ def load_reference(
 def make_reference(
     start: Start, model: Any, handle: StreamHandle, held: Any | None, closing: ExitStack
 ) -> train.Reference | None:
-    """Return the reference as objectives call it: ``held``, or the trained model without its adapters; None without.
+    """Return the reference as objectives call it; None if the objective has no reference.
 
     Args:
-        held: The second model, from :func:`load_reference`.
-        closing: Gets a callback for the engine that gathers the reference's weights, where ranks share them.
+        start: Start of the run.
+        model: Trained model.
+        handle: Handle of the trained model.
+        held: Second model from :func:`load_reference`; None for the trained model without its adapters.
+        closing: Stack that gets the callback which ends a DeepSpeed engine of the reference.
     """
     if not start.task.compares:
         return None
@@ -86,15 +93,15 @@ def reference_model(
     held: Any | None,
     share: Callable[[Any, Any], None] | None = None,
 ) -> train.ModelReference:
-    """Return the reference that runs: ``held``, or the model without its adapters; streamed if the model is."""
+    """Return the reference ``held``, or the model without its adapters; streamed if the model is streamed."""
     if handle is not None and held is not None:
-        return streamed(held, handle, temperature=task.temperature, share=share)
+        return stream_reference(held, handle, temperature=task.temperature, share=share)
     called = model if held is None else held
     scorer: Any = PlainScores(called) if handle is None else handle
     return train.ModelReference(called, scorer, temperature=task.temperature)
 
 
-def kept_logps(
+def cached_logps(
     start: Start,
     model: Any,
     handle: StreamHandle,
@@ -103,10 +110,10 @@ def kept_logps(
     closing: ExitStack,
     doing: Doing,
 ) -> KeptLogps:
-    """Return the reference's log-probs of every tree: kept from an earlier run, or computed now."""
+    """Return the reference's log-probs of every tree: from the cache, or computed now."""
     recipe, world, notify = start.recipe, start.world, start.notify
-    # A run that is resumed says under which key they are kept; its model is no longer the one it started with.
-    # A reference that was allowed to change is asked anew.
+    # A resumed run has the cache key in its checkpoint, because its model has changed since the start.
+    # If the reference was allowed to change, its log-probs are computed again.
     same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}
     known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
     how = computation(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
@@ -118,31 +125,31 @@ def kept_logps(
             assert kept is not None
             start.identity["reference"] = known
             return kept
-        notify("the reference is asked again: its log-probs are damaged or gone, or it would give others now")
+        notify("log-probs of the reference are computed again: the cached ones are damaged, missing or outdated")
     asked: Any = model
     if not own or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
             asked = load_reference(start.task, model, tokenizer, start.device, sharing=start.sharing)
     reference = make_reference(start, model, handle, None if asked is model else asked, closing)
-    assert reference is not None, "log-probs are kept of a reference"
+    assert reference is not None, "only a reference has log-probs"
     with doing("reading the reference's weights"):
         weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
         adapters = asked is not model
         rows = world.collect(row_key(weights, batches.asked(), adapters=adapters))[0]
         key = f"{how}-{configuration(asked, adapters=adapters)}-{rows}"
     start.identity["reference"] = key
-    kept = None if key == known else read_logps(key, notify)  # which was read above, and cannot be used
+    kept = None if key == known else read_logps(key, notify)  # read above, and unusable
     if not world.any(kept is None):
         assert kept is not None
-        notify("the reference's log-probs are known from an earlier run")
+        notify("log-probs of the reference were read from the cache")
         return kept
-    with doing("asking the reference"):
+    with doing("computing log-probs of the reference"):
         trees = map(batches.alone, batches.asked())
         return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
 
 
 def _share(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
-    """Return a function that gives each rank its part of the reference's weights, if they come later."""
+    """Return a function that loads each rank's shard of the reference's weights, if they are loaded later."""
 
     def share(model: Any, layers: Any) -> None:
         engine = share_reference(start.recipe, model, layers, start.world, start.device)
@@ -152,14 +159,16 @@ def _share(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
     return share
 
 
-def streamed(
+def stream_reference(
     model: Any, like: StreamHandle, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
 ) -> train.ModelReference:
-    """Stream a second model by its own engine, which cuts and shares sequences as the trained model's engine does.
+    """Return a second model as a streamed reference, with the chunk sizes and sequence ranks of the trained model.
 
     Args:
-        like: The trained model's engine.
-        share: Called with the reference and its decoder layers; gives it its weights if they come later.
+        model: Model of the reference.
+        like: Handle of the trained model.
+        temperature: Temperature that logits are divided by.
+        share: Called with the reference and its decoder layers, to load weights that are loaded later.
     """
     own = like.schedule
     chunks = Schedule(chunk_size=own.chunk_size, head_chunk_size=own.head_chunk_size, weights=own.weights)
@@ -177,24 +186,27 @@ def _frozen(model: Any) -> Any:
 def _check_vocabulary(
     task: Task[Any], name: str, reference: Any, model: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Refuse a reference with other token ids: every number would be finite and worth nothing.
+    """Check that the reference has the token ids of the model; otherwise its log-probs would be meaningless.
 
-    Without a tokenizer of the reference only the sizes can be compared. With one, embeddings may differ in size:
-    families pad them differently.
+    Without a tokenizer of the reference, only the embedding sizes are compared. With one, the sizes may differ, because
+    families pad embeddings differently.
+
+    Raises:
+        ArgumentError: The vocabularies differ.
     """
     key = task.reference_key
     noun = "teacher" if key == "teacher" else "reference"
-    fix = f"use a {noun} with the tokenizer of the model, such as the model it was made from"
+    fix = f"use a {noun} with the tokenizer of the model, such as its base model"
     theirs = reference.get_input_embeddings().weight.shape[0]
     ours = len(tokenizer) if model is None else model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > theirs:
-        what = f"the {noun} '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
+        what = f"the {noun} '{name}' has an embedding of {theirs:,} rows, but the tokenizer {len(tokenizer):,} tokens"
         raise ArgumentError(what, where=key, fix=fix)
     try:
         vocabulary = models.load_tokenizer(name, trust_remote_code=task.recipe.trust_remote_code).get_vocab()
     except StreamTuneError:
         if ours != theirs:
-            what = f"the {noun} '{name}' has a vocabulary of {theirs:,} tokens, and the model one of {ours:,}"
+            what = f"the {noun} '{name}' has a vocabulary of {theirs:,} tokens, but the model of {ours:,}"
             raise ArgumentError(what, where=key, fix=fix) from None
         return
     known = tokenizer.get_vocab()

@@ -1,9 +1,8 @@
-"""Complete the sample prompts of a recipe and of held-out rows, while a run trains and at its end; and choose the
-tokens that generation stops at.
+"""Complete sample prompts and prompts of held-out rows during and after training, and choose the stop tokens.
 
-While it trains the model stays streamed: a call without gradients honours its cache. Mode and random state are put
-back, so the steps that follow are, bit for bit, those of a run without samples. Where ranks share the weights all of
-them compute each token together and draw the same. Otherwise rank 0 writes alone, and the others wait for it.
+While it trains, the model stays streamed: a call without gradients uses its cache. Training mode and random state are
+restored, so the following steps are bit-identical to a run without samples. If ranks shard the weights, all ranks
+compute each token together and draw the same token. Otherwise rank 0 generates and the other ranks wait.
 """
 
 from __future__ import annotations
@@ -26,42 +25,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLE_TEMPERATURE = 0.3
-"""Of the recipe's prompts. The likeliest token each time would go in circles where little is learnt yet."""
+"""Temperature for the recipe's prompts. Greedy decoding would repeat itself early in training."""
 
 SHOWN_TOKENS = 60
-"""Tokens at the end of a held-out row's prompt that are shown and kept; the row may have thousands."""
+"""Number of tokens at the end of a held-out row's prompt that are written to ``samples.jsonl``."""
 
 
 def write_samples(
     built: Built, recipe: RowSettings, step: int, stop: train.StopRequest | None = None
 ) -> list[dict[str, Any]] | None:
-    """Return the lines of ``samples.jsonl`` for a step; None where ``stop`` was requested. Called by all ranks.
+    """Return the lines of ``samples.jsonl`` for a step; None if a stop was requested. Called by all ranks.
 
-    The model and the random state are left as they are. ``stop`` is looked at before each prompt.
+    The model and the random state are not changed.
+
+    Args:
+        built: Model, tokenizer and rows of the run.
+        recipe: Recipe with the key ``sample``.
+        step: Number of the step, written to each line.
+        stop: Request to stop, checked before each prompt; None never stops.
     """
     sample, world, together = recipe.sample, built.world, built.shares_weights
     assert sample is not None
-    rows = _longest(built.prepared.validation, sample.held_out) if sample.held_out else []
+    rows = _longest_answered(built.prepared.validation, sample.held_out) if sample.held_out else []
 
     def write() -> list[dict[str, Any]] | None:
         model, tokenizer = base_of(built.model), built.tokenizer
         written: list[dict[str, Any]] = []
-        asks: list[str | data.Example] = [*sample.prompts, *rows]
-        for asked in asks:
+        prompts: list[str | data.Example] = [*sample.prompts, *rows]
+        for prompt in prompts:
             stopped = stop is not None and stop.requested
             if world.any(stopped) if together else stopped:
                 return None
-            if isinstance(asked, str):
+            if isinstance(prompt, str):
                 text = models.sample_text(
                     model,
                     tokenizer,
-                    asked,
+                    prompt,
                     models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, in_step=together),
                     chat=chat_options(recipe),
                 )
-                written.append({"prompt": asked, "completion": text})
+                written.append({"prompt": prompt, "completion": text})
             else:
-                written.append(_answer(model, tokenizer, asked, in_step=together))
+                written.append(_answer(model, tokenizer, prompt, in_step=together))
         return written
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
@@ -72,13 +77,14 @@ def write_samples(
     return [{"step": step, **redact_values(each)} for each in found]
 
 
-def _longest(rows: Sequence[data.Example], count: int) -> list[data.Example]:
+def _longest_answered(rows: Sequence[data.Example], count: int) -> list[data.Example]:
+    """Return the ``count`` longest rows that have a prompt and an answer."""
     answered = [row for row in rows if _answer_span(row)[1] > 0]
     return sorted(answered, key=lambda row: -row.num_tokens)[:count]
 
 
 def _answer_span(row: data.Example) -> tuple[int, int]:
-    """Return the bounds of the first run of trained tokens; 0, 0 for a row without a prompt or an answer."""
+    """Return start and end of the first run of trained tokens; (0, 0) for a row without a prompt or an answer."""
     labels = np.asarray(row.labels)
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     if len(trained) == 0 or trained[0] == 0:
@@ -88,7 +94,7 @@ def _answer_span(row: data.Example) -> tuple[int, int]:
 
 
 def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> dict[str, Any]:
-    """Complete the prompt of a row greedily, and compare with the row's answer."""
+    """Return the greedy completion of a row's prompt as a line of ``samples.jsonl``, compared with the answer."""
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
     wanted = ids[begin:end]
@@ -96,8 +102,8 @@ def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> 
     got = models.likeliest_tokens(
         model, ids[:begin], max_new_tokens=len(wanted), ends=ends, pad=tokenizer.pad_token_id, in_step=in_step
     )
-    stop = next((place for place, token in enumerate(wanted) if token in ends), len(wanted))
-    compared = wanted[: stop + 1]  # without what a template writes after the end
+    stop = next((position for position, token in enumerate(wanted) if token in ends), len(wanted))
+    compared = wanted[: stop + 1]  # without tokens that a template writes after the end
     shown = tokenizer.decode(ids[max(0, begin - SHOWN_TOKENS) : begin], skip_special_tokens=True)
     return {
         "prompt": f"... {shown}" if begin > SHOWN_TOKENS else shown,
@@ -112,18 +118,19 @@ def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> 
 def end_as_trained(
     task: Task[Any], prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase, model: Any
 ) -> list[int]:
-    """Add the tokens that end trained turns to those at which generation stops; return the tokens added.
+    """Add the tokens that end trained turns to the model's stop tokens; return the added tokens.
 
-    They are in the generation config from then on: in checkpoints, in the final model and in its exports.
+    They become part of the generation config: in checkpoints, in the final model and in its exports.
     """
     return models.add_ends(model, task.trained_ends(prepared, tokenizer))
 
 
 def describe_ends(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
+    """Return the added stop tokens in one line, and the stop tokens that the model had before."""
     own = [token for token in models.ends_of(base_of(model).generation_config) if token not in added]
-    before = f"besides {_names(own, tokenizer)}" if own else "the model named none"
-    return f"{_names(added, tokenizer)}, as the trained turns do; {before} (generation_config.json)"
+    before = f"in addition to {_token_names(own, tokenizer)}" if own else "the model had no stop token"
+    return f"{_token_names(added, tokenizer)}, which end the trained turns; {before} (generation_config.json)"
 
 
-def _names(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+def _token_names(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
     return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)

@@ -1,8 +1,7 @@
-"""Start a run: find its directory and the checkpoint it goes on from.
+"""Start a run: lock its directory, and find the checkpoint to resume from.
 
-The settings of a run that is resumed are compared with those of the recipe, and a difference that would change the
-training is refused by name. The directory is held before it is read, so that decisions made from its files hold until
-the run is over.
+The settings of the resumed run are compared with the recipe. A difference that would change the training is an error
+that names the key. The directory is locked before it is read, so that its files do not change until the run is over.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 
 Doing = Callable[[str], AbstractContextManager[Any]]
-"""Returns a context that shows a message while something takes long."""
+"""Returns a context manager that shows a message while something takes long."""
 FREE_KEYS = frozenset(
     {
-        # Where things go and what is shown,
+        # output paths and reports,
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
         "early_stopping_patience", "early_stopping_threshold",
         "sample_steps", "callbacks",
         "num_completions_to_print", "save_async", "metric_for_best_model", "greater_is_better", "save_best_limit",
-        # what is done about what goes wrong,
+        # reactions to errors,
         "on_nan", "max_skips", "on_oom", "on_bad_row", "max_bad_rows",
-        # where rows that were prepared before are found,
+        # caching and preparing of rows,
         "cache", "dataset_num_proc",
-        # what only sets other keys,
+        # keys that only set other keys,
         "preset",
-        # what a step is compared with,
+        # the FLOP/s that MFU is relative to,
         "peak_flops",
-        # how the same gradient is computed,
+        # ways to compute the same gradient,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "dataloader_num_workers", "deterministic", "optim_in_backward",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
-        # what `rows_per_step` says,
+        # keys that `rows_per_step` covers,
         "gradient_accumulation_steps", "train_batch_size",
-        # and what the fingerprint of the data covers, wherever the files are now.
+        # and keys that the fingerprint of the data covers, wherever the files are now.
         "datasets", "eval_datasets",
     }
 )  # fmt: skip
@@ -60,7 +59,7 @@ FREE_KEYS = frozenset(
 
 
 SHAPE_KEYS = frozenset({"model", "finetuning_type", *ADAPTER_KEYS})
-"""Keys that cannot change, for a checkpoint brings what they decide: a new value would be written down and not used."""
+"""Keys that cannot change: the checkpoint already has the model that they describe, so a new value has no effect."""
 
 
 LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
@@ -74,50 +73,50 @@ LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "defaul
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
               "adapter_name_or_path", "allocation")  # fmt: skip
-"""Keys that are compared once they are given: runs were started before there were such keys."""
+"""Keys that are compared only if they are given, because older runs were started before these keys existed."""
 
 
 @dataclass(frozen=True)
 class Start(Setup):
-    """The start of a run, and what it must have in common with the run that it resumes."""
+    """Start of a run: its setup, its directory, and what it must have in common with the run that it resumes."""
 
     directory: train.RunDirectory
     checkpoint: train.Checkpoint | None
-    """The checkpoint that the run goes on from; None starts at the beginning."""
+    """Checkpoint to resume from; None starts at the beginning."""
     identity: dict[str, Any]
-    """The settings and fingerprints of the run; those of files, data and model are added as they become known."""
+    """Settings and fingerprints of the run. Fingerprints of files, data and model are added as they become known."""
     replaces: bool
-    """True if ``directory`` holds another run, which is moved aside first."""
+    """True if ``directory`` holds another run, which is moved aside before this run starts."""
     continued: Mapping[Path, dict[str, Any]]
-    """The run directory and the checkpoint that are resumed, each with the identity it was started with."""
+    """Run directory and checkpoint that are resumed -> the identity that each was started with."""
     allow: frozenset[str]
-    """Keys that may differ from it all the same: keys of the recipe, ``data``, and keys of ``train.FILES``."""
+    """Keys that may differ from the resumed run: recipe keys, ``data``, and keys of ``train.FILES``."""
     notify: Notify
     fingerprint: Callable[[bool], dict[str, str]]
-    """Fingerprints of the files that are read, of models on a hub too where asked."""
+    """Returns fingerprints of the files that are read; with True, of models on a hub too."""
     changes: list[str] = field(default_factory=list)
-    """Allowed differences from the run that it goes on with, in the words of the notes; ``events.jsonl`` has them."""
+    """Allowed differences from the resumed run, as text; they are written to ``events.jsonl``."""
     lock: train.DirectoryLock | None = None
-    """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
+    """Lock of ``directory`` against other processes; None in a dry run, and on other ranks than 0."""
 
     def __enter__(self) -> Start:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Release the directory if building the run failed; a run that is built keeps it."""
+        """Release the lock of the directory if building the run failed."""
         if kind is not None:
             self.release()
 
     def release(self) -> None:
-        """Release the directory, so that other processes can have it."""
+        """Release the lock of the directory."""
         if self.lock is not None:
             self.lock.release()
 
     def move_aside(self) -> Path | None:
-        """Rename the directory if it holds another run, and hold a new one in its place; return where that run is.
+        """If the directory holds another run, rename it and lock a new one; return the new path of that run, or None.
 
         Raises:
-            ArgumentError: Another process was faster with the new directory.
+            ArgumentError: Another process locked the new directory first.
         """
         if not self.replaces:
             return None
@@ -127,18 +126,18 @@ class Start(Setup):
         try:
             self.lock.take(new=True)
         except ArgumentError as error:
-            error.what += f"; the run that was there is now in {aside}"
+            error.what += f"; the earlier run is now in {aside}"
             raise
         return aside
 
     def with_data(self, fingerprint: str) -> None:
-        """Record the fingerprint of the data, and compare it.
+        """Record the fingerprint of the data, and compare it with the other ranks and the resumed run.
 
-        Settings were compared before the data was read, because reading it takes minutes.
+        Settings were compared before the data was read, because reading may take minutes.
 
         Raises:
-            DistributedError: It is not the data of the other ranks.
-            RecipeError: It is not the data of the resumed run.
+            DistributedError: The data differs from the data of the other ranks.
+            RecipeError: The data differs from the data of the resumed run.
         """
         before = self._check()
         agree({"data": fingerprint})
@@ -147,17 +146,17 @@ class Start(Setup):
         self._tell(changed)
         if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
             self.checkpoint.state["stream"] = None
-            self.notify("the data is another, as --allow-change data says: it is gone through from its beginning")
+            self.notify("the data changed, which --allow-change data permits: it is read again from its beginning")
 
     def with_files(self, *, hubs: bool = False) -> None:
-        """Record the fingerprints of the files read besides the data. Called before the model is loaded, and after.
+        """Record the fingerprints of files other than the data. Called before and after the model is loaded.
 
         Args:
-            hubs: Include models on a hub: their commit is known once they are loaded.
+            hubs: True to include models on a hub, whose commits are known after loading.
 
         Raises:
-            ArgumentError: They changed while they were read, or cannot be read.
-            RecipeError: They are not those of the resumed run.
+            ArgumentError: A file changed while it was read, or cannot be read.
+            RecipeError: A file differs from the resumed run.
         """
         known = self._check()
         before = self.identity.get("files", {})
@@ -165,8 +164,8 @@ class Start(Setup):
         for key, value in before.items():
             if found.get(key) != value:
                 raise ArgumentError(
-                    f"{train.FILES[key]} changed while the run was being started ({key})",
-                    fix="wait until they are written, and start again",
+                    f"{train.FILES[key]} changed while the run was starting ({key})",
+                    fix="wait until the files are written, and start again",
                 )
         self.identity["files"] = found
         self._tell(text for text in self._check() if text not in known)
@@ -175,14 +174,14 @@ class Start(Setup):
         before = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
         if None not in (before, files) and before != files:
             self.notify(
-                "the files of the tokenizer, or its chat template, have changed since the run started; it goes on with "
-                "the tokenizer in its checkpoint"
+                "the files of the tokenizer or its chat template changed since the run started; the run keeps the "
+                "tokenizer of its checkpoint"
             )
         self.identity["tokenizer_files"] = before if self.checkpoint is not None else files
 
     @property
     def begins_optimizer(self) -> bool:
-        """True if the run goes on with another optimizer, or other options of it: the saved states do not fit."""
+        """True if a resumed run has another optimizer or other optimizer options, so that saved states do not fit."""
         if self.checkpoint is None:
             return False
         before, now = (each.get("recipe", {}) for each in (self.checkpoint.state["identity"], self.identity))
@@ -190,7 +189,7 @@ class Start(Setup):
         return pairs[0] != pairs[1]
 
     def changed_files(self) -> set[str]:
-        """Return the keys of ``train.FILES`` that differ from the resumed run, and may."""
+        """Return the keys of ``train.FILES`` whose files differ from the resumed run, with permission."""
         now = self.identity.get("files", {})
         return {
             key
@@ -200,12 +199,12 @@ class Start(Setup):
         }
 
     def keep_unread_files(self) -> None:
-        """Take over the fingerprints of files that are not read this time: the next start may read them."""
-        for started_as in self.continued.values():  # the checkpoint's last: the run goes on with what it was made with
+        """Copy the fingerprints of files that this start does not read from the resumed run, for the next start."""
+        for started_as in self.continued.values():  # the checkpoint comes last, so its fingerprints win
             self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
 
     def _check(self) -> list[str]:
-        """Return the allowed differences, each once: the directory and its checkpoint may both have it."""
+        """Return the allowed differences from the directory and the checkpoint, without duplicates."""
         for where, started_as in self.continued.items():
             self._check_rows(started_as, where)
         found = (
@@ -215,10 +214,10 @@ class Start(Setup):
         return list(dict.fromkeys(text for texts in found for text in texts))
 
     def _check_rows(self, started_as: Mapping[str, Any], where: Path) -> None:
-        """Refuse another number of ranks if their steps have other rows; the error names keys that a user writes.
+        """Check that another number of ranks does not change the rows of a step; the error names keys that users write.
 
-        The identity counts the micro-batches of all ranks as ``gradient_accumulation_steps``; the recipe may lack this
-        key.
+        The identity counts the micro-batches of all ranks as ``gradient_accumulation_steps``, a key that the recipe may
+        lack.
         """
         key = "gradient_accumulation_steps"
         ranks = started_as.get("world_size", 1)
@@ -230,16 +229,16 @@ class Start(Setup):
             return
         names = [f"{count} rank{'' if count == 1 else 's'}" for count in (ranks, self.world.size)]
         raise RecipeError(
-            f"the steps of the run in {where} have {batch * before[key]} rows, on {names[0]}; with {names[1]} this "
-            f"recipe makes steps of {batch * now[key]}",
-            fix=f"write train_batch_size: {batch * before[key]}, which is the same on any number of ranks, or start "
-            f"{names[0]}; to go on with other steps, --allow-change {key}",
+            f"a step of the run in {where} has {batch * before[key]} rows, on {names[0]}; with {names[1]} this recipe "
+            f"has {batch * now[key]}",
+            fix=f"write train_batch_size: {batch * before[key]}, which holds on any number of ranks, or start "
+            f"{names[0]}; to resume with other steps, use --allow-change {key}",
         )
 
     def _tell(self, changes: Iterable[str]) -> None:
         for text in changes:
             self.changes.append(text)
-            self.notify(f"going on with a change: {text}")
+            self.notify(f"resumed with a change: {text}")
 
 
 def start_run(
@@ -251,45 +250,48 @@ def start_run(
     dry_run: bool = False,
     doing: Doing = nullcontext,
 ) -> Start:
-    """Prepare the start of a run, and notify the user of differences from the run that it resumes.
+    """Return the start of a run, and notify the user of differences from the run that it resumes.
 
-    The directory is made and held before it is read, and removed again where it was made for nothing. The result is the
-    context of the code that builds the run.
+    The directory is created and locked before it is read; a directory created in vain is removed again. Use the result
+    as the context manager of the code that builds the run.
 
     Args:
-        resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: Keys that may differ: keys of the recipe, ``data``, and keys of ``train.FILES``.
-        dry_run: Write nothing; neither hold the directory nor fail if another process does.
+        loaded: Recipe with the lines of its keys.
+        resume: ``auto`` (resume the run in ``output_dir``), ``never``, or the path of a checkpoint.
+        notify: Called with messages for the user.
+        allow_change: Keys that may differ: recipe keys, ``data``, and keys of ``train.FILES``.
+        dry_run: True to write nothing, and to ignore a lock of another process.
+        doing: Context manager that shows a message while something takes long.
 
     Raises:
-        ArgumentError: A device or quantisation is not there, ``allow_change`` names an unknown key, or another process
-            has the directory.
-        CheckpointError: The checkpoint named by ``resume`` cannot be used, or none of the run in the directory.
-        DistributedError: The ranks have other versions or another recipe, or do not reach each other.
-        RecipeError: The resumed run was started under other settings.
+        ArgumentError: A device or quantisation is not available, ``allow_change`` names an unknown key, or another
+            process has locked the directory.
+        CheckpointError: The checkpoint named by ``resume``, or every checkpoint of the directory, is unusable.
+        DistributedError: The ranks differ in versions or recipe, or cannot reach each other.
+        RecipeError: The resumed run has other settings.
     """
     recipe = loaded.recipe
     known = (*type(recipe).model_fields, "data", *train.FILES)
     for name in allow_change:
         if name not in known:
-            fix = did_you_mean(name, known) or f"name a key of the recipe, or one of: data, {', '.join(train.FILES)}"
-            raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", fix=fix)
+            fix = did_you_mean(name, known) or f"give a recipe key, or one of: data, {', '.join(train.FILES)}"
+            raise ArgumentError(f"--allow-change: unknown name '{name}'", where="--allow-change", fix=fix)
         if name in SHAPE_KEYS:
             raise ArgumentError(
-                f"'{name}' is decided by what the run goes on with: its checkpoint has the weights of the old one",
+                f"'{name}' cannot change: the checkpoint has the weights of the old value",
                 where="--allow-change",
-                fix="undo the change, or start anew with another --output-dir",
+                fix="undo the change, or start a new run with another --output-dir",
             )
     setup = resolve(loaded, notify)
     world = setup.world
     directory = train.RunDirectory(Path(recipe.output_dir))
-    with ExitStack() as held:  # until this start is found to be possible, and by what is returned from then on
+    with ExitStack() as held:  # keeps the lock until this function succeeds; then the returned start keeps it
 
         def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None, str]:
             if not dry_run:
                 lock = held.enter_context(directory.lock())
                 if not lock.works:
-                    notify(f"nothing keeps a second start out of {directory.path}: its file system has no locks")
+                    notify(f"{directory.path} is not protected from a second start: its file system has no locks")
                 taken.append(lock)
             identity = directory.read_identity()
             if identity is not None and resume != "never":
@@ -333,19 +335,23 @@ def start_run(
         last = list(continued.values())[-1] if continued else start.identity
         start._tell(train.tell_changes(last, start.identity))
         if start.begins_optimizer:
-            notify("the optimizer is another one, so its states begin anew")
+            notify("the optimizer changed, so its states are initialised again")
         if checkpoint is not None and checkpoint.ranks != world.size:
             ranks = checkpoint.ranks
             notify(
-                f"the checkpoint is of {ranks} rank{'' if ranks == 1 else 's'} and goes on with {world.size}: dropout "
-                "and other draws of the ranks are seeded anew, by the step and the rank"
+                f"the checkpoint was saved on {ranks} rank{'' if ranks == 1 else 's'} and is resumed on {world.size}: "
+                "dropout and other random numbers are seeded again, by step and rank"
             )
         held.pop_all()
     return start
 
 
 def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
-    """Refuse to move a run aside that the new one reads from; ``output`` is the directory that would be moved."""
+    """Check that the new run reads nothing from ``output``, the directory that would be moved aside.
+
+    Raises:
+        ArgumentError: It does; ``where`` is the key.
+    """
     recipe = task.recipe
     named = {"model_name_or_path": recipe.model_name_or_path}
     named[task.reference_key] = task.reference_name
@@ -357,41 +363,42 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
     found = []
     for key, name in named.items():
         for start in (Path(), folder) if name is not None else ():
-            with suppress(OSError, RuntimeError):  # no name of a file, which reading it says
+            with suppress(OSError, RuntimeError):  # not a file name: reading it raises the error
                 inside = (start / Path(str(name)).expanduser()).resolve().is_relative_to(output.resolve())
                 if inside and (start / Path(str(name)).expanduser()).exists():
                     found.append((key, name))
     for key, name in found[:1]:
         raise ArgumentError(
-            f"{name} is in {output}, which --resume never would move aside",
+            f"{name} is in {output}, which `--resume never` would move aside",
             where=key,
-            fix="give another --output-dir, or copy it out of that directory first",
+            fix="give another --output-dir, or copy the file out of that directory first",
         )
 
 
 def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[str, Any]:
-    """Return the identity of a run: the settings that a resumption must share, and others whose changes are reported.
+    """Return the identity of a run: settings that a resumed run must share, and settings whose changes are reported.
 
-    The rows of a step are counted over all ranks: the number of ranks changes nothing but roundings.
+    Rows of a step are counted over all ranks, because the number of ranks changes only rounding.
 
     Args:
-        before: The identity of the resumed run, if there is one.
-        day: The date that chat templates print, on whatever day the run is resumed.
+        setup: Setup of the run.
+        before: Identity of the resumed run; None for a new run.
+        day: Date that chat templates print, also if the run is resumed on another day.
     """
     recipe = setup.recipe
     compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
     compared["bf16"] = bool(recipe.bf16)
     compared["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
-    if recipe.tokens_per_batch is not None:  # which says what a step holds, on any number of ranks
+    if recipe.tokens_per_batch is not None:  # tokens_per_batch sets the size of a step on any number of ranks
         compared["gradient_accumulation_steps"] = 1
-    if recipe.objective == "sft":  # runs were started before there was another
+    if recipe.objective == "sft":  # older runs were started before there were other objectives
         del compared["objective"]
         if recipe.loss_type == "nll":
             del compared["loss_type"]
-    if recipe.objective != "grpo":  # elsewhere it decides about callbacks alone, which change no result
+    if recipe.objective != "grpo":  # for other objectives it only allows callbacks, which change no result
         del compared["allow_code"]
     for key in LATER_KEYS:
-        field = type(recipe).model_fields.get(key)  # some are of one objective
+        field = type(recipe).model_fields.get(key)  # some keys belong to one objective
         if field is not None and getattr(recipe, key) == field.get_default(call_default_factory=True):
             del compared[key]
     newer = (
@@ -408,7 +415,7 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
         "preset",
     )  # runs are older than these
     unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
-    if setup.quantization is not None:  # what `auto` became: on another device it is another model
+    if setup.quantization is not None:  # the choice of `auto`, which differs by device
         compared["quantization"] = setup.quantization
     return {
         "run": (before or {}).get("run") or secrets.token_hex(8),
@@ -423,11 +430,17 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
 
 
 def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> None:
-    """Pass on warnings about a loaded model and rows of ``longest`` tokens, and record the model's files.
+    """Notify the user of warnings about a loaded model, and record the fingerprints of its files.
+
+    Args:
+        model: Loaded model.
+        longest: Tokens of the longest row.
+        start: Start of the run.
+        notify: Called with the warnings.
 
     Raises:
-        ArgumentError: Its table of positions is shorter than the rows, or a file changed while it was read.
-        RecipeError: The model's files are not those of the resumed run.
+        ArgumentError: The model's table of positions is shorter than the rows, or a file changed while it was read.
+        RecipeError: The model's files differ from the resumed run.
     """
     notes = [models.check_positions(model, longest), models.left_whole(model), loses_steps(start.recipe, model)]
     if start.checkpoint is None:
@@ -439,7 +452,7 @@ def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> Non
     last = list(start.continued.values())[-1] if start.continued else None
     if last is not None and "files" not in last and start.identity["files"]:
         notify(
-            "the run was started by a version that kept no fingerprints of files; whether these changed since is not "
-            f"known: {', '.join(start.identity['files'])}"
+            "the run was started by a version that saved no fingerprints; it is unknown whether these files changed: "
+            f"{', '.join(start.identity['files'])}"
         )
     start.keep_unread_files()

@@ -1,7 +1,7 @@
-"""Train a run that is built, save its model, and let it complete the sample prompt.
+"""Train a built run, save its model, and complete the sample prompts.
 
 build.build_run   recipe -> directory, checkpoint, data, model, engine, reference, steps
-train_run         the training loop, and the end of a run
+train_run         training loop and end of the run
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 from streamtune.run.start import Start
 
 PATIENT = ("saving", "scoring", "sampling")
-"""Activities of a step that may wait for something outside: a disk, a reward function, a rank that writes alone."""
+"""Activities of a step that may wait long: for a disk, a reward function, or a rank that generates alone."""
 
 
 @dataclass(kw_only=True)
 class Run(Built):
-    """Everything that a run of any objective needs, built and checked."""
+    """A built and checked run of any objective: data, model, engine, backend, steps."""
 
     start: Start
     parameters: models.ParameterCount
@@ -53,9 +53,9 @@ class Run(Built):
     batch_facts: data.BatchFacts | None
     """Measures of the batches; None where they depend on the model."""
     added_ends: list[int] = field(default_factory=list)
-    """Tokens that end trained turns, at which the generation of the model did not end before."""
+    """Stop tokens that were added because they end trained turns."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
-    """Watches the ranks while they train; by itself that of a run of one, which does nothing."""
+    """Watchdog of the ranks; the default is for one rank and does nothing."""
 
     @property
     def recipe(self) -> Recipe:
@@ -72,24 +72,26 @@ class Run(Built):
 
 @dataclass(frozen=True)
 class RunOutcome:
+    """Results of a run, and the way it ended."""
+
     progressed: train.Progressed
     finished: bool
     exit_code: int
-    """0; 1 where most steps were skipped; 130 or 143 where a signal stopped it."""
+    """0; 1 if most steps were skipped; 130 or 143 if a signal stopped the run."""
     checkpoint: Path | None
-    """The newest checkpoint."""
+    """Path of the checkpoint of the last step; None if there is none."""
     moved_aside: Path | None
-    """The directory to which the run was moved that was in the run directory before."""
+    """New path of an earlier run that was in the run directory; None if there was none."""
     samples: Sequence[Mapping[str, Any]]
-    """What the trained model wrote, by ``prompt`` and ``completion``; empty without sample prompts."""
+    """Lines of ``samples.jsonl`` of the trained model; empty without sample prompts."""
     records: Sequence[Mapping[str, Any]]
-    """The lines of ``metrics.jsonl``, those before a resume included."""
+    """Lines of ``metrics.jsonl``, including the steps before a resume."""
     tokens: int
-    """Tokens trained on since it was started or resumed."""
+    """Number of tokens trained on since the run was started or resumed."""
     seconds: float
-    """Time the loop took since it was started or resumed."""
+    """Seconds of the training loop since the run was started or resumed."""
     failure: NonFiniteError | None = None
-    """The reason why a run that came to its end has failed all the same; its model is there."""
+    """Error of a finished run if most of its steps were skipped; its model is saved."""
 
     @property
     def losses(self) -> list[float]:
@@ -97,16 +99,21 @@ class RunOutcome:
 
     @property
     def held_out(self) -> Mapping[str, Any]:
-        """The record of the last evaluation; empty without one."""
+        """Record of the last evaluation; empty without an evaluation."""
         found = [r for r in self.records if any(name.startswith("eval_") for name in r)]
         return found[-1] if found else {}
 
 
 def train_run(run: Run, console: Console, listeners: train.Listeners | None = None) -> RunOutcome:
-    """Train a run, which is used once; at its end, save the model and complete the sample prompt.
+    """Train a run, save its model, complete the sample prompts, and return the outcome.
+
+    Args:
+        run: Built run; it can be trained once.
+        console: Console for progress.
+        listeners: Trackers and callbacks, called on rank 0; None for no listeners.
 
     Raises:
-        RunError: Training failed, or a listener did; the checkpoints saved before are intact.
+        RunError: Training or a listener failed; checkpoints that were saved before are intact.
     """
     listeners = train.Listeners() if listeners is None or not run.world.is_main else listeners
     ended: dict[str, Any] = {"status": "failed", "step": run.first_step}
@@ -123,12 +130,12 @@ def train_run(run: Run, console: Console, listeners: train.Listeners | None = No
 
 
 def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: dict[str, Any]) -> RunOutcome:
-    """Train; ``ended`` is kept as it is to be passed to the listeners, should this raise."""
+    """Train, and return the outcome; ``ended`` is updated so that listeners get it even after an error."""
     training = run.start.task.training(run)
     directory = run.directory
     before = run.checkpoint.state["progressed"].get("tokens", 0) if run.checkpoint else 0
     world = run.world
-    with _claimed(run) as moved_aside:
+    with _claim_directory(run) as moved_aside:
         keep_log(directory.path, read_environment())
         run.watchdog.event = lambda name, details: train.append_event(directory.events, name, **details)
         writer = _make_writer(run)
@@ -173,8 +180,8 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
 
 
 @contextmanager
-def _claimed(run: Run) -> Iterator[Path | None]:
-    """Claim the run directory while inside, by rank 0 for all; yield the place to which an earlier run was moved."""
+def _claim_directory(run: Run) -> Iterator[Path | None]:
+    """Context manager: rank 0 claims the run directory for all ranks; yields the new path of an earlier run."""
     start, world = run.start, run.world
     with ExitStack() as held:
         held.callback(start.release)
@@ -191,7 +198,7 @@ def _claimed(run: Run) -> Iterator[Path | None]:
 
 
 def _documents(run: Run) -> dict[Path, Mapping[str, Any]]:
-    """Return the JSON documents of the plan and of the data in the run directory."""
+    """Return path -> JSON document of the data, the bad rows and the plan in the run directory."""
     batches = {} if run.batch_facts is None else {"batches": asdict(run.batch_facts)}
     documents: dict[Path, Mapping[str, Any]] = {run.directory.data: {**run.prepared.report.to_json(), **batches}}
     if run.prepared.bad_rows:
@@ -218,7 +225,7 @@ def _train(
         listeners.started(_facts(run))
         if run.checkpoint:
             listeners.event("resume", {"step": first_step})
-    on_activity = _tell(run.watchdog)
+    on_activity = _activity_reporter(run.watchdog)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, on_activity) as progress:
         training.begin(run.backend, progress, stop)
         if (times := _step_times(run, progress)) is not None:
@@ -228,7 +235,7 @@ def _train(
             objective=training.objective,
             learning_rate_at=training.learning_rate_at,
             steps=training.steps,
-            held_out={name: partial(_shared_out, make, world) for name, make in training.held_out.items()},
+            held_out={name: partial(_share_batches, make, world) for name, make in training.held_out.items()},
             directory=directory,
             identity=run.start.identity,
             writer=writer,
@@ -241,7 +248,7 @@ def _train(
         )
         settings = replace(
             train_settings(recipe, plan, run.handle.schedule),
-            # Of one block at a time, the backward is another one in each block.
+            # Training one block at a time, each block has its own backward.
             step_flops=None if recipe.step_kind.gradients == "block" else StepFlops(run.model, recipe.step_kind),
             peak_flops=peak_of(recipe, run.device),
         )
@@ -249,9 +256,11 @@ def _train(
 
 
 def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
-    """Return a listener that compares step times with the plan; None for several ranks, rollouts or chosen rows."""
+    """Return a listener that compares step times with the plan; None for several ranks, rollouts or selected rows."""
     plan, recipe = run.streamed.memory, run.recipe
-    more = recipe.objective == "grpo" or recipe.select_rows is not None  # a rollout, or a choice of rows
+    more = (
+        recipe.objective == "grpo" or recipe.select_rows is not None
+    )  # a rollout or the choice of rows takes additional time
     if plan is None or run.world.size > 1 or more:
         return None
 
@@ -262,7 +271,7 @@ def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
     return StepTimes(plan, run.device, torch.bfloat16 if recipe.bf16 else base_of(run.model).dtype, say)
 
 
-def _shared_out(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
+def _share_batches(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
     return share_out(make(), world)
 
 
@@ -286,9 +295,12 @@ def _facts(run: Run) -> train.RunFacts:
 
 
 def _next_schedule(run: Run, install: bool) -> Schedule | None:
-    """Return the planner's choice in place of a schedule that ran out of memory; put it into the engine if asked."""
+    """Return a schedule with less memory than the current one, which ran out of it; None if nothing fits.
+
+    ``install`` sets the new schedule in the engine.
+    """
     failed = run.handle.schedule
-    run.handle.remove()  # the planner wants the bare model
+    run.handle.remove()  # the planner needs the model without streaming
     try:
         found = run.streamed.plan_below(failed).schedule
     except ArgumentError:
@@ -305,12 +317,12 @@ def _skipped_most(run: Run, progressed: train.Progressed) -> NonFiniteError | No
     return train.skipped_most(progressed.step, progressed.skipped, run.directory, dtype)
 
 
-def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
+def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
     return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
 
 
 def _finish(run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
-    """Write ``final/`` and return the model's completions of the sample prompts, if there are any."""
+    """Write ``final/`` and return the trained model's lines of ``samples.jsonl``; empty without sample prompts."""
     world, backend = run.world, run.backend
     with backend.averaged():
         train.write_final(run.directory.final, writer, world)
@@ -319,9 +331,9 @@ def _finish(run: Run, step: int, writer: train.ModelWriter, listeners: train.Lis
     run.handle.remove()
     with backend.averaged(), backend.called_directly() if run.shares_weights else nullcontext():
         samples = write_samples(run, run.recipe, step)
-    assert samples is not None, "nothing stops it here"
+    assert samples is not None, "no stop request is passed"
     if world.is_main:
-        train.cut_after_step(run.directory.samples, step - 1)  # a run that was at its end before writes them again
+        train.cut_after_step(run.directory.samples, step - 1)  # a finished run that is started again writes them again
         train.append_records(run.directory.samples, samples)
         listeners.sampled(samples)
     return samples
@@ -329,7 +341,7 @@ def _finish(run: Run, step: int, writer: train.ModelWriter, listeners: train.Lis
 
 def _make_writer(run: Run) -> train.ModelWriter:
     trained = [p for p in run.model.parameters() if p.requires_grad]
-    if isinstance(run.backend, train.BlockBackend):  # what is frozen now is trained while a copy is being written
+    if isinstance(run.backend, train.BlockBackend):  # a block that is frozen now may be trained while a copy is written
         trained = run.backend.optimizer.every_parameter
     saved = list(run.model.parameters()) if run.recipe.finetuning_type == "full" else trained
     num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
@@ -351,14 +363,14 @@ def _make_writer(run: Run) -> train.ModelWriter:
         models.save_pretrained(run.model, tokenizer, folder)
 
     def snapshot() -> Callable[[Path], None]:
-        tokenizer.read()  # here and once: a tokenizer is not for two threads
+        tokenizer.read()  # read once in this thread: tokenizers are not thread-safe
         return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model, trained))
 
     return train.ModelWriter(write, num_bytes, snapshot)
 
 
 def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
-    """Return the settings of the training loop, with advice to print if memory runs out."""
+    """Return the settings of the training loop, including the advice for out-of-memory errors."""
     fix = _fix_of_the_schedule(recipe, schedule)
     if recipe.per_device_train_batch_size > 1:
         fix += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
@@ -366,7 +378,7 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
     if recipe.finetuning_type == "full":
         fix += "; or train adapters with finetuning_type: lora"
     elif recipe.finetuning_type == "lora":
-        fix += "; or keep the frozen weights in fewer bits with finetuning_type: qlora"
+        fix += "; or quantise the frozen weights with finetuning_type: qlora"
     return train.TrainSettings(
         total_steps=plan.total_steps,
         steps_per_epoch=plan.steps_per_epoch,
@@ -393,7 +405,7 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
 
 
 def _least_moved(recipe: OptimizerSettings) -> float:
-    if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few values, and the right ones
+    if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few weights change, as intended
         return 0.0
     return 0.1
 
@@ -405,13 +417,13 @@ def _greater_is_better(recipe: RunKeys) -> bool:
 
 
 def _fix_of_the_schedule(recipe: EngineKeys, schedule: Schedule) -> str:
-    """Return advice on the schedule for when memory ran out: none of it changes a result."""
+    """Return the advice on the schedule for out-of-memory errors; none of it changes a result."""
     if recipe.engine.schedule == "auto":
         return (
-            "leave the planner less, with engine.device_memory or a larger engine.margin (now "
-            f"{recipe.engine.margin:g}): it predicted that this step fits; no result changes"
+            "the planner predicted that this step fits: give it less memory with engine.device_memory or a larger "
+            f"engine.margin (now {recipe.engine.margin:g}), which changes no result"
         )
     return (
-        f"write engine.schedule: auto, and the planner finds what fits; or lower engine.chunk_size (now "
+        f"write engine.schedule: auto, and the planner finds a schedule that fits; or lower engine.chunk_size (now "
         f"{schedule.chunk_size:,}) or engine.head_chunk_size (now {schedule.head_chunk_size:,}); no result changes"
     )

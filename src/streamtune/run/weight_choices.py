@@ -1,13 +1,13 @@
-"""Choose dtype and place of the trained weights and of the optimizer, where a recipe leaves them open.
+"""Choose precision and memory of the trained weights and of the optimizer, if the recipe leaves them open.
 
-A step of a fine-tuning changes a weight by about its learning rate. bfloat16 has 8 bits: of weights near 0.02 two
-numbers lie 1.2e-4 apart, and a step of 1e-5 that is rounded to the nearest number is lost. So weights of a narrow
-checkpoint are trained in float32 and computed in bfloat16 (``dtype: mixed``). Where these do not fit, weights stay
-bfloat16 and each step is rounded stochastically, which is right on average.
+A fine-tuning step changes a weight by about the learning rate. bfloat16 has 8 significant bits: near 0.02, neighbouring
+numbers are 1.2e-4 apart, so rounding to nearest loses a step of 1e-5. Therefore weights of a bfloat16 checkpoint are
+trained in float32 and computed in bfloat16 (``dtype: mixed``). If float32 does not fit, weights stay bfloat16 and each
+step is rounded stochastically, which is right on average.
 
-A step is fastest with everything on the device, so the host is asked only where no schedule fits otherwise. The states
-of the optimizer go there first, which pass once a step; then weights, which pass with every layer, twice or more. Each
-place is tried in every precision that the recipe leaves open, the best first.
+A step is fastest with everything on the device, so host memory is used only if no schedule fits otherwise. Optimizer
+states go to the host first, because they are copied once per step; then weights, which are copied at least twice per
+step. Each placement is tried in every precision that the recipe leaves open, the best first.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from streamtune.run.device import make_schedule
 Settings = TypeVar("Settings", bound=TrainingSettings)
 
 KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
-"""Keys of a recipe that are chosen here."""
+"""Recipe keys that this module chooses."""
 
 
 def precisions(recipe: Settings) -> list[Settings]:
-    """Return the recipe with each precision that it leaves open, the best first; the recipe alone where it says one.
+    """Return the recipe in each precision that it leaves open, the best first; only itself if it gives one.
 
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
@@ -51,28 +51,30 @@ def precisions(recipe: Settings) -> list[Settings]:
     if own not in (torch.bfloat16, torch.float16):
         return [recipe]
     half = {"dtype": "bfloat16"} if own == torch.float16 else {}
-    if recipe.finetuning_type != "full":  # adapters are float32; modules that are trained whole are not
-        whole = recipe.modules_to_save or recipe.adapter_name_or_path  # which may have such modules
+    if recipe.finetuning_type != "full":  # adapters are float32, but modules_to_save are not
+        whole = recipe.modules_to_save or recipe.adapter_name_or_path  # these adapters may include modules_to_save
         rounding = {"weight_rounding": "stochastic"} if whole and _may_round(recipe) else {}
-        return [_with(recipe, **half, **rounding)]
-    if recipe.deepspeed is not None:  # which keeps float32 weights beside these
-        return [_with(recipe, **half)]
+        return [_with_values(recipe, **half, **rounding)]
+    if recipe.deepspeed is not None:  # DeepSpeed keeps a float32 copy of the weights
+        return [_with_values(recipe, **half)]
     casts = recipe.bf16 is None and recipe.engine.fetch_dtype != "bfloat16"
-    wide = _with(recipe, dtype="mixed", **({"bf16": True} if casts else {}))
+    wide = _with_values(recipe, dtype="mixed", **({"bf16": True} if casts else {}))
     if recipe.fsdp:
         return [wide]
     narrow: dict[str, Any] = {"dtype": "bfloat16"}
     if _may_round(recipe):
         narrow["weight_rounding"] = "stochastic"
-    if recipe.optim == "adamw" and recipe.optim_states == "param":  # the nearest number loses steps of moments too
+    if (
+        recipe.optim == "adamw" and recipe.optim_states == "param"
+    ):  # rounding to nearest would lose steps of the moments too
         narrow["optim_states"] = "bfloat16"
-    return [wide, _with(recipe, **narrow)]
+    return [wide, _with_values(recipe, **narrow)]
 
 
 def precise(recipe: Settings) -> Settings:
-    """Return the recipe with the best precision that it leaves open, whatever fits; as it is where that is unknown.
+    """Return the recipe in the best precision that it leaves open, whether it fits or not.
 
-    Loading the checkpoint reports what is wrong with it.
+    If the checkpoint cannot be read, the recipe is returned as it is, and loading the checkpoint raises the error.
     """
     try:
         return precisions(recipe)[0]
@@ -89,19 +91,20 @@ def has_choice(recipe: TrainingSettings) -> bool:
 
 
 def as_before(recipe: Settings, before: Mapping[str, Any]) -> Settings:
-    """Return the recipe with the precision of the resumed run, where the recipe leaves it open.
+    """Return the recipe with the precision of the resumed run, if the recipe leaves the precision open.
 
     Args:
-        before: The compared settings of that run. Without a precision it trains in the checkpoint's dtype.
+        recipe: Recipe of the run.
+        before: Compared settings of the resumed run. Without a precision it trained in the checkpoint's dtype.
     """
     fields = type(recipe).model_fields
     given = {key: before.get(key, fields[key].default) for key in KEYS}
     open_keys = [key for key in KEYS if getattr(recipe, key) == fields[key].default]
-    return _with(recipe, **{key: given[key] for key in open_keys})
+    return _with_values(recipe, **{key: given[key] for key in open_keys})
 
 
 def choices_made(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
-    """Return the keys of precision that differ, with the values of ``chosen``."""
+    """Return the precision keys (:data:`KEYS`) that differ, with the values of ``chosen``."""
     return {key: getattr(chosen, key) for key in KEYS if getattr(recipe, key) != getattr(chosen, key)}
 
 
@@ -109,8 +112,9 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
     """Return the chosen precision, its reason and its cost in one line; None if nothing was chosen.
 
     Args:
-        recipe: The recipe as it was read.
-        model: A model of the recipe, on ``meta`` or loaded: its trained weights are counted.
+        recipe: Recipe as it was read.
+        chosen: Recipe with the chosen precision.
+        model: Model of the recipe, on ``meta`` or loaded; its trained weights are counted.
     """
     made = choices_made(recipe, chosen)
     if not made:
@@ -119,31 +123,27 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
     if chosen.dtype == "mixed":
         computed = " and computed in bfloat16" if chosen.bf16 else ""
         return (
-            f"weights of fewer bits are trained in float32{computed} (dtype: mixed): {more} more than in the "
-            "checkpoint's dtype, which would round small steps away"
+            f"weights of a 16-bit checkpoint are trained in float32{computed} (dtype: mixed); this takes {more} more, "
+            "but 16-bit weights would lose small steps to rounding"
         )
     if chosen.finetuning_type != "full" or chosen.deepspeed is not None:
         texts = []
         if "dtype" in made:
-            texts.append(
-                "the checkpoint is float16, whose gradients underflow without a scaled loss: it is loaded in bfloat16"
-            )
+            texts.append("the checkpoint is loaded in bfloat16: float16 gradients underflow without loss scaling")
         if "weight_rounding" in made and any(p.dtype != torch.float32 for p in model.parameters() if p.requires_grad):
-            texts.append(
-                "modules_to_save are bfloat16: each step of theirs is rounded stochastically (weight_rounding)"
-            )
+            texts.append("modules_to_save are bfloat16: their steps are rounded stochastically (weight_rounding)")
         return "; ".join(texts) or None
     if chosen.weight_rounding == "stochastic":
-        how = "each step is rounded stochastically (weight_rounding: stochastic): right on average, with more noise"
+        how = "each step is rounded stochastically (weight_rounding: stochastic): right on average, but noisier"
     else:
-        how = f"'optim: {chosen.optim}' rounds each step to the nearest number, which loses small ones"
+        how = f"'optim: {chosen.optim}' rounds to nearest, which loses small steps"
     if chosen.step_kind.gradients == "block":
-        how = f"'optim: {chosen.optim}' keeps the block that it trains in float32"
-    return f"float32 weights do not fit, which take {more} more: weights are bfloat16, and {how}"
+        how = f"'optim: {chosen.optim}' keeps its current block in float32"
+    return f"float32 weights do not fit (they take {more} more): weights are bfloat16, and {how}"
 
 
 def loses_steps(recipe: TrainingSettings, model: Any) -> str | None:
-    """Return a warning if trained weights are bfloat16 and steps are rounded to the nearest number; None if not."""
+    """Return a warning if steps of 16-bit trained weights are rounded to nearest; None if they are not."""
     keeps_float32 = recipe.deepspeed is not None or recipe.step_kind.gradients == "block"
     if keeps_float32 or recipe.weight_rounding == "stochastic":
         return None
@@ -153,8 +153,8 @@ def loses_steps(recipe: TrainingSettings, model: Any) -> str | None:
     dtype = str(trained[0].dtype).removeprefix("torch.")
     rounded = "" if not _may_round(recipe) else ", or write weight_rounding: stochastic"
     return (
-        f"{dtype} weights are trained and each step is rounded to the nearest number: at a learning rate of "
-        f"{recipe.learning_rate:g} most small steps are lost; delete 'dtype' to train float32 weights{rounded}"
+        f"{dtype} weights are trained with rounding to nearest, which loses most small steps at a learning rate of "
+        f"{recipe.learning_rate:g}; delete 'dtype' to train float32 weights{rounded}"
     )
 
 
@@ -163,7 +163,7 @@ def _may_round(recipe: TrainingSettings) -> bool:
 
 
 def _more_bytes(recipe: TrainingSettings, model: Any) -> int:
-    """Return how many bytes float32 weights, gradients and states take beyond bfloat16 ones."""
+    """Return how many bytes more float32 weights, gradients and states take than bfloat16."""
     trained = [p for p in model.parameters() if p.requires_grad]
     more = sum(4 * models.count_weights(p) for p in trained)
     if recipe.optim == "adamw" and recipe.optim_states == "param":
@@ -172,29 +172,32 @@ def _more_bytes(recipe: TrainingSettings, model: Any) -> int:
     return more
 
 
-def _with(recipe: Settings, **values: Any) -> Settings:
+def _with_values(recipe: Settings, **values: Any) -> Settings:
     return recipe.model_copy(update=values) if values else recipe
 
 
 def placements(recipe: Settings, limits: Limits, cluster: Cluster, *, begun: bool = False) -> list[Settings]:
     """Return the recipe as it is, then with the optimizer and then with the weights on the host, in each precision.
 
-    Only what the recipe leaves to the planner and does not contradict is returned. Nothing goes to the host where the
-    device's memory is the machine's, or ranks or DeepSpeed divide the work.
+    Choices that the recipe fixes or contradicts are left out. Nothing goes to the host if the device is the CPU, or if
+    several ranks or DeepSpeed share the work.
 
     Args:
-        begun: The recipe has the precision of a resumed run: no other is asked for.
+        recipe: Recipe of the run.
+        limits: Memory to plan with.
+        cluster: Ranks of the run.
+        begun: True for a resumed run, whose precision the recipe already has.
 
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
     """
     chosen = [recipe] if begun else precisions(recipe)
-    moved = [_moved(each, limits, cluster) for each in chosen]
+    moved = [_on_host(each, limits, cluster) for each in chosen]
     return [*chosen, *(each for found in moved for each in found)]
 
 
-def _moved(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
-    """Return the recipe with the optimizer and with the weights on the host, as far as it leaves that open."""
+def _on_host(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
+    """Return the recipe with the optimizer and with the weights on the host, if it leaves these choices open."""
     spec, full = recipe.engine, recipe.finetuning_type == "full"
     alone = cluster.ranks == 1 and cluster.engine == "none"
     if spec.schedule == "fixed" or limits.shared or not limits.host_bytes or not alone:
@@ -206,7 +209,7 @@ def _moved(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]
         tiers.append({"weights": "host"})
     found: list[Settings] = []
     for tier in tiers:
-        with suppress(ValidationError):  # the recipe contradicts it
+        with suppress(ValidationError):  # the recipe contradicts this choice
             engine = type(spec).model_validate({**dict(spec), **tier})
             type(recipe).model_validate({**dict(recipe), "engine": engine})
             found.append(recipe.model_copy(update={"engine": engine}))
@@ -214,10 +217,11 @@ def _moved(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]
 
 
 def placed_before(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
-    """Return the recipe with what a resumed run had on the host; None where that is unknown or contradicted.
+    """Return the recipe with the host placement of a resumed run; None if it is unknown or the recipe contradicts it.
 
     Args:
-        tiers: ``weights`` and ``optimizer`` of the run; None if it left both where they were.
+        recipe: Recipe of the run.
+        tiers: Values of ``engine.weights`` and ``engine.optimizer`` in the resumed run; None if it moved neither.
     """
     spec = recipe.engine
     if tiers is None or spec.schedule == "fixed":
@@ -234,13 +238,15 @@ def first_that_fits(
     *,
     simulate: Simulate = simulate,
 ) -> Settings:
-    """Return the first of some :func:`placements` whose step fits by some schedule.
+    """Return the first of the :func:`placements` whose step fits with some schedule.
 
-    Where none does, the last that the host has room for: its longest row is the longest of all.
+    If no step fits, return the last choice that fits the host, which allows the longest rows.
 
     Args:
-        workload_of: Makes the step of one of them.
-        simulate: Simulates a step of each choice, by the schedule of least memory.
+        choices: Placements to try, in order.
+        workload_of: Returns the workload of a choice.
+        limits: Memory to plan with.
+        simulate: Simulates a step; called with the schedule of least memory.
     """
     if len(choices) == 1:
         return choices[0]
@@ -250,7 +256,7 @@ def first_that_fits(
         if choice is not choices[-1] and is_hopeless(workload, choice.engine.written(), limits):
             continue
         found: Simulation | None = None
-        with suppress(ArgumentError):  # what is written contradicts it
+        with suppress(ArgumentError):  # the recipe contradicts this choice
             if choice.engine.schedule == "fixed":
                 found = simulate(workload, make_schedule(choice.engine))
             else:
@@ -265,24 +271,23 @@ def first_that_fits(
 
 
 def is_hopeless(workload: Workload, written: Mapping[str, Any], limits: Limits) -> bool:
-    """Return True if what the device holds of a step, whatever the rows, exceeds its memory; nothing is simulated.
+    """Return True if weights, gradients and optimizer exceed the device at any row length; nothing is simulated.
 
     Args:
-        written: Fields of its schedule that are given.
+        workload: Workload of the step.
+        written: Fields of the schedule that the recipe gives.
+        limits: Memory to plan with.
     """
     return holdings_of(workload, written.get("weights", "device")).on_device > limits.device
 
 
 def describe_tiers(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:
-    """Return a sentence on what was moved to the host, with its key; None if nothing was."""
+    """Return a note on what was moved to the host, with its recipe key; None if nothing was moved."""
     before, now = recipe.engine, chosen.engine
     if now.weights != before.weights:
-        key, what = "weights", "weights, and the optimizer of those that are trained,"
+        key, what = "weights", "the weights and their optimizer"
     elif now.optimizer != before.optimizer:
-        key, what = "optimizer", "the states of the optimizer"
+        key, what = "optimizer", "the optimizer states"
     else:
         return None
-    return (
-        f"no schedule fits with everything on the device: {what} wait in the machine's memory, as "
-        f"engine: {{{key}: host}} says"
-    )
+    return f"no schedule fits with everything on the device: {what} are kept in host memory (engine: {{{key}: host}})"

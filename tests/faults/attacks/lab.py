@@ -20,7 +20,7 @@ from tests.faults.kit import Done, Zygotes, complete_checkpoints, differences, r
 RUN = Path("runs/tiny")
 """Where a run of the tiny recipe is."""
 
-UNFORESEEN = re.compile(r"Traceback|this is a defect|Fatal Python error|Exception ignored")
+UNFORESEEN = re.compile(r"Traceback|this is a bug|Fatal Python error|Exception ignored")
 LIMIT = 120.0
 """Seconds after which a run counts as hung."""
 STOP = "os.kill(os.getpid(), signal.SIGTERM)"

@@ -42,7 +42,7 @@ from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
 from streamtune.programs.verify.restore import cast
-from streamtune.run.reference import reference_model, streamed
+from streamtune.run.reference import reference_model, stream_reference
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
 
@@ -82,7 +82,7 @@ class RowLosses:
             if handle is not None:
                 teacher_logits = None
                 if teacher is not None:
-                    with (reference := streamed(teacher, handle)).handle, autocast(device, bf16):
+                    with (reference := stream_reference(teacher, handle)).handle, autocast(device, bf16):
                         teacher_logits = reference.lazy_logits(batch)
                 with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits, batch.top_k)):
                     return cross_entropy(batch, router_loss, model, bf16)

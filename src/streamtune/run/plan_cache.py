@@ -1,9 +1,9 @@
-"""Options of a plan on the command line, and the key of a plan that is kept whole; loads without torch.
+"""Options of ``plan`` on the command line, and the cache key of a finished plan. Imports no torch.
 
-A plan depends on recipe, options, model configuration, library versions, the code of StreamTune, and the memory there
-is. It is kept where all of that is known: for a device by name, with the host's memory given (and the disk's, where one
-is used), of a model that is in the recipe or in a folder. Other plans use the simulated steps that are kept
-(``simulate.simulation_cache``).
+A plan depends on the recipe, the options, the model's configuration, library versions, StreamTune's code and the
+available memory. It is cached if all of these are known beforehand: the device is given by name, the host's memory is
+given (and the disk's, if the disk is used), and the model is in the recipe or in a folder. Other plans are computed
+again from cached simulations of steps (``simulate.simulation_cache``).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
 PLANS = "plans"
-"""Name of the folder of kept plans."""
+"""Name of the cache folder of plans."""
 
 READ = {".json", ".py", ".yaml", ".yml", ".jinja", ".txt", ".model"}
-"""Files of a model's folder that are read for a plan; of others only size and date count."""
+"""Suffixes of the files of a model's folder whose content decides a plan; of other files only size and date count."""
 
 MODELS = ("model_name_or_path", "ref_model_name_or_path", "teacher", "adapter_name_or_path")
-"""Keys of folders that a plan reads."""
+"""Recipe keys that may name a folder which a plan reads."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of a plan on the command line; None where an option is not given."""
+    """Options of ``plan`` on the command line; None if an option is not given."""
 
     device: str | None = None
     device_memory: str | None = None
@@ -44,13 +44,13 @@ class PlanOptions:
 
 
 def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
-    """Return a hash of all that a plan depends on; None where it depends on what may change from run to run."""
+    """Return a hash of everything that the plan depends on; None if something may change from run to run."""
     recipe = loaded.recipe
     engine = recipe.engine
     if not recipe.cache or options.device is None:
         return None
     if recipe.trust_remote_code:
-        return None  # code of a model may read anything
+        return None  # the model's code may read anything
     if options.host_memory is None and engine.host_memory == "auto":
         return None
     if engine.offload_dir is not None and options.disk_memory is None and engine.disk_memory == "auto":
@@ -64,25 +64,25 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
             folder = Path(values[name])
             adapters = (folder / "adapter_config.json").exists()
             if not folder.is_dir() or (adapters and name != "adapter_name_or_path"):
-                return None  # a name on a hub, or adapters, which name another model
+                return None  # a model on a hub, or adapters that name another model
             folders[name] = _describe_folder(folder)
         return hash_of([values, asdict(options), folders, _describe_deepspeed(recipe), versions()])
-    except (OSError, ValueError):  # the plan itself reports a folder that cannot be read
+    except (OSError, ValueError):  # planning reports an unreadable folder
         return None
 
 
 def _describe_folder(folder: Path) -> list[Any]:
-    """Return what a plan may depend on: contents of files that are read, size and date of others, names of the rest."""
+    """Return the facts of a folder that decide a plan: hashes of files that are read, size and date of others."""
     found: list[Any] = []
     for path in sorted(folder.iterdir()):
         try:
             facts = path.stat()
-        except FileNotFoundError:  # a link that leads nowhere
+        except FileNotFoundError:  # a dangling link
             facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode):
             found.append([path.name, stat.S_IFMT(facts.st_mode)])
         elif path.suffix in READ:
-            found.append([path.name, _hash_of(path)])
+            found.append([path.name, _hash_file(path)])
         else:
             found.append([path.name, facts.st_size, facts.st_mtime_ns])
     return found
@@ -91,11 +91,11 @@ def _describe_folder(folder: Path) -> list[Any]:
 def _describe_deepspeed(recipe: Recipe) -> str | None:
     if recipe.deepspeed is None or not (path := Path(recipe.deepspeed).expanduser()).is_file():
         return recipe.deepspeed
-    return _hash_of(path)
+    return _hash_file(path)
 
 
-def _hash_of(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with open(path, "rb", opener=open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no plain file")
+            raise OSError(f"{path} is not a regular file")
         return hashlib.file_digest(file, "sha256").hexdigest()

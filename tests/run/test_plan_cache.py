@@ -1,4 +1,4 @@
-"""A plan is kept whole where all that it depends on is known, and found again where none of it has changed."""
+"""A plan is cached if everything that it depends on is known, and reused if nothing of it has changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from streamtune.cli.app import app
 from streamtune.recipe import load_recipe
-from streamtune.run import kept_plan, plan
-from streamtune.run.kept_plan import PlanOptions, plan_key
+from streamtune.run import plan, plan_cache
+from streamtune.run.plan_cache import PlanOptions, plan_key
 
 RECIPE = """\
 model_name_or_path: model
@@ -60,7 +60,7 @@ def test_all_that_decides_a_plan_is_part_of_its_key(recipe: Path, monkeypatch: p
     }
     (recipe.parent / "model/config.json").write_text(json.dumps({**CONFIG, "vocab_size": 65}), "utf-8")
     keys.add(key_of(recipe))
-    monkeypatch.setattr(kept_plan, "versions", lambda: ["torch 1.0"])
+    monkeypatch.setattr(plan_cache, "versions", lambda: ["torch 1.0"])
     keys.add(key_of(recipe))
     assert len(keys) == 9
     assert None not in keys
@@ -77,7 +77,7 @@ def test_a_plan_that_depends_on_what_is_free_has_no_key(recipe: Path) -> None:
 
 
 def test_starting_adapters_are_part_of_the_key(recipe: Path) -> None:
-    """Their rank decides the plan: others in the same folder make another one."""
+    """The rank of the adapters decides the plan: other adapters in the same folder give another key."""
     folder = recipe.parent / "ad"
     folder.mkdir()
     settings = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "base_model_name_or_path": "model"}
