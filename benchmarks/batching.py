@@ -93,7 +93,7 @@ def time_table(
     examples, random = prepared.train, np.random.RandomState(0)
     chunks = concat_and_chunk(examples, max_length, 2 * pairs + 2, random)
     processor_seconds(model, chunks[0])
-    lines = ["| bucket | part of the tokens | step to concat-and-chunk |", "|---:|---:|---:|"]
+    lines = ["| bucket | share of the tokens | step to concat-and-chunk |", "|---:|---:|---:|"]
     held, tokens = pieces.lengths(), int(pieces.lengths().sum())
     total = 0.0
     for size in sorted(pieces.by_bucket()):
@@ -240,27 +240,27 @@ def page(
     report, length = prepared.report, options.max_length
     lengths = report.length_percentiles
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}"
-    return f"""# Batches for mixed lengths
+    return f"""# Batches of rows of mixed lengths
 
 ```
 python -m benchmarks.batching --max-length {length} --pairs {options.pairs} --out docs/benchmarks/batching.md
 ```
 
 {versions}, one thread, fp32. The corpus is `python-stdlib`: {report.rows:,} rows, {report.tokens:,} tokens, lengths
-{lengths["min"]:,} to {lengths["max"]:,}, median {lengths["p50"]:,}. Longer rows than {length:,} are split; all tokens
+{lengths["min"]:,} to {lengths["max"]:,}, median {lengths["p50"]:,}. Rows longer than {length:,} are split; all tokens
 are trained.
 
 ## Attention
 
 {attention}
 
-Concat-and-chunk joins all rows and cuts them into sequences of {length:,} tokens, in which rows see each other. The
-{len(pieces):,} pieces of the buckets begin without context: {pieces.targets_lost:,} tokens that a row predicts are
-predicted by no piece ({pieces.targets_lost / report.tokens:.2%}).
+Concat-and-chunk joins all rows and cuts them into sequences of {length:,} tokens, in which rows attend to each other.
+The {len(pieces):,} pieces of the buckets begin without context. So {pieces.targets_lost:,} targets of the rows are
+targets of no piece ({pieces.targets_lost / report.tokens:.2%}).
 
 ## Time of a step
 
-Processor time of forward and backward of {length:,} tokens, buckets over concat-and-chunk: medians of
+Processor time of forward and backward of {length:,} tokens, buckets relative to concat-and-chunk: medians of
 {options.pairs} (smallest to largest). The model has the shape of Qwen3, 4 layers of 256 channels with 4 heads of 64,
 streamed in chunks of 1,024 tokens.
 
@@ -268,15 +268,18 @@ streamed in chunks of 1,024 tokens.
 
 ## Ranks
 
-The time of the slowest rank over the mean of 8 ranks, simulated: means of 200 optimizer steps of 32 rows, or of 16 to
-32 in batches of 4. The time of a row is that of Qwen3-8B, rows have at most 131,072 tokens. *Lockstep*: ranks wait in
-every micro-step (ZeRO-3, FSDP). *Whole steps*: they wait once (DDP, ZeRO-1). *Before*: rows sorted by tokens, assigned
-to and fro.
+The time of the slowest rank relative to the mean of 8 ranks. It is simulated: the mean of 200 optimizer steps of 32
+rows, or of 16 to 32 rows in batches of 4. Row times are predicted for Qwen3-8B; rows have at most 131,072 tokens.
+
+- *Lockstep*: ranks wait in every micro-step (ZeRO-3, FSDP).
+- *Whole steps*: ranks wait once per step (DDP, ZeRO-1).
+- *Before*: rows are sorted by tokens and assigned in alternating order.
+- *Now*: rows are assigned by predicted time ([decision 023](../decisions/023-batches-of-mixed-lengths.md)).
 
 {ranks}
 
-A single row that is longer than all others leaves ranks waiting however rows are assigned. *Longest row alone* is the
-ratio if one rank had that row and nothing else, the least there is for whole steps.
+If one row is longer than all others, ranks wait with any assignment. *Longest row alone* is the ratio if one rank had
+only that row: the lowest possible ratio for whole steps.
 """
 
 

@@ -114,15 +114,15 @@ def short_rows(lengths: Sequence[int], pairs: int, out: Path | None) -> None:
         out.write_text(PAGE.format(pairs=pairs, versions=versions, table="\n".join(lines)), encoding="utf-8")
 
 
-PAGE = """# Short rows
+PAGE = """# Short rows: streaming relative to gradient checkpointing
 
-Processor time of a step by `stream(model)`, relative to gradient checkpointing, medians of {pairs} pairs, one thread;
-{versions}. `python -m benchmarks.processor_time short-rows --out docs/benchmarks/short-rows.md` makes this page.
+Processor time of a step with `stream(model)`, relative to gradient checkpointing: medians of {pairs} pairs, one thread;
+{versions}. `python -m benchmarks.processor_time short-rows --out docs/benchmarks/short-rows.md` writes this page.
 
 {table}
 
-*Default* is `stream(model)` with neither a chunk size nor a schedule: a call of at most 4,096 tokens is one chunk that
-keeps its attention outputs. *Fixed* is `stream(model, schedule=Schedule())`, chunks of 2,048 tokens that keep nothing.
+*Default* is `stream(model)` without a chunk size or a schedule: a call of at most 4,096 tokens is one chunk, with its
+attention outputs kept. *Fixed* is `stream(model, schedule=Schedule())`: chunks of 2,048 tokens, with nothing kept.
 """
 
 

@@ -289,7 +289,7 @@ def main() -> None:
         options.out.write_text(page, "utf-8")
 
 
-CONVERSATIONS = """# Turns that share their beginnings
+CONVERSATIONS = """# Turns of a conversation in one sequence
 
 ```
 {command}
@@ -297,19 +297,22 @@ CONVERSATIONS = """# Turns that share their beginnings
 
 {versions}, one thread, fp32.
 
-A conversation of {turns} turns whose template drops the reasoning of earlier turns: with `reasoning: per_turn` every
-turn is trained as the model sees it when it writes it, and what turns have in common is computed once. *Time* is the
-processor time of forward and backward over that of the turns one by one, both streamed in chunks of 1,024 tokens:
-medians of {pairs} (smallest to largest). *Operations* are those of matrix products and attention, likewise together to
-apart, by the [count](../guide/plan.md#flop-and-mfu) that `plan` shows. The model has the shape of Qwen3:
-{model}. *Tokens* are those of the conversation, *apart* and *together* those that
-are computed. Of a turn's tokens the given part is reasoning, a quarter of the rest is the answer.
+A conversation of {turns} turns whose template drops the reasoning of earlier turns. With `reasoning: per_turn` every
+turn is trained as the model sees it at inference, and tokens that turns have in common are computed once. The model has
+the shape of Qwen3: {model}.
+
+- *tokens*: length of the conversation. *reasoning*: share of a turn's tokens; a quarter of the rest is the answer.
+- *apart*, *together*: computed tokens with the turns one by one, and in one sequence.
+- *operations*: matrix products and attention, together relative to apart, by the
+  [count](../guide/plan.md#flop-and-mfu) that `plan` shows.
+- *time*: processor time of forward and backward, together relative to apart, both streamed in chunks of 1,024 tokens;
+  medians of {pairs} (smallest to largest).
 
 {table}
 
-A turn's reasoning and answer are computed for themselves, and the answer once more in the history of later turns. Of
-matrix products more is saved than of attention, so a wide model saves more than a narrow one at the same length, and
-short reasoning more than long. Operations of Qwen3-8B, together to apart, counted and not measured:
+A turn's reasoning and answer are computed once, and the answer once more in the history of later turns. Sharing saves
+more matrix products than attention, so a wide model saves more than a narrow one of the same length. Short reasoning
+saves more than long. Operations of Qwen3-8B, together relative to apart, counted and not measured:
 
 {counted}
 """
@@ -322,16 +325,20 @@ COMPLETIONS = """# Completions that share turns
 
 {versions}, one thread, fp32.
 
-A pair whose completions begin with the same turns, and a group of eight of which every two were resampled from the
-middle of one. *Shared* is the part of a completion that another has too; a quarter of the tokens is the prompt. *Apart*
-every completion is a row behind its own prompt, *prompt once* it is a branch behind it, *together* what two completions
-share is there once. Times are processor time of forward and backward, in chunks of 1,024 tokens: medians of {pairs}
-(smallest to largest). {model}.
+A pair whose completions begin with the same turns, and a group of eight: four such pairs after one prompt. A quarter of
+the tokens is the prompt.
+
+- *shared*: the share of a completion that another completion has too.
+- *apart*: tokens if every completion is a row after its own copy of the prompt.
+- *prompt once*: tokens if every completion is a branch of one prompt.
+- *together*: tokens if what two completions share is computed once, too.
+- *time*: processor time of forward and backward, together relative to the other layout, in chunks of 1,024 tokens;
+  medians of {pairs} (smallest to largest). {model}.
 
 {table}
 
-The loss and its gradient are the same in all three: a common token's log-probability is read for each of its
-completions, and its gradient is the sum of theirs.
+Loss and gradient are the same in all three layouts. Each completion reads the log-probability of a shared token, and
+the token's gradient is the sum over these completions.
 """
 
 

@@ -25,38 +25,37 @@ COLOURS = {"plain": "#8a909c", "ordinary": "#e4572e", "streaming": "#2f6fde", "n
 
 MEANING = """
 - **plain**: the model of `transformers`, whole sequence. **ordinary**: the same with its gradient checkpointing.
-  **streaming**: `streamtune.stream` with D chunks a sequence. **naive**: D times forward and backward of the whole
-  model, each with the loss of a D-th of the tokens, with gradient checkpointing: chunks without a node of their own.
-- All modes of an engine compute the same gradient of the same rows; its norm was compared (1e-5).
-- A cell is *collective calls, MiB* (or B), of one optimizer step after two others, on one rank. Bytes are of the
-  whole tensor of a call: everything gathered, everything reduced. Calls are counted at the operators of
-  `torch.distributed`, where the calls of DeepSpeed, DDP, FSDP2 and DTensor all end up. Each run checks that DDP
-  reduces exactly the bytes of its gradients, and that ZeRO-3 gathers exactly the bytes of its weights.
-- **to plain**, **to ordinary**: bytes of the step relative to that row. Streaming must not be above 1.01 of either
-  (LoRA: of ordinary), and its calls and bytes must be the same on any number of chunks; the command fails otherwise.
-- ZeRO-3 gathers weights a second time in the backward, and most of them a third time under gradient checkpointing,
-  whose recomputation lets go of what each module gathered. Streaming does not: hooks around a layer's call hold its
-  weights for as long as its node computes.
-- Naive chunks cost nothing under DDP and ZeRO-1, where a rank keeps its whole gradient and reduces it after the last
-  chunk. ZeRO-2, ZeRO-3 and FSDP2 have no room for one: they reduce after every backward.
-- A small model hides what a large one does. Unless a table says otherwise, reduction buckets hold a fourth of what is
-  trained and ZeRO-3 keeps nothing gathered between forward and backward, in all modes alike: persistence threshold 0,
-  prefetch 0, `stage3_max_live_parameters` 0, `stage3_max_reuse_distance` 0.
-- DDP broadcasts the model's buffers. In *step* are the gradient's norm and, under ZeRO-1 and 2, the new
-  weights.
+- **streaming**: `streamtune.stream` with D chunks per sequence. **naive**: D forwards and backwards of the whole model
+  with gradient checkpointing, each with the loss of a D-th of the tokens. Such chunks have no common autograd node.
+- All modes of a backend compute the same gradient of the same rows; its norm was compared (1e-5).
+- A cell is *collective calls, MiB* (or B) of one optimizer step on one rank, after two warm-up steps. Bytes are of the
+  whole tensor of a call: everything that is gathered or reduced.
+- Calls are counted at the operators of `torch.distributed`, which DeepSpeed, DDP, FSDP2 and DTensor all use. Each run
+  checks that DDP reduces exactly the bytes of its gradients, and that ZeRO-3 gathers exactly the bytes of its weights.
+- **to plain**, **to ordinary**: bytes of the step relative to that mode. The command fails if streaming sends more than
+  1.01 of either (LoRA: of ordinary), or if its calls or bytes depend on the number of chunks.
+- ZeRO-3 gathers weights a second time in the backward. Under gradient checkpointing it gathers most of them a third
+  time, because recomputation frees what each module gathered. Streaming does not: hooks around a layer's call hold its
+  weights while its autograd node computes.
+- Naive chunks cost nothing under DDP and ZeRO-1: a rank holds its whole gradient and reduces it after the last chunk.
+  ZeRO-2, ZeRO-3 and FSDP2 do not hold a whole gradient, so they reduce after every backward.
+- A small model hides effects of a large one. Unless a table says otherwise, reduction buckets hold a fourth of the
+  trained weights, and ZeRO-3 keeps nothing gathered between forward and backward. In all modes the persistence
+  threshold, the prefetch size, `stage3_max_live_parameters` and `stage3_max_reuse_distance` are 0.
+- DDP broadcasts the model's buffers. *step* includes the gradient's norm and, under ZeRO-1 and 2, the new weights.
 """
 
 NOTES = {
-    "On the wire between two nodes": """Each rank is in a network namespace of its own, with a veth pair as its only
-cable; *sent* is the kernel's count (`tx` of `/proc/net/dev`), headers included, mean of five steps. gloo sends for a
-reduce_scatter what it sends for an all_reduce: compare these figures with each other, not with NCCL's.""",
-    "Sequences shared by two ranks": """Two ranks share each sequence. *A chunk* is what they exchange to attend
-(all_to_all, or send in a ring), over layers and chunks; the rest is sent for weights and gradients.""",
-    "LoRA": """Plain training of adapters needs no backward through what lies before the first of them: of the first
-layer's attention it does not gather the weights again, and a layer that is gathered whole does. Of four layers that
-shows; of 32 it is below one hundredth.""",
-    "With the shipped presets' own values": """One reduction bucket; ZeRO-3 keeps gathered until the backward what
-its `stage3_max_live_parameters` (1e9) has room for, here the whole model.""",
+    "On the wire between two nodes": """Each rank is in its own network namespace, with a veth pair as its only cable.
+*sent* is the kernel's count (`tx` of `/proc/net/dev`), headers included, mean of five steps. For a reduce_scatter gloo
+sends as much as for an all_reduce. So compare these figures with each other, not with NCCL's.""",
+    "Sequences shared by two ranks": """Two ranks share each sequence. *A chunk* is what they exchange for attention
+(all_to_all, or send in a ring), per layer and chunk. The rest is sent for weights and gradients.""",
+    "LoRA": """Plain training of adapters needs no backward before the first adapter. So it does not gather the weights of
+the first layer's attention again. Streaming gathers a whole layer, and does. With four layers the difference is
+visible; with 32 it is below 1%.""",
+    "With the shipped presets' own values": """One reduction bucket. ZeRO-3 keeps weights gathered until the backward, up to
+its `stage3_max_live_parameters` (1e9), which is the whole model here.""",
 }
 """Notes on single tables."""
 
@@ -81,18 +80,18 @@ def render(env: dict[str, Any], tables: Tables) -> str:
     """Return the page; ``tables`` are title -> (rows, reason why there are none)."""
     first = next(rows[0] for rows, _ in tables.values() if rows)
     lines = [
-        "# What ranks send each other: ordinary, streaming, naive chunks",
+        "# Bytes that ranks send in a step: ordinary, streaming, naive chunks",
         "",
         "```\nmake bench-comm\n```",
         "",
-        f"Llama of 4 layers, {_mib(first.weight_bytes)} MiB of float32 weights, a row of 128 tokens a rank; 2 ranks "
-        f"over gloo; {env['machine']}.",
+        f"Llama of 4 layers, {_mib(first.weight_bytes)} MiB of float32 weights, a row of 128 tokens per rank.",
+        f"Measured with 2 ranks over gloo; {env['machine']}.",
         f"torch {env['torch']}, transformers {env['transformers']}, deepspeed {env['deepspeed']}, "
         f"Python {env['python']}.",
         "",
-        "![Bytes of a step by engine and mode](communication.png)",
+        "![Bytes of a step by backend and mode](communication.png)",
         "",
-        "## What the figures are",
+        "## What is measured",
         MEANING,
     ]
     for title, (rows, reason) in tables.items():
@@ -106,7 +105,7 @@ def render(env: dict[str, Any], tables: Tables) -> str:
 
 def _table(rows: Sequence[Row]) -> list[str]:
     wired, sequence = rows[0].sent is not None, "sequence" in rows[0].case
-    head = ["engine", "mode", "D", "forward", "backward", "step", "calls", "MiB"]
+    head = ["backend", "mode", "D", "forward", "backward", "step", "calls", "MiB"]
     head += ["sent MiB", "sent to plain", "sent to ordinary"] if wired else []
     head += ["a chunk, KiB"] if sequence else ["to plain", "to ordinary"]
     lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
@@ -159,7 +158,7 @@ def _exchanged(row: Row) -> int:
 
 
 def draw(counted: list[Row], wired: list[Row], path: Path) -> None:
-    """Draw bytes by engine and mode: counted, and on the wire if measured."""
+    """Draw bytes by backend and mode: counted, and on the wire if measured."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12 if wired else 8, 4.8), dpi=150, layout="constrained")
