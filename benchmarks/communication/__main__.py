@@ -51,11 +51,11 @@ NOTES = {
 sends as much as for an all_reduce. So compare these figures with each other, not with NCCL's.""",
     "Sequences shared by two ranks": """Two ranks share each sequence. *A chunk* is what they exchange for attention
 (all_to_all, or send in a ring), per layer and chunk. The rest is sent for weights and gradients.""",
-    "LoRA": """Plain training of adapters needs no backward before the first adapter. So it does not gather the weights of
-the first layer's attention again. Streaming gathers a whole layer, and does. With four layers the difference is
-visible; with 32 it is below 1%.""",
-    "With the shipped presets' own values": """One reduction bucket. ZeRO-3 keeps weights gathered until the backward, up to
-its `stage3_max_live_parameters` (1e9), which is the whole model here.""",
+    "LoRA": """Plain training of adapters needs no backward before the first adapter. So it does not gather the
+weights of the first layer's attention again. Streaming gathers a whole layer, and does. With four layers the
+difference is visible; with 32 it is below 1%.""",
+    "With the shipped presets' own values": """One reduction bucket. ZeRO-3 keeps weights gathered until the
+backward, up to its `stage3_max_live_parameters` (1e9), which is the whole model here.""",
 }
 """Notes on single tables."""
 
