@@ -30,7 +30,7 @@ from transformers.utils import logging
 from streamtune import Schedule, StreamHandle, stream
 from streamtune.engine.call import takes_cache
 from streamtune.engine.hf_names import STATE
-from streamtune.engine.own_attention import FormedMask
+from streamtune.engine.own_attention import DensifiedMask
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.exceptions import NOT_CAUSAL
 from tests.conformance.reducer import build
@@ -268,17 +268,17 @@ def _widened(model: PreTrainedModel) -> Iterator[None]:
 def _squares() -> Iterator[list[Tensor]]:
     """Collects the dense masks that the model asks for before its layers."""
     built: list[Tensor] = []
-    dense = FormedMask.dense
+    dense = DensifiedMask.dense
 
-    def remembered(mask: FormedMask) -> Tensor:
+    def remembered(mask: DensifiedMask) -> Tensor:
         built.append(dense(mask))
         return built[-1]
 
-    FormedMask.dense = remembered
+    DensifiedMask.dense = remembered
     try:
         yield built
     finally:
-        FormedMask.dense = dense
+        DensifiedMask.dense = dense
 
 
 def _attention_of(handle: StreamHandle, squares: bool) -> str:

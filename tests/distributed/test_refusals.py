@@ -40,7 +40,7 @@ CASES = {
     ),
     "uneven rows": Case(("train_batch_size is 3, and 2 ranks with", "write a multiple of"), {"train_batch_size": 3}),
     "few heads": Case(
-        ("cannot be shared out to 3 ranks", "set sequence_parallel: ring"),
+        ("cannot be divided among 3 ranks", "set sequence_parallel: ring"),
         {"sequence_parallel_size": 3, "sequence_parallel": "ulysses", "train_batch_size": None},
         ranks=3,
     ),

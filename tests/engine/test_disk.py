@@ -179,7 +179,7 @@ def test_a_disk_that_fills(tmp_path: Path) -> None:
         with largest_file(48 << 10), pytest.raises(StorageError) as caught:
             gradients(model, inputs)
         assert "ulimit -f" in caught.value.what, "what filled is said"
-        assert "0.00 GiB of layer inputs" in caught.value.what
+        assert "0.00 GiB are needed for layer inputs" in caught.value.what
         assert "are free" in caught.value.what
         assert caught.value.where == str(tmp_path)
         assert "levels: 2" in caught.value.fix
@@ -200,9 +200,9 @@ def test_a_full_disk_is_told_with_what_is_wanted_and_free(tmp_path: Path, monkey
     block = tier.put(torch.zeros(MIB))
     monkeypatch.setattr(os, "posix_fallocate", full)
     free = shutil.disk_usage(tmp_path).free / (1 << 30)
-    with pytest.raises(StorageError, match=r"the disk is full: 0\.02 GiB of layer inputs are to be there") as caught:
+    with pytest.raises(StorageError, match=r"the disk is full: 0\.02 GiB are needed for layer inputs") as caught:
         tier.put(torch.zeros(4 * MIB))
-    assert float(caught.value.what.split()[-3]) == pytest.approx(free, rel=0.2)
+    assert float(caught.value.what.split()[-4]) == pytest.approx(free, rel=0.2)
     del caught
     assert tier.tally.live_bytes == 4 * MIB, "what was refused is not counted"
     assert torch.equal(block.get(), torch.zeros(MIB))

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streamtune
 from streamtune import Schedule
 from streamtune.engine import decoder_layers, fused
-from streamtune.engine.fused import FusedParts, Linears
+from streamtune.engine.fused import FusedLinears, FusedParts
 from streamtune.engine.observe import Autocast
 from streamtune.engine.vjp import GradientSum
 from streamtune.ops import fused as operators
@@ -171,8 +171,8 @@ def test_a_norm_of_another_formula_is_left_alone() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (0.5 + self.weight)
 
-    assert fused._norm_form(HalfNorm()) is None
-    assert fused._norm_form(nn.LayerNorm(8)) is None
+    assert fused._norm_formula(HalfNorm()) is None
+    assert fused._norm_formula(nn.LayerNorm(8)) is None
 
 
 # Linear modules.
@@ -206,7 +206,7 @@ def test_autocast_casts_a_weight_once_for_a_walk_over_the_chunks() -> None:
 def test_autocast_that_the_model_switches_off_is_off() -> None:
     linear, x = nn.Linear(8, 8), torch.randn(3, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        linears = Linears(linear, Autocast.now(x.device))
+        linears = FusedLinears(linear, Autocast.current(x.device))
         with linears.used():
             assert linear(x).dtype == torch.bfloat16
             with torch.autocast("cpu", enabled=False):
@@ -225,7 +225,7 @@ def test_sums_of_what_is_trained(trained: str, autocast: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         want = torch.autograd.grad(linear(x), [x, *parameters], grad)
         sums = [GradientSum(p, widen=True) for p in parameters]
-        with Linears(linear, Autocast.now(x.device), sums).used():
+        with FusedLinears(linear, Autocast.current(x.device), sums).used():
             got = torch.autograd.grad(linear(x), [x, *parameters], grad, allow_unused=True)
     results = [got[0], *(total.result() for total in sums)] if sums or autocast else got
     bound = 2e-2 if autocast else 1e-6

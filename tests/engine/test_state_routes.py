@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from streamtune import Schedule
-from streamtune.engine.inspect_model import both_at_once
+from streamtune.engine.inspect_model import hybrid_layer
 from streamtune.engine.rows import Branches, PackedRows
-from streamtune.engine.scan import scan_from
+from streamtune.engine.scan import initial_state_terms
 from streamtune.engine.sequence.shards import SequenceShards, chunks_between_rows
 from streamtune.engine.sequence.states import StateRoutes
 from streamtune.errors import UnsupportedModelError
@@ -27,15 +27,15 @@ def shards(size: int, given: int, rows: PackedRows | None = None, chunk_size: in
 
 
 def packed(*lengths: int) -> PackedRows:
-    rows = PackedRows.of(torch.cat([torch.arange(length) for length in lengths])[None])
+    rows = PackedRows.from_positions(torch.cat([torch.arange(length) for length in lengths])[None])
     assert rows is not None
     return rows
 
 
 def test_a_state_goes_to_the_next_rank_and_from_the_last_to_the_first() -> None:
     routes = StateRoutes(shards(3, 24), None)
-    assert [piece.positions.stop for piece in routes.pieces[1]] == [8, 20]
-    assert [piece.after for piece in routes.pieces[0]] == [None, 12]
+    assert [fragment.positions.stop for fragment in routes.fragments[1]] == [8, 20]
+    assert [fragment.after for fragment in routes.fragments[0]] == [None, 12]
     assert [routes.sent(rank, (rank + 1) % 3) for rank in range(3)] == [[4, 16], [8, 20], [12]]
     assert routes.returned(0, 1) == [16, 4]
     assert routes.sent(1, 0) == routes.sent(0, 0) == []
@@ -44,7 +44,9 @@ def test_a_state_goes_to_the_next_rank_and_from_the_last_to_the_first() -> None:
 def test_pieces_end_with_rows_and_begin_without_a_state() -> None:
     rows = packed(5, 1, 10)
     routes = StateRoutes(shards(2, 16, rows), rows)
-    assert [(piece.positions.start, piece.positions.stop, piece.after) for piece in routes.pieces[1]] == [
+    assert [
+        (fragment.positions.start, fragment.positions.stop, fragment.after) for fragment in routes.fragments[1]
+    ] == [
         (4, 5, 4),
         (5, 6, None),
         (6, 8, None),
@@ -60,14 +62,18 @@ def test_every_state_that_is_taken_up_is_made_by_a_piece_before() -> None:
         whole = rows.followed_by(call.total - rows.length) if call.total > rows.length else rows
         routes = StateRoutes(call, whole)
         pieces = sorted(
-            (piece for of_rank in routes.pieces for piece in of_rank), key=lambda piece: piece.positions.start
+            (fragment for of_rank in routes.fragments for fragment in of_rank),
+            key=lambda fragment: fragment.positions.start,
         )
-        assert [piece.positions.start for piece in pieces] == [0, *(piece.positions.stop for piece in pieces[:-1])]
-        for piece in pieces:
-            assert piece.after is None or piece.after <= piece.positions.start
-            assert piece.after is None or piece.after in routes.makers
-            alone = piece.own.stop - piece.own.start == 1
-            assert not (alone and piece.after is not None and piece.positions.stop in routes.takers)
+        assert [fragment.positions.start for fragment in pieces] == [
+            0,
+            *(fragment.positions.stop for fragment in pieces[:-1]),
+        ]
+        for fragment in pieces:
+            assert fragment.after is None or fragment.after <= fragment.positions.start
+            assert fragment.after is None or fragment.after in routes.producers
+            alone = fragment.own_slice.stop - fragment.own_slice.start == 1
+            assert not (alone and fragment.after is not None and fragment.positions.stop in routes.readers)
 
 
 def test_chunks_stay_where_no_state_is_lost() -> None:
@@ -81,7 +87,7 @@ def test_chunks_stay_where_no_state_is_lost() -> None:
 
 
 def test_a_row_of_one_token_beside_a_longer_one_is_refused() -> None:
-    beside = PackedRows.of(torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2], [*range(8)]]))
+    beside = PackedRows.from_positions(torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2], [*range(8)]]))
     assert beside is not None
     with pytest.raises(UnsupportedModelError, match="a packed row of one token at position 4"):
         chunks_between_rows(Schedule(chunk_size=4), 4, 2, beside)
@@ -91,12 +97,12 @@ def test_a_row_behind_a_trunk_of_another_begins_anew() -> None:
     rows = Branches.of_nodes([(-1, 4), (-1, 5), (0, 3)])
     assert rows.state_before(4) is None
     assert rows.state_before(9) == 4
-    assert rows.carries_on(4)
+    assert rows.continues_past(4)
 
 
 def test_layers_that_attend_and_carry_a_state_are_known() -> None:
-    assert both_at_once(build("falcon_h1")) == "FalconH1DecoderLayer"
-    assert both_at_once(build("qwen3_next")) is None
+    assert hybrid_layer(build("falcon_h1")) == "FalconH1DecoderLayer"
+    assert hybrid_layer(build("qwen3_next")) is None
 
 
 def recurrence(state: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +124,7 @@ def test_a_scan_is_linear_in_its_state(tokens: int) -> None:
     x = torch.randn(batch, channels, tokens, dtype=torch.float64)
     want = recurrence(state, dt, a, b, c, x)
     bare = recurrence(torch.zeros_like(state), dt, a, b, c, x)
-    got = [mine + added for mine, added in zip(bare, scan_from(state, dt, a, c), strict=True)]
+    got = [mine + added for mine, added in zip(bare, initial_state_terms(state, dt, a, c), strict=True)]
     grads = [torch.randn_like(z) for z in want]
     for mine, its in zip(got, want, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)

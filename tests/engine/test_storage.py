@@ -122,10 +122,10 @@ def test_a_host_that_has_no_room_says_so_and_is_not_made_to_swap(monkeypatch: py
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: reserved_host_bytes() + GIB // 4)
     with pytest.raises(OutOfMemoryError) as caught:
         arena.take(3 * GIB, CPU)
-    assert "0.02 GiB are held, 3.00 more are wanted, and 0.25 are free" in caught.value.what
+    assert "0.02 GiB are offloaded, 3.00 GiB more are needed, 0.25 GiB are free" in caught.value.what
     assert "device_layers" in caught.value.fix
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 0)
-    with pytest.raises(OutOfMemoryError, match=r"0\.00 are free"):
+    with pytest.raises(OutOfMemoryError, match=r"0\.00 GiB are free"):
         arena.reserve(3 * GIB, CPU)
     assert len(arena.regions) == 1
     assert arena.tally.live_bytes == GIB // 64, "what was refused is not counted"

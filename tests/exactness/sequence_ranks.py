@@ -349,11 +349,11 @@ def check_dropout(case: Case) -> dict[str, float]:
         calm = float(model(**inputs).loss)
         model.train()
         with torch.no_grad():  # whether the numbers of the ranks differ
-            from streamtune.engine.sequence.calls import drawn_apart
+            from streamtune.engine.sequence.calls import rank_random_state
 
             torch.manual_seed(11)
             assert handle.sequence_parallel is not None
-            with drawn_apart(handle.sequence_parallel, torch.device("cpu")):
+            with rank_random_state(handle.sequence_parallel, torch.device("cpu")):
                 mine = torch.rand(4)
             outside = torch.rand(4)
     numbers = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -447,26 +447,26 @@ def check_refused(case: Case) -> dict[str, float]:
 
     for family, what in (
         ("xlstm", "xLSTMForCausalLM"),
-        ("bloom", "computes its attention itself"),
+        ("bloom", "has its own attention code"),
     ):
         other = build_any(family)
         refused(what, lambda other=other: shared(other, case))  # type: ignore[misc]
         assert not any("forward" in module.__dict__ for module in other.modules())
-    refused("head must be streamed", lambda: shared(build("llama"), case, head=False))
+    refused("needs a streamed head", lambda: shared(build("llama"), case, head=False))
     from_tokens, plain_batch = build_any("camembert"), batch("plain")
     with shared(from_tokens, case):
-        refused("makes positions from tokens", lambda: from_tokens(**plain_batch))
+        refused("computes positions from all tokens", lambda: from_tokens(**plain_batch))
     both, pieces = build_any("falcon_h1"), packs()
     with shared(both, case) as handle:
-        refused("both attends and carries a state", lambda: both(**packed(pieces)))
-        refused("both attends and carries a state", lambda: check_packing(handle))
+        refused("has both attention and a recurrent state", lambda: both(**packed(pieces)))
+        refused("has both attention and a recurrent state", lambda: check_packing(handle))
     three_heads = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
-    refused("cannot be shared out", lambda: shared(three_heads, Case("qwen3", form="ulysses")))
+    refused("cannot be divided among", lambda: shared(three_heads, Case("qwen3", form="ulysses")))
     model, inputs = build("llama"), batch("plain")
     square = torch.ones(3, 1, 37, 37, dtype=torch.bool).tril()
     with shared(model, case):
-        refused("logits would be those of a strip", lambda: model(input_ids=inputs["input_ids"]))
-        refused("attention_mask [B, T]", lambda: model(**inputs, attention_mask=square))
+        refused("the logits of one shard", lambda: model(input_ids=inputs["input_ids"]))
+        refused("attention_mask must be a padding mask [B, T]", lambda: model(**inputs, attention_mask=square))
         refused("'token_type_ids'", lambda: model(**inputs, token_type_ids=inputs["input_ids"]))
         refused("output_hidden_states", lambda: model(**inputs, output_hidden_states=True))
         with torch.no_grad():

@@ -262,7 +262,7 @@ def test_weights_on_other_ranks_are_refused() -> None:
 
 def test_rows_in_parts_are_refused() -> None:
     two: Any = SimpleNamespace(size=2)  # ranks, of which it asks no more
-    with pytest.raises(ArgumentError, match="whole sequences"):
+    with pytest.raises(ArgumentError, match="exclude each other"):
         streamtune.stream(build("qwen3"), schedule=chunked("one level"), sequence_parallel=two)
 
 

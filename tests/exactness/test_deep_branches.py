@@ -110,5 +110,5 @@ def test_parts_of_one_token(family: str) -> None:
 
 @pytest.mark.parametrize("nodes", [(), ((0, 3),), ((-1, 3), (1, 2)), ((-1, 0),), ((-2, 1),)])
 def test_what_is_no_tree(nodes: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(ArgumentError, match="a part has 1 or more tokens and stands behind"):
+    with pytest.raises(ArgumentError, match="a part must have 1 or more tokens and come after"):
         Branches.of_nodes(nodes)

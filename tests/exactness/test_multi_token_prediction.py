@@ -40,6 +40,6 @@ def test_the_causal_model_streams_exactly(family: str, kind: str) -> None:
 @pytest.mark.parametrize("family", COUNTS)
 def test_the_model_that_drafts_is_refused(family: str) -> None:
     model = with_draft_layers(family)
-    with pytest.raises(UnsupportedModelError, match="MtpModel holds layers for multi-token prediction"):
+    with pytest.raises(UnsupportedModelError, match="MtpModel holds multi-token prediction layers"):
         streamtune.stream(MtpModel(model, 1))
     streamtune.stream(model).remove()

@@ -153,7 +153,7 @@ def test_the_preflight_settles_on_a_wider_copy(kind: str, monkeypatch: pytest.Mo
     At this width bitsandbytes computing on in bf16 would be an error of 6e-4 in the copy.
     """
     monkeypatch.setitem(common.BOUND, torch.bfloat16, 1e-6)
-    monkeypatch.setattr(judge, "UNSETTLED", 0.0)
+    monkeypatch.setattr(judge, "UNSETTLED_BOUND", 0.0)
     model = adapted(kind, "llama", torch.bfloat16, hidden_size=256, intermediate_size=512)
     with streamtune.stream(model, head=False) as handle:
         handle.check()

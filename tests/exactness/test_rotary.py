@@ -11,7 +11,7 @@ import torch
 import streamtune
 from streamtune import Schedule
 from streamtune.engine import Branches
-from streamtune.engine.rotary import RowLengths, as_alone, longest_unscaled
+from streamtune.engine.rotary import RowLengths, longest_unscaled, rotated_by_row
 from streamtune.engine.rows import PackedRows
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.reducer import build as build_any
@@ -95,7 +95,7 @@ def test_a_beginning_of_rows_with_other_frequencies_is_refused(kind: str) -> Non
     model, given = scaled("llama", kind), trees(((6, (2, 9)),))
     with (
         streamtune.stream(model, chunk_size=6) as handle,
-        pytest.raises(UnsupportedModelError, match="share their beginning with longer ones"),
+        pytest.raises(UnsupportedModelError, match="share their beginning with longer rows"),
     ):
         together(model, {"rows": given, "handle": handle})
 
@@ -111,7 +111,7 @@ def test_a_call_does_not_depend_on_the_calls_before(kind: str) -> None:
     if kind == "dynamic":  # the plain model keeps the frequencies of the longest call
         gradients(model, longer)
         assert max(each.excess for each in want.compare(gradients(model, first)).values()) > 1e-4
-    with as_alone(model):
+    with rotated_by_row(model):
         gradients(model, longer)
         want.check(gradients(model, first))
 
@@ -119,7 +119,7 @@ def test_a_call_does_not_depend_on_the_calls_before(kind: str) -> None:
 def test_the_model_is_restored() -> None:
     model = scaled("llama", "dynamic")
     rotary = model.model.rotary_emb
-    with as_alone(model):
+    with rotated_by_row(model):
         inside = rotary.forward
         with streamtune.stream(model, chunk_size=5):
             assert rotary.forward is not inside
@@ -134,9 +134,9 @@ def test_the_model_is_restored() -> None:
 
 def test_lengths_of_rows() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
-    lengths = RowLengths.of(PackedRows(positions))
+    lengths = RowLengths.from_rows(PackedRows(positions))
     assert lengths.longest_BT.tolist() == [[3, 3, 3, 2, 2, 1], [1, 5, 5, 5, 5, 5]]
-    lengths = RowLengths.of(Branches.of([(2, (1, 3)), (0, (2,))]))
+    lengths = RowLengths.from_rows(Branches.of([(2, (1, 3)), (0, (2,))]))
     assert lengths.longest_BT.tolist() == [[5, 5, 3, 5, 5, 5, 2, 2]]
     assert lengths.shortest_BT.tolist() == [[3, 3, 3, 5, 5, 5, 2, 2]]
 

@@ -234,5 +234,5 @@ def test_a_state_that_is_passed(family: str) -> None:
                 state = model(ids[:, :7], use_cache=True).state
                 got = model(ids[:, 7:8], state=[part.clone() for part in state], use_cache=True).logits
                 torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
-            with pytest.raises(UnsupportedModelError, match="the layer is handed a state"):
+            with pytest.raises(UnsupportedModelError, match="the layer takes a recurrent state"):
                 model(ids[:, 7:], state=state)

@@ -223,5 +223,5 @@ def test_what_excludes_it_is_refused() -> None:
     with pytest.raises(ArgumentError, match="keep_layers"):
         Schedule(weights="host", keep_layers=1)
     handle = streamtune.stream(build("qwen3"), schedule=waiting("one level"))
-    with handle, pytest.raises(UnsupportedModelError, match="copied or saved"):
+    with handle, pytest.raises(UnsupportedModelError, match="copied or pickled"):
         copy.deepcopy(handle.model)

@@ -55,7 +55,7 @@ def test_a_copy_goes_with_its_tensor() -> None:
 
 
 def test_transformers_finds_packed_rows_as_before() -> None:
-    assert masking_utils.find_packed_sequence_indices is masks._found_on_the_host
+    assert masking_utils.find_packed_sequence_indices is masks._find_packed_on_host
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]])
     want = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
     assert torch.equal(masking_utils.find_packed_sequence_indices(positions), want)

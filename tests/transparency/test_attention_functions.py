@@ -33,7 +33,7 @@ def registered() -> Iterator[str]:
 def test_a_function_of_the_users_own_is_refused(registered: str) -> None:
     model = build("qwen3")
     model.set_attn_implementation(registered)
-    with pytest.raises(UnsupportedModelError, match="attends by 'averages'") as caught:
+    with pytest.raises(UnsupportedModelError, match="uses the registered attention function 'averages'") as caught:
         streamtune.stream(model, chunk_size=8)
     assert "set_attn_implementation" in caught.value.fix
     assert "sdpa" in caught.value.fix
@@ -47,7 +47,7 @@ def test_one_in_the_place_of_a_known_one_as_well() -> None:
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     AttentionInterface.register("sdpa", averages)
     try:
-        with pytest.raises(UnsupportedModelError, match="attends by 'sdpa'"):
+        with pytest.raises(UnsupportedModelError, match="uses the registered attention function 'sdpa'"):
             streamtune.stream(model, chunk_size=8)
     finally:
         AttentionInterface.register("sdpa", before)

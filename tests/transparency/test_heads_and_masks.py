@@ -64,7 +64,7 @@ def test_another_head_is_the_models_own(head: str, chunk_size: int) -> None:
         with streamtune.stream(model, chunk_size=chunk_size) as handle:
             assert not handle.streams_head
             got = gradients(model, input_ids=IDS, **labels)
-            with pytest.raises(ArgumentError, match="no language-model head is streamed"):
+            with pytest.raises(ArgumentError, match="log-probabilities need a streamed head"):
                 handle.logprobs(IDS, IDS)
         assert max(errors(got, want).values()) < 1e-9
     with streamtune.stream(model.float(), chunk_size=chunk_size) as handle:
@@ -111,7 +111,7 @@ def test_prompt_tuning_with_a_loss_of_its_own_keeps_its_head() -> None:
         call = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
         call["input_type_mask"] = torch.full_like(IDS, 4)
         want = gradients(model, **call)
-        with pytest.raises(UnsupportedModelError, match="computes its own loss from whole logits") as caught:
+        with pytest.raises(UnsupportedModelError, match="computes its own loss from full logits") as caught:
             streamtune.stream(model, chunk_size=9)
         assert "head=False" in caught.value.fix
         with streamtune.stream(model, chunk_size=9, head=False):
@@ -170,7 +170,7 @@ def test_a_bias_that_is_trained_or_sees_the_future_is_refused() -> None:
     model = build("qwen3")
     bias = dense("bias").float()
     with streamtune.stream(model, chunk_size=9):
-        with pytest.raises(UnsupportedModelError, match="needs a gradient"):
+        with pytest.raises(UnsupportedModelError, match="requires a gradient"):
             model(input_ids=IDS, labels=IDS, attention_mask=bias.clone().requires_grad_())
         with pytest.raises(UnsupportedModelError, match="later tokens"):
             model(input_ids=IDS, labels=IDS, attention_mask=bias.clamp(min=-100.0))

@@ -38,7 +38,7 @@ def test_a_layer_that_switches_is_found(chunk_size: int, above: int) -> None:
     model = switching(above, max_position_embeddings=2048)
     with (
         streamtune.stream(model, chunk_size=chunk_size) as handle,
-        pytest.raises(UnsupportedModelError, match="something else above some length") as caught,
+        pytest.raises(UnsupportedModelError, match="computes differently above some length") as caught,
     ):
         handle.check()
     assert caught.value.where == "layer 1 of 2 (Qwen3DecoderLayer)"

@@ -28,7 +28,7 @@ def test_hidden_states_are_those_of_the_whole_sequence(family: str, labels: torc
 def test_layers_inside_of_layers_record_pieces_which_are_refused(family: str) -> None:
     model = build(family).eval()
     with streamtune.stream(model, chunk_size=9):
-        with pytest.raises(UnsupportedModelError, match="records hidden states of layers inside") as caught:
+        with pytest.raises(UnsupportedModelError, match="records hidden states inside its decoder layers") as caught:
             model(input_ids=IDS, labels=IDS, output_hidden_states=True)
         assert "9 of 27 tokens" in caught.value.what
         model(input_ids=IDS, labels=IDS).loss.backward()  # and the next call is an ordinary one

@@ -116,7 +116,7 @@ def test_a_suffix_after_a_prompt_that_was_read(family: str, filled_by: str, chun
             for enabled in (True, False):  # the plain model has written to it
                 with (
                     torch.set_grad_enabled(enabled),
-                    pytest.raises(UnsupportedModelError, match="has not written") as e,
+                    pytest.raises(UnsupportedModelError, match="without writing to it") as e,
                 ):
                     model(input_ids=ids, past_key_values=cache)
                 assert "copy.deepcopy(cache)" in e.value.fix
@@ -129,7 +129,7 @@ def test_segments_through_one_cache_are_refused() -> None:
     model = model_of("qwen3")
     with Float64(), streamtune.stream(model, chunk_size=4):
         out = model(input_ids=ids[:, :9], labels=ids[:, :9], past_key_values=DynamicCache(config=model.config))
-        with pytest.raises(UnsupportedModelError, match="has not written its tokens"):
+        with pytest.raises(UnsupportedModelError, match="lacks the tokens of an earlier call"):
             model(input_ids=ids[:, 9:], labels=ids[:, 9:], past_key_values=out.past_key_values)
 
 
@@ -168,7 +168,7 @@ def test_what_is_refused() -> None:
     with Float64(), streamtune.stream(model, chunk_size=4):
         with torch.no_grad():
             cache = model(input_ids=ids, use_cache=True).past_key_values
-        with pytest.raises(UnsupportedModelError, match=r"of 23 tokens it holds 8 keys"):
+        with pytest.raises(UnsupportedModelError, match=r"it holds 8 keys for 23 tokens"):
             model(input_ids=ids, labels=ids, past_key_values=cache)
     model = model_of("qwen3")
     with Float64(), streamtune.stream(model, chunk_size=4):
@@ -198,10 +198,10 @@ def test_caches_that_are_refused_by_name() -> None:
     """States in the place of keys; another number of rows; keys under another number than the layer's own."""
     ids = tokens()["input_ids"]
     for family, rows, said in (
-        ("mamba2", 2, "a cache of states was passed"),
-        ("qwen3", 1, "it holds 1 rows for a call of 2"),
-        ("minimax", 2, "does not hold keys and values by this layer's number"),
-        ("hrm_text", 2, "layer 0 keeps its keys under number 1"),
+        ("mamba2", 2, "a cache of recurrent states was passed"),
+        ("qwen3", 1, "the cache holds 1 rows for a call of 2 rows"),
+        ("minimax", 2, "holds no keys and values under this layer's index"),
+        ("hrm_text", 2, "layer 0 updates its cache under index 1"),
     ):
         model = model_of(family)
         name = "cache_params" if family == "mamba2" else "past_key_values"

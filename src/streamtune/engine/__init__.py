@@ -1,31 +1,31 @@
-"""The paper: a decoder layer's exact gradient as a sum over chunks of the sequence, and the head beside it.
+"""StreamBP (arXiv 2506.03077): the exact gradient of a decoder layer as a sum over chunks of the sequence.
 
-Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``passes`` (one call of a layer:
-forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of those before it), ``head``, and
-``streamed_model``, which puts them into a model. Besides:
+Read ``vjp`` first (the equation). Then read ``layer`` (the autograd node) and ``passes`` (forward, recompute, project,
+replay). ``kv`` and ``cache`` hold what a chunk reads of earlier chunks. ``head`` computes the loss without full logits.
+``streamed_model`` puts all of it into a model. The other modules:
 
-    stream, call_hooks              the handle; what happens before and after a call of the model
-    streamed_layer                  a layer and what its calls share; checks before a call
-    call, call_parts                bind a layer's call, run it on a chunk, join its outputs
-    saved                           tensors that a layer call keeps until its backward
-    chain                           the order of chunks: all layers of a chunk, then the chunk before
-    context                         state of a call, of a chunk and of the layer before, needed and not passed
-    attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
-    rows, scan                      packed rows and rows that share their beginning; Mamba-1's state
-    lazy_logits                     logits that are not computed
-    requests                        another loss than the cross entropy; log-probabilities for any objective
-    routers                         the losses of a mixture's routers
-    outside_layers, rotary          embedding and norms outside the layers; rotary embeddings by the length of a row
-    fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
-    memory/                         placement of layer inputs: device, host, disk
-    waiting                         weights that wait on the host, a layer's copies on the device while it computes
-    sequence/                       ranks that share a sequence: their tokens, states, and calls of the model
-    observe                         the state of a forward restored in its backward; observers; hooks of modules
-    inspect_model, sharded          the parts of a model; its weights at one moment, and those that ranks share
-    hf_names                        what transformers calls its inside, in which version
+    stream, call_hooks              the handle; hooks that run before and after a call of the model
+    streamed_layer                  one layer, the state that its calls share, and the checks before a call
+    call, call_parts                bind a layer's call, run it on a chunk, join the outputs of all chunks
+    saved                           tensors that a layer call saves for its backward
+    chain                           order "chunk": backward through all layers of a chunk, then the chunk before it
+    context                         state of a model call, of a chunk and of the last layer call
+    attention, masks, own_attention attention and mask functions that a config names; layers with their own attention
+    rows, scan                      packed rows and rows that share their beginning; the state of Mamba-1's scan
+    lazy_logits                     a stand-in for logits that are not computed
+    requests                        losses other than cross-entropy; log-probabilities for any objective
+    routers                         losses on the routers of a mixture of experts
+    outside_layers, rotary          embedding and norms outside the layers; rotary embeddings that depend on row length
+    fused                           fused linear modules, norms and rotary embeddings of a layer
+    memory/                         storage of layer inputs on the device, on the host or on disk
+    waiting                         weights offloaded to the host, copied to the device while their layer computes
+    sequence/                       sequence parallelism: tokens of each rank, states, and calls of the model
+    observe                         random state and autocast of a forward, restored in its backward; observers; hooks
+    inspect_model, sharded          the decoder layers of a model; weights that ZeRO or FSDP2 shard
+    hf_names                        names of transformers' internals, by version
     evaluated                       logits of an evaluation, computed when they are read
-    model_call                      arguments of the model's call
-    preflight/                      is this very model streamed exactly? asked before training
+    model_call                      arguments of a model call
+    preflight/                      comparison of a model, streamed and unstreamed, before training
 """
 
 from streamtune.engine.inspect_model import decoder_layers

@@ -1,6 +1,6 @@
-"""The two functions that `transformers` calls by name: the attention of a chunk, and the lazy mask it reads.
+"""The two functions that ``transformers`` looks up by name: attention of a chunk, and the lazy mask that it reads.
 
-Registered once under :data:`NAME` when the engine is imported; a model uses them while its config names them.
+Both are registered under :data:`NAME` when the engine is imported. A model uses them while its config has this name.
 """
 
 from __future__ import annotations
@@ -49,28 +49,31 @@ def attention(
 
     Args:
         module: Attention module that calls this function.
-        query: ``[B, H, T, D]``.
-        key, value: ``[B, G, S, D]``, of the prefix and of the chunk itself.
-        attention_mask: View of the lazy mask, all of it, a dense mask of the caller's own, or None (causal).
-        scaling: Factor on the scores; ``D ** -0.5`` if None.
-        softcap: ``c * tanh(score / c)``.
-        s_aux: One attention sink logit per head ``[H]``.
-        is_causal: Overrides ``module.is_causal`` if no mask is given.
+        query: Queries ``[B, H, T, D]`` of the chunk.
+        key, value: Keys and values ``[B, G, S, D]`` of prefix and chunk.
+        attention_mask: View of the lazy mask for this chunk, the lazy mask, a dense mask, or None (causal).
+        scaling: Factor on the scores; None is ``D ** -0.5``.
+        dropout: Probability with which an attention weight is dropped.
+        softcap: Bound c of the scores: ``c * tanh(score / c)``.
+        s_aux: Attention sink logits ``[H]``, one per head.
+        is_causal: Flag that overrides ``module.is_causal`` if no mask is given.
+        **kwargs: Other arguments of the layer; a tensor that the engine does not know is refused.
 
     Raises:
-        ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in an unsupported way.
+        ForeignAttentionError: The layer adds a bias to its scores, or selects its keys, in an unsupported way.
+        UnsupportedModelError: Ranks share the sequence, and the attention is not causal or has a dense mask.
     """
     for name, more in kwargs.items():
         if isinstance(more, Tensor) and name not in UNREAD:
             raise ForeignAttentionError(
-                f"{type(module).__name__} hands {name!r} to its attention, which is no attention of ours"
+                f"{type(module).__name__} passes {name!r} to its attention, which streaming does not support"
             )
     kind = autocast_kind(query.device)
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    chunk = ChunkContext.now()
+    chunk = ChunkContext.current()
     options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,
@@ -80,22 +83,24 @@ def attention(
         "prefix": prefix_of(key, value),
     }
     if chunk.exchange is None:
-        out = prefix_attention(query, key, value, _view(attention_mask, query, key, bool(causal)), **options)
+        out = prefix_attention(query, key, value, _mask_view(attention_mask, query, key, bool(causal)), **options)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
-            out = _mean_where_all_is_hidden(out, value, attention_mask)
+            out = _mean_if_all_masked(out, value, attention_mask)
     else:
         name = type(module).__name__
         if isinstance(attention_mask, Tensor) or not causal:
-            raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
-        out = _shared(chunk.exchange, name, (query, key, value), attention_mask, options)
-    return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
+            raise UnsupportedModelError(
+                f"{name} uses a dense or non-causal mask, which sequence parallelism does not support", where=name
+            )
+        out = _attend_across_ranks(chunk.exchange, name, (query, key, value), attention_mask, options)
+    return out.transpose(1, 2).contiguous(), None  # contiguous as for sdpa: some layers take a view of it
 
 
-def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Return the output ``[B, H, T, D]`` with the mean of all values for a query whose keys are all hidden.
+def _mean_if_all_masked(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Return the output ``[B, H, T, D]``, with the mean of all values for a query whose keys are all masked.
 
-    Softmax gives that where the lowest finite number was added to all scores. Only a caller's own dense mask
-    ``[B, 1, T, S]`` covers all keys: the mask of a cross attention outside the decoder layers.
+    Softmax gives this mean if the lowest finite number was added to all scores. Only a dense mask ``[B, 1, T, S]`` that
+    the caller built covers all keys, such as the mask of a cross-attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
     if not bool(hidden.any()):
@@ -104,18 +109,20 @@ def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tenso
     return torch.where(hidden, mean.to(out.dtype), out)
 
 
-def _shared(
+def _attend_across_ranks(
     exchange: ChunkExchange,
     name: str,
     qkv: tuple[Tensor, Tensor, Tensor],
     mask: MaskView | LazyMask | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Return the attention ``[B, H, T, D]`` of this rank's tokens, where ranks share the sequence."""
+    """Return the attention output ``[B, H, L, D]`` of this rank's tokens of a sequence that ranks share."""
     if not exchange.in_ring:
-        query, key, value = exchange.heads(*qkv, name)
+        query, key, value = exchange.exchange_heads(*qkv, name)
         options["sinks_H"] = exchange.own_heads(options["sinks_H"])
-        return exchange.attended(prefix_attention(query, key, value, _view(mask, query, key, True), **options))
+        return exchange.to_own_tokens(
+            prefix_attention(query, key, value, _mask_view(mask, query, key, True), **options)
+        )
     rules = mask.mask if isinstance(mask, MaskView) else mask
     if rules is None:
         query, length = qkv[0], exchange.shards.total
@@ -124,11 +131,11 @@ def _shared(
 
 
 class BiasError(ForeignAttentionError):
-    """A dense mask is a bias or differs between heads; the model's own eager attention can add it to its scores."""
+    """A dense mask is a bias, or differs between heads; the model's eager attention can add it to its scores."""
 
 
-def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
-    """Return the mask as a view, bottom-right aligned: the last query and the last key are the same token."""
+def _mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
+    """Return the mask as a view in which the last query and the last key are the same token."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]
     if isinstance(mask, MaskView):
@@ -142,10 +149,12 @@ def _view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor,
 
 
 def dense_mask(mask: Tensor) -> LazyMask:
-    """Return the lazy form of a dense ``[B, 1, T, S]`` mask (boolean, or additive with 0 for allowed and -inf for not).
+    """Return a dense mask ``[B, 1, T, S]`` as a lazy mask.
+
+    The dense mask is boolean (True: allowed) or additive (0: allowed, -inf: masked).
 
     Raises:
-        BiasError: It is a bias rather than a mask, or differs between heads.
+        BiasError: The mask has other values, or differs between heads.
     """
     allowed = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool((allowed | (mask <= -1e4)).all()):
@@ -169,17 +178,17 @@ def lazy_mask(
 ) -> LazyMask:
     """Return a lazy mask, with the signature of ``transformers``' ``AttentionMaskInterface``.
 
-    The dense mask is not built. Parts of the mask function that are recognised (``engine.masks``) become fields of
-    the lazy mask; the others stay a function of positions.
+    The dense mask is not built. Parts of the mask function that are recognised (``engine.masks``) become fields of the
+    lazy mask. The other parts stay a function of positions.
     """
-    if isinstance(attention_mask, LazyMask):  # a mask made by the model around this one, to be used as it is
+    if isinstance(attention_mask, LazyMask):  # built by an outer model
         return attention_mask
     device = torch.device(device)
     facts = recognise(mask_function, int(kv_offset) + int(kv_length), device)
     padding = attention_mask
     if padding is not None:
         padding = padding.bool()
-        if padding.shape[1] < kv_offset + kv_length:  # a static cache is longer than what was seen: the rest is unseen
+        if padding.shape[1] < kv_offset + kv_length:  # a static cache has room for more tokens: mask them
             missing = kv_offset + kv_length - padding.shape[1]
             padding = torch.nn.functional.pad(padding, (0, missing), value=False)
     return LazyMask(
@@ -206,7 +215,7 @@ AttentionMaskInterface.register(NAME, lazy_mask)
 
 
 class SavedAttention:
-    """o and lse of each attention of one layer call, for each chunk, in a tier."""
+    """Output o and log-sum-exp of every attention in one layer call, for each chunk, stored in a tier."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -214,19 +223,22 @@ class SavedAttention:
         self._next: dict[int, int] = {}
 
     def expect(self, chunks: Sequence[slice]) -> None:
-        """Set the order in which chunks will be replayed: while one is worked on, the next is fetched."""
+        """Set the order in which chunks will be replayed, so that the next chunk is prefetched."""
         starts = [chunk.start for chunk in chunks]
         self._next = dict(pairwise(starts))
 
 
 class SavedOutputs:
-    """Outputs of the attentions in one run of a layer on a chunk, by their order; ``last`` frees recalled outputs."""
+    """Saved attention outputs of one chunk, in the order in which the layer computes them.
+
+    ``last`` is True in the last run on the chunk: outputs are then freed once they are read.
+    """
 
     def __init__(self, saved: SavedAttention, start: int, last: bool) -> None:
         self.saved, self.start, self.last, self.index = saved, start, last, -1
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return o and lse of the next attention if it ran before, else None."""
+        """Return the saved o and lse of the layer's next attention; None if it has not run before."""
         self.index += 1
         blocks = self.saved.blocks.get((self.start, self.index))
         if blocks is None:
@@ -240,6 +252,6 @@ class SavedOutputs:
         return o, lse
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
-        """Keep o and lse of the attention for which :meth:`recall` returned None."""
+        """Save o and lse of the attention for which :meth:`recall` returned None."""
         notify_tensors("attention output", o, lse)
         self.saved.blocks[self.start, self.index] = self.saved.tier.put(o), self.saved.tier.put(lse)

@@ -1,19 +1,19 @@
-"""The cache that a layer is given for one chunk, through which it reads and writes what is passed between chunks.
+"""The cache that a layer gets for one chunk: it connects the chunk to its prefix.
 
-An attention layer calls ``update(k, v)``, which stores the chunk's keys and values and returns those of prefix and
-chunk together. A recurrent or convolution layer asks for the state after the prefix (``get_recurrent_state``,
+An attention layer calls ``update(k, v)``. It stores the chunk's keys and values and returns the keys and values of
+prefix and chunk. A recurrent or convolution layer reads the state after the prefix (``get_recurrent_state``,
 ``get_conv_state``) and stores its own. :class:`ChunkCache` does both, in each pass over the chunks:
 
-    store      forward: write k_i, v_i and the state after chunk i, and return [prefix | own] and the state before i
-    project    backward, first: write k_i, v_i again, and leave the layer after the last of them
-    recompute  backward in the order of chunks: as store for keys and values; states are there already
-    replay     backward: return [prefix | own] and the state before i, where prefix and state are leaves, so that their
+    store      forward: write k_i, v_i and the state after chunk i; return [prefix | chunk] and the state before i
+    project    backward, first: write k_i, v_i again; stop the layer after the last update
+    recompute  backward with ``order="chunk"``: as store for keys and values; the states exist already
+    replay     backward: return [prefix | chunk] and the state before i. Prefix and state are leaves, so that their
                gradients can be computed
 
-Keys and values are computed again in the backward, because they are as long as the sequence. States are kept from the
-forward, one of a fixed size for each chunk.
+Keys and values are recomputed in the backward by default, because they grow with the sequence. States are saved in the
+forward: one of fixed size for each chunk.
 
-Two families are handed their state as an argument and return it; the cache keeps it like other states:
+Two families take their state as an argument and return it. The cache stores it like other states:
 
     xLSTM   ``x, (c, n, m) = layer(x, state=(c, n, m))``
     RWKV    ``state[i][:, :, layer_id]`` is read and written for i = 0..4, tensors of all layers
@@ -42,19 +42,19 @@ Pass = Literal["store", "project", "recompute", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
-    """Raised after the layer's last key/value update in ``project``: the rest of its forward is not needed."""
+    """Raised in the pass ``project`` after the layer's last key/value update, to stop its forward there."""
 
 
 class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
-    """The cache that one layer is given for one chunk.
+    """The cache that one layer gets for one chunk.
 
     Args:
-        kv: Keys and values of the layer.
-        states: States of the layer.
-        chunk: Positions of the chunk.
-        first_key: First position that the chunk can see (later than 0 under a sliding window).
+        kv: Keys and values of the layer call.
+        states: States of the layer call.
+        chunk: Positions of the chunk's keys.
+        first_key: Position of the first key that the chunk sees (above 0 under a sliding window).
         pass_name: Pass in which the layer runs.
-        exchange: Exchange between the ranks that share the sequence, if they do.
+        exchange: Exchange with the ranks that share the sequence; None if this rank has the whole sequence.
     """
 
     def __init__(
@@ -71,109 +71,113 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         self.kv, self.states, self.chunk, self.pass_name = kv, states, chunk, pass_name
         self.first_key = min(first_key, chunk.start)
         self.layers = _LayerViews(proxy(self))  # a cycle would keep the chunk until the next garbage collection
-        self.own: list[Tensor] = []
+        self.own_kv: list[Tensor] = []
+        """Keys and values that the chunk computed, update by update."""
         self.prefix_leaves: list[Tensor] = []
         self.own_states: dict[StateKey, Tensor] = {}
         self.sent_states: list[Tensor] = []
         self.state_leaves: dict[StateKey, Tensor] = {}
         self.updates = 0
-        self.met_states = False
+        self.uses_states = False
         """True if the layer has read or written a state."""
 
-    # What the engine asks.
+    # Methods that the engine calls.
 
     @property
     def prefix_keys(self) -> slice:
-        """Positions of the prefix the chunk can see."""
+        """Positions of the keys before the chunk that the chunk sees."""
         return slice(self.first_key, self.chunk.start)
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Tensors that the chunk read of earlier ones, in the order of their gradients in :meth:`hand_back`."""
+        """Tensors that the chunk read from earlier chunks, in the order of :meth:`add_leaf_grads`."""
         return [*self.prefix_leaves, *self.state_leaves.values()]
 
-    def handed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the tensors that later chunks read of this one, each with its gradient, complete when all have run."""
-        if self.kv.grads_begun:
+    def passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the tensors that later chunks read from this chunk, each with its gradient.
+
+        The gradients are complete because all later chunks have run backward.
+        """
+        if self.kv.has_grads:
             grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad(index, self.chunk)]
-            for own, grad in zip(self.own, grads, strict=True):
-                yield own, grad.to(own.dtype)
-        if not self.met_states:
+            for x, grad in zip(self.own_kv, grads, strict=True):
+                yield x, grad.to(x.dtype)
+        if not self.uses_states:
             return
-        for key, grad in self.states.grads.pop(self._place[1], {}).items():
+        for key, grad in self.states.grads.pop(self._positions[1], {}).items():
             yield self.own_states[key], grad
         for sent in self.sent_states:
             yield sent, torch.zeros_like(sent)
 
-    def hand_back(self, grads: Iterator[Tensor | None]) -> None:
-        """Add the gradients of :attr:`leaves` to those kept for the chunks that made them."""
+    def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
+        """Add the gradients of :attr:`leaves` to dK, dV and to the gradients of the states."""
         for index in range(len(self.prefix_leaves) // 2):
             for total in self.kv.grad(index, self.prefix_keys):
                 if (part := next(grads)) is not None:
                     total += part
         parts = {key: next(grads) for key in self.state_leaves}
-        if self.met_states:
-            self.states.hand_back(self._own, *self._place, parts)
+        if self.uses_states:
+            self.states.add_grads(self._own_part, *self._positions, parts)
 
     def close(self) -> None:
-        """End the chunk's forward: the layer asks for no more states and makes no more."""
-        if self.met_states and self.pass_name == "store":
-            self.states.close(*self._place)
+        """End the chunk's forward, after the layer has read and written its states."""
+        if self.uses_states and self.pass_name == "store":
+            self.states.close(*self._positions)
 
     @property
-    def _own(self) -> slice:
-        """The chunk; if ranks share the sequence, its places among this rank's own tokens."""
+    def _own_part(self) -> slice:
+        """The chunk; if ranks share the sequence, the chunk's slice of this rank's own tokens."""
         return self.chunk if self.exchange is None else self.exchange.part
 
     @cached_property
-    def _place(self) -> tuple[int | None, int]:
-        return self.states.place(self._own)
+    def _positions(self) -> tuple[int | None, int]:
+        return self.states.positions(self._own_part)
 
-    # What an attention layer asks.
+    # Methods that an attention layer calls.
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store or join keys and values, depending on the pass; return those ``[B, G, S, D]`` of prefix and chunk."""
+        """Store the chunk's keys and values; return the keys and values ``[B, G, S, D]`` of prefix and chunk."""
         index, self.updates = self.updates, self.updates + 1
         if self.kv.past is not None and layer_idx != self.kv.past.layer_idx:
-            refuse_past(f"layer {self.kv.past.layer_idx} keeps its keys under number {layer_idx}", CACHE)
-        key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
+            refuse_past(f"layer {self.kv.past.layer_idx} updates its cache under index {layer_idx}", CACHE)
+        key_states, value_states = _to_autocast_dtype(key_states), _to_autocast_dtype(value_states)
         if self.exchange is not None:
-            if self.met_states:
-                self.states.meet_keys()
+            if self.uses_states:
+                self.states.note_keys()
             key_states, value_states = self.exchange.keys_and_values(key_states, value_states)
         if self.pass_name in ("store", "project", "recompute"):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.pass_name == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
-            return self._handed(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
-        self.own += [key_states, value_states]
+            return self._note_returned(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
+        self.own_kv += [key_states, value_states]
         if self.chunk.start == 0:
-            return self._handed((key_states, value_states))
-        self.kv.open(index, key_states, value_states)
-        before = _Prefix(self.kv, index, self.prefix_keys, (key_states, value_states))
+            return self._note_returned((key_states, value_states))
+        self.kv.allocate(index, key_states, value_states)
+        prefix_grads = _PrefixGrads(self.kv, index, self.prefix_keys, (key_states, value_states))
         trained = key_states.requires_grad or value_states.requires_grad  # else attention has no node of its own
         joined = []
         views = zip(self.kv.prefix(index, self.prefix_keys), (key_states, value_states), strict=True)
-        for position, (prefix, own) in enumerate(views):
+        for position, (prefix, x) in enumerate(views):
             leaf = prefix.detach().requires_grad_()
             self.prefix_leaves.append(leaf)
             buffer = self.kv.pairs[index][position]
-            place = self.kv.at(slice(self.first_key, self.chunk.stop))
-            joined.append(_Join.apply(leaf, own, (buffer, place)))
+            place = self.kv.buffer_slice(slice(self.first_key, self.chunk.stop))
+            joined.append(_Join.apply(leaf, x, (buffer, place)))
             if trained or self.kv.past is None:
-                joined[-1].streamtune_prefix = before  # for an attention that is handed this very tensor
+                joined[-1].streamtune_prefix = prefix_grads  # read by an attention that gets this very tensor
         return tuple(joined)
 
-    def _handed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _note_returned(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self.exchange is not None:
             self.exchange.returned = pair
         return pair
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Update with the keys ``[B, S, D]`` by which a layer chooses the tokens it attends to: one head, no values."""
+        """Store the keys ``[B, T, D]`` of an indexer, which selects the keys to attend to; return prefix and chunk."""
         if self.exchange is not None:
             raise UnsupportedModelError(
-                "a layer chooses whom it attends to by an indexer, which ranks that share a sequence do not have",
+                "a layer selects its keys by an indexer, which sequence parallelism does not support",
                 fix="set sequence_parallel_size: 1",
             )
         keys = indexer_key_states[:, None]
@@ -181,7 +185,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         return joined[:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens before the chunk; if ranks share the sequence, before this rank's shard."""
+        """Return how many tokens precede the chunk; if ranks share the sequence, how many precede this rank's shard."""
         return self.chunk.start if self.exchange is None else self.exchange.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -192,10 +196,10 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         """Return the position of the chunk's first token."""
         return self.get_seq_length(layer_idx)
 
-    # What a recurrent or convolution layer asks.
+    # Methods that a recurrent or convolution layer calls.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the last inputs ``[B, C, K]`` of a causal convolution before the chunk, None at a row's start."""
+        """Return a causal convolution's last inputs ``[B, C, K]`` before the chunk; None at the start of a row."""
         return self._before(("conv", layer_idx, state_idx))
 
     def update_conv_state(
@@ -206,10 +210,10 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the chunk's inputs ``[B, C, T]`` behind those kept from before; keep the last K for the next chunk.
+        """Return the saved inputs followed by the chunk's inputs ``[B, C, T]``; save the last K for the next chunk.
 
-        At the start of a row K is ``conv_kernel_size``, or the number of inputs if that is None. Fewer inputs than K
-        are padded with zeros.
+        At the start of a row K is ``conv_kernel_size``, or the number of inputs if that is None, and fewer inputs than
+        K are padded with zeros on the left.
         """
         key = ("conv", layer_idx, state_idx)
         before = self._before(key)
@@ -219,75 +223,77 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         else:
             size = before.shape[-1]
             full = torch.cat([before, conv_states], dim=-1)
-        self._keep(key, full[..., full.shape[-1] - size :])
+        self._save(key, full[..., full.shape[-1] - size :])
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the state after the tokens before the chunk, None at the start of a row."""
+        """Return the recurrent state before the chunk; None at the start of a row."""
         return self._before(("recurrent", layer_idx, state_idx))
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Keep the state after the chunk for the next one."""
-        self._keep(("recurrent", layer_idx, state_idx), recurrent_states)
+        """Save the recurrent state after the chunk for the next chunk."""
+        self._save(("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the one recurrent state, under MiniMax's name."""
+        """Return the recurrent state before the chunk (MiniMax's name for it)."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Keep the one recurrent state, under MiniMax's name."""
+        """Save the recurrent state after the chunk (MiniMax's name for it)."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True if earlier tokens of the row left a state."""
-        after = self._place[0]
-        return after is not None and (self.exchange is not None or self.states.known(after))
+        """Return True if a state of earlier tokens exists."""
+        after = self._positions[0]
+        return after is not None and (self.exchange is not None or self.states.has_state_after(after))
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True: a chunk of one token must not take the decoding path, which writes its state in place."""
+        """Return True, so that a chunk of one token does not use the decoding path, which writes states in place."""
         return True
 
-    def _meet_states(self) -> None:
-        self.met_states = True
+    def _note_states(self) -> None:
+        self.uses_states = True
         if self.kv.past is not None:
-            refuse_past("a layer carries a state from token to token", CACHE)
+            refuse_past("a layer has a recurrent state", CACHE)
         if self.updates:
-            self.states.meet_keys()
-        self.states.meet(self.pass_name == "whole")
+            self.states.note_keys()
+        self.states.note_state(self.pass_name == "whole")
 
     def _before(self, key: StateKey) -> Tensor | None:
-        self._meet_states()
-        (after, _), rows = self._place, self.states.rows
+        """Return the state ``key`` before the chunk, as a leaf in ``replay``; None if the chunk has none."""
+        self._note_states()
+        (after, _), rows = self._positions, self.states.rows
         if after is None:
             return None
         if self.pass_name == "store":
             self.states.receive(after, key)
-        state = self.state_leaves.get(key)  # one tensor for all that the chunk reads of a state
-        if state is None and (state := self.states.before(after, key)) is None:
+        state = self.state_leaves.get(key)  # one leaf, however often the chunk reads the state
+        if state is None and (state := self.states.get(after, key)) is None:
             return None
         if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
             state = self.state_leaves[key] = state.detach().requires_grad_()
-            self.states.watch(self._own, after, key, state)
+            self.states.watch(self._own_part, after, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
-        return state if rows is None or start not in rows.starts else rows.without_begun(state, start)
+        return state if rows is None or start not in rows.starts else rows.reset_begun_rows(state, start)
 
-    def _keep(self, key: StateKey, state: Tensor) -> None:
-        self._meet_states()
-        self.states.met = True
-        position = self._place[1]
+    def _save(self, key: StateKey, state: Tensor) -> None:
+        """Save the state ``key`` after the chunk."""
+        self._note_states()
+        self.states.exist = True
+        position = self._positions[1]
         if self.pass_name == "replay":
             self.own_states[key] = state
-            if (sent := self.states.handed_to_ranks(position, key, state)) is not None:
+            if (sent := self.states.sent_to_ranks(position, key, state)) is not None:
                 self.sent_states.append(sent)
         elif self.pass_name == "store":
             self.states.keep(position, key, state.detach())
 
 
-class _Prefix:
-    """Prefix of one update, in the form in which :func:`streamtune.ops.prefix_attention` adds its gradient."""
+class _PrefixGrads:
+    """dK, dV of one update's prefix, to which the backward of :func:`streamtune.ops.prefix_attention` adds directly."""
 
     def __init__(self, kv: KeysAndValues, index: int, keys: slice, own: tuple[Tensor, Tensor]) -> None:
         self.kv, self.index, self.keys, self.own = kv, index, keys, own
@@ -301,9 +307,9 @@ class _Prefix:
             total[place] += grad
 
 
-def prefix_of(key: Tensor, value: Tensor) -> _Prefix | None:
-    """Return the prefix that keys and values begin with, if an ``update`` returned them; else None."""
-    prefix: _Prefix | None = getattr(key, "streamtune_prefix", None)
+def prefix_of(key: Tensor, value: Tensor) -> _PrefixGrads | None:
+    """Return the prefix gradients of keys and values that :meth:`ChunkCache.update` returned; else None."""
+    prefix: _PrefixGrads | None = getattr(key, "streamtune_prefix", None)
     return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
 
 
@@ -321,7 +327,7 @@ class _LayerViews:
 
 
 class _UnknownStateError(UnsupportedModelError, AttributeError):
-    """Error for a state of another kind; also an ``AttributeError``, so that ``hasattr`` of the cache works."""
+    """A layer reads a kind of state that is not supported; an ``AttributeError``, so that ``hasattr`` works."""
 
 
 class _LayerView:
@@ -335,7 +341,7 @@ class _LayerView:
         if name.startswith("__"):
             raise AttributeError(name)
         raise _UnknownStateError(
-            f"a layer asks its cache for {name!r}, a state of a kind of its own, which is not streamed in this release",
+            f"a layer reads {name!r} from its cache, a kind of state that streaming does not support",
             fix="train this model without streaming",
         )
 
@@ -348,8 +354,8 @@ class _StateViews:
         return self.get(state_idx)
 
 
-def _attended_dtype(x: Tensor) -> Tensor:
-    """Cast keys or values to autocast's dtype: rotary embeddings widen them, and attention narrows them again."""
+def _to_autocast_dtype(x: Tensor) -> Tensor:
+    """Return keys or values in autocast's dtype: rotary embeddings widen them, attention would narrow them again."""
     kind = autocast_kind(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -357,7 +363,7 @@ def _attended_dtype(x: Tensor) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """``cat([prefix, own], dim=2)`` without a copy of the prefix: the layer's buffer has room for ``own`` behind it."""
+    """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written behind it into the buffer."""
 
     @staticmethod
     def forward(ctx: Any, prefix: Tensor, own: Tensor, place: tuple[Tensor, slice]) -> Tensor:
@@ -373,39 +379,42 @@ class _Join(torch.autograd.Function):
 
 
 XLSTM_STATES, RWKV_STATES = 3, 5
-NOTHING = -1e30
-"""Largest exponent of RWKV's state before any token."""
+EMPTY_MAXIMUM = -1e30
+"""Running maximum of the exponents in RWKV's state before the first token."""
 
 
 def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
-    """Return the state argument for a chunk: what the chunk before left."""
+    """Return the state argument (xLSTM, RWKV) of a chunk: the state after the chunk before it."""
     if not hasattr(layer, RWKV_LAYER):
         parts = [cache.get_recurrent_state(0, index) for index in range(XLSTM_STATES)]
         return None if parts[0] is None else tuple(parts)
     if hidden.is_cuda and getattr(sys.modules[type(layer).__module__], RWKV_KERNEL, None) is not None:
         raise UnsupportedModelError(
-            "the CUDA kernel of RWKV gives no gradient of the state that it begins with",
+            "the CUDA kernel of RWKV computes no gradient of its initial state",
             where=type(layer).__name__,
             fix="train this model without streaming",
         )
-    known = [cache.get_recurrent_state(0, index) for index in range(RWKV_STATES)]
-    alone = hidden.shape[1] == 1  # then the last token takes the place of a shifted sequence [B, T, C]
+    saved = [cache.get_recurrent_state(0, index) for index in range(RWKV_STATES)]
+    single = hidden.shape[1] == 1  # RWKV then uses the last token in place of a shifted sequence [B, T, C]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     attended = int(getattr(layer.attention, RWKV_SIZE))
     sizes = [(hidden.shape[2], hidden.dtype)] * 2 + [(attended, wide)] * 3
     begin = [hidden.new_zeros((hidden.shape[0], size), dtype=dtype) for size, dtype in sizes]
-    begin[4] = begin[4] + NOTHING
-    columns = [new if old is None else old for old, new in zip(known, begin, strict=True)]
-    return [_Column(x[:, None] if alone and index < 2 else x) for index, x in enumerate(columns)]
+    begin[4] = begin[4] + EMPTY_MAXIMUM
+    columns = [new if old is None else old for old, new in zip(saved, begin, strict=True)]
+    return [_Column(x[:, None] if single and index < 2 else x) for index, x in enumerate(columns)]
 
 
-def state_after(layer: nn.Module, cache: ChunkCache, given: Any, out: Any) -> Any:
-    """Keep the state that a chunk left, and return its output without it; ``given`` comes from :func:`state_before`."""
-    parts = [column.x for column in given] if isinstance(given, list) else out[1]
+def state_after(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> Any:
+    """Save the state after a chunk; return the layer's output without it.
+
+    ``state`` is the argument that :func:`state_before` returned; RWKV writes into it.
+    """
+    parts = [column.x for column in state] if isinstance(state, list) else out[1]
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):
         raise UnsupportedModelError(
-            f"{type(layer).__name__} does not give back its state, which the next chunk needs",
-            fix="set config.mode = 'inference', which computes the same and returns it",
+            f"{type(layer).__name__} does not return its state, which the next chunk needs",
+            fix="set config.mode = 'inference', which computes the same and returns the state",
         )
     for index, part in enumerate(parts):
         cache.update_recurrent_state(part, 0, index)
@@ -413,7 +422,7 @@ def state_after(layer: nn.Module, cache: ChunkCache, given: Any, out: Any) -> An
 
 
 class _Column:
-    """One layer's part of a tensor ``[B, C, layers]``, read and written whole, without an operation in place."""
+    """Stands in for one layer's column of a state ``[B, C, layers]``; a write replaces it, without an in-place op."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

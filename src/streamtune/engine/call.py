@@ -1,20 +1,20 @@
-"""One call of a decoder layer, its arguments bound by name, so that it can be repeated for any chunk of its tokens.
+"""One call of a decoder layer, with its arguments bound by name, so that it can be repeated on any chunk of its tokens.
 
-Nothing here depends on a model family. An argument is cut along the sequence if its name or its shape shows that it
-follows the sequence, and passed whole otherwise:
+Nothing here depends on a model family. An argument is cut along the sequence if its name or shape shows that it follows
+the sequence. Otherwise it is passed unchanged:
 
     hidden states, 2D masks, other tensors of T columns   dim 1
     parallel streams of hidden states [N, B, T, C]        dim 2
     position_ids ([B, T] or [3, B, T])                    last dim
-    position_embeddings (cos, sin of [B, T, D])           dim -2; of the prefix too where a layer rotates pooled keys
-    the same for all heads ([B, 1, T, D])                 dim 2
-    a bias that follows the keys (alibi: [..., 1, T])     last dim, to prefix and chunk
-    a lazy mask                                           its rows
-    a dense square ([B, H, T, T])                         its rows, and its columns to prefix and chunk
-    distances of tokens to keys ([T, T])                  the same
-    the cache, keys and values shared between layers      replaced by the chunk's own
+    position_embeddings (cos, sin of [B, T, D])           dim -2; prefix and chunk if the layer rotates pooled keys
+    position_embeddings with a head dim ([B, 1, T, D])    dim 2
+    a bias over the keys (alibi: [..., 1, T])             last dim, cut to prefix and chunk
+    a lazy mask                                           rows
+    a dense mask ([B, H, T, T])                           rows; columns cut to prefix and chunk
+    distances of queries to keys ([T, T])                 rows; columns cut to prefix and chunk
+    the cache, keys and values shared between layers      replaced by the cache of the chunk
 
-A layer that computes its attention itself (``own_attention``) gets its masks as tensors.
+A layer with its own attention code (``own_attention``) gets its masks as tensors.
 
 Shape suffixes: B batch, T tokens of the sequence, C channels, H heads, N streams.
 """
@@ -52,14 +52,14 @@ from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import SequenceShards
-from streamtune.engine.sharded import adapted_tensors, same_versions
+from streamtune.engine.sharded import adapted_tensors, preserved_versions
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.schedule import Schedule
 
 PAST = "past"
-"""Name in :attr:`LayerCall.inputs` of trained keys (place 0) and values (1) of tokens before the call."""
+"""Argument name, in :attr:`LayerCall.inputs`, of trained keys (place 0) and values (1) of tokens before the call."""
 
 
 @lru_cache(maxsize=512)
@@ -72,8 +72,8 @@ def takes_cache(layer: nn.Module) -> str | None:
     return cache_argument(type(layer).forward)
 
 
-def hands_on_cache(layer: nn.Module) -> str | None:
-    """Return the name of the cache argument, also if the layer takes it in ``**kwargs`` for its attention."""
+def forwards_cache(layer: nn.Module) -> str | None:
+    """Return the name of the cache argument, also if the layer takes it in ``**kwargs`` and passes it on."""
     parameters = _signature(type(layer).forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return next((name for module in layer.modules() if (name := takes_cache(module))), None)
@@ -84,25 +84,25 @@ def hands_on_cache(layer: nn.Module) -> str | None:
 class LayerCall:
     """A bound call of ``layer.forward``: every argument by name, hidden states first.
 
-    ``inputs`` has the names of the hidden states and of the other tensors that need a gradient, each with the dimension
-    along which it follows the sequence. Tensors of a shared dictionary are named by (argument, entry, place). ``own``
-    is set if the layer computes its attention itself.
+    ``inputs`` maps the names of the hidden states, and of the other tensors that need a gradient, to their sequence
+    dimension. A tensor of a shared dictionary is named by (argument, entry, place).
     """
 
     layer: nn.Module
     arguments: dict[str, Any]
     named: frozenset[str]
-    """Arguments that the layer's forward names; the others are in its ``**kwargs``."""
+    """Arguments that are parameters of the layer's forward; the other arguments go into its ``**kwargs``."""
     cache_name: str
     hidden_name: str
     length: int
-    """Tokens T of the sequence."""
+    """Number of tokens T."""
     inputs: dict[str | SharedKey, Along]
     shared: dict[SharedKey, Tensor | None]
     dtype: torch.dtype
-    own: OwnAttention | None = None
+    own_attention: OwnAttention | None = None
+    """Attention of a layer with its own attention code; None uses the engine's attention."""
     configs: Sequence[Any] = ()
-    """Configs from which the layer reads its attention."""
+    """Configs from which the layer reads its attention implementation."""
     shards: SequenceShards | None = None
     past: Past | None = None
 
@@ -112,14 +112,20 @@ class LayerCall:
         layer: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        own: OwnAttention | None = None,
+        own_attention: OwnAttention | None = None,
         configs: Sequence[Any] = (),
     ) -> LayerCall:
-        """Bind a call as Python would."""
+        """Bind the arguments of a call to the parameters of the layer's forward.
+
+        Raises:
+            UnsupportedModelError: An argument cannot be cut into chunks, or would lose its gradient.
+        """
         name = type(layer).__name__
-        cache_name = takes_cache(layer) or hands_on_cache(layer)
+        cache_name = takes_cache(layer) or forwards_cache(layer)
         if cache_name is None:
-            raise UnsupportedModelError(f"{name} takes no key/value cache, so its chunks cannot see their prefix")
+            raise UnsupportedModelError(
+                f"{name} takes no key/value cache, so its chunks cannot attend to earlier chunks"
+            )
         bound = _signature(type(layer).forward).bind(layer, *args, **renamed_cache(kwargs, cache_name))
         arguments = dict(bound.arguments)
         arguments.pop(next(iter(arguments)))  # self
@@ -128,11 +134,11 @@ class LayerCall:
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 others = arguments.pop(parameter.name, {})
             elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and arguments.pop(parameter.name, ()):
-                raise UnsupportedModelError(f"{name} takes unnamed arguments, which cannot be cut into chunks safely")
+                raise UnsupportedModelError(f"{name} takes *args, which cannot be cut into chunks safely")
         hidden_name = next(iter(arguments), "")
         hidden = arguments.get(hidden_name)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (3, 4):
-            raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
+            raise UnsupportedModelError(f"the first argument of {name} must be hidden states [B, T, C]")
         named = frozenset(arguments)
         arguments |= others
         along = _hidden_along(name, hidden, arguments)
@@ -141,18 +147,22 @@ class LayerCall:
         for key, value in arguments.items():
             if not _is_square(value, length):
                 continue
-            if own is None:
+            if own_attention is None:
                 arguments[key] = dense_mask(value)
             elif sees_future(value):
-                raise UnsupportedModelError(f"{key!r} of {name} lets a token see later tokens, or is no mask")
+                raise UnsupportedModelError(
+                    f"{key!r} of {name} must be a causal mask; it lets a token see later tokens, or is not a mask"
+                )
         inputs: dict[str | SharedKey, Along] = {hidden_name: along}
-        call = cls(layer, arguments, named, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own, configs)
+        call = cls(
+            layer, arguments, named, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own_attention, configs
+        )
         for key, value in arguments.items():
             call._classify(key, value)
         return call
 
     def _classify(self, key: str, value: Any) -> None:
-        """Add an argument to ``inputs`` if it needs a gradient; refuse an argument that cannot get its gradient."""
+        """Add an argument to ``inputs`` if it needs a gradient; refuse it if its gradient cannot be returned."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             for entry, pair in value.items():
@@ -162,22 +172,22 @@ class LayerCall:
                         self.inputs[key, entry, place] = None
         elif not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
             raise UnsupportedModelError(
-                f"{name} is handed {key!r}, which needs a gradient inside a {type(value).__name__}; only tensors "
-                "that are arguments themselves get theirs back",
-                fix="freeze what it is computed from, or train without streaming",
+                f"{name} gets {key!r}, a {type(value).__name__} that holds a tensor with a gradient; streaming returns "
+                "gradients only for tensors that are arguments themselves",
+                fix="freeze the parameters that this tensor is computed from, or train without streaming",
             )
         elif key != self.hidden_name and isinstance(value, Tensor) and value.requires_grad:
             self.inputs[key] = self._dim(key, value, self.length)
 
-    def follow(self, past: Past) -> None:
-        """Let the tokens follow others, whose keys and values are given."""
+    def prepend_past(self, past: Past) -> None:
+        """Put keys and values of earlier tokens before the tokens of the call."""
         name = type(self.layer).__name__
         if self.shards is not None:
             refuse_past("ranks share the sequence", name)
         if self.sharing is not None:
-            refuse_past("it shares keys and values with other layers", name)
+            refuse_past("the layer shares keys and values with other layers", name)
         if self._rotates_pooled_keys:
-            refuse_past("it pools its keys", name)
+            refuse_past("the layer pools its keys", name)
         for key, value in self.arguments.items():
             if (
                 isinstance(value, Tensor)
@@ -191,36 +201,36 @@ class LayerCall:
                 self.inputs[PAST, None, place] = None
         self.past = past.detached()
 
-    def separate(self, rows: PackedRows) -> None:
-        """Replace the masks of one row by the masks of packed rows, or of rows that share their beginnings."""
-        self._with_masks(rows.masked)
+    def mask_rows(self, rows: PackedRows) -> None:
+        """Restrict the masks to packed rows, or to rows that share their beginning."""
+        self._change_masks(rows.masked)
 
-    def share(self, shards: SequenceShards) -> None:
-        """Take the tokens for one rank's shards, and replace the masks by those of the whole sequence."""
+    def share_sequence(self, shards: SequenceShards) -> None:
+        """Treat the tokens as one rank's shards; replace their masks by masks over the whole sequence."""
         name = type(self.layer).__name__
         for key, value in self.arguments.items():
             dense = isinstance(value, Tensor) and (key in (*KEY_BIASES, *DISTANCES) or key.endswith("mask"))
             if dense and (key in DISTANCES or shards.own_padding(value) is None):
-                what = f"is handed {key!r} as a tensor over the whole sequence"
+                what = f"gets {key!r} as a tensor over the whole sequence, which ranks cannot share"
             elif isinstance(value, UserDict) and shards.form == "ring":
-                what = "shares keys and values with other layers, which a ring does not pass on"
+                what = "shares keys and values with other layers, which ring attention does not support"
             else:
                 continue
             raise UnsupportedModelError(f"{name} {what}", fix="set sequence_parallel_size: 1")
-        if self.length != shards.own:
+        if self.length != shards.own_length:
             raise UnsupportedModelError(
-                f"{name} is given {self.length} hidden states where this rank has {shards.own} tokens, so ranks cannot "
-                "share its sequence",
+                f"{name} gets {self.length} hidden states, but this rank has {shards.own_length} tokens, so ranks "
+                "cannot share its sequence",
                 fix="set sequence_parallel_size: 1",
             )
         if self._rotates_pooled_keys:
             raise UnsupportedModelError(
-                f"{name} pools keys, which ranks that share a sequence cannot", fix="set sequence_parallel_size: 1"
+                f"{name} pools keys, which sequence parallelism does not support", fix="set sequence_parallel_size: 1"
             )
         self.shards = shards
-        self._with_masks(shards.mask, shards.own_padding)
+        self._change_masks(shards.mask, shards.own_padding)
 
-    def _with_masks(
+    def _change_masks(
         self, change: Callable[[LazyMask], LazyMask], own_padding: Callable[[Tensor], Tensor | None] = lambda mask: None
     ) -> None:
         self.arguments = {
@@ -243,25 +253,25 @@ class LayerCall:
 
     @cached_property
     def _rotates_pooled_keys(self) -> bool:
-        """True if an indexer of the layer rotates the keys of prefix and chunk after it has pooled them."""
+        """True if an indexer in the layer pools the keys of prefix and chunk before it rotates them."""
         return any(hasattr(module, INDEXER_POOLING) for module in self.layer.modules())
 
     def keys(self, chunk: slice) -> slice:
-        """Return the positions of a chunk's own keys among all keys; keys of tokens before the call come first."""
+        """Return the positions of a chunk's own keys among all keys; keys of earlier tokens (``past``) come first."""
         before = 0 if self.past is None else self.past.length
         return slice(before + chunk.start, before + chunk.stop)
 
     def first_key(self, chunk: slice) -> int:
-        """Return the first key position that a chunk is given.
+        """Return the position of the first key that a chunk gets.
 
-        A layer that computes its attention itself gets the whole prefix: it may count its keys from the first.
+        A layer with its own attention code gets the whole prefix, because it may count keys from the first.
         """
-        if self.mask is None or self.own is not None:
+        if self.mask is None or self.own_attention is not None:
             return 0
         if self.shards is None:
             start = self.keys(chunk).start
             return min(self.mask.first_key(start), start)
-        start = self.shards.everywhere(chunk).start
+        start = self.shards.global_chunk(chunk).start
         first = min(self.mask.first_key(start), start)
         return self.shards.local_chunk_start(first) if self.shards.form == "ring" else first
 
@@ -277,11 +287,11 @@ class LayerCall:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors named by ``inputs``."""
-        found = [self.shared[name] if isinstance(name, tuple) else self.arguments[name] for name in self.inputs]
-        return [x for x in found if x is not None]
+        tensors = [self.shared[name] if isinstance(name, tuple) else self.arguments[name] for name in self.inputs]
+        return [x for x in tensors if x is not None]
 
     def forget_tensors(self) -> None:
-        """Drop the tensors that need a gradient: autograd saves them; a second reference would keep them too long."""
+        """Drop the tensors that need a gradient: autograd saves them, and a second reference would outlive its use."""
         for name in self.inputs:
             if isinstance(name, tuple):
                 self.shared[name] = None
@@ -289,29 +299,30 @@ class LayerCall:
                 self.arguments[name] = None
         self.arguments |= {key: UserDict() for key, value in self.arguments.items() if isinstance(value, UserDict)}
 
-    def run(self, chunk: slice, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
-        """Call the layer's own forward on one chunk, with its part ``given`` of each tensor in ``inputs``.
+    def run(self, chunk: slice, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
+        """Call the layer's own forward on one chunk; ``x_i`` has the chunk of each tensor in ``inputs``.
 
-        Return its output, and the key/value update of each entry of the shared dictionary that it filled.
+        Return the layer's output, and for each entry it added to the shared dictionary the index of its key/value
+        update.
         """
         sharing: ChunkSharing | None = None
         arguments: dict[str, Any] = {}
         for key, value in self.arguments.items():
             if isinstance(value, UserDict):
-                arguments[key] = sharing = self._chunk_sharing(cache, given)
+                arguments[key] = sharing = self._chunk_sharing(cache, x_i)
             elif key in self.inputs:
-                arguments[key] = given[key]
+                arguments[key] = x_i[key]
             elif key in self.named or key not in ("use_cache", *KERNEL_ROWS):
                 arguments[key] = self._cut(key, value, chunk, cache.first_key)
         by_state = self.cache_name == STATE
-        arguments[self.cache_name] = state_before(self.layer, cache, given[self.hidden_name]) if by_state else cache
+        arguments[self.cache_name] = state_before(self.layer, cache, x_i[self.hidden_name]) if by_state else cache
         if "use_cache" in arguments:
             arguments["use_cache"] = True
         checkpointing = getattr(self.layer, "gradient_checkpointing", False)
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with self._attending(), same_versions(self._adapted_tensors):
+            with self._attention_named(), preserved_versions(self._adapted_tensors):
                 out = type(self.layer).forward(self.layer, **arguments)
                 out = state_after(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
@@ -319,53 +330,58 @@ class LayerCall:
                 self.layer.gradient_checkpointing = True  # type: ignore[assignment]
         return out, {} if sharing is None else sharing.filled
 
-    def run_whole(self) -> Any:
+    def run_unchunked(self) -> Any:
         """Call the layer's own forward with the original arguments and cache (generation)."""
         arguments = dict(self.arguments)
-        if self.own is not None:
-            form = self.own.form(self.dtype)
+        if self.own_attention is not None:
+            dtype = self.own_attention.mask_dtype(self.dtype)
             for key, value in arguments.items():
                 if isinstance(value, LazyMask):
-                    arguments[key] = tile(value.rows(0, value.q_length), form)
-        with self._attending(), same_versions(self._adapted_tensors):
+                    arguments[key] = tile(value.rows(0, value.q_length), dtype)
+        with self._attention_named(), preserved_versions(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments)
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """Return the chunks of the call. No cut separates a token from a later token that it sees.
+        """Return the chunks of the call; no chunk border separates a token from a later token that it sees.
 
-        A chunk longer than two of the schedule's is refused (docs/decisions/005-bidirectional-blocks.md).
+        Raises:
+            UnsupportedModelError: A chunk would be longer than two chunks of the schedule
+                (docs/decisions/005-bidirectional-blocks.md).
         """
-        if self.shards is not None:  # whose masks let no token see later ones
+        if self.shards is not None:  # the masks of shards are causal
             return self.shards.chunks
         cuts = None if self.mask is None else self.mask.cuts
-        whole = cuts is None or cuts[-1] == self.length  # else it sees tokens that are not there to be computed at all
-        chunks = schedule.chunks(self.length, cuts if whole else [0, self.length])
+        complete = cuts is None or cuts[-1] == self.length  # else a token sees tokens beyond the end of the call
+        chunks = schedule.chunks(self.length, cuts if complete else [0, self.length])
         longest = max(chunk.stop - chunk.start for chunk in chunks)
-        if whole and longest <= max(2 * schedule.chunk_size, 3):  # at least two tokens, so up to three, are one chunk
+        if complete and longest <= max(2 * schedule.chunk_size, 3):  # a chunk has at least two tokens, so up to three
             return chunks
         what, where = "the attention mask lets a token see later tokens", type(self.layer).__name__
-        if len(chunks) == 1 or not whole:
+        if len(chunks) == 1 or not complete:
             raise UnsupportedModelError(f"{what}, so its chunk cannot be computed before theirs", where=where)
         raise UnsupportedModelError(
-            f"{what}: {longest:,} in a row cannot be cut apart, more than two chunks of {schedule.chunk_size:,}",
+            f"{what}: {longest:,} consecutive tokens must be one chunk, which is more than twice chunk_size "
+            f"({schedule.chunk_size:,})",
             where=where,
             fix=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
         )
 
-    def _attending(self) -> AbstractContextManager[None]:
-        """Context in which the layer's configs name the attention it computes with."""
-        return attention_as(list(self.configs), [NAME if self.own is None else self.own.name] * len(self.configs))
+    def _attention_named(self) -> AbstractContextManager[None]:
+        """Context in which the layer's configs name the attention implementation that the layer uses."""
+        name = NAME if self.own_attention is None else self.own_attention.name
+        return attention_as(list(self.configs), [name] * len(self.configs))
 
-    def _chunk_sharing(self, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> ChunkSharing:
-        whole: dict[Any, tuple[Tensor, ...]] = {}
+    def _chunk_sharing(self, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> ChunkSharing:
+        """Return the shared dictionary that a chunk gets."""
+        full: dict[Any, tuple[Tensor, ...]] = {}
         for name, x in self.shared.items():
-            x = given.get(name, x)
+            x = x_i.get(name, x)
             assert x is not None
-            whole[name[1]] = (*whole.get(name[1], ()), x)
-        return ChunkSharing(cache, whole)
+            full[name[1]] = (*full.get(name[1], ()), x)
+        return ChunkSharing(cache, full)
 
     def _dim(self, key: str, value: Tensor, length: int) -> Along:
-        """Return the dimension along which an argument follows the sequence, or None."""
+        """Return the sequence dimension of an argument, or None."""
         if key in (*POSITIONS, *KEY_BIASES) and not _is_square(value, length):
             dim = value.dim() - 1
         elif key == ROTATIONS:
@@ -379,6 +395,7 @@ class LayerCall:
         return dim if value.shape[dim] == length else None
 
     def _cut(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
+        """Return an argument cut to a chunk, by the table in the module docstring."""
         if isinstance(value, Tensor):
             if _is_square(value, self.length):
                 return value[..., chunk, first_key : chunk.stop]
@@ -391,10 +408,10 @@ class LayerCall:
             return cut(value, self._dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
             if self.shards is not None:
-                chunk = self.shards.everywhere(chunk)
+                chunk = self.shards.global_chunk(chunk)
                 first_key = chunk.start if self.shards.form == "ring" else first_key
             view = value.chunk(chunk.start, chunk.stop, first_key)
-            return view if self.own is None else tile(view, self.own.form(self.dtype))
+            return view if self.own_attention is None else tile(view, self.own_attention.mask_dtype(self.dtype))
         if isinstance(value, tuple | list):
             return type(value)(self._cut(key, item, chunk, first_key) for item in value)
         if isinstance(value, dict):
@@ -408,18 +425,18 @@ def _changed(
     change: Callable[[LazyMask], LazyMask],
     own_padding: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Change the lazy masks in an argument, and the padding of its dense ones; dicts are searched."""
+    """Return an argument with changed lazy masks and with dense padding masks cut; searches nested dicts."""
     if isinstance(value, LazyMask):
         return change(value)
     if isinstance(value, Tensor) and is_mask:
-        return value if (own := own_padding(value)) is None else own
+        return value if (padding := own_padding(value)) is None else padding
     if not isinstance(value, dict):
         return value
     return {name: _changed(item, is_mask, change, own_padding) for name, item in value.items()}
 
 
 def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
-    """Return the sequence dimension of the hidden states: 1, but 2 for streams [N, B, T, C]."""
+    """Return the sequence dimension of the hidden states: 1, or 2 for parallel streams [N, B, T, C]."""
     if hidden.dim() == 3:
         return 1
     mask = next((value for value in arguments.values() if isinstance(value, LazyMask)), None)
@@ -428,31 +445,37 @@ def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
         length: int | None = mask.q_length
     else:
         length = positions[0].shape[-2] if isinstance(positions, tuple) else None
-    found = [dim for dim in (1, 2) if hidden.shape[dim] == length]
-    if not found:
-        raise UnsupportedModelError(f"{layer} takes hidden states {tuple(hidden.shape)}, and no dim is the sequence")
-    if len(found) == 1:
-        return found[0]
+    dims = [dim for dim in (1, 2) if hidden.shape[dim] == length]
+    if not dims:
+        raise UnsupportedModelError(
+            f"{layer} takes hidden states {tuple(hidden.shape)}, none of whose dimensions is the sequence length"
+        )
+    if len(dims) == 1:
+        return dims[0]
     rows = positions[0].shape[0] if isinstance(positions, tuple) else hidden.shape[0]
     rows = rows if mask is None else mask.batch_size
     return 1 if hidden.shape[0] == rows else 2  # as many rows as tokens: streams [N, B, T, C] begin with N
 
 
 def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -> None:
-    """Refuse a layer that attends to another sequence than its own, or is given several in a row."""
+    """Refuse a layer with cross-attention, or a layer that gets several streams concatenated along the sequence.
+
+    Raises:
+        UnsupportedModelError: The arguments show one of the two.
+    """
     for key in OTHER_SEQUENCES:
         if arguments.get(key) is not None:
             raise UnsupportedModelError(
-                f"{name} attends to {key!r}, another sequence than its own, which is not streamed",
-                fix="train without streaming, or without what is attended to (images, an encoder)",
+                f"{name} uses cross-attention ({key!r}), which is not supported",
+                fix="train without streaming, or without the other sequence (images, an encoder)",
             )
     for key, value in arguments.items():
         if key.endswith("mask") and isinstance(value, Tensor) and _is_square(value, other := value.shape[-1]):
             if other == length:
                 continue
             raise UnsupportedModelError(
-                f"{name} is given {length} hidden states with {key!r} over {other} tokens: several streams in a "
-                "row along the sequence are not streamed"
+                f"{name} gets {length} hidden states but {key!r} over {other} tokens: several streams concatenated "
+                "along the sequence are not supported"
             )
 
 
@@ -464,5 +487,5 @@ def _holds_gradient(value: Any) -> bool:
 
 
 def _is_square(value: Any, length: int) -> bool:
-    """Return True if it is a dense mask ``[B, H, T, T]``."""
+    """Return True if ``value`` has the shape of a dense mask ``[B, H, T, T]``."""
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)

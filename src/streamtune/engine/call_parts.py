@@ -1,4 +1,4 @@
-"""Parts of a layer call besides its arguments: outputs along the sequence, and keys and values of other layers."""
+"""Outputs of a layer call, cut and joined along the sequence, and keys and values that layers share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from streamtune.errors import UnsupportedModelError
 
 
 class LayerOutputs:
-    """Splits the output of each chunk into tensors, and joins all chunks' tensors in the layer's own form."""
+    """Splits the output of each chunk into tensors; rebuilds the layer's output for the whole sequence from them."""
 
     def __init__(self, name: str, hidden_along: Along) -> None:
         self.name, self.hidden_along = name, hidden_along
         self.wrap: type | None = None
         self.along: list[Along] = []
-        """Dimension along which each output follows the sequence."""
+        """Sequence dimension of each output."""
         self.form: list[int | list[Tensor] | None] = []
-        """For each item that the layer returns, the index of its output, or its choices so far."""
+        """For each item that the layer returns: its index in the outputs, or the top-k key indices of each chunk."""
 
     def take(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
-        """Return the outputs of a chunk; its choices of keys are kept if ``keep``."""
+        """Return the output tensors of a chunk; with ``keep`` record the chunk's top-k key indices as well."""
         self.wrap = type(out) if isinstance(out, tuple | list) else None
         items = list(out) if isinstance(out, tuple | list) else [out]
         if chunk.start == 0 and keep:
@@ -36,7 +36,7 @@ class LayerOutputs:
             along = self.hidden_along if place == 0 else 1
             if place and (item is None or _is_attention(item, chunk)):
                 continue
-            if place and _is_choice(item, chunk):
+            if place and _is_key_choice(item, chunk):
                 if keep:
                     self.form[place] = [*(self.form[place] or []), item]  # type: ignore[misc]
             elif _follows(item, along, chunk):
@@ -45,13 +45,13 @@ class LayerOutputs:
                 self.along.append(along)
             else:
                 raise UnsupportedModelError(
-                    f"{self.name} returns more than hidden states; chunks of that cannot be joined"
+                    f"{self.name} returns item {place} of type {type(item).__name__}, whose chunks cannot be joined"
                 )
         return outputs
 
     def restore(self, outputs: list[Tensor]) -> Any:
-        """Return the whole sequence's output in the form in which the layer gives it."""
-        items = [outputs[part] if isinstance(part, int) else _joined(part) for part in self.form]
+        """Return the whole sequence's output in the form in which the layer returns it."""
+        items = [outputs[part] if isinstance(part, int) else _join_choices(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)
 
 
@@ -60,7 +60,7 @@ def _follows(value: Any, along: Along, chunk: slice) -> bool:
     return floating and along is not None and value.dim() > along and value.shape[along] == chunk.stop - chunk.start
 
 
-def _is_choice(value: Any, chunk: slice) -> bool:
+def _is_key_choice(value: Any, chunk: slice) -> bool:
     integers = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
     return integers and value.dim() == 3 and value.shape[1] == chunk.stop - chunk.start
 
@@ -69,8 +69,11 @@ def _is_attention(value: Any, chunk: slice) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4 and value.shape[2] == chunk.stop - chunk.start
 
 
-def _joined(parts: list[Tensor] | None) -> Tensor | None:
-    """Join along the tokens. An early chunk has fewer keys to choose from: its last choice is repeated, adding none."""
+def _join_choices(parts: list[Tensor] | None) -> Tensor | None:
+    """Join the chunks' top-k key indices ``[B, T_i, K_i]`` along the tokens.
+
+    An early chunk has fewer keys to choose from. Its last index is repeated, which selects no further key.
+    """
     if not parts:
         return None
     width = max(part.shape[2] for part in parts)
@@ -78,29 +81,29 @@ def _joined(parts: list[Tensor] | None) -> Tensor | None:
 
 
 SharedKey = tuple[str, Any, int]
-"""(argument, entry, place) of a shared tensor; place 0 is keys, 1 values."""
+"""Name (argument, entry, place) of a tensor in a shared dictionary; place 0 is the keys, 1 the values."""
 
 
 class ChunkSharing(UserDict):  # type: ignore[type-arg]
-    """Shared entries that a chunk reads, ``[B, G, S, D]`` of its prefix and itself, and entries that it fills.
+    """The dictionary of shared keys and values as a chunk sees it; an entry is ``[B, G, S, D]`` of prefix and chunk.
 
     Args:
         cache: Cache of the chunk.
-        whole: Keys and values of the whole sequence by entry, from the layers before.
+        full: Keys and values of the whole sequence from earlier layers, by entry.
     """
 
-    def __init__(self, cache: ChunkCache, whole: dict[Any, tuple[Tensor, ...]]) -> None:
+    def __init__(self, cache: ChunkCache, full: dict[Any, tuple[Tensor, ...]]) -> None:
         super().__init__()
-        self.cache, self.whole = cache, whole
+        self.cache, self.full = cache, full
         self.filled: dict[Any, int] = {}
-        """Key/value update held by each filled entry."""
+        """Index of the key/value update that each entry set by the layer holds."""
 
     def __contains__(self, key: object) -> bool:
-        return key in self.whole
+        return key in self.full
 
     def __getitem__(self, key: Any) -> tuple[Tensor, ...]:
         start, stop = self.cache.first_key, self.cache.chunk.stop
-        return tuple(x.narrow(2, start, stop - start) for x in self.whole[key])
+        return tuple(x.narrow(2, start, stop - start) for x in self.full[key])
 
     def __setitem__(self, key: Any, item: Any) -> None:
         self.filled[key] = self.cache.updates - 1

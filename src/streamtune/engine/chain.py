@@ -1,20 +1,20 @@
-"""The order of chunks: a backward that takes all layers of a chunk before the next chunk.
+"""``order="chunk"``: the backward runs through all layers of a chunk before it goes to the chunk before.
 
-The layers of a *chain* follow each other with nothing in between: the input of each is the very tensor that the one
-before returned. So the whole chain is one function of its first input, and layer k's call returns a node for layers
-1..k: its inputs are the chain's first input and the parameters of all these layers. Only the last node is used as a
-rule; those before it are freed with their outputs. For the chain f = f_L ... f_1 and chunks i = D..1 the backward is
+A *chain* is a sequence of layer calls in which each reads the very tensor that the call before returned. So the chain
+is one function of its first input. Layer k's call returns an autograd node for layers 1..k. Its inputs are the chain's
+first input and the parameters of layers 1..k. Usually only the last node runs; the earlier nodes are freed with their
+outputs. For the chain f = f_L ... f_1 and chunks i = D..1 the backward is
 
     x_0(i) = the input, x_l(i) = f_l(x_(l-1)(i), prefix of layer l)              all layers of chunk i, first to last
     dx_(l-1)(i), dK_l, dV_l (prefix), dW_l  +=  vjp of layer l on chunk i        last to first
 
-with one step of ``vjp`` for each chunk and layer. It stores one input in place of L, and for every layer the keys and
-values (``saved``) or the states at chunk borders, with their gradients. If the hidden states between two layers are
-used elsewhere too, the node that returned them runs as well, on the layers up to there, and autograd adds what both
-return: the gradient is exact, and these layers are computed twice.
+with one ``chunk_vjp`` for each chunk and layer. The chain stores one layer input instead of L. For every layer it
+stores the keys and values (``saved``) or the states at chunk borders, with their gradients. If the hidden states
+between two layers are used elsewhere too, the node that returned them runs as well, and autograd adds both gradients.
+The gradient is exact, and the layers before that node are computed twice.
 
-At one level the graphs of all layers of a chunk exist at once. At two, only one segment's do: a pass without
-a graph keeps the input of each segment first, for one more forward.
+With ``levels: 1`` the graphs of all layers of a chunk exist at once. With ``levels: 2`` only the graphs of one segment
+do: a pass without a graph first stores the input of each segment, at the cost of one more forward.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from streamtune.ops import first_order, graph_is_kept
 
 
 def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
-    """Run a layer forward, as the next of a chain or the first of a new one, and return its output."""
-    weights = Weights.now(owner.layer)
+    """Run a layer forward, as the next layer of a chain or as the first of a new chain; return its output."""
+    weights = Weights.current(owner.layer)
     _check(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
     last_call = owner.parts.last_call
     before = last_call.grad_target(call.hidden, owner.layer)
@@ -54,40 +54,39 @@ def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
     tensors = call.tensors()
     if chain is not None and not chain.continues(before, stream, tensors):
         chain = None
-    if owner.place.whole and call.past is None and (whole := stream.whole(tensors)) is not None:
-        return stream.restore(whole, None)
-    stream.follows = chain is not None
+    if owner.place.whole and call.past is None and (unchunked := stream.run_unchunked(tensors)) is not None:
+        return stream.restore(unchunked, None)
+    stream.follows_in_chain = chain is not None
     with stream.walk():
         outputs = stream.forward(tensors, for_backward=True)
     _check(owner.layer, list(stream.filled), weights)
-    if chain is None or chain.chunks != stream.chunks:  # only now is it known that the layer carries states
-        if stream.follows:
-            stream.follows = False
+    if chain is None or chain.chunks != stream.chunks:  # the forward may have changed the chunks: the layer has states
+        if stream.follows_in_chain:
+            stream.follows_in_chain = False
             stream.saved.keep_on_device(tensors[0])
         chain = LayerChain(stream, tensors[0])
     results = chain.add(owner, stream, weights, parameters, tensors[1:], outputs)
-    own = len(stream.outputs.along)
-    last_call.note(results[0], stream, owner.layer)
+    own_count = len(stream.outputs.along)
+    last_call.record(results[0], stream, owner.layer)
     stream.chain = weakref.ref(chain)
-    if stream.routers is not None and len(results) > own:  # these sums are of the whole chain so far
-        stream.routers.found = chain.found_before
-        stream.routers.add(results[own:])
-    return stream.outputs.restore(results[:own])
+    if stream.routers is not None and len(results) > own_count:  # these sums cover all layers of the chain so far
+        stream.routers.call_sums = chain.sums_before
+        stream.routers.add(results[own_count:])
+    return stream.outputs.restore(results[:own_count])
 
 
 def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
     name = type(layer).__name__
     if shared:
         raise UnsupportedModelError(
-            f"{name} shares keys and values with other layers, so its cache cannot be kept apart from theirs, as the "
-            "order of chunks needs",
+            f"{name} shares keys and values with other layers; order='chunk' needs a separate cache for each layer",
             where="engine.order",
             fix="set order: layer (Schedule(order='layer'))",
         )
     if not weights.held and any(map(is_sharded, layer.modules())):
         raise ArgumentError(
-            "order='chunk' passes through the weights of all layers once for every chunk, and these weights are on "
-            "other ranks, which would send them each time",
+            "order='chunk' reads the weights of all layers once for every chunk; these weights are sharded over ranks "
+            "and would be gathered each time",
             where=name,
             fix="set order: layer (Schedule(order='layer')), or train without ZeRO stage 3 and FSDP2",
         )
@@ -95,12 +94,14 @@ def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
 
 @dataclass
 class _Link:
+    """One layer call of a chain."""
+
     owner: StreamedLayer
     stream: LayerStream
     weights: Weights
     parameters: tuple[Tensor, ...]
     extras: list[int]
-    """Indices of the layer's inputs, besides its hidden states, in the chain's ``extras``."""
+    """Indices, in the chain's ``extras``, of the layer's inputs other than its hidden states."""
     sums: list[GradientSum] = field(default_factory=list)
 
     @property
@@ -113,12 +114,12 @@ class _Link:
 
     @property
     def releases(self) -> bool:
-        """True if keys and values leave the device between a chunk's forward and its backward."""
-        schedule = self.stream.facts.schedule
+        """True if keys and values are freed on the device between a chunk's replay and its backward."""
+        schedule = self.stream.settings.schedule
         return self.saved.kv is not None and (schedule.levels, schedule.keep_kv) == (1, "host")
 
     def begin(self) -> None:
-        """Forget the sums of an interrupted backward."""
+        """Prepare the sums of a new backward; drop what an interrupted backward left."""
         stream = self.stream
         stream.kv.grads.clear()
         stream.states.grads.clear()
@@ -129,7 +130,7 @@ class _Link:
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
     def load(self, chunk: slice) -> None:
-        """Bring the tensors that the layer reads of earlier chunks to the device."""
+        """Copy to the device the keys, values and states that the layer reads from earlier chunks."""
         self.stream.states.prefetch(chunk)
         if self.saved.kv is not None:
             call = self.stream.call
@@ -137,13 +138,15 @@ class _Link:
             self.saved.kv.load(call.keys(chunk), call.first_key(chunk))
 
     def recompute(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
+        """Return the output hidden states of one chunk, computed without a graph."""
         self.load(chunk)
         z = self.stream.recompute_chunk(chunk, x_i)
         if self.saved.kv is not None:
             self.saved.kv.unload()
         return z
 
-    def graph(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
+    def replay(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
+        """Run the layer on one chunk with its graph."""
         self.load(chunk)
         with torch.enable_grad():
             z_i, cache = self.stream.replay(chunk, x_i)
@@ -154,7 +157,7 @@ class _Link:
         return _ChunkGraph(self, x_i, z_i, cache)
 
     def free(self, keep_graph: bool) -> None:
-        """Free what the backward used; keys, values, states and input stay if another backward may follow."""
+        """Free the tensors of the backward; keep keys, values, states and input if another backward may follow."""
         stream = self.stream
         stream.saved.attention, self.sums = None, []
         if not keep_graph:
@@ -168,71 +171,74 @@ class _Link:
 
 @dataclass
 class _ChunkGraph:
+    """One layer of a chain, replayed on one chunk: its inputs and outputs, connected by the graph."""
+
     link: _Link
     x_i: list[Tensor]
     z_i: list[Tensor]
     cache: ChunkCache
 
     def backward(self, chunk: slice, grads_z: Sequence[Tensor | None], keep_graph: bool) -> list[Tensor | None]:
-        """Add the chunk's terms to the sums, and return the gradients of its inputs."""
+        """Add the chunk's terms to the gradient sums; return the gradients of the chunk's inputs."""
         link, kept_kv = self.link, self.link.saved.kv
         keys = link.stream.call.keys(chunk)
         if kept_kv is not None:
             if link.releases:
                 notify_chunk(link.layer, chunk, "refill")
-                kept_kv.refill(keys, self.cache.own)
+                kept_kv.refill(keys, self.cache.own_kv)
             notify_chunk(link.layer, chunk, "load sums")
             kept_kv.load_sums(keys)
         notify_chunk(link.layer, chunk, "vjp")
-        given = [(z, grad) for z, grad in zip(self.z_i, grads_z, strict=True) if grad is not None]
+        output_grads = [(z, grad) for z, grad in zip(self.z_i, grads_z, strict=True) if grad is not None]
         leaves = [x for x in self.x_i if x.requires_grad]
-        grads = chunk_vjp(leaves, given, self.cache, link.parameters)
-        found = [next(grads) if x.requires_grad else None for x in self.x_i]
-        self.cache.hand_back(grads)
+        grads = chunk_vjp(leaves, output_grads, self.cache, link.parameters)
+        grads_x = [next(grads) if x.requires_grad else None for x in self.x_i]
+        self.cache.add_leaf_grads(grads)
         for total, grad in zip(link.sums, grads, strict=True):
             total.add(grad)
         if kept_kv is not None:
             notify_chunk(link.layer, chunk, "save sums")
             kept_kv.save_sums(keys, keep_graph)
-        return found
+        return grads_x
 
 
 class LayerChain:
-    """Layer calls of which each reads the hidden states that the one before returned."""
+    """Layer calls in which each reads the hidden states that the call before returned."""
 
     def __init__(self, first: LayerStream, hidden: Tensor) -> None:
-        self.chunks, self.schedule = first.chunks, first.facts.schedule
+        self.chunks, self.schedule = first.chunks, first.settings.schedule
         self.along: Along = first.call.inputs[first.call.hidden_name]
         self.links: list[_Link] = []
         self.extras: list[Tensor] = []
-        """Inputs of layers besides the first hidden states, each once."""
+        """Inputs of the layers other than hidden states, each once."""
         self.extras_along: list[Along] = []
         self.totals: list[Tensor] = []
         """Router sums of all layers so far."""
-        self.found_before: RouterSums | None = None if first.routers is None else first.routers.found
+        self.sums_before: RouterSums | None = None if first.routers is None else first.routers.call_sums
+        """Router sums of the layers before the chain."""
         self.nodes: list[weakref.ref[Any]] = []
-        self.ran: set[tuple[int, int]] = set()
-        """(backward, number) of each node that ran."""
+        self.nodes_run: set[tuple[int, int]] = set()
+        """(id of the backward pass, number of layers) of each node that ran."""
         self.freed = False
-        self.grad_input = _Slot()
+        self.grad_input = _GradientSlot()
         self.token = _ChainInput.apply(self.grad_input, hidden)
-        """Stands for the first input, which may wait elsewhere; its node returns the gradient in ``grad_input``."""
+        """Scalar that connects the chain to its first input; its node returns the gradient in ``grad_input``."""
 
     def continues(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
-        """Return True if a call can be the next of the chain.
+        """Return True if a call can be the next link of the chain.
 
-        It cannot if somebody waits for the gradient of the hidden states in between, or if the layer reads another
-        tensor that the chain computed.
+        It cannot if the hidden states in between have gradient hooks or retain their gradient, or if another argument
+        of the layer was computed by the chain.
         """
         hidden, extras = tensors[0], tensors[1:]
         watched = hidden._backward_hooks or hidden.retains_grad
-        own = {id(node) for ref in self.nodes if (node := ref()) is not None}
+        chain_nodes = {id(node) for ref in self.nodes if (node := ref()) is not None}
         return (
             not (self.freed or watched)
             and self.links[-1].stream is before
             and self.chunks == stream.chunks
-            and self.schedule == stream.facts.schedule
-            and not any(id(x.grad_fn) in own for x in extras)
+            and self.schedule == stream.settings.schedule
+            and not any(id(x.grad_fn) in chain_nodes for x in extras)
         )
 
     def add(
@@ -244,37 +250,37 @@ class LayerChain:
         extras: Sequence[Tensor],
         outputs: list[Tensor],
     ) -> list[Tensor]:
-        """Add a call that has run forward, and return its outputs with the node of all layers so far.
+        """Add a call that has run forward; return its outputs, attached to the autograd node of all layers so far.
 
-        The hidden states come first; behind the outputs come the router sums of all layers so far.
+        The hidden states come first. The router sums of all layers so far follow the outputs.
         """
         places = []
         for x, along in zip(extras, list(stream.call.inputs.values())[1:], strict=True):
-            known = (i for i, each in enumerate(self.extras) if each is x and self.extras_along[i] == along)
-            if (place := next(known, None)) is None:
+            matches = (i for i, extra in enumerate(self.extras) if extra is x and self.extras_along[i] == along)
+            if (place := next(matches, None)) is None:
                 place = len(self.extras)
                 self.extras.append(x)
                 self.extras_along.append(along)
             places.append(place)
         self.links.append(_Link(owner, stream, weights, tuple(parameters), places))
         stream.call.forget_tensors()
-        own = len(stream.outputs.along)
+        own_count = len(stream.outputs.along)
         if stream.sums:
-            sums = outputs[own:]
+            sums = outputs[own_count:]
             self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)] if self.totals else sums
         trained = [p for link in self.links for p in link.parameters]
-        returned = [*outputs[:own], *(total.clone() for total in self.totals)]
+        returned = [*outputs[:own_count], *(total.clone() for total in self.totals)]
         return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.extras, *trained))
 
     def is_needed(self, number: int) -> bool:
-        """Return True if another node of the chain has still to run in the current backward."""
+        """Return True if another node of the chain still has to run in the current backward pass."""
         task = torch._C._current_graph_task_id()
-        self.ran.add((task, number))
+        self.nodes_run.add((task, number))
         others = ((n, node) for n, ref in enumerate(self.nodes, 1) if (node := ref()) is not None)
-        return any((task, n) not in self.ran and torch._C._will_engine_execute_node(node) for n, node in others)
+        return any((task, n) not in self.nodes_run and torch._C._will_engine_execute_node(node) for n, node in others)
 
     def free(self, keep_graph: bool) -> None:
-        """Free what the backward used; what another backward needs stays if one may follow."""
+        """Free the tensors of the backward; with ``keep_graph`` keep what another backward needs."""
         for link in self.links:
             link.free(keep_graph)
         if not keep_graph:
@@ -282,28 +288,30 @@ class LayerChain:
             self.links, self.extras, self.totals = [], [], []
 
 
-class _Slot:
-    """Gradient of a chain's first input until the node of that input returns it."""
+class _GradientSlot:
+    """Holds the gradient of a chain's first input until the input's node returns it to autograd."""
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
 
 
 class _ChainInput(torch.autograd.Function):
-    """Stands for a chain's first input: its backward returns the gradient that the chain left."""
+    """Autograd node of a chain's first input: its backward returns the gradient in the slot."""
 
     @staticmethod
-    def forward(ctx: Any, slot: _Slot, x: Tensor) -> Tensor:
+    def forward(ctx: Any, slot: _GradientSlot, x: Tensor) -> Tensor:
         ctx.slot = slot
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        found, ctx.slot.grad = ctx.slot.grad, None
-        return None, found
+        grad_x, ctx.slot.grad = ctx.slot.grad, None
+        return None, grad_x
 
 
 class _ChainedLayers(torch.autograd.Function):
+    """Autograd node of the first ``count`` layers of a chain."""
+
     @staticmethod
     def forward(ctx: Any, chain: LayerChain, count: int, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         extras = len(chain.extras)
@@ -319,7 +327,8 @@ class _ChainedLayers(torch.autograd.Function):
         chain: LayerChain | None = ctx.chain
         if chain is None or chain.freed:
             raise ArgumentError(
-                "a streamed layer went backward a second time", fix="pass retain_graph=True to the backward before"
+                "backward ran a second time through a streamed layer",
+                fix="pass retain_graph=True to the first backward",
             )
         for link in chain.links[: ctx.count]:
             link.owner.check_in_place(link.stream.call.length)
@@ -337,7 +346,10 @@ class _ChainedLayers(torch.autograd.Function):
 
 
 class _ChainBackward:
-    """The backward of the first ``count`` layers of a chain; ``needed`` tells the inputs whose gradient is wanted."""
+    """The backward of the first ``count`` layers of a chain.
+
+    ``needed`` says which gradients to compute: of the chain's first input, then of each of ``extras``.
+    """
 
     def __init__(
         self, chain: LayerChain, count: int, extras: list[Tensor], needed: tuple[bool, ...], keep_graph: bool
@@ -345,19 +357,22 @@ class _ChainBackward:
         self.chain, self.links, self.extras, self.keep_graph = chain, chain.links[:count], extras, keep_graph
         self.needs_input, *self.needs_extras = needed
         widen = chain.schedule.grad_dtype == "float32"
-        self.wholes = [
+        self.full_grads = [
             torch.zeros_like(x) if needs and along is not None else None
             for x, along, needs in zip(extras, chain.extras_along, self.needs_extras, strict=False)
         ]
         self.extra_sums = [GradientSum(x, widen) for x in extras]
         size = count if chain.schedule.levels == 1 else min(count, chain.schedule.segment_size or 1)
         self.starts = sorted({max(0, start) for start in range(count - size, -size, -size)})
-        """The first layer of each segment; the last segment is full."""
+        """Index of the first layer of each segment; the last segment has full size."""
 
     def run(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Leave the gradient of the first input with the chain; return the gradients of extras and of parameters."""
+        """Run the backward over all chunks; return the gradients of ``extras`` and of the parameters.
+
+        The gradient of the first input is left in ``chain.grad_input``.
+        """
         chain, last = self.chain, self.links[-1].stream
-        own = len(last.outputs.along)
+        own_count = len(last.outputs.along)
         source = self.links[0].stream.stored_input()
         with ExitStack() as stack:
             for link in self.links:
@@ -365,20 +380,20 @@ class _ChainBackward:
                 link.begin()
                 stack.enter_context(link.weights.restored())
                 stack.enter_context(link.stream.walk(link.sums))
-            grads_z = [last.grad_out(grad_outputs[0]), *grad_outputs[1:own]]
-            for waiting in (source, grads_z[0]):
-                if isinstance(waiting, StoredTensor):
-                    waiting.expect(chain.chunks[::-1])
-            grad_input = self._room(source, grads_z[0], grad_outputs[0]) if self.needs_input else None
+            grads_z = [last.grad_out(grad_outputs[0]), *grad_outputs[1:own_count]]
+            for stored in (source, grads_z[0]):
+                if isinstance(stored, StoredTensor):
+                    stored.expect(chain.chunks[::-1])
+            grad_input = self._grad_buffer(source, grads_z[0], grad_outputs[0]) if self.needs_input else None
             for chunk in reversed(chain.chunks):
-                given = [
+                grads_z_i = [
                     None if grad is None else part(grad, along, chunk)
                     for grad, along in zip(grads_z, last.outputs.along, strict=True)
                 ]
-                dx_i = self._chunk(chunk, part(source, chain.along, chunk), given, grad_outputs[own:])
+                dx_i = self._run_chunk(chunk, part(source, chain.along, chunk), grads_z_i, grad_outputs[own_count:])
                 if grad_input is not None:
-                    room = part(grad_input, chain.along, chunk)
-                    room.zero_() if dx_i is None else room.copy_(dx_i)
+                    buffer_i = part(grad_input, chain.along, chunk)
+                    buffer_i.zero_() if dx_i is None else buffer_i.copy_(dx_i)
         if isinstance(grads_z[0], StoredTensor):
             grads_z[0].free()
         if grad_input is not None:
@@ -386,24 +401,28 @@ class _ChainBackward:
             slot.grad = grad_input if slot.grad is None else slot.grad + grad_input
         return self._extra_grads(), list(self._parameter_grads())
 
-    def _room(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
-        """Return memory for the gradient of the first input: the last output's gradient where it may be overwritten."""
-        own = isinstance(grad_z, Tensor) and grad_z is not incoming
-        if isinstance(grad_z, Tensor) and own and (grad_z.shape, grad_z.dtype) == (source.shape, source.dtype):
+    def _grad_buffer(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
+        """Return memory for the first input's gradient: the last output's gradient if it may be overwritten."""
+        may_overwrite = isinstance(grad_z, Tensor) and grad_z is not incoming
+        if (
+            isinstance(grad_z, Tensor)
+            and may_overwrite
+            and (grad_z.shape, grad_z.dtype) == (source.shape, source.dtype)
+        ):
             return grad_z
         return torch.empty(source.shape, dtype=source.dtype, device=source.device)
 
-    def _chunk(
-        self, chunk: slice, x: Tensor, given: list[Tensor | None], grad_sums: Sequence[Tensor | None]
+    def _run_chunk(
+        self, chunk: slice, x: Tensor, grads_z_i: list[Tensor | None], grad_sums: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """Run all layers of one chunk forward, then backward; return the gradient of the first layer's input."""
+        """Run all layers forward on one chunk, then backward; return the gradient of the first layer's input chunk."""
         x = x.detach()
         inputs = {0: x}
         for index, link in enumerate(self.links[: self.starts[-1]]):
             x = link.recompute(chunk, [x, *self._extras_of(link, chunk)])
             if index + 1 in self.starts:
                 inputs[index + 1] = x
-        found: dict[int, Tensor] = {}
+        extra_grads: dict[int, Tensor] = {}
         for start, stop in zip(self.starts[::-1], [len(self.links), *self.starts[:0:-1]], strict=True):
             x, graphs = inputs.pop(start), []
             for index, link in enumerate(self.links[start:stop], start):
@@ -411,38 +430,39 @@ class _ChainBackward:
                 needs = [index > 0 or self.needs_input, *(self.needs_extras[place] for place in link.extras)]
                 for leaf, needed in zip(leaves, needs, strict=True):
                     leaf.requires_grad_(needed)
-                graphs.append(link.graph(chunk, leaves))
+                graphs.append(link.replay(chunk, leaves))
                 x = graphs[-1].z_i[0]
             del x, leaves
             while graphs:
                 graph = graphs.pop()
                 sums = grad_sums if graph.link.stream.sums else ()
-                grads = graph.backward(chunk, [*given, *sums], self.keep_graph)
-                self._add_extras(graph.link, grads[1:], found)
-                given = [grads[0]] + [None] * (len(graphs[-1].link.stream.outputs.along) - 1 if graphs else 0)
+                grads = graph.backward(chunk, [*grads_z_i, *sums], self.keep_graph)
+                self._add_extras(graph.link, grads[1:], extra_grads)
+                grads_z_i = [grads[0]] + [None] * (len(graphs[-1].link.stream.outputs.along) - 1 if graphs else 0)
             if start:
-                given = [given[0]] + [None] * (len(self.links[start - 1].stream.outputs.along) - 1)
-        for place, grad in found.items():
-            whole = self.wholes[place]
-            assert whole is not None
-            part(whole, self.chain.extras_along[place], chunk).copy_(grad)
-        return given[0]
+                grads_z_i = [grads_z_i[0]] + [None] * (len(self.links[start - 1].stream.outputs.along) - 1)
+        for place, grad in extra_grads.items():
+            full_grad = self.full_grads[place]
+            assert full_grad is not None
+            part(full_grad, self.chain.extras_along[place], chunk).copy_(grad)
+        return grads_z_i[0]
 
     def _extras_of(self, link: _Link, chunk: slice) -> list[Tensor]:
         along = self.chain.extras_along
         return [part(self.extras[place], along[place], chunk).detach() for place in link.extras]
 
-    def _add_extras(self, link: _Link, grads: Sequence[Tensor | None], found: dict[int, Tensor]) -> None:
+    def _add_extras(self, link: _Link, grads: Sequence[Tensor | None], chunk_grads: dict[int, Tensor]) -> None:
+        """Add a layer's gradients of its extras: to the sum over chunks, or to this chunk's gradients by extra."""
         for place, grad in zip(link.extras, grads, strict=True):
-            if self.wholes[place] is None:
+            if self.full_grads[place] is None:
                 self.extra_sums[place].add(grad)
             elif grad is not None:
-                found[place] = found[place] + grad if place in found else grad
+                chunk_grads[place] = chunk_grads[place] + grad if place in chunk_grads else grad
 
     def _extra_grads(self) -> list[Tensor | None]:
         grads = [
-            total.result() if whole is None else whole
-            for whole, total in zip(self.wholes, self.extra_sums, strict=True)
+            total.result() if full_grad is None else full_grad
+            for full_grad, total in zip(self.full_grads, self.extra_sums, strict=True)
         ]
         for link in self.links:
             names: list[str | SharedKey] = list(link.stream.call.inputs)[1:]
@@ -456,4 +476,4 @@ class _ChainBackward:
             notify_chunk(link.layer, slice(0, 0), "finish")
             for total in link.sums:
                 yield total.result()
-                total.total = None  # freed before the next is cast
+                total.total = None  # free this sum before the next is cast

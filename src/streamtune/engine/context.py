@@ -1,9 +1,9 @@
-"""State that layers and attentions need and are not passed: of the model's call, of the chunk, of the layer before.
+"""State that layers and attention functions need but do not get as arguments: of a call, a chunk and the last layer.
 
-A layer finds the call that made its input by the last layer call. Engines that share weights (ZeRO stage 3, FSDP2) put
-hooks around a layer's call. They pass its hidden states through autograd functions of their own, so that the next layer
-gets another tensor with the same storage. So there are two questions: are these the same numbers, and does their
-gradient arrive unchanged and unseen?
+A layer looks up which layer call computed its input. ZeRO stage 3 and FSDP2 pass hidden states through autograd
+functions of their own around a layer's call, so the next layer gets another tensor with the same storage. Therefore two
+things are checked: that the input has the values that the call returned, and that its gradient reaches the call
+unchanged and without a hook in between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from streamtune.engine.observe import watches_gradients
+from streamtune.engine.observe import has_user_backward_hooks
 from streamtune.engine.rotary import RowLengths
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import ChunkExchange, SequenceShards
@@ -28,32 +28,32 @@ from streamtune.schedule import Schedule
 
 @dataclass
 class CallContext:
-    """Per-call state that layers need but are not passed."""
+    """State of one model call that its layers read."""
 
     rows: PackedRows | None = None
     lengths: RowLengths | None = None
-    """Lengths of the rows, for rotary embeddings that depend on them; None is the longest position of the call."""
+    """Row lengths for rotary embeddings that depend on them; None: the embedding reads the call's longest position."""
     shards: SequenceShards | None = None
     schedule: Schedule | None = None
-    """Schedule of this call's layers; None is their own."""
-    whole: bool = False
-    """The layers run on all tokens at once, by the model's eager attention."""
+    """Schedule of this call; None uses the schedule of each layer."""
+    one_chunk: bool = False
+    """True if layers run on all tokens in one chunk, with the model's eager attention."""
     plain: bool = False
-    """The layers run whole, by the model's own attention: the call is the plain model's."""
+    """True if the call runs as without streaming: unchunked, with the model's own attention."""
 
 
 @dataclass(frozen=True)
 class ChunkContext:
-    """State of one run of a layer on a chunk, which the attentions inside it need but are not passed."""
+    """State of one run of a layer on a chunk, read by the attention functions inside it."""
 
     exchange: ChunkExchange | None
-    """Exchange with the ranks that share the sequence, if any."""
+    """Exchange with the ranks that share the sequence; None if this rank has the whole sequence."""
     outputs: Memory | None
-    """Outputs of attentions that ran on the chunk before; None if they are not kept."""
+    """Saved attention outputs of this chunk's forward; None if they are not saved."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the state that :meth:`now` returns inside the context."""
+        """Context in which :meth:`current` returns this state."""
         token = _chunk.set(self)
         try:
             yield
@@ -61,8 +61,8 @@ class ChunkContext:
             _chunk.reset(token)
 
     @staticmethod
-    def now() -> ChunkContext:
-        """Return the state of the current chunk; an empty one outside of all."""
+    def current() -> ChunkContext:
+        """Return the state of the current chunk; an empty state outside of chunks."""
         return _chunk.get()
 
 
@@ -77,92 +77,102 @@ PASS_GRADIENTS = (
     "PostBackwardFunctionModuleBackward",  # ZeRO stage 3, around its inputs
     "PreBackwardFunctionForModuleBackward",  # and its outputs
 )
-"""Autograd nodes that pass the gradient of each output to the input at the same place, unchanged."""
+"""Autograd nodes that return the gradient of output n, unchanged, as the gradient of input n."""
 
 FULL_BACKWARD_HOOK = "BackwardHookFunctionBackward"
-"""Node around a module with a full backward hook, which sees the gradients; ZeRO stage 3's hook ignores them."""
+"""Node around a module with a full backward hook, which may read or change gradients (ZeRO stage 3's hook does not)."""
 
 
 class LastLayerCall(Generic[Call]):
-    """The last layer call and its output.
+    """The last layer call of a model, and the output that it returned.
 
-    A layer's input can be computed again if it is what the layer before returned, unchanged.
+    The next layer's input can be recomputed by this call if it has the values that the call returned.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[_Numbers, weakref.ref[Call], bool] | None = None
+        self._last: tuple[_TensorIdentity, weakref.ref[Call], bool] | None = None
         self._has_reader = False
-        """True once a reader leaves the gradient of the last output at its call."""
+        """True once a reader of the last output was told to leave its gradient at the call."""
         self.ends_with_rows = False
-        """True once a layer carries states and rows are packed. In the order of chunks all layers have the same chunks,
-        so they all end where rows do.
+        """True once a layer carries states while rows are packed. With ``order="chunk"`` all layers have the same
+        chunks, so all chunks then end where rows do.
         """
 
     def __reduce__(self) -> tuple[type[LastLayerCall[Any]], tuple[()]]:
-        return LastLayerCall, ()  # a copy was not called yet
+        return LastLayerCall, ()  # a copy of the model has not been called
 
-    def note(self, output: Tensor, call: Call, layer: nn.Module) -> None:
-        """Record that ``call``, of ``layer``, made ``output``."""
-        self._last, self._has_reader = (_Numbers(output), weakref.ref(call), watches_gradients(layer)), False
+    def record(self, output: Tensor, call: Call, layer: nn.Module) -> None:
+        """Record that ``call``, a call of ``layer``, returned ``output``."""
+        self._last, self._has_reader = (
+            (_TensorIdentity(output), weakref.ref(call), has_user_backward_hooks(layer)),
+            False,
+        )
 
-    def maker(self, hidden: Tensor) -> Call | None:
-        """Return the last layer call if it made the numbers of these hidden states, else None."""
+    def producer(self, hidden: Tensor) -> Call | None:
+        """Return the last layer call if ``hidden`` has the values that it returned, else None."""
         if self._last is None:
             return None
-        numbers, call, _ = self._last
-        return call() if numbers.are_of(hidden) else None
+        output, call, _ = self._last
+        return call() if output.same_values(hidden) else None
 
     def grad_target(self, hidden: Tensor, module: nn.Module) -> Call | None:
-        """Return :meth:`maker` if the gradient of these hidden states arrives at its output unchanged; else None.
+        """Return :meth:`producer` if the gradient of ``hidden`` reaches the call's output unchanged; else None.
 
-        There is room for the gradient of one reader, the first that asks (dory norms the output of a layer twice).
+        Only the first reader that asks gets the call, because it stores one gradient (dory norms a layer's output
+        twice).
         """
         if self._last is None or self._has_reader:
             return None
-        numbers, _, watched = self._last
-        if not numbers.are(hidden):
-            passing = PASS_GRADIENTS if watched or watches_gradients(module) else (*PASS_GRADIENTS, FULL_BACKWARD_HOOK)
-            if not numbers.come_from(_origin(hidden, passing)):
+        output, _, watched = self._last
+        if not output.is_same(hidden):
+            passing = (
+                PASS_GRADIENTS if watched or has_user_backward_hooks(module) else (*PASS_GRADIENTS, FULL_BACKWARD_HOOK)
+            )
+            if not output.made_by(_origin(hidden, passing)):
                 return None
-        found = self.maker(hidden)
-        self._has_reader = found is not None
-        return found
+        call = self.producer(hidden)
+        self._has_reader = call is not None
+        return call
 
 
-class _Numbers:
-    """The numbers of a tensor, recognised in another tensor that has its storage.
+class _TensorIdentity:
+    """Identity of a tensor and of its values, to recognise them in another tensor with the same storage.
 
-    The weak references keep neither alive. The reference to the storage keeps its address from being reused.
+    It holds weak references, so neither the tensor nor its memory stays alive. The weak reference to the storage keeps
+    the storage's address from being reused.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         self.node = None if tensor.grad_fn is None else weakref.ref(tensor.grad_fn)
         self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.form = _form(tensor)
+        self.form = _layout(tensor)
 
-    def are(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` is the tensor itself, and was not written to since."""
+    def is_same(self, tensor: Tensor) -> bool:
+        """Return True if ``tensor`` is the tensor itself and was not changed in place since."""
         return self.tensor() is tensor and tensor._version == self.version
 
-    def are_of(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` has the same numbers, and none of them was written to since."""
-        if self.are(tensor):
+    def same_values(self, tensor: Tensor) -> bool:
+        """Return True if ``tensor`` shares storage and layout with the tensor and was not changed in place since."""
+        if self.is_same(tensor):
             return True
-        same = tensor._version == self.version and _form(tensor) == self.form
+        same = tensor._version == self.version and _layout(tensor) == self.form
         return same and tensor.untyped_storage()._cdata == self.storage.cdata
 
-    def come_from(self, node: Any) -> bool:
-        """Return True if ``node`` is the autograd node that made the tensor."""
+    def made_by(self, node: Any) -> bool:
+        """Return True if ``node`` is the autograd node that returned the tensor."""
         return node is not None and self.node is not None and self.node() is node
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def _origin(tensor: Tensor, passing: tuple[str, ...]) -> Any:
-    """Return the node at which a tensor's gradient arrives, behind ``passing``; None if not at its first output."""
+    """Return the autograd node that receives a tensor's gradient after the nodes named in ``passing``.
+
+    Return None if the gradient does not arrive at the node's first output.
+    """
     node: Any = tensor.grad_fn
     place = tensor.output_nr
     while node is not None and type(node).__name__ in passing:

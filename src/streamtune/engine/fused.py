@@ -1,18 +1,18 @@
-"""Parts of a layer that are computed in another way than its modules are written: the same function, but for rounding.
+"""Fused versions of a layer's linear modules, norms and rotary embeddings: the same functions up to rounding.
 
-**Linear modules**, called for one chunk after another. Autocast casts a weight whenever its module is called: here it
-is cast once for a walk over the chunks. And the gradient of a weight,
+**Linear modules** are called once per chunk. Autocast casts a weight in every call of its module. Here the weight is
+cast once per pass over the chunks. The gradient of a weight is a sum over chunks,
 
-    dL/dW = sum_i  (dL/dy_i)' x_i,
+    dL/dW = sum_i  (dL/dy_i)' x_i.
 
-is added to its sum over the chunks by the matrix product itself, which reads and writes the sum once, in place of a
-product that is written out, read again and added. In bf16 the sum then rounds once per chunk, in fp32, and not before.
+The matrix product adds to this sum directly, so each term is not written out, read again and added. In bf16 the fp32
+sum then rounds once per chunk, and the terms are not rounded to bf16.
 
-**Norms and rotary embeddings**, on a device where each operator of their formulas is a separate kernel that reads and
-writes memory: one kernel for a norm, three for an embedding. A part qualifies by what it computes, not by its name: its
-own forward and the formula are compared on random numbers when the layer is streamed. Anything else stays as it is.
+**Norms and rotary embeddings** are fused on devices where each operator of their formulas would be a separate kernel:
+one kernel for a norm, three for a rotary embedding. A module or function qualifies by what it computes, not by its
+name: when the layer is streamed, it is compared with the formula on random numbers. Anything else stays unchanged.
 
-Everything but the call of such a module still sees the module and its weight.
+Only the call of such a module changes: the module and its weight stay in the model.
 """
 
 from __future__ import annotations
@@ -36,27 +36,28 @@ from streamtune.ops.devices import autocast_kind
 from streamtune.ops.fused import norm_is_right, rms_norm, rotary
 
 KINDS = (Tensor, nn.Parameter)
-"""Types of tensors that are computed with here. Quantised and sharded tensors have types of their own."""
+"""Tensor types that are fused. Quantised and sharded tensors have other types."""
 
 LINEAR_FORWARD = nn.Linear.forward
 
 
-class Linears:
-    """The linear modules of one layer, for one walk over the chunks of a sequence.
+class FusedLinears:
+    """The linear modules of one layer, fused for one pass over the chunks of a sequence.
 
-    Modules keep their own forward if their weights have other types, if ranks share the weights of the layer, if a part
-    of the layer is compiled, or if somebody replaced what a linear module computes. Weights of a layer with hooks are
-    not cast once: a hook may write them before each chunk.
+    Modules keep their own forward if weights have other types or are sharded, if a part of the layer is compiled, or if
+    the forward of linear modules was replaced. Weights are not cast in advance if modules inside the layer have hooks:
+    a hook may write weights before each chunk.
 
     Args:
-        autocast: Autocast settings of its forward.
+        layer: Decoder layer.
+        autocast: Autocast settings of the layer's forward.
         sums: Gradient accumulators of the parameters, in a backward.
     """
 
     def __init__(self, layer: nn.Module, autocast: Autocast, sums: Sequence[GradientSum] = ()) -> None:
         self.autocast = autocast
         self._casts: dict[int, Tensor] = {}
-        self._calls: list[_Call] = []
+        self._calls: list[_FusedLinear] = []
         parts = list(layer.modules())
         if not (sums or autocast.enabled) or any(is_sharded(part) or _is_compiled(part) for part in parts):
             return
@@ -64,20 +65,20 @@ class Linears:
         hooked = any(part._forward_pre_hooks or part._forward_hooks for part in parts[1:])
         by_owner = {id(total.owner): total for total in sums}
         for module in parts:
-            if not _is_plain(module):
+            if not _is_plain_linear(module):
                 continue
             assert isinstance(module, nn.Linear)
             weight = None if hooked else self._cast(module.weight)
             bias = None if hooked or module.bias is None else self._cast(module.bias)
             if module.bias is not None and (weight is None) != (bias is None):
-                continue  # autocast would cast one of them
-            both = by_owner.get(id(module.weight)), by_owner.get(id(module.bias))
-            if weight is not None or any(both):
-                self._calls.append(_Call(module, autocast, weight, bias, both))
+                continue  # autocast would cast only one of them
+            weight_and_bias_sums = by_owner.get(id(module.weight)), by_owner.get(id(module.bias))
+            if weight is not None or any(weight_and_bias_sums):
+                self._calls.append(_FusedLinear(module, autocast, weight, bias, weight_and_bias_sums))
 
     @torch.no_grad()
     def _cast(self, x: Tensor) -> Tensor | None:
-        """Return ``x`` in autocast's dtype, or None where autocast would leave it."""
+        """Return ``x`` in autocast's dtype, or None if autocast would not cast it."""
         if not self.autocast.enabled or x.dtype != torch.float32:
             return None
         if autocast_kind(x.device) != self.autocast.device_type:
@@ -88,7 +89,7 @@ class Linears:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context for one chunk: the modules compute as described."""
+        """Context in which the linear modules are fused."""
         for call in self._calls:
             call.module.forward = call  # type: ignore[method-assign]
         try:
@@ -99,36 +100,39 @@ class Linears:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _FusedLinear:
+    """Forward of one linear module during a pass."""
+
     module: nn.Linear
     autocast: Autocast
     weight: Tensor | None
-    """Weight in autocast's dtype; None if autocast leaves it."""
+    """Weight in autocast's dtype; None if autocast does not cast it."""
     bias: Tensor | None
     sums: tuple[GradientSum | None, GradientSum | None]
-    """Gradient accumulators of weight and bias; None if no gradient is wanted."""
+    """Gradient accumulators of weight and bias; None if no gradient is needed."""
 
     def __call__(self, input: Tensor) -> Tensor:
-        if _saves_elsewhere() or not is_linear_original():
+        if _inside_saved_tensors_hooks() or not is_linear_unpatched():
             return nn.Linear.forward(self.module, input)
-        own = [p for p in (self.module.weight, self.module.bias) if p is not None]
-        x, now = input, Autocast.now(input.device)
+        parameters = [p for p in (self.module.weight, self.module.bias) if p is not None]
+        x, now = input, Autocast.current(input.device)
         weight: Tensor = self.module.weight
         bias: Tensor | None = self.module.bias
         if self.weight is not None and now == self.autocast and x.is_floating_point() and x.dtype != torch.float64:
             x, weight, bias = x.to(self.weight.dtype), self.weight, self.bias
-        as_given = type(x) in KINDS and x.dtype == weight.dtype and (not now.enabled or now.dtype == x.dtype)
-        wanted = torch.is_grad_enabled() and any(p.requires_grad for p in own)
-        summed = all(total is not None or not p.requires_grad for p, total in zip(own, self.sums, strict=False))
-        if not as_given or (wanted and not summed):
+        no_cast = type(x) in KINDS and x.dtype == weight.dtype and (not now.enabled or now.dtype == x.dtype)
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        summed = all(total is not None or not p.requires_grad for p, total in zip(parameters, self.sums, strict=False))
+        if not no_cast or (trained and not summed):
             return nn.Linear.forward(self.module, input)
-        return _Linear.apply(x, weight, bias, self.sums, *own) if wanted else linear(x, weight, bias)
+        return _SummingLinear.apply(x, weight, bias, self.sums, *parameters) if trained else linear(x, weight, bias)
 
 
-class _Linear(torch.autograd.Function):
+class _SummingLinear(torch.autograd.Function):
     """``x W' + b``, whose backward adds the gradients of W and b to their sums.
 
-    The parameters are inputs so that the result needs a gradient where they do; none is returned for them.
+    The parameters are inputs of the node, so that the result requires a gradient if they do. The backward returns None
+    for them.
     """
 
     @staticmethod
@@ -138,10 +142,10 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         sums: tuple[GradientSum | None, GradientSum | None],
-        *own: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.sums, ctx.others = weight.detach(), sums, 3 + len(own)
+        ctx.weight, ctx.sums, ctx.others = weight.detach(), sums, 3 + len(parameters)
         return linear(x, weight, bias)
 
     @staticmethod
@@ -156,25 +160,25 @@ class _Linear(torch.autograd.Function):
         return (grad_x, *[None] * ctx.others)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Return True for a linear module as torch defines it, with floating-point weights of its own."""
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Return True for a linear module with torch's forward and weights of plain tensor types."""
     if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return type(weight) in KINDS and (bias is None or type(bias) in KINDS)
 
 
-def is_linear_original() -> bool:
-    """Return False if linear modules compute something else now: a function was replaced, or a mode intercepts it."""
+def is_linear_unpatched() -> bool:
+    """Return False if ``nn.Linear.forward`` or ``functional.linear`` was replaced, or a mode intercepts functions."""
     if nn.Linear.forward is not LINEAR_FORWARD or functional.linear is not torch._C._nn.linear:
         return False
     return not function_modes()
 
 
-def _saves_elsewhere() -> bool:
-    """Return True inside ``saved_tensors_hooks``, such as a checkpoint's inside a layer.
+def _inside_saved_tensors_hooks() -> bool:
+    """Return True inside ``saved_tensors_hooks``, which a gradient checkpoint inside a layer sets.
 
-    The checkpoint calls the module again in the backward, and both calls have to save the same tensors.
+    The checkpoint calls the module again in the backward, and both calls must save the same tensors.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -187,16 +191,16 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class FusedParts:
-    """The norms of one layer, and the rotary embeddings its attentions call."""
+    """The fused norms of one layer, and the fused rotary functions that its attention modules call."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self._norms: list[_Norm] = []
-        self._rotary: list[tuple[dict[str, Any], _Rotary]] = []
+        self._norms: list[_FusedNorm] = []
+        self._rotary: list[tuple[dict[str, Any], _FusedRotary]] = []
         self._find()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layer": self.layer}  # a copy finds its own: functions are in modules, which are not copied
+        return {"layer": self.layer}  # a copy searches again: functions belong to Python modules, which are not copied
 
     def _find(self) -> None:
         self._norms, self._rotary = [], []
@@ -204,24 +208,24 @@ class FusedParts:
             return
         seen: set[int] = set()
         for module in self.layer.modules():
-            if "forward" not in module.__dict__ and (form := _norm_form(module)) is not None:
-                self._norms.append(_Norm(module, form, type(module).forward))
+            if "forward" not in module.__dict__ and (form := _norm_formula(module)) is not None:
+                self._norms.append(_FusedNorm(module, form, type(module).forward))
             names = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
             function = names.get(ROTARY)
             if id(names) not in seen and callable(function) and _is_rotary(function):
-                self._rotary.append((names, _Rotary(function)))
+                self._rotary.append((names, _FusedRotary(function)))
             seen.add(id(names))
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context for one chunk: norms and rotary embeddings are computed by the fused operators.
+        """Context in which norms and rotary embeddings are computed by the fused operators.
 
-        A norm or a function that somebody has replaced since is called as it is now.
+        A norm or function that was replaced since is called unchanged.
         """
         if "_norms" not in self.__dict__:
             self._find()
-        norms = [norm for norm in self._norms if norm.is_as_written()]
-        rotary = [(names, fused) for names, fused in self._rotary if names.get(ROTARY) is fused.own]
+        norms = [norm for norm in self._norms if norm.is_unchanged()]
+        rotary = [(names, fused) for names, fused in self._rotary if names.get(ROTARY) is fused.original]
         for norm in norms:
             norm.module.forward = norm
         for names, fused in rotary:
@@ -230,41 +234,43 @@ class FusedParts:
             yield
         finally:
             for names, fused in rotary:
-                names[ROTARY] = fused.own
+                names[ROTARY] = fused.original
             for norm in norms:
                 restore_forward(norm.module, None)
 
 
 ROTARY = "apply_rotary_pos_emb"
-"""Function by which the attentions of ``transformers`` rotate queries and keys, in the module of each family."""
+"""Name of the function with which attention modules of ``transformers`` rotate queries and keys."""
 
 
 @dataclass(frozen=True)
-class _Form:
+class _NormFormula:
     """The formula of a norm: ``x / sqrt(mean(x^2) + eps) * (offset + weight)``."""
 
     eps: float
     offset: float
     widens: bool
-    """True if the result has the dtype of the weight where that is wider than the input's."""
+    """True if the result has the weight's dtype when it is wider than the input's."""
 
 
 @dataclass(frozen=True)
-class _Norm:
+class _FusedNorm:
+    """Forward of one norm that computes a known formula."""
+
     module: nn.Module
-    form: _Form
-    own: Callable[..., Any]
+    form: _NormFormula
+    original: Callable[..., Any]
     """The ``forward`` of its class when it was compared with the formula."""
 
-    def is_as_written(self) -> bool:
-        """Return True if neither the module nor its class was given another ``forward`` since."""
-        return "forward" not in self.module.__dict__ and type(self.module).forward is self.own
+    def is_unchanged(self) -> bool:
+        """Return True if ``forward`` was replaced neither on the module nor on its class since."""
+        return "forward" not in self.module.__dict__ and type(self.module).forward is self.original
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form, weight = self.form, self.module._parameters.get("weight")
         plain = type(x) in KINDS and x.is_floating_point() and (weight is None or type(weight) in KINDS)
-        if args or kwargs or not plain or not norm_is_right(x.device, x.dtype):  # such as the gate of a gated norm
-            return self.own(self.module, x, *args, **kwargs)
+        if args or kwargs or not plain or not norm_is_right(x.device, x.dtype):  # a gated norm has a second argument
+            return self.original(self.module, x, *args, **kwargs)
         if weight is None or (weight.dtype == x.dtype and not form.offset):
             return rms_norm(x, weight, form.eps)
         result = torch.promote_types(x.dtype, weight.dtype) if form.widens else x.dtype
@@ -273,8 +279,8 @@ class _Norm:
         return rms_norm(x.to(wide), factor, form.eps).to(result)
 
 
-def _norm_form(module: nn.Module) -> _Form | None:
-    """Return the formula that a module computes, if it is a root mean square norm with one weight or none."""
+def _norm_formula(module: nn.Module) -> _NormFormula | None:
+    """Return the formula of a module if it is an RMS norm with at most one weight; else None."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     eps = next((module.__dict__[name] for name in ("variance_epsilon", "eps", "epsilon") if name in module.__dict__), 0)
     if names not in ([], ["weight"]) or module._modules or module._buffers or not isinstance(eps, float):
@@ -282,7 +288,7 @@ def _norm_form(module: nn.Module) -> _Form | None:
     if isinstance(module, nn.RMSNorm):  # torch's own is one kernel already
         return None
     weight = module._parameters.get("weight")
-    shape = getattr(weight, "ds_shape", torch.Size([16]) if weight is None else weight.shape)  # of ZeRO-3 the whole's
+    shape = getattr(weight, "ds_shape", torch.Size([16]) if weight is None else weight.shape)  # ZeRO-3: unsharded shape
     if len(shape) != 1:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
@@ -290,42 +296,42 @@ def _norm_form(module: nn.Module) -> _Form | None:
         [[1e-3], [1e-2], [1.0], [30.0]], device="cpu"
     )
     w = torch.randn(*shape, generator=generator, device="cpu")
-    own = copy.copy(module)
-    own.__dict__["_parameters"] = {**module._parameters, **({"weight": nn.Parameter(w)} if names else {})}
+    trial = copy.copy(module)
+    trial.__dict__["_parameters"] = {**module._parameters, **({"weight": nn.Parameter(w)} if names else {})}
     try:
         with torch.no_grad():
-            want = type(module).forward(own, x)
-            mixed = type(module).forward(own, x.bfloat16())
+            want = type(module).forward(trial, x)
+            mixed = type(module).forward(trial, x.bfloat16())
             if names:
-                own._parameters["weight"] = nn.Parameter(w.bfloat16())
-            narrow = type(module).forward(own, x.bfloat16())
-    except Exception:  # it is called in another way
+                trial._parameters["weight"] = nn.Parameter(w.bfloat16())
+            narrow = type(module).forward(trial, x.bfloat16())
+    except Exception:  # its forward has other arguments
         return None
     if not isinstance(want, Tensor) or want.shape != x.shape or narrow.dtype != torch.bfloat16:
         return None
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     for offset in (0.0, 1.0) if names else (0.0,):
         if _close(want, normed * (offset + w) if names else normed):
-            return _Form(eps, offset, widens=mixed.dtype == torch.float32)
+            return _NormFormula(eps, offset, widens=mixed.dtype == torch.float32)
     return None
 
 
 @dataclass(frozen=True)
-class _Rotary:
-    """The function that rotates queries and keys, by the fused operator where it fits."""
+class _FusedRotary:
+    """Replaces the function that rotates queries and keys; uses the fused operator if the arguments fit."""
 
-    own: Callable[..., Any]
+    original: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 4 and not kwargs and _fit(*args):
+        if len(args) == 4 and not kwargs and _can_fuse_rotary(*args):
             q, k, cos, sin = args
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
             return rotary(q, cos, sin), rotary(k, cos, sin)
-        return self.own(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
-def _fit(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    """Return True for ``[B, H, T, D]`` and ``[B, T, D]`` of one floating dtype, the second without gradient."""
+def _can_fuse_rotary(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    """Return True if q, k are ``[B, H, T, D]``, cos, sin ``[B, T, D]`` without gradient, all of one dtype."""
     if not all(type(x) in KINDS for x in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim(), sin.dim()) != (4, 4, 3, 3):
         return False
     width, dtype = q.shape[-1], q.dtype
@@ -334,7 +340,7 @@ def _fit(q: Any, k: Any, cos: Any, sin: Any) -> bool:
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:
-    """Return True if a function rotates ``(q, k, cos, sin)`` by halves."""
+    """Return True if a function of ``(q, k, cos, sin)`` computes the rotary embedding that rotates halves."""
     generator = torch.Generator("cpu").manual_seed(0)
     q, k, cos, sin = (
         torch.randn(*shape, 3, 8, generator=generator, device="cpu") for shape in ((1, 4), (1, 2), (1,), (1,))
@@ -344,7 +350,7 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
             got = function(q, k, cos, sin)
             want = [rotary(x, cos[:, None], sin[:, None]) for x in (q, k)]
         return all(_close(a, b) for a, b in zip(got, want, strict=True))
-    except Exception:  # it is called in another way
+    except Exception:  # it has other arguments
         return False
 
 

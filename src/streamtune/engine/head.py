@@ -1,13 +1,12 @@
-"""The language-model head, streamed: logits exist only while the loss is computed, one chunk at a time.
+"""The streamed language-model head: the logits of one chunk of tokens exist at a time, while the loss is computed.
 
     loss = cross_entropy(transform(h W'), targets) = sum_i cross_entropy(transform(h(i) W'), targets(i))
 
-While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
-squash them (softcap) or cut off a padded end of the vocabulary; these steps are recorded and applied to each chunk. It
-may also leave out tokens and lay the others in a row (``view(-1, V)``); that is applied to the hidden states. The loss
-is computed from hidden states and weight in one pass over the chunks (``ops.head.cross_entropy``), both if the model
-calls its ``loss_function``, which is ours during the call, and if it calls ``torch.nn.functional.cross_entropy``
-itself.
+During a call with ``labels`` the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale them,
+squash them (softcap) or cut off a padded end of the vocabulary. These steps are recorded and applied to each chunk. The
+model may also drop tokens and flatten the others (``view(-1, V)``); this is applied to the hidden states. The loss is
+computed from hidden states and weight in one pass over the chunks (``ops.head.cross_entropy``). This happens when the
+model calls its ``loss_function``, which is replaced during the call, or ``torch.nn.functional.cross_entropy``.
 
 Shape suffixes: B batch, T tokens, N = B * T or fewer tokens, C hidden size, V vocabulary.
 """
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.evaluated import EvaluatedLogits, ReadableLogits
-from streamtune.engine.fused import is_linear_original
+from streamtune.engine.fused import is_linear_unpatched
 from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, inside
 from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
 from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
@@ -51,48 +50,52 @@ _causal_loss = inside(CAUSAL_LOSS)
 
 
 def has_head(model: Any) -> bool:
-    """Return True for a causal language model; False for a classifier or a bare decoder."""
+    """Return True if a model has a language-model head; False for a classifier or a bare decoder."""
     return model.get_output_embeddings() is not None
 
 
 class StreamedHead:
-    """Replaces a model's head and loss while a call with labels runs, and restores them after it.
+    """Replaces a model's head and loss during a call with labels, and restores them after it.
 
     Args:
-        model: Causal language model, without an adapter wrapper.
-        schedule: Schedule, of which ``head_chunk_size`` and ``grad_dtype`` are read.
-        waiting: Weights on the host, if any.
+        model: Causal language model, without wrappers.
+        schedule: Schedule; ``head_chunk_size`` and ``grad_dtype`` are read.
+        waiting: Weights offloaded to the host; None if all weights are on the device.
     """
 
     def __init__(self, model: Any, schedule: Schedule, waiting: WaitingWeights | None = None) -> None:
         self.model, self.schedule, self.waiting = model, schedule, waiting
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
-        """The ranks' tokens, if ranks share the sequence: lazy logits are this rank's."""
+        """Shards of the current call; if ranks share the sequence, lazy logits cover this rank's tokens."""
         self.asked: LossRequest | None = None
-        """Loss of calls with labels; None is the cross entropy."""
+        """Loss of calls with labels; None is the cross-entropy."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
-                f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
-                "loss over all of them; only one head over one stream of tokens is streamed",
+                f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens; only a "
+                "head that is a single module can be streamed",
                 fix="use stream(model, head=False): layers are streamed, the heads are the model's own",
             )
         self._check_loss(model.__dict__.get(LOSS))
 
     def _check_loss(self, function: Any) -> None:
-        """Refuse another loss than the causal language model's (None), the only one that ours replaces."""
+        """Refuse a loss function other than ``ForCausalLMLoss`` (None), the only one that streaming replaces.
+
+        Raises:
+            UnsupportedModelError: ``function`` is another loss.
+        """
         if function is not None and function not in (_causal_loss, self.loss):
             name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedModelError(
-                f"the loss of this {type(self.model).__name__} is {name!r}, a function of whole logits, which are not "
-                "built: StreamTune's own cross entropy would be used in its place",
+                f"the loss of this {type(self.model).__name__} is {name!r}, a function of full logits; streaming would "
+                "replace it by the cross-entropy",
                 where="model.loss_function",
                 fix="use stream(model, head=False): layers are streamed, head and loss are the model's own; or build "
-                "the loss on handle.logprobs(), whose values and gradients are streamed",
+                "the loss on handle.logprobs(), which is streamed",
             )
 
     def open(self) -> None:
-        """Begin a call: from now on the head returns :class:`LazyLogits`."""
+        """Begin a call: the head returns :class:`LazyLogits` until :meth:`close`."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Module):
             raise UnsupportedModelError(
@@ -102,58 +105,63 @@ class StreamedHead:
         refuse_hooks(
             head,
             within=False,
-            why="which is not called for its logits: loss and gradient are computed from its weight",
+            why="which would not run: loss and gradient are computed from the head's weight",
             fix="use stream(model, head=False): layers are streamed, the head is the model's own",
         )
-        self.module, self.shadowed = head, head.__dict__.get("forward")
+        self.module, self.original_forward = head, head.__dict__.get("forward")
         self.had_loss = LOSS in self.model.__dict__
         self.loss_before = self.model.__dict__.get(LOSS)
         head.forward = LazyForward(self)
         self.sharded = is_sharded(head)
-        if self.sharded:  # lazy logits need no weight: it is gathered when a loss or scores are computed, not before
+        if self.sharded:  # lazy logits need no weight: it is gathered only when a loss or scores are computed
             head._call_impl = head.forward  # type: ignore[method-assign]
         setattr(self.model, LOSS, self.loss)
         self.active = True
 
     def close(self) -> None:
-        """End the call: the head and the loss are the model's own again."""
+        """End the call: restore the model's own head and loss."""
         if not self.active:
             return
         self.active = False
-        restore_forward(self.module, self.shadowed)
+        restore_forward(self.module, self.original_forward)
         self.module.__dict__.pop("_call_impl", None)
         if self.had_loss:
             setattr(self.model, LOSS, self.loss_before)
         else:
             delattr(self.model, LOSS)
 
-    def evaluated(self, logits: LazyLogits) -> Tensor | None:
-        """Return logits, computed when read unless the head has adapters; None if ranks share them or its weight."""
+    def evaluated_logits(self, logits: LazyLogits) -> Tensor | None:
+        """Return logits without a graph that are computed when they are read; if the head has adapters, computed now.
+
+        Return None if ranks share the sequence or the head's weight is sharded.
+        """
         return self._read_later(logits, EvaluatedLogits)
 
-    def readable(self, logits: LazyLogits) -> Tensor | None:
-        """Return logits with their gradient, computed when read; None if ranks share them or its weight."""
-        return self._read_later(logits, ReadableLogits.of)
+    def readable_logits(self, logits: LazyLogits) -> Tensor | None:
+        """Return logits with a graph that are computed when they are read; if the head has adapters, computed now.
+
+        Return None if ranks share the sequence or the head's weight is sharded.
+        """
+        return self._read_later(logits, ReadableLogits.create)
 
     def _read_later(self, logits: LazyLogits, make: Callable[..., Tensor]) -> Tensor | None:
         if self.sharded or self.shards is not None:
             return None
-        if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
+        if any(True for _ in self.module.children()):  # adapters may be enabled or disabled before a later read
             return logits.transform(self.module(logits.hidden))
         return make(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def _with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
-        """Return ``compute(logits)``, inside a call of the head if its weight is whole only there.
+        """Return ``compute(logits)``, run inside a call of the head if its weight is sharded.
 
-        Hooks around that call gather the weight, once for the forward and once for the backward, and reduce its
-        gradient.
+        Hooks around that call gather the weight, once in the forward and once in the backward, and reduce its gradient.
         """
         if not self.sharded:
             with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
                 return compute(logits)
         returns_lazy, head = self.module.__dict__.pop("_call_impl", None), self.module
         before = head.__dict__.get("forward")
-        head.forward = lambda hidden: compute(logits.of(hidden))
+        head.forward = lambda hidden: compute(logits.with_hidden(hidden))
         try:
             return head(logits.hidden)
         finally:
@@ -171,16 +179,19 @@ class StreamedHead:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute ``transformers``' ``ForCausalLMLoss`` of lazy logits: with its shift and its divisor.
+        """Return the loss of lazy logits; equal to ``transformers``' ``ForCausalLMLoss``, with its shift and divisor.
 
         Args:
-            logits: Lazy logits.
-            labels: ``[B, T]``, unshifted; -100 where nothing is trained.
-            num_items_in_batch: Target tokens of the whole global step; None counts this call's.
-            shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
+            logits: Lazy logits ``[B, T, V]``.
+            labels: Labels ``[B, T]``, unshifted; -100 for tokens that are not trained on.
+            vocab_size: Vocabulary size, which is not read.
+            num_items_in_batch: Number of target tokens in the whole step; None counts the targets of this call.
+            ignore_index: Label of tokens that are not trained on.
+            shift_labels: Labels ``[B, T]``, already shifted; they take precedence over ``labels``.
+            **kwargs: Other arguments of the model, which are not read.
         """
-        known = _LOSSES.get(getattr(self.model, "loss_type", None))
-        self._check_loss(self.loss_before if self.had_loss else known)
+        by_type = _LOSSES.get(getattr(self.model, "loss_type", None))
+        self._check_loss(self.loss_before if self.had_loss else by_type)
         if self.shards is not None:
             return self._shared_loss(self.shards, logits, num_items_in_batch, ignore_index)
         if shift_labels is None:
@@ -192,23 +203,23 @@ class StreamedHead:
     def _shared_loss(
         self, shards: SequenceShards, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Return the loss of the whole rows, the same on every rank; the gradient of a rank is its share."""
-        whole = shards.targets
-        assert whole is not None
-        targets = shards.cut(whole.to(logits.hidden.device), 1, ignore_index)
+        """Return the loss of the whole rows, equal on every rank; each rank computes its share of the gradient."""
+        all_targets = shards.targets
+        assert all_targets is not None
+        targets = shards.cut(all_targets.to(logits.hidden.device), 1, ignore_index)
         if logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} leaves out tokens before its loss, which ranks that share them cannot",
+                f"{type(self.model).__name__} drops tokens before its loss, so ranks cannot share its sequence",
                 fix="set sequence_parallel_size: 1",
             )
         if num_items is None:
-            num_items = max(1, int((whole != ignore_index).sum()))
+            num_items = max(1, int((all_targets != ignore_index).sum()))
         return summed(self.cross_entropy(logits, targets, num_items, ignore_index), shards.group)
 
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Compute, chunk by chunk, the summed loss of targets ``[...]`` over ``num_items`` (None: their number)."""
+        """Return the summed loss of targets ``[...]`` divided by ``num_items`` (None: the number of targets)."""
         options: dict[str, Any] = {"num_items": num_items, "ignore_index": ignore_index}
         if self.asked is None:
             return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
@@ -227,9 +238,13 @@ class StreamedHead:
 
     @contextmanager
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
-        """Yield this head as a teacher's, with its weight on the device inside; the student has the same tokens."""
+        """Context that yields the teacher's head and hidden states, with the head's weight on the device.
+
+        Raises:
+            UnsupportedModelError: The head is sharded, or the teacher's tokens are not the student's ``targets``.
+        """
         if self.sharded or logits.hidden.shape[:-1] != targets.shape:
-            what = "its head is divided between ranks" if self.sharded else "it leaves out tokens before its head"
+            what = "its head is sharded" if self.sharded else "it drops tokens before its head"
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be a teacher: {what}")
         hidden = logits.hidden.detach()
         with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
@@ -247,7 +262,7 @@ class StreamedHead:
             yield TeacherHead(hidden, project)
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities ``[...]`` of targets ``[...]`` (-100: none), and their entropies if ``entropy``."""
+        """Return log-probabilities ``[...]`` of targets ``[...]`` (-100: 0), and entropies ``[...]`` if ``entropy``."""
         return self._compute(logits, targets, token_scores, project_scores, {"entropy": entropy})
 
     def _compute(
@@ -258,13 +273,13 @@ class StreamedHead:
         project: Callable[..., Any],
         options: dict[str, Any],
     ) -> Any:
-        """Return the result of ``linear`` for a head that is one plain ``nn.Linear``, of ``project`` otherwise."""
+        """Return the result of ``linear`` if the head is a plain ``nn.Linear``, else the result of ``project``."""
 
         def compute(logits: LazyLogits) -> Any:
             head: Any = self.module
             if not self._is_plain:
-                wanted = [p for p in head.parameters() if p.requires_grad]
-                return project(logits.hidden, self._project(logits), wanted, targets, **options)
+                trained = [p for p in head.parameters() if p.requires_grad]
+                return project(logits.hidden, self._project(logits), trained, targets, **options)
             wide = self.schedule.grad_dtype == "float32"
             return linear(
                 logits.hidden,
@@ -284,12 +299,12 @@ class StreamedHead:
         head: Any = self.module
         hooked = any(True for _ in foreign_hooks(head)) and not self.sharded
         return (
-            is_linear_original()
+            is_linear_unpatched()
             and (type(head) is nn.Linear or (self.sharded and isinstance(head, nn.Linear)))
-            and self.shadowed is None
+            and self.original_forward is None
             and not hooked
         )
 
     def _project(self, logits: LazyLogits) -> Step:
-        forward = self.shadowed or type(self.module).forward.__get__(self.module)
+        forward = self.original_forward or type(self.module).forward.__get__(self.module)
         return lambda hidden: logits.transform(forward(hidden))

@@ -1,11 +1,11 @@
-"""The names by which the engine knows the inside of ``transformers``, and since which version each is called that.
+"""Names of ``transformers``' internals, each with the version that introduced it.
 
-``transformers`` renames arguments, functions and attributes between minor versions. All names of its inside that this
-package uses stand here, and nowhere else. The documented arguments of a model's call (``input_ids``, ``labels``,
-``attention_mask``, ...) and the keys of a configuration are its interface and do not count.
+``transformers`` renames arguments, functions and attributes between minor versions. All internal names that this
+package uses are listed here and nowhere else. The documented arguments of a model call (``input_ids``, ``labels``,
+``attention_mask``, ...) and the keys of a configuration are public and not listed.
 
-A name that the installed version does not have is a :class:`~streamtune.errors.VersionError`, which names what is
-missing in which version and does not blame a model.
+A name that the installed version lacks raises :class:`~streamtune.errors.VersionError`. The error says which name is
+missing in which version, and does not name a model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from streamtune.base.libraries import installed, missing_name_error
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
-"""Names of the file of weights in a folder, and of its index."""
+"""Names of the weight file in a model folder, and of its index file."""
 
 # --- the cache -------------------------------------------------------------------------------------------------------
 
@@ -32,15 +32,16 @@ CACHES = {
     "past_key_value": "before 5.17; code of repositories",
     "cache": "since 5.24",
 }
-"""Names of the cache: arguments of models and layers, items of outputs. Old names come first: a model that still has
-one means the cache by it, and before 5.24 a few models called something else ``cache``.
+"""Names of the cache argument of models and layers, and of the cache in outputs, each with the versions that use it.
+Old names come first: if a model has an old name, that argument is the cache. Before 5.24 a few models used ``cache``
+for something else.
 """
 CACHE = "past_key_values"
-"""Name of the cache in messages: the name that people know, and that a model of any tested version takes."""
+"""Name of the cache in messages; models of all tested versions accept it."""
 OTHER_KEYS = "kv"
-"""Argument of attentions (xlm, flaubert) whose ``cache`` is a table of their own."""
+"""Argument of attention modules (xlm, flaubert) whose argument ``cache`` is not a ``transformers`` cache."""
 STATE = "state"
-"""Argument by which xLSTM and RWKV hand a layer its state, in place of a cache."""
+"""Argument with which xLSTM and RWKV pass a layer its state, in place of a cache."""
 
 CACHE_METHODS = {
     "update": "5.17",
@@ -55,41 +56,41 @@ CACHE_METHODS = {
     "get_recurrent_state": "5.21",
     "is_recording_past": "5.21",
 }
-"""Methods by which layers use their cache, which ``engine/cache.py`` has as well. Before 5.21 layers read the states
-from the items of ``cache.layers``.
+"""Cache methods that layers call, each with the version that introduced it; ``ChunkCache`` implements all of them.
+Before 5.21 layers read states from the items of ``cache.layers``.
 """
 OWN_CACHE_METHODS = {"get_linear_cache": "minimax", "set_linear_cache": "minimax"}
-"""Methods that a model adds in a cache class of its own."""
+"""Methods of a cache class that a model family defines itself, with the family."""
 SCAN = "mamba_selective_scan"
-"""Function by which the mixers of Mamba-1 scan, in their modules."""
+"""Name of the scan function in the modules of Mamba-1 mixers."""
 STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache", SCAN})
-"""Functions called by layers that carry a state from token to token."""
+"""Functions that layers with a recurrent or convolution state call."""
 KEY_CALLS = frozenset({"update", "get_seq_length"})
-"""Methods called by layers that keep keys and values, or count their positions."""
+"""Methods that layers with keys and values call, or layers that count their positions."""
 LAYER_STATES = ("conv_states", "recurrent_states")
-"""Attributes of an item of ``cache.layers``, indexed by the number of a state; layers read them until 5.20."""
+"""Attributes of an item of ``cache.layers``, indexed by state; layers read them until 5.20."""
 RECORDS_PAST = "record_past"
-"""Attribute of such an item: a chunk of one token must not take the decoding path, which writes its state in place."""
+"""Attribute of such an item; True keeps a chunk of one token off the decoding path, which writes states in place."""
 KEYS_AND_VALUES = ("keys", "values")
 """Attributes of such an item in a filled cache."""
 STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
-"""Names of attributes in which modules keep a state themselves, outside of the cache (recurrent_gemma)."""
+"""Attributes in which modules store a state themselves, outside the cache (recurrent_gemma)."""
 
 # --- arguments of layers and of attention ----------------------------------------------------------------------------
 
 KEY_BIASES = ("alibi", "position_bias")
-"""Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
+"""Arguments with a bias per key, added to the scores of all queries; the last dimension is the keys."""
 DISTANCES = ("relative_distance",)
 """Arguments with the distance of each query to each key, ``[T, T]`` for all rows; since 5.24."""
 POSITIONS = ("position_ids", "cache_position")
-"""Arguments that count tokens in their last dimension; the second is from before 5.17."""
+"""Arguments with positions of tokens in their last dimension; ``cache_position`` was used before 5.17."""
 ROTATIONS = "position_embeddings"
 """Argument that holds cosine and sine ``[B, T, D]``."""
 OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
-"""Arguments that give layers another sequence than their own, whose keys and values use the same cache."""
+"""Arguments with the other sequence of a cross-attention, whose keys and values are in the same cache."""
 ROW_ENDS, ROW_IDS = "cu_seq_lens_q", "seq_idx"
 KERNEL_ROWS = (ROW_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", ROW_IDS)
-"""Arguments that name packed rows to kernels. They count from the start of the sequence, so no chunk is given them."""
+"""Arguments that describe packed rows to kernels. They refer to the whole sequence, so chunks do not get them."""
 UNREAD = (
     *POSITIONS,
     ROW_ENDS,
@@ -101,21 +102,21 @@ UNREAD = (
     "shift_labels",
     "num_items_in_batch",
 )
-"""Tensors handed to attention functions that say nothing beyond the mask: eager reads none. Arguments of the loss are
-among them, for models pass on what they do not know.
+"""Tensors that attention functions get but that add nothing to the mask: eager attention reads none of them. Arguments
+of the loss are among them, because models pass unknown arguments on.
 """
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Implementations that compute softmax(q k' + mask) v, as the engine's own attention does."""
+"""Implementations that compute softmax(q k' + mask) v, as the engine's attention does."""
 HUB_KERNELS = "kernels-community/"
-"""The same computed by kernels of the hub: they are published as drop-in replacements of these."""
+"""Prefix of attention kernels from the hub that are published as drop-in replacements of these implementations."""
 BY_POSITIONS = ("flash_attention", HUB_KERNELS)
-"""Attention that finds packed rows in ``position_ids`` by itself."""
+"""Prefixes of implementations that find packed rows in ``position_ids`` on their own."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that give the kind of each token: 0 is text."""
+"""Arguments with the type of each token: 0 is text."""
 INDEXER_POOLING = "compress_ratio"
-"""Attribute of an indexer that pools so many keys; its cache keeps them as they were before their rotation."""
+"""Attribute of an indexer with the number of keys it pools into one; its cache holds them before their rotation."""
 KEPT_WINDOW = "keep_window_size"
-"""Key of configurations (doge) whose attention keeps so many keys, by a score of the value alone."""
+"""Configuration key (doge) with the number of keys that attention keeps, by a score of the value alone."""
 
 # --- attributes of models and configurations, all since 5.17 or before -----------------------------------------------
 
@@ -127,7 +128,7 @@ _STATEFUL = "_is_stateful"
 _WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _TIED = "all_tied_weights_keys"
 LOSS = "_loss_function"
-"""Attribute of a model that ``model.loss_function = f`` sets."""
+"""Attribute that ``model.loss_function = f`` sets."""
 
 # --- functions and classes -------------------------------------------------------------------------------------------
 
@@ -186,9 +187,9 @@ FUNCTIONS = {
     SAFE_OPEN: "5.17",
     STREAMER: "5.17",
 }
-"""Names imported from modules of transformers, and the version that each is there since (5.17 is the oldest tried)."""
+"""Functions and classes of transformers, each with the version that introduced it (5.17: or before)."""
 OF_MODELS = ("cache_utils.", "loss.", "masking_utils.", "modeling_layers.", "modeling_utils.")
-"""The modules that a model loads with it."""
+"""Prefixes of the modules that are imported with every model."""
 
 MASKS = {
     "packed_sequence_mask_function.<locals>.inner_mask": "5.17",
@@ -199,7 +200,7 @@ MASKS = {
     "and_masks.<locals>.and_mask": "5.17",
     "or_masks.<locals>.or_mask": "5.17",
 }
-"""Qualified names of the closures of ``masking_utils`` of which masks are composed."""
+"""Qualified names of the closures in ``masking_utils`` from which masks are composed, each with its first version."""
 PACKED, REMAPPED, WINDOW, SPAN, BLOCKS, EVERY, EITHER = MASKS
 HELD = {
     PACKED: ("packed_sequence_mask",),
@@ -210,26 +211,30 @@ HELD = {
     EVERY: ("mask_functions",),
     EITHER: ("mask_functions",),
 }
-"""The variables that each of them holds."""
+"""Variables that each of these closures holds."""
 
 BALANCE_LOSS, BALANCE_ARGUMENTS = "load_balancing_loss_func", ("gate_logits", "num_experts", "top_k", "attention_mask")
-"""Balance loss in the module of a mixture of experts, and its parameters in all families that share its form."""
+"""Name of the balance loss in a mixture-of-experts module, and its parameters in all families with the same formula."""
 RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE = "rwkv_cuda_kernel", "layer_id", "attention_hidden_size"
-"""Loaded kernel in RWKV's module, and attributes of its layer and of its attention."""
+"""Name of the loaded kernel in RWKV's module, and attribute names of its layer and its attention."""
 LAYER_NUMBERS = ("layer_idx", RWKV_LAYER, "layer_number", "block_idx")
-"""Attributes in which modules have the number of their layer."""
+"""Attributes that hold the index of a module's layer."""
 MAKES_POSITIONS = "create_position_ids"
-"""Beginning of the names of functions that make positions from tokens."""
+"""Prefix of functions that compute positions from tokens."""
 
 
 def inside(name: str) -> Any:
-    """Return a function or class of :data:`FUNCTIONS`; :class:`VersionError` if the installed version has none."""
+    """Return a function or class listed in :data:`FUNCTIONS`.
+
+    Raises:
+        VersionError: The installed version of ``transformers`` lacks it.
+    """
     assert name in FUNCTIONS, name
-    return _found(name)
+    return _import_internal(name)
 
 
 @lru_cache(maxsize=256)
-def _found(name: str) -> Any:
+def _import_internal(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(f"transformers.{module}"), attribute)
@@ -238,66 +243,66 @@ def _found(name: str) -> Any:
 
 
 def replace_inside(name: str, function: Callable[..., Any]) -> None:
-    """Put another function in the place of one of :data:`FUNCTIONS`, in its module."""
+    """Replace a function listed in :data:`FUNCTIONS` in its module of ``transformers``."""
     module, _, attribute = name.rpartition(".")
     setattr(import_module(f"transformers.{module}"), attribute, function)
 
 
 @lru_cache(maxsize=512)
 def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; for a wrapper that takes old names too, the wrapped function's."""
+    """Return the parameters of a function; for a wrapper that accepts old names, the wrapped function's parameters."""
     return inspect.signature(forward).parameters
 
 
 def cache_argument(forward: Callable[..., Any], state: bool = True) -> str | None:
-    """Return the name by which a forward takes its cache, or with ``state`` the state in its place; None if neither."""
+    """Return the name of a forward's cache argument, or with ``state`` its state argument; None if it has neither."""
     parameters = parameters_of(forward)
-    found = next((name for name in CACHES if name in parameters), STATE if state and STATE in parameters else None)
-    return None if OTHER_KEYS in parameters else found
+    argument = next((name for name in CACHES if name in parameters), STATE if state and STATE in parameters else None)
+    return None if OTHER_KEYS in parameters else argument
 
 
-def cache_names(given: Mapping[str, Any]) -> list[str]:
-    """Return the names in a call's arguments, or of an output's items, that mean its cache."""
-    return [name for name in CACHES if given.get(name) is not None]
+def cache_names(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names under which a call's arguments, or the items of an output, hold a cache."""
+    return [name for name in CACHES if arguments.get(name) is not None]
 
 
-def renamed_cache(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the arguments of a call with the cache, whichever name it had, under ``name``."""
-    found = cache_names(given)
-    if len(found) != 1 or found == [name]:
-        return dict(given)
-    return {name if key == found[0] else key: value for key, value in given.items() if key != name}
+def renamed_cache(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the arguments of a call with its cache under ``name``, whichever name it had."""
+    names = cache_names(arguments)
+    if len(names) != 1 or names == [name]:
+        return dict(arguments)
+    return {name if key == names[0] else key: value for key, value in arguments.items() if key != name}
 
 
 def cache_by_name(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
-    """Return the argument that gives a cache to a model's forward or to a function of ``transformers``."""
+    """Return ``cache`` as a keyword argument of ``forward``, under the name that ``forward`` uses."""
     return {cache_argument(forward, state=False) or CACHE: cache}
 
 
 def names_attention(config: Any) -> bool:
-    """Return True for a configuration that names an attention."""
+    """Return True if a configuration names an attention implementation."""
     return hasattr(config, _ATTENTION)
 
 
 def attention_of(config: Any) -> Any:
-    """Return the name of the attention by which a configuration's modules attend; None where they choose."""
+    """Return the attention implementation that a configuration names; None if it names none."""
     return getattr(config, _ATTENTION)
 
 
 def set_attention(config: Any, name: Any) -> None:
-    """Name the attention by which a configuration's modules attend."""
+    """Set the attention implementation that a configuration names."""
     setattr(config, _ATTENTION, name)
 
 
 def chooses_attention(model: PreTrainedModel) -> bool:
-    """Return True if layers attend by the function that their configuration names, False if each by its own code."""
+    """Return True if layers call the attention function that their configuration names, not their own code."""
     return bool(getattr(model, _CHANGES_ATTENTION)())
 
 
 def recorded_outputs(module: Any, output: str) -> list[tuple[Any, str | None, int]]:
-    """Return (class, end of its name or None, index in what it returns) of the modules recorded as an output."""
-    found = (getattr(module, _RECORDED, None) or {}).get(output)
-    specs = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    """Return (class, suffix of the module name or None, index in its output) of the modules recorded as ``output``."""
+    recorded = (getattr(module, _RECORDED, None) or {}).get(output)
+    specs = recorded if isinstance(recorded, list | tuple) else [] if recorded is None else [recorded]
     return [
         (getattr(spec, "target_class", spec), getattr(spec, "layer_name", None), getattr(spec, "index", 0))
         for spec in specs
@@ -305,34 +310,44 @@ def recorded_outputs(module: Any, output: str) -> list[tuple[Any, str | None, in
 
 
 def is_stateful(model: Any) -> bool:
-    """Return True for a model whose cache is a state that cannot be cut back."""
+    """Return True if the model's cache is a state that cannot be cropped."""
     return bool(getattr(model, _STATEFUL, False))
 
 
 def set_checkpointing(model: Any, enable: bool, function: Callable[..., Any]) -> None:
-    """Make every layer of a model recompute itself by a function, or no layer."""
+    """Turn gradient checkpointing of all layers on, with ``function`` as the checkpoint function, or off."""
     getattr(model, _CHECKPOINTING)(enable=enable, gradient_checkpointing_func=function)
 
 
 def kept_wide(model: Any) -> set[str]:
-    """Return parts of the names of weights that a model keeps in float32, whatever its dtype."""
+    """Return substrings of the names of weights that a model keeps in float32, whatever its dtype."""
     return {each for name in _WIDE for each in getattr(model, name, None) or ()}
 
 
 def tied_weights(model: Any) -> dict[str, str]:
-    """Return the names of tied weights, each with the name of the weight it is tied to."""
+    """Return the names of tied weights, each mapped to the name of the weight it is tied to."""
     return dict(getattr(model, _TIED, None) or {})
 
 
 @lru_cache(maxsize=1)
 def check_names() -> None:
-    """Check that the installed version has every name that a streamed model needs; others are checked when used."""
+    """Check that the installed ``transformers`` has every name that a streamed model needs.
+
+    Other names are checked when they are used.
+
+    Raises:
+        VersionError: A name is missing.
+    """
     for name, since in FUNCTIONS.items():
-        if _is_there(since) and name.startswith(OF_MODELS):
+        if _is_installed_since(since) and name.startswith(OF_MODELS):
             inside(name)
     Cache, masking_utils = inside(CACHE_CLASS), import_module("transformers.masking_utils")
     wanted: list[tuple[Any, str, str]] = [
-        *((Cache, method, "cache_utils.Cache") for method, since in CACHE_METHODS.items() if _is_there(since)),
+        *(
+            (Cache, method, "cache_utils.Cache")
+            for method, since in CACHE_METHODS.items()
+            if _is_installed_since(since)
+        ),
         *(
             (PreTrainedModel, name, "PreTrainedModel")
             for name in (_CHANGES_ATTENTION, _RECORDED, _CHECKPOINTING, _STATEFUL, *_WIDE)
@@ -344,13 +359,13 @@ def check_names() -> None:
             raise missing_name_error("transformers", f"{called}.{name}")
     for name, since in MASKS.items():
         maker, _, inner = name.partition(".<locals>.")
-        if _is_there(since):
-            held = _closure_of(getattr(masking_utils, maker, None), inner)
-            if not set(HELD[name]) <= held:
+        if _is_installed_since(since):
+            closure_variables = _closure_of(getattr(masking_utils, maker, None), inner)
+            if not set(HELD[name]) <= closure_variables:
                 raise missing_name_error("transformers", f"masking_utils.{maker} that holds {' and '.join(HELD[name])}")
 
 
-def _is_there(since: str) -> bool:
+def _is_installed_since(since: str) -> bool:
     """Return True if the installed version is not older than ``since``."""
     return tuple(map(int, installed("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
 

@@ -1,4 +1,4 @@
-"""Find the decoder layers of a model, and refuse models that are known not to stream exactly.
+"""Find the decoder layers of a model, and refuse models that cannot be streamed exactly.
 
 Layers are recognised by their class and the arguments of their forward, not by the name of a model family.
 """
@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from transformers import PreTrainedModel
 
-from streamtune.engine.call import hands_on_cache, takes_cache
+from streamtune.engine.call import forwards_cache, takes_cache
 from streamtune.engine.hf_names import (
     ATTENTIONS,
     CHECKPOINTED_LAYER,
@@ -32,7 +32,7 @@ from streamtune.engine.hf_names import (
     names_attention,
 )
 from streamtune.engine.own_attention import FORMS, is_ours
-from streamtune.engine.scan import code_names
+from streamtune.engine.scan import names_in_forward
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -45,10 +45,10 @@ REFUSED_OUTPUTS = {
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """Return the ``transformers`` model inside of wrappers: ``torch.compile``, DDP, a DeepSpeed engine, adapters.
+    """Return the ``transformers`` model inside wrappers: ``torch.compile``, DDP, a DeepSpeed engine, adapters.
 
     Raises:
-        UnsupportedModelError: There is none, or it is wrapped by FSDP1.
+        UnsupportedModelError: There is no ``transformers`` model inside, or FSDP1 wraps it.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -68,7 +68,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_flat_parameters(model: nn.Module) -> None:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is of its kind where nobody imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without this import nothing can be wrapped by it
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise FlatParametersError(type(model).__name__)
 
@@ -76,16 +76,16 @@ def _refuse_flat_parameters(model: nn.Module) -> None:
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the outermost layers that take a key/value cache, in order.
 
-    A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. In a model without any, the members
-    of its module lists count as layers, also those that take the cache in ``**kwargs`` and pass it to their attention.
+    A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. If a model has none, layers are the
+    members of its module lists that have a cache argument, or take the cache in ``**kwargs`` and pass it on.
     """
     return list(_outermost_layers(model, False)) or list(_outermost_layers(model, True))
 
 
 def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
-    """Yield the layers inside of a module; with ``in_lists`` the members of module lists count as such."""
+    """Yield the layers inside a module; with ``in_lists`` members of module lists count as layers too."""
     for child in module.children():
-        listed = isinstance(module, nn.ModuleList) and in_lists and hands_on_cache(child)
+        listed = isinstance(module, nn.ModuleList) and in_lists and forwards_cache(child)
         if listed or (isinstance(child, _GradientCheckpointingLayer) and takes_cache(child)):
             yield child
         else:
@@ -93,103 +93,115 @@ def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
 
 
 def carries_states(layer: nn.Module) -> bool:
-    """Return True if a module of the layer calls a function that carries a state from token to token."""
-    return any(STATE_CALLS & set(code_names(type(module))) for module in layer.modules())
+    """Return True if the code of a module in the layer calls a function for recurrent or convolution states."""
+    return any(STATE_CALLS & set(names_in_forward(type(module))) for module in layer.modules())
 
 
 def keeps_keys(layer: nn.Module) -> bool:
-    """Return True if a module of the layer seems to call a function that keeps keys and values."""
-    return any(KEY_CALLS & set(code_names(type(module))) for module in layer.modules())
+    """Return True if the code of a module in the layer calls a cache method for keys and values."""
+    return any(KEY_CALLS & set(names_in_forward(type(module))) for module in layer.modules())
 
 
-def both_at_once(model: nn.Module) -> str | None:
-    """Return the class of a decoder layer that keeps keys and values and carries a state too, or None."""
-    found = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and keeps_keys(layer))
-    return next(found, None)
+def hybrid_layer(model: nn.Module) -> str | None:
+    """Return the class name of a decoder layer with both attention and a recurrent state; None if there is none."""
+    names = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and keeps_keys(layer))
+    return next(names, None)
 
 
 def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse models that are known not to stream exactly."""
+    """Refuse a model that cannot be streamed exactly.
+
+    Args:
+        model: Model of ``transformers``, without wrappers.
+        layers: Decoder layers of the model.
+
+    Raises:
+        UnsupportedModelError: The model cannot be streamed; the message says why.
+    """
     name = type(model).__name__
     _refuse_flat_parameters(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders are streamed")
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only causal decoders can be streamed")
     if not layers:
         raise UnsupportedModelError(
             f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
         )
-    own = own_attention(model, layers)
-    if own is not None and own not in FORMS:
+    own_code = own_attention(model, layers)
+    if own_code is not None and own_code not in FORMS:
         raise UnsupportedModelError(
-            f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
+            f"{name} has its own attention code ({own_code!r}), which cannot take the mask of a chunk",
             fix="load it with attn_implementation='eager'",
         )
     configs = attention_configs(model, layers)
-    if own is None:
+    if own_code is None:
         for config in configs:
             _check_attention(name, attention_of(config))
     if isinstance(model, inside(MTP_MODEL)):
         raise UnsupportedModelError(
-            f"{name} holds layers for multi-token prediction, which only draft: transformers gives them no loss",
-            fix="stream the causal language model they belong to",
+            f"{name} holds multi-token prediction layers, which only draft tokens: transformers gives them no loss",
+            fix="stream the causal language model that they belong to",
         )
     for layer in layers:
         if "forward" in layer.__dict__:
             raise UnsupportedModelError(
-                f"{name} has a {type(layer).__name__} whose forward was replaced on the instance (a device map of "
-                "accelerate does that, and so do patches); chunks would go around it",
+                f"{name} has a {type(layer).__name__} whose forward was replaced on the instance (by a device map of "
+                "accelerate, or by a patch); streaming would not call the replacement",
                 fix="load the model onto one device, or undo the patch",
             )
         for module in layer.modules():
             if any(hasattr(module, state) for state in STATES_IN_MODULES):
                 raise UnsupportedModelError(
-                    f"{name} has layers whose {type(module).__name__} keeps a state in the module itself, which no "
-                    "chunk can be given"
+                    f"{name} has layers whose {type(module).__name__} stores a state in the module itself, not in the "
+                    "cache, so chunks cannot read or write it"
                 )
-            if _iterates(module):
+            if _is_spectral_norm(module):
                 raise UnsupportedModelError(
-                    f"{name} has a spectral norm in its {type(layer).__name__}, which takes a step of its power "
-                    "iteration in each call, so one for each chunk",
+                    f"{name} has a spectral norm in its {type(layer).__name__}, which runs a power-iteration step in "
+                    "each call, so once per chunk",
                     fix="remove it, or train without streaming",
                 )
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 raise UnsupportedModelError(
-                    f"{name} has a {type(module).__name__} in its {type(layer).__name__}; its statistic is of "
-                    "the whole sequence or batch, not a sum over chunks"
+                    f"{name} has a {type(module).__name__} in its {type(layer).__name__}; its statistics cover the "
+                    "whole sequence or batch and are not a sum over chunks"
                 )
     for flag, why in REFUSED_OUTPUTS.items():
         if any(getattr(config, flag, False) for config in configs):
             raise UnsupportedModelError(
-                f"{name} is configured with {flag}=True, but {why}", fix=f"set model.config.{flag} = False"
+                f"the configuration of {name} has {flag}=True, but {why}", fix=f"set model.config.{flag} = False"
             )
 
 
-def _iterates(module: nn.Module) -> bool:
-    """Return True for a spectral norm, as a parametrisation or as a hook."""
+def _is_spectral_norm(module: nn.Module) -> bool:
+    """Return True for a spectral norm, whether as a parametrisation or as a hook."""
     return isinstance(module, _SpectralNorm) or any(
         isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
     )
 
 
 def _check_attention(model: str, name: str | None) -> None:
-    """Refuse an attention function that is not one of ``transformers``' own: ours would be used in its place."""
+    """Refuse an attention function that is not from ``transformers``: streaming would replace it.
+
+    Raises:
+        UnsupportedModelError: A function registered by others has this name.
+    """
     if name is None or is_ours(name) or name.startswith(HUB_KERNELS):
         return
     function = inside(ATTENTIONS).get(name)
-    known = name in KNOWN_ATTENTION and str(getattr(function, "__module__", "transformers.")).startswith(
+    from_transformers = name in KNOWN_ATTENTION and str(getattr(function, "__module__", "transformers.")).startswith(
         "transformers."
     )
-    if not known:
+    if not from_transformers:
         raise UnsupportedModelError(
-            f"{model} attends by {name!r}, a function that somebody registered; chunk by chunk StreamTune's own "
-            "attention would be used in its place, and may compute something else",
-            fix=f"call model.set_attn_implementation() with one of {', '.join(KNOWN_ATTENTION)}: these compute the "
-            "same, and streaming stands in for them",
+            f"{model} uses the registered attention function {name!r}; streaming would replace it by StreamTune's "
+            "attention, which may compute something else",
+            fix=f"call model.set_attn_implementation() with one of {', '.join(KNOWN_ATTENTION)}: streaming computes "
+            "the same as these",
         )
 
 
-def owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
-    """Return the models that contain any of the layers, the outermost first."""
+def owning_models(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
+    """Return the ``PreTrainedModel`` modules that contain any of the layers, the outermost first."""
     inside = {id(layer) for layer in layers}
     return [
         module
@@ -199,43 +211,56 @@ def owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedMo
 
 
 def own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
-    """Return the attention of layers that do not use ``transformers``' ``AttentionInterface``; None for others."""
-    owner = owners(model, layers)[-1]
+    """Return the attention implementation of a model whose layers have their own attention code; None for others."""
+    owner = owning_models(model, layers)[-1]
     return None if chooses_attention(owner) else str(attention_of(owner.config))
 
 
 def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
     """Return the configs from which the decoder and its layers read their attention implementation, each once."""
-    found: list[Any] = [model.config.get_text_config(decoder=True)]
-    found += [module.config for module in owners(model, layers)]
+    configs: list[Any] = [model.config.get_text_config(decoder=True)]
+    configs += [module.config for module in owning_models(model, layers)]
     for layer in layers:
-        found += [m.config for m in layer.modules() if hasattr(m, "config") and names_attention(m.config)]
-    return list({id(config): config for config in found}.values())
+        configs += [m.config for m in layer.modules() if hasattr(m, "config") and names_attention(m.config)]
+    return list({id(config): config for config in configs}.values())
 
 
 def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """Return ``ulysses`` or ``ring`` for this model; ``head`` is True if its head is streamed."""
+    """Return the form of sequence parallelism for a model: ``ulysses`` or ``ring``.
+
+    Args:
+        ranks: Ranks that share each sequence, with the form asked for.
+        model: Model of ``transformers``, without wrappers.
+        layers: Decoder layers of the model.
+        head: True if its head is streamed.
+
+    Raises:
+        ArgumentError: The head is not streamed, or the number of ranks does not divide the heads for ``ulysses``.
+        UnsupportedModelError: Ranks cannot share the model's sequences.
+    """
     name = type(model).__name__
     if not head:
-        raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")
-    if (own := own_attention(model, layers)) is not None:
+        raise ArgumentError(
+            "sequence parallelism needs a streamed head, found head=False", fix="use stream(model, head=True)"
+        )
+    if (own_code := own_attention(model, layers)) is not None:
         raise UnsupportedModelError(
-            f"{name} computes its attention itself ({own}), so ranks cannot share its sequence",
+            f"{name} has its own attention code ({own_code}), which sequence parallelism does not support",
             fix="set sequence_parallel_size: 1",
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters and not all(
         carries_states(layer) and not keeps_keys(layer) for layer in layers
     ):
         raise UnsupportedModelError(
-            f"{name} takes no position_ids, so a rank cannot be told where its tokens are",
+            f"{name} takes no position_ids, which sequence parallelism needs to place a rank's tokens",
             fix="set sequence_parallel_size: 1",
         )
     heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
     divides = all(count % ranks.size == 0 for count in (heads if isinstance(heads, list | tuple) else [heads]))
     if ranks.form == "ulysses" and not divides:
         raise ArgumentError(
-            f"{heads} attention heads of {name} cannot be shared out to {ranks.size} ranks",
-            fix="set sequence_parallel: ring, or let sequence_parallel_size divide the heads",
+            f"{heads} attention heads of {name} cannot be divided among {ranks.size} ranks",
+            fix="set sequence_parallel: ring, or a sequence_parallel_size that divides the number of heads",
         )
     if ranks.form == "auto":
         return "ulysses" if divides else "ring"

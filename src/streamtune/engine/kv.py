@@ -1,9 +1,9 @@
-"""Tensors that chunks leave to later chunks: keys and values, and the states of recurrent layers.
+"""Tensors that a chunk passes on to later chunks: keys and values, and states of recurrent layers.
 
-There may be tokens before a call: keys and values of a filled cache, or keys and values that an adapter computes.
-Prefix tuning (Li and Liang, arXiv 2101.00190) trains them; a prompt that was read under ``torch.no_grad()`` has no
-gradient. Either way they begin every chunk's prefix: the layer's keys are ``[past | sequence]``, and the sum over
-chunks of dK, dV of the past is its gradient.
+Tokens may precede a call: their keys and values come from a filled cache or from an adapter. Prefix tuning (Li and
+Liang, arXiv 2101.00190) trains them. A prompt that was read under ``torch.no_grad()`` has no gradient. In both cases
+every chunk attends to them first: the layer's keys are ``[past | sequence]``. The gradient of the past is the sum of
+its dK, dV over the chunks.
 
 Shape suffixes: B batch, G key/value heads, P tokens before the call, D head dimension.
 """
@@ -25,27 +25,27 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 
 
 class KeysAndValues:
-    """K, V and dK, dV of one layer call, ``[B, G, length, D]`` each, one pair for every ``update`` the layer makes.
+    """K, V and dK, dV of one layer call, each ``[B, G, length, D]``: one pair for every ``update`` of the layer.
 
     Args:
-        length: Tokens T of the sequence, the tokens of ``past`` included.
-        widen: Sum dK, dV in fp32 where K, V are narrower.
+        length: Number of keys: the tokens of the sequence and of ``past``.
+        widen: True sums dK, dV in fp32 if K, V are narrower.
         past: Keys and values of tokens before the sequence.
     """
 
     def __init__(self, length: int, widen: bool = True, past: Past | None = None) -> None:
         self.length, self.past = length, past
         self.offset = 0
-        """First position of the buffers: not 0 if they hold the part of the keys that one chunk is given."""
+        """Position of the buffers' first key: above 0 if they hold only the keys that one chunk gets."""
         self.widen = widen
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.away: list[tuple[Block, Block]] = []
+        self.offloaded: list[tuple[Block, Block]] = []
         self.grads: list[tuple[Tensor, Tensor]] = []
         self.updates = 0
-        """Number of ``update`` calls in a forward of the layer; known once one chunk has been stored."""
+        """Number of ``update`` calls in one forward of the layer; 0 before the first chunk has run."""
 
-    def open(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Allocate the buffers of the ``index``-th update, in the form of these keys and values, if not done yet."""
+    def allocate(self, index: int, k: Tensor, v: Tensor) -> None:
+        """Allocate the buffers of the ``index``-th update if they do not exist; ``k``, ``v`` give shape and dtype."""
         if index < len(self.pairs):
             return
         self.pairs.append((self._buffer(k), self._buffer(v)))
@@ -53,83 +53,83 @@ class KeysAndValues:
         self.updates = max(self.updates, len(self.pairs))
         if self.past is not None:
             if index:
-                refuse_past("a layer keeps more than one pair of keys and values", CACHE)
+                refuse_past("a layer updates its cache more than once in a call", CACHE)
             self.past.check()
             for buffer, before in zip(self.pairs[index], (self.past.keys, self.past.values), strict=True):
                 if len(before) != len(buffer):
-                    refuse_past(f"it holds {len(before)} rows for a call of {len(buffer)}", CACHE)
+                    refuse_past(f"the cache holds {len(before)} rows for a call of {len(buffer)} rows", CACHE)
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's keys and values of the ``index``-th update."""
-        self.open(index, k, v)
-        for buffer, own in zip(self.pairs[index], (k, v), strict=True):
-            buffer[:, :, self.at(chunk)] = own
+        """Write a chunk's keys and values of the ``index``-th update into the buffers."""
+        self.allocate(index, k, v)
+        for buffer, x in zip(self.pairs[index], (k, v), strict=True):
+            buffer[:, :, self.buffer_slice(chunk)] = x
 
-    def at(self, keys: slice) -> slice:
-        """Return the slice of the buffers for keys at the given positions."""
+    def buffer_slice(self, keys: slice) -> slice:
+        """Return the slice of the buffers that holds the keys at positions ``keys``."""
         return slice(keys.start - self.offset, keys.stop - self.offset)
 
-    def _buffer(self, own: Tensor) -> Tensor:
-        return own.new_empty((*own.shape[:2], self.length, own.shape[3]))
+    def _buffer(self, like: Tensor) -> Tensor:
+        return like.new_empty((*like.shape[:2], self.length, like.shape[3]))
 
     def zeros(self, tensor: Tensor) -> Tensor:
-        """Return zeros in which gradients of keys or values are summed."""
+        """Return zeros in which the gradients of ``tensor`` (keys or values) are summed."""
         dtype = torch.promote_types(tensor.dtype, torch.float32) if self.widen else tensor.dtype
         return torch.zeros_like(tensor, dtype=dtype)
 
     def free_kv(self) -> None:
-        """Free the buffers; a ``project`` pass fills them again."""
+        """Free the buffers; a ``project`` pass recomputes them."""
         self.pairs.clear()
 
     def copy(self) -> None:
-        """Replace the buffers by copies: chunks write to them, and other layers hold the old ones."""
+        """Replace the buffers by copies: chunks write to them, and other layers hold the old buffers."""
         self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
     def free_all(self) -> None:
-        """Free buffers and gradients: the backward is done."""
+        """Free buffers, offloaded blocks and gradients, after the backward."""
         self.pairs.clear()
-        self.away.clear()
+        self.offloaded.clear()
         self.grads.clear()
 
     def offload(self, tier: Tier) -> None:
-        """Move the buffers to a tier until they are fetched."""
-        self.away = [(tier.put(k), tier.put(v)) for k, v in self.pairs]
+        """Move the buffers to a tier; :meth:`fetch` copies them back."""
+        self.offloaded = [(tier.put(k), tier.put(v)) for k, v in self.pairs]
         tier.settle()
         self.pairs.clear()
 
     def fetch(self) -> None:
-        """Bring the offloaded buffers back."""
-        for k, v in self.away:
+        """Copy the offloaded buffers back to the device."""
+        for k, v in self.offloaded:
             self.pairs.append((k.get(), v.get()))
             k.free()
             v.free()
-        self.away.clear()
+        self.offloaded.clear()
 
     def prefix(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views ``[B, G, S, D]`` of the keys and values at the given positions."""
+        """Return views ``[B, G, S, D]`` of the keys and values at positions ``keys``."""
         k, v = self.pairs[index]
-        at = self.at(keys)
+        at = self.buffer_slice(keys)
         return k[:, :, at], v[:, :, at]
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Add to dK, dV the gradients from other layers that read these keys and values."""
+        """Add to dK, dV the gradients from other layers, which share these keys and values."""
         for total, part in zip(self.grad(index, slice(0, self.length)), grads, strict=True):
             if part is not None:
                 total += part
 
     @property
-    def grads_begun(self) -> bool:
-        """True if dK, dV are allocated; the first access does that."""
+    def has_grads(self) -> bool:
+        """True if dK, dV are allocated; :meth:`grad` allocates them."""
         return bool(self.grads)
 
     def grad(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
-        """Return views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
+        """Return views of dK and dV at positions ``keys``, to read or to add to; they begin as zeros."""
         if not self.grads:
             self.grads = [(self.zeros(k), self.zeros(v)) for k, v in self.pairs]
             notify_tensors("keys and values", *(grad for pair in self.grads for grad in pair))
         grad_k, grad_v = self.grads[index]
-        at = self.at(keys)
+        at = self.buffer_slice(keys)
         return grad_k[:, :, at], grad_v[:, :, at]
 
     def past_grads(self) -> tuple[Tensor, Tensor]:
@@ -144,106 +144,106 @@ StateKey = tuple[str, int, int]
 
 
 class States:
-    """States of one layer call at the chunk boundaries, and their gradients.
+    """States of one layer call at the chunk borders, and their gradients.
 
-    ``after[t]`` holds the states after the first t tokens. It has no entry where all sequences begin a packed row.
-    With a tier, states move there once the forward's chunks that begin with them are done.
+    ``after[t]`` holds the states after the first t tokens. It has no entry if every sequence begins a packed row there.
+    With a tier, states are offloaded once the forward's chunks that read them have run.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
         self.rows = rows
-        self.met = False
-        """True if the layer has any state."""
+        self.exist = False
+        """True if the layer has a state."""
         self.tier: Tier | None = None
-        """Tier in which states wait for the backward; None leaves them on the device."""
-        self.away: dict[int, dict[StateKey, Block]] = {}
+        """Tier that stores states until the backward; None keeps them on the device."""
+        self.offloaded: dict[int, dict[StateKey, Block]] = {}
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
-    def meet(self, whole: bool) -> None:
-        """Note that the layer uses a state; ``whole`` if it runs on the whole sequence with its graph."""
+    def note_state(self, unchunked: bool) -> None:
+        """Note that the layer uses a state; ``unchunked`` is True in the pass ``whole``."""
 
-    def meet_keys(self) -> None:
-        """Note that the layer keeps keys and values as well."""
+    def note_keys(self) -> None:
+        """Note that the layer keeps keys and values as well as a state."""
 
-    def place(self, chunk: slice) -> tuple[int | None, int]:
-        """Return (position whose states a chunk begins with or None, position of the states that it makes)."""
+    def positions(self, chunk: slice) -> tuple[int | None, int]:
+        """Return the position whose states a chunk reads (None: none), and the position of the states it computes."""
         before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
         return before, chunk.stop
 
-    def widened(self, chunk: slice) -> slice:
-        """Return the tokens that a layer runs on for a chunk; all but the first are copies of the first."""
+    def run_slice(self, chunk: slice) -> slice:
+        """Return the chunk that the layer runs on: ``chunk``, or two tokens in place of one (see the subclass)."""
         return chunk
 
     def begin(self, backward: bool) -> None:
-        """Begin a pass over the chunks."""
+        """Begin a pass over the chunks, forward or backward."""
 
     def end(self) -> None:
-        """End a pass: states in a tier leave the device."""
+        """End a pass; if states are offloaded, free their copies on the device."""
         if self.tier is not None:
             self.tier.settle()
             self.after.clear()
 
-    def before(self, after: int, key: StateKey) -> Tensor | None:
-        """Return a state after so many tokens, on the device; None if there is none."""
-        known = self.after.get(after, {})
-        if key in known or (block := self.away.get(after, {}).get(key)) is None:
-            return known.get(key)
+    def get(self, after: int, key: StateKey) -> Tensor | None:
+        """Return the state ``key`` after the first ``after`` tokens, on the device; None if it does not exist."""
+        on_device = self.after.get(after, {})
+        if key in on_device or (block := self.offloaded.get(after, {}).get(key)) is None:
+            return on_device.get(key)
         return block.get()
 
-    def known(self, after: int) -> bool:
-        """Return True if there is a state after so many tokens."""
-        return bool(self.after.get(after) or self.away.get(after))
+    def has_state_after(self, after: int) -> bool:
+        """Return True if a state after the first ``after`` tokens exists."""
+        return bool(self.after.get(after) or self.offloaded.get(after))
 
     def prefetch(self, chunk: slice) -> None:
-        """Begin to bring the states that a chunk begins with back to the device."""
-        after, _ = self.place(chunk)
-        for block in () if after is None else self.away.get(after, {}).values():
+        """Begin to copy the states that a chunk reads back to the device."""
+        after, _ = self.positions(chunk)
+        for block in () if after is None else self.offloaded.get(after, {}).values():
             block.prefetch()
 
     def receive(self, after: int | None, key: StateKey) -> None:
-        """Provide a state that a chunk begins with, if there is one."""
+        """Wait for the state ``key`` after the first ``after`` tokens if another rank computes it."""
 
     def keep(self, position: int, key: StateKey, state: Tensor) -> None:
-        """Keep a state for the chunks that begin with it."""
+        """Save the state at ``position`` for the chunks that begin with it."""
         notify_tensors("state", state)
-        if self.rows is None or self.rows.carries_on(position):
-            own = self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
+        if self.rows is None or self.rows.continues_past(position):
+            copy = self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
             if self.tier is not None:
-                self.away.setdefault(position, {})[key] = self.tier.put(own)
+                self.offloaded.setdefault(position, {})[key] = self.tier.put(copy)
 
     def close(self, after: int | None, position: int) -> None:
-        """End the forward of a chunk."""
+        """End the forward of a chunk that read the states at ``after`` and computed the states at ``position``."""
         if self.tier is not None and self.rows is None and after is not None:  # no other chunk begins with its states
             self.after.pop(after, None)
 
-    def handed_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return an output whose backward is the gradient that a state gets from other ranks, or None."""
+    def sent_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
+        """Return a tensor whose backward yields the gradient that other ranks compute for ``state``, or None."""
         return None
 
     def watch(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
-        """Note the leaf that stands for a state in the graph of a chunk."""
+        """Register the leaf that a chunk's graph has in place of the state ``key`` after ``after`` tokens."""
 
-    def hand_back(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
-        """Add gradients ``parts`` to the gradients of the states after ``after`` tokens, with which a chunk began."""
+    def add_grads(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
+        """Add ``parts`` to the gradients of the states that ``chunk`` read: the states after ``after`` tokens."""
         if after is None:
             return
         totals = self.grads.setdefault(after, {})
-        for key, part in parts.items():  # of a trunk's last state there are as many as branches take it up
+        for key, part in parts.items():  # a trunk's last state gets a gradient from each of its branches
             if part is not None:
                 totals[key] = totals[key] + part if key in totals else part
 
     def narrower_than(self, dtype: torch.dtype) -> bool:
-        """Return True if a state has a narrower floating dtype: its layer computes in that dtype for any input."""
-        states = [state for kept in self.after.values() for state in kept.values() if state.is_floating_point()]
+        """Return True if a state has a narrower floating dtype than ``dtype``."""
+        states = [state for by_key in self.after.values() for state in by_key.values() if state.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
     def free(self) -> None:
         """Free the states and their gradients."""
-        for blocks in self.away.values():
+        for blocks in self.offloaded.values():
             for block in blocks.values():
                 block.free()
-        self.away.clear()
+        self.offloaded.clear()
         self.after.clear()
         self.grads.clear()
 
@@ -254,8 +254,8 @@ class Past:
 
     Args:
         keys, values: Tensors of the cache.
-        versions: Version counters of both (changes in place) at the time of the call.
-        layer_idx: Number by which the layer asks its cache for them.
+        versions: Version counters of both tensors at the time of the call, to detect changes in place.
+        layer_idx: Index under which the layer updates its cache.
     """
 
     keys: Tensor
@@ -265,34 +265,37 @@ class Past:
 
     @property
     def length(self) -> int:
-        """Number of tokens P."""
+        """Number of tokens P before the call."""
         return self.keys.shape[2]
 
     @classmethod
-    def of(cls, layer: nn.Module, cache: Any) -> Past:
-        """Read a layer's part of a filled cache; it must hold keys and values, of all P tokens."""
+    def from_cache(cls, layer: nn.Module, cache: Any) -> Past:
+        """Return the keys and values that a filled cache holds for one layer.
+
+        Raises:
+            UnsupportedModelError: The cache does not hold keys and values of all P tokens under the layer's index.
+        """
         name, length = type(layer).__name__, int(cache.get_seq_length())
         layers = getattr(cache, "layers", ())
-        places = {i for module in layer.modules() if isinstance(i := getattr(module, "layer_idx", None), int)}
-        place = places.pop() if len(places) == 1 else len(layers)
-        own = layers[place] if place < len(layers) else None
-        keys, values = getattr(own, "keys", None), getattr(own, "values", None)
+        indices = {i for module in layer.modules() if isinstance(i := getattr(module, "layer_idx", None), int)}
+        index = indices.pop() if len(indices) == 1 else len(layers)
+        cache_layer = layers[index] if index < len(layers) else None
+        keys, values = getattr(cache_layer, "keys", None), getattr(cache_layer, "values", None)
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
-            refuse_past(f"a {type(cache).__name__} does not hold keys and values by this layer's number", name)
+            refuse_past(f"the {type(cache).__name__} holds no keys and values under this layer's index", name)
         if keys.shape[2] != length:
-            refuse_past(f"of {length} tokens it holds {keys.shape[2]} keys (a sliding or static cache)", name)
-        return cls(keys, values, (_version(keys), _version(values)), place)
+            refuse_past(f"it holds {keys.shape[2]} keys for {length} tokens (a sliding or static cache)", name)
+        return cls(keys, values, (_version(keys), _version(values)), index)
 
     def detached(self) -> Past:
-        """Return the same keys and values without their graph."""
+        """Return the keys and values detached from their graph."""
         return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
     def check(self) -> None:
         """Raise :class:`ArgumentError` if the cache was written to since the forward."""
         if (_version(self.keys), _version(self.values)) != self.versions:
             raise ArgumentError(
-                "the cache that was passed was changed in place between the forward and its backward, and both "
-                "compute with it",
+                "the cache that was passed was changed in place between the forward and its backward; both read it",
                 fix="call loss.backward() first, or pass a copy of the cache",
             )
 
@@ -302,7 +305,7 @@ def _version(x: Tensor) -> int:
 
 
 def refuse_past(why: str, where: str) -> NoReturn:
-    """Raise the :class:`UnsupportedModelError` for a filled cache, for the reason given."""
+    """Raise :class:`UnsupportedModelError` for a call with a filled cache; ``why`` is the reason in the message."""
     raise UnsupportedModelError(
         f"a cache was passed while gradients are on, and {why}",
         where=where,

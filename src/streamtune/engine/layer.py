@@ -1,9 +1,9 @@
-"""A decoder layer that streams: the forward chunk by chunk, and an autograd node whose backward is the paper's sum.
+"""The streamed decoder layer: a forward chunk by chunk, and an autograd node whose backward is the sum of ``vjp``.
 
-The node takes the place of ``torch.utils.checkpoint``: it saves the layer's inputs, the random state, recurrent states
-and what the schedule keeps; the rest is computed again. It takes the layer's parameters as inputs and returns the
-gradient of each **once**, so hooks on parameters (DDP, ZeRO, FSDP, an optimizer in the backward) fire once per layer
-and step, whatever the number of chunks.
+The node replaces ``torch.utils.checkpoint``. It saves the layer's inputs, the random state, recurrent states and the
+tensors that the schedule keeps. Everything else is recomputed. The layer's parameters are inputs of the node, which
+returns the gradient of each **once**. So hooks on parameters (DDP, ZeRO, FSDP, an optimizer in the backward) fire once
+per layer and step, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamtune.engine.hf_names import STATE
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, notify_chunk
-from streamtune.engine.outside_layers import take
+from streamtune.engine.outside_layers import take_embeddings
 from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.rows import Branches
@@ -36,32 +36,32 @@ from streamtune.ops.attention.rules import ForeignAttentionError
 
 
 class StreamedForward(StreamedLayer):
-    """Replaces ``layer.forward`` on one instance; computes the same function with the activations of one chunk."""
+    """Replaces ``layer.forward`` on one instance; computes the same with the activations of one chunk at a time."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer, with its own signature and result."""
-        args, kwargs = tuple(map(take, args)), {key: take(value) for key, value in kwargs.items()}
+        """Run the layer; arguments and result are the same as of the layer's class."""
+        args, kwargs = tuple(map(take_embeddings, args)), {key: take_embeddings(value) for key, value in kwargs.items()}
         context = self.parts.context
         if context.plain:
             with self.on_device((), prefetch=1):
                 return type(self.layer).forward(self.layer, *args, **kwargs)
-        if self.own is not None or self.attention_known:
+        if self.own_attention is not None or self.attention_known:
             return self._call(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        before = RandomState.now(torch.device("cpu") if hidden is None else hidden.device)
+        before = RandomState.current(torch.device("cpu") if hidden is None else hidden.device)
         try:
             result = self._call(args, kwargs)
         except ForeignAttentionError as error:
             if context.shards is not None:
                 raise UnsupportedModelError(error.what, fix="set sequence_parallel_size: 1") from error
-            self.own = OwnAttention("eager")
+            self.own_attention = OwnAttention("eager")
             before.restore()
             return self._call(args, kwargs)
         except Exception as error:
-            known = isinstance(error, StreamTuneError | torch.OutOfMemoryError) or _between_ranks(error)
-            if context.shards is None or known:
+            expected = isinstance(error, StreamTuneError | torch.OutOfMemoryError) or _between_ranks(error)
+            if context.shards is None or expected:
                 raise
-            what = f"{self.name} does not run on what one rank has ({type(error).__name__}: {error})"
+            what = f"{self.name} does not run on one rank's shard of the sequence ({type(error).__name__}: {error})"
             ring = context.shards.form == "ulysses"
             other = "set sequence_parallel: ring" if ring else "set sequence_parallel_size: 1"
             raise UnsupportedModelError(what, fix=other) from error
@@ -69,17 +69,22 @@ class StreamedForward(StreamedLayer):
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call in the first way that applies.
+        """Run the call in the first of these ways that applies.
 
-        They are, in order: generation (a cache and no gradients), forward only (nothing is trained), a chain (the order
-        of chunks), whole (``keep_layers``), streamed. Each but the first may follow the tokens of a filled cache.
+        1. Generation: a cache was passed and gradients are off.
+        2. Forward only: nothing is trained.
+        3. As a link of a chain: the schedule has ``order="chunk"``.
+        4. Unchunked: the schedule keeps this layer's activations (``keep_layers``).
+        5. Streamed.
+
+        In all but the first, the call's tokens may come after the tokens of a filled cache.
         """
         call = self._bind(args, kwargs)
         if call.cache is not None:
             if not torch.is_grad_enabled():
                 return self._generate(call)
-            self._follow_cache(call)
-        self.check_attention(call.length if call.shards is None else call.shards.given)
+            self._prepend_cache(call)
+        self.check_attention(call.length if call.shards is None else call.shards.length)
         self.check_hooks()
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tensors(), *parameters))):
@@ -89,28 +94,30 @@ class StreamedForward(StreamedLayer):
         return self._with_graph(call, parameters)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """Bind the call, for the tokens of this rank and with the mask of packed rows."""
+        """Bind the call's arguments, restricted to this rank's tokens and with the mask of packed rows."""
         context = self.parts.context
-        own = OwnAttention("eager") if self.own is None and context.whole else self.own
+        own_attention = (
+            OwnAttention("eager") if self.own_attention is None and context.one_chunk else self.own_attention
+        )
         try:
-            call = LayerCall.bind(self.layer, args, kwargs, own, self.configs)
+            call = LayerCall.bind(self.layer, args, kwargs, own_attention, self.configs)
         except BiasError as error:
             call = self._bind_biased(error, args, kwargs)
         if context.shards is not None:
-            call.share(context.shards)
+            call.share_sequence(context.shards)
         if context.rows is not None and (context.shards is None or isinstance(context.rows, Branches)):
-            call.separate(context.rows)
+            call.mask_rows(context.rows)
         return call
 
     def _bind_biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """Bind a call whose mask ``[B, H, T, T]`` the model's eager attention adds to its scores, chunk by chunk."""
+        """Bind a call whose mask is a bias ``[B, H, T, T]``: eager attention adds it to its scores, chunk by chunk."""
 
-        def added(value: Any) -> Any:
+        def additive(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:
                 return value
             if value.requires_grad:
                 raise UnsupportedModelError(
-                    f"{error.what} and needs a gradient, which chunks do not give it", where=self.name
+                    f"{error.what} and requires a gradient, which streaming cannot compute", where=self.name
                 ) from error
             if value.dtype != torch.bool:
                 return value
@@ -118,44 +125,46 @@ class StreamedForward(StreamedLayer):
             return torch.zeros(value.shape, dtype=hidden.dtype, device=value.device).masked_fill_(~value, lowest)
 
         hidden: Tensor = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        named = {key: added(value) for key, value in kwargs.items()}
-        return LayerCall.bind(self.layer, tuple(map(added, args)), named, OwnAttention("eager"), self.configs)
+        named = {key: additive(value) for key, value in kwargs.items()}
+        return LayerCall.bind(self.layer, tuple(map(additive, args)), named, OwnAttention("eager"), self.configs)
 
-    def _follow_cache(self, call: LayerCall) -> None:
-        """Let the call's tokens follow the tokens in the cache that was passed, if it holds any."""
+    def _prepend_cache(self, call: LayerCall) -> None:
+        """Put the tokens of the cache that was passed before the tokens of the call, if the cache holds any."""
         if call.cache_name == STATE:
-            refuse_past("the layer is handed a state", self.name)
+            refuse_past("the layer takes a recurrent state as an argument", self.name)
         try:
             seen = int(call.cache.get_seq_length())
         except (ValueError, AttributeError) as error:
             raise UnsupportedModelError(
-                f"a cache of states was passed while gradients are on ({error})",
+                f"a cache of recurrent states was passed while gradients are on ({error})",
                 where=self.name,
                 fix="pass the whole sequence without a cache, or call the model under torch.no_grad()",
             ) from error
         if seen > 0:
             if self.parts.context.rows is not None:
-                refuse_past("rows are packed or share their beginnings", self.name)
-            call.follow(Past.of(self.layer, call.cache))
+                refuse_past("rows are packed or share their beginning", self.name)
+            call.prepend_past(Past.from_cache(self.layer, call.cache))
 
     def _generate(self, call: LayerCall) -> Any:
-        """Run the layer on its model's own cache.
+        """Run the layer unchunked on the cache that its model passed.
 
-        The first call also runs in chunks, before that cache is written to, to find out if our attention is enough.
+        The first call also runs in chunks, before the cache is written to. This shows if the layer needs its own
+        attention.
         """
-        if self.own is None and not self.attention_known and call.mask is not None and call.mask.q_offset == 0:
-            with RandomState.now(call.hidden.device).replayed():
+        unknown = self.own_attention is None and not self.attention_known
+        if unknown and call.mask is not None and call.mask.q_offset == 0:
+            with RandomState.current(call.hidden.device).replayed():
                 try:
                     stream = LayerStream(call, self)
                     with stream.walk():
                         stream.forward(call.tensors())
                 except ForeignAttentionError:
                     raise
-                except UnsupportedModelError:  # what cannot be streamed may still generate
+                except UnsupportedModelError:  # a model that cannot be streamed may still generate
                     pass
         try:
             with self.on_device((), prefetch=1):
-                return call.run_whole()
+                return call.run_unchunked()
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, fix="fill the cache after stream(model), not before") from error
 
@@ -165,18 +174,18 @@ class StreamedForward(StreamedLayer):
             return stream.restore(stream.forward(call.tensors()), call.sharing)
 
     def _with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
-        """Run the layer whole if its placement says so and it can be; else streamed, as an autograd node."""
+        """Run the layer with a graph: unchunked if its placement says so and it can be, else as a streamed node."""
         last_call, inputs = self.parts.last_call, [*call.tensors(), *parameters]
-        before: LayerStream | None = last_call.maker(call.hidden)
+        before: LayerStream | None = last_call.producer(call.hidden)
         recompute = before is not None and before.repeatable and not self.place.begins
         stream = LayerStream(call, self, before if recompute else None)
         sharing = call.sharing
-        if self.place.whole and call.past is None and (whole := stream.whole(call.tensors())) is not None:
-            return stream.restore(whole, sharing)
+        if self.place.whole and call.past is None and (unchunked := stream.run_unchunked(call.tensors())) is not None:
+            return stream.restore(unchunked, sharing)
         if self.schedule.stream_grads and call.hidden.requires_grad:
             stream.grad_target = last_call.grad_target(call.hidden, self.layer)
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
-        last_call.note(outputs[0], stream, self.layer)
+        last_call.record(outputs[0], stream, self.layer)
         return stream.restore(outputs, sharing)
 
 
@@ -185,7 +194,7 @@ BETWEEN_RANKS = ("torch.distributed", "streamtune.ops.messages")
 
 
 def _between_ranks(error: Exception) -> bool:
-    """Return True if it was raised by a collective: another rank is gone, and the model is not at fault."""
+    """Return True if a collective raised the error: another rank is gone, and the model is not at fault."""
     trace = error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).startswith(BETWEEN_RANKS):
@@ -195,18 +204,21 @@ def _between_ranks(error: Exception) -> bool:
 
 
 class _StreamedLayer(torch.autograd.Function):
-    """``z = f_W(x)`` with ``(dL/dx, dL/dW) = torch.autograd.grad(f_W(x), [x, W], dL/dz)``, a chunk at a time."""
+    """Autograd node of a streamed layer ``z = f_W(x)``.
+
+    Its backward equals ``(dL/dx, dL/dW) = torch.autograd.grad(f_W(x), [x, W], dL/dz)``, computed one chunk at a time.
+    """
 
     @staticmethod
     def forward(ctx: Any, stream: LayerStream, owner: StreamedLayer, *inputs: Tensor) -> tuple[Tensor, ...]:
         count = len(stream.call.inputs)
         with stream.walk():
             outputs = stream.forward(inputs[:count], for_backward=True)
-        ctx.save_for_backward(*inputs[1:count])  # the first waits where the schedule says
+        ctx.save_for_backward(*inputs[1:count])  # the schedule says where the first is stored
         ctx.set_materialize_grads(False)
         ctx.stream, ctx.owner = stream, owner
         ctx.parameters = inputs[count:]
-        ctx.weights = Weights.now(owner.layer)
+        ctx.weights = Weights.current(owner.layer)
         stream.call.forget_tensors()
         return tuple(outputs)
 
@@ -216,12 +228,13 @@ class _StreamedLayer(torch.autograd.Function):
         stream: LayerStream | None = ctx.stream
         if stream is None:
             raise ArgumentError(
-                "a streamed layer went backward a second time", fix="pass retain_graph=True to the backward before"
+                "backward ran a second time through a streamed layer",
+                fix="pass retain_graph=True to the first backward",
             )
         owner: StreamedLayer = ctx.owner
         owner.check_in_place(stream.call.length)
         ctx.weights.check()
-        saved = ctx.saved_tensors  # read first: the input may be computed again, and keys that are shared with it
+        saved = ctx.saved_tensors  # read first: source() may recompute the input and the keys shared with it
         inputs, keep_graph = [stream.source(), *saved], graph_is_kept()
         count = len(stream.along)
 
@@ -231,7 +244,7 @@ class _StreamedLayer(torch.autograd.Function):
             parameters = stack.enter_context(owner.on_device(ctx.parameters))
             sums = [GradientSum(p, stream.widen) for p in parameters]
             for total, parameter in zip(sums, ctx.parameters, strict=True):
-                total.dtype = parameter.dtype  # not that of a narrower copy
+                total.dtype = parameter.dtype  # of the parameter, not of its narrower copy
             stack.enter_context(stream.walk(sums))
 
             def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
@@ -246,14 +259,14 @@ class _StreamedLayer(torch.autograd.Function):
             if isinstance(grad_z, StoredTensor):
                 grad_z.expect(stream.chunks[::-1])
             ours, grad_target = grad_z is not grad_outputs[0], stream.grad_target
-            into = None if grad_target is None else grad_target.room_for_grad(inputs[0], grad_z if ours else None)
+            into = None if grad_target is None else grad_target.grad_buffer(inputs[0], grad_z if ours else None)
             needed = ctx.needs_input_grad[2 : 2 + len(inputs)]
             leaves = [LayerInput(*each) for each in zip(inputs, stream.call.inputs.values(), needed, strict=True)]
             leaves[0] = leaves[0]._replace(into=into)
             grads_z = list(zip([grad_z, *grad_outputs[1:count]], stream.along, strict=True))
             grad_inputs, grad_parameters = streamed_vjp(run_chunk, stream.chunks, leaves, grads_z, sums, stream.widen)
             for total in sums:
-                total.total = None  # freed before the casts of the sums go to the host
+                total.total = None  # free the sums before their casts are copied to the host
             grad_parameters = owner.to_host(ctx.parameters, grad_parameters)
         if grad_target is not None:
             grad_inputs[0] = placeholder(inputs[0])

@@ -1,4 +1,4 @@
-"""Logits that are not computed: a stand-in which the losses and operations on logits that models use accept."""
+"""Lazy logits: a stand-in for logits that supports the losses and operations which models apply to logits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ELEMENTWISE = {
     for owner in (Tensor, torch)
     for name in ("mul", "div", "add", "sub", "tanh")
 }
-"""Operations that a model may apply to its logits before the loss, with a scalar: each maps a chunk by itself."""
+"""Operations with a scalar that a model may apply to its logits before the loss, each with the function for a chunk."""
 
 
 class ScoringHead(Protocol):
-    """A head that computes losses and scores of hidden states, without logits of the whole sequence."""
+    """A head that computes losses and scores from hidden states, without the logits of the whole sequence."""
 
     model: Any
     module: nn.Module
@@ -34,29 +34,29 @@ class ScoringHead(Protocol):
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Return the cross entropy of all rows, divided by ``num_items``."""
+        """Return the summed cross-entropy divided by ``num_items`` (None: the number of targets)."""
         ...
 
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
-        """Context that yields the head as a teacher's."""
+        """Context that yields the teacher's head and hidden states."""
         ...
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the log-probs of targets, and their entropies if ``entropy``."""
+        """Return the log-probabilities of targets, and their entropies if ``entropy``."""
         ...
 
 
 class LazyLogits:
-    """Stands for the logits ``steps(head(hidden))`` ``[..., V]``, which are not computed.
+    """Stand-in for the logits ``steps(head(hidden))`` ``[..., V]``, which are not computed.
 
-    Torch functions take it (``__torch_function__``) for elementwise steps with a scalar and for the cross entropy. It
-    can be sliced along tokens and vocabulary, and its tokens rearranged. Anything else is refused.
+    Torch functions accept it (``__torch_function__``) for elementwise steps with a scalar and for the cross-entropy. It
+    can be sliced along tokens and vocabulary, and reshaped along tokens. Anything else is refused.
 
     Args:
-        owner: The head.
-        hidden: ``[..., C]``.
+        owner: Head that computes losses and scores.
+        hidden: Final hidden states ``[..., C]``.
         steps: Functions applied to each chunk of logits, in order.
-        vocabulary: V after the steps; None is the head's own.
+        vocabulary: Vocabulary size V after the steps; None is the head's own.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class LazyLogits:
     ) -> None:
         self.owner, self.hidden, self.steps, self.vocabulary = owner, hidden, steps, vocabulary
 
-    def then(self, step: Step, vocabulary: int | None = None) -> LazyLogits:
-        """Return the same logits with one more step, elementwise unless ``vocabulary``, its new size, is given."""
+    def add_step(self, step: Step, vocabulary: int | None = None) -> LazyLogits:
+        """Return the logits with one more step; ``vocabulary`` is the new size if the step changes it."""
         return LazyLogits(self.owner, self.hidden, (*self.steps, step), vocabulary or self.vocabulary)
 
-    def of(self, hidden: Tensor) -> LazyLogits:
-        """Return the logits of other tokens, with the same steps."""
+    def with_hidden(self, hidden: Tensor) -> LazyLogits:
+        """Return the logits of other hidden states, with the same steps."""
         return LazyLogits(self.owner, hidden, self.steps, self.vocabulary)
 
     def transform(self, logits: Tensor) -> Tensor:
-        """Apply the model's own steps to one chunk of logits."""
+        """Return one chunk of logits after the model's own steps."""
         for step in self.steps:
             logits = step(logits)
         return logits
@@ -88,13 +88,13 @@ class LazyLogits:
         lazy = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
         others = [arg for arg in args if arg is not lazy]
         if step is None or lazy is None or not all(is_scalar(arg) for arg in others):
-            raise _refuse(getattr(func, "__name__", str(func)))
-        return lazy.then(lambda x: step(*(x if arg is lazy else arg for arg in args), **(kwargs or {})))
+            raise _unsupported(getattr(func, "__name__", str(func)))
+        return lazy.add_step(lambda x: step(*(x if arg is lazy else arg for arg in args), **(kwargs or {})))
 
     def _scalar(self, step: Callable[[Any, Any], Any], other: Any) -> LazyLogits:
         if not is_scalar(other):
-            raise _refuse("arithmetic with a tensor")
-        return self.then(lambda x: step(x, other))
+            raise _unsupported("arithmetic with a tensor")
+        return self.add_step(lambda x: step(x, other))
 
     def __mul__(self, other: Any) -> LazyLogits:
         return self._scalar(torch.mul, other)
@@ -112,11 +112,11 @@ class LazyLogits:
 
     def tanh(self) -> LazyLogits:
         """Return ``logits.tanh()``."""
-        return self.then(torch.tanh)
+        return self.add_step(torch.tanh)
 
     def float(self) -> LazyLogits:
         """Return ``logits.float()``; a wider dtype stays."""
-        return self.then(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
+        return self.add_step(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)))
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +130,7 @@ class LazyLogits:
             return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
         weight = getattr(self.owner.module, "weight", None)
         if not isinstance(weight, Tensor):
-            raise _refuse("shape", _MissingAttributeError)
+            raise _unsupported("shape", _MissingAttributeError)
         return torch.Size((*self.hidden.shape[:-1], weight.shape[0]))
 
     def size(self, dim: int | None = None) -> Any:
@@ -142,46 +142,46 @@ class LazyLogits:
         return self.hidden.dim()
 
     def view(self, *shape: Any) -> LazyLogits:
-        """Return ``logits.view(..., V)``: the tokens in another arrangement."""
+        """Return ``logits.view(..., V)``: reshaped along the tokens."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(sizes) < 2 or sizes[-1] != self.shape[-1]:
-            raise _refuse(f"view{sizes}")
-        return self.of(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+            raise _unsupported(f"view{sizes}")
+        return self.with_hidden(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
     reshape = view
 
     def contiguous(self) -> LazyLogits:
-        """Return ``logits.contiguous()``: these logits, for each chunk is contiguous."""
+        """Return ``logits.contiguous()``: these logits, because each chunk is contiguous."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> LazyLogits:
         """Return ``logits.to(dtype or device)``."""
-        return self.then(lambda x: x.to(*args, **kwargs))
+        return self.add_step(lambda x: x.to(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _refuse(name, _MissingAttributeError)
+        raise _unsupported(name, _MissingAttributeError)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise _refuse("item assignment")
+        raise _unsupported("item assignment")
 
     def __getitem__(self, key: Any) -> LazyLogits:
-        """Return slices of the tokens and of the vocabulary."""
+        """Return the logits sliced along tokens and vocabulary."""
         keys = list(key) if isinstance(key, tuple) else [key]
         if Ellipsis in keys:
             at = keys.index(Ellipsis)
             keys[at : at + 1] = [slice(None)] * (self.dim() - len(keys) + 1)
         words = keys.pop() if len(keys) == self.dim() else slice(None)
         if len(keys) >= self.dim() or not all(isinstance(k, slice) for k in [*keys, words]):
-            raise _refuse("indexing")
-        chosen = self.of(self.hidden[tuple(keys)])
+            raise _unsupported("indexing")
+        sliced = self.with_hidden(self.hidden[tuple(keys)])
         if words == slice(None):
-            return chosen
-        left = len(range(*words.indices(self.shape[-1])))
-        if left == 0:
-            raise _refuse("an empty slice of the vocabulary")
-        return chosen.then(lambda x: x[..., words], left)
+            return sliced
+        size = len(range(*words.indices(self.shape[-1])))
+        if size == 0:
+            raise _unsupported("an empty slice of the vocabulary")
+        return sliced.add_step(lambda x: x[..., words], size)
 
 
 def _cross_entropy(
@@ -194,43 +194,46 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute ``torch.nn.functional.cross_entropy`` of lazy logits ``[N, V]`` and targets ``[N]``."""
+    """Return the loss of lazy logits ``[N, V]`` and targets ``[N]``; equal to ``functional.cross_entropy``."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     fits = isinstance(input, LazyLogits) and isinstance(target, Tensor) and input.hidden.shape[:-1] == target.shape
     if not plain or not fits or target.dim() != 1 or reduction not in ("mean", "sum"):
-        raise _refuse("cross_entropy with weights, smoothing, another reduction or targets that are no token numbers")
+        raise _unsupported(
+            "cross_entropy with weights, smoothing, another reduction, or targets that are not token ids"
+        )
     if input.owner.shards is not None:
         raise UnsupportedModelError(
-            f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in strips",
-            fix="score its tokens by handle.logprobs, or set sequence_parallel_size: 1",
+            f"{type(input.owner.model).__name__} computes its loss in its own code, which would shift labels within a "
+            "shard",
+            fix="use handle.logprobs, or set sequence_parallel_size: 1",
         )
     return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
 
 
 def is_scalar(value: Any) -> bool:
-    """Return True for a number, or a tensor that holds one and needs no gradient."""
+    """Return True for a number, or for a scalar tensor without a gradient."""
     return isinstance(value, int | float) or (
         isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
     )
 
 
 class LazyForward:
-    """The ``forward`` of a head in a call with labels: it reads no weight."""
+    """Replaces the ``forward`` of a head in a call with labels: returns lazy logits, without reading a weight."""
 
     def __init__(self, head: ScoringHead) -> None:
         self.head = head
 
     def __call__(self, hidden: Tensor) -> LazyLogits:
-        """Return the logits of ``hidden``, which are not computed."""
+        """Return the lazy logits of ``hidden``."""
         return LazyLogits(self.head, hidden)
 
 
 class _MissingAttributeError(UnsupportedModelError, AttributeError):
-    """A refusal that is also an ``AttributeError``: accelerate asks ``hasattr(x, "dtype")`` of outputs in autocast."""
+    """A refusal that is also an ``AttributeError``, because accelerate calls ``hasattr(x, "dtype")`` on outputs."""
 
 
-def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> UnsupportedModelError:
+def _unsupported(operation: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> UnsupportedModelError:
     return kind(
-        f"the model applies {operation!r} to its logits before the loss, which cannot be done chunk by chunk",
+        f"the model applies {operation!r} to its logits before the loss, which streaming does not support",
         fix="use stream(model, head=False): layers are streamed, the head is the model's own",
     )

@@ -1,12 +1,13 @@
-"""The state of a forward besides its arguments, observers of a forward, and hooks of modules that run on chunks.
+"""Global state of a forward that its backward restores, observers of the engine, and hooks of modules.
 
-The state is random numbers, autocast, training modes and attention; the backward restores it. A hook on the model, an
-embedding, a decoder layer or the norm behind them is called once, with whole tensors. A module inside of a decoder
-layer gets one chunk after the other; the head gets none, as its loss is one sweep of its weight. A hook there that
-counts, averages or normalises would see something else than in the ordinary call. So it is refused by name, unless it
-says that it treats every token by itself (:func:`chunkwise`).
+The global state is the random state, autocast settings, training modes and attention names.
 
-Hooks of libraries that take part in the computation (gathering of ZeRO and FSDP2, weight norm) are called as they are.
+A hook on the model, an embedding, a decoder layer or the final norm is called once, with whole tensors. A module inside
+a decoder layer is called once per chunk. The head is not called for its logits: the loss reads its weight directly. A
+hook there that counts, averages or normalises would see other tensors than in the ordinary call. So it is refused by
+name, unless it declares that it treats each token independently (:func:`chunkwise`).
+
+Hooks of libraries that take part in the computation (ZeRO, FSDP2, weight norm) are called unchanged.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from streamtune.ops.devices import DeviceFunctions
 
 @dataclass(frozen=True)
 class RandomState:
-    """State of the CPU's random generator and, on CUDA, of the device's; dropout and router jitter draw from them."""
+    """State of the CPU's random generator and, on CUDA, of the device's generator."""
 
     cpu: Tensor
     device: torch.device
     accelerator: Tensor | None
 
     @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """Return the state at this moment."""
+    def current(cls, device: torch.device) -> RandomState:
+        """Return the current random state."""
         accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(torch.get_rng_state(), device, accelerator)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draw the same numbers again inside, and leave the state outside as it was."""
-        outer = RandomState.now(self.device)
+        """Context in which the same random numbers are drawn again; the outer state is restored afterwards."""
+        outer = RandomState.current(self.device)
         self.restore()
         try:
             yield
@@ -61,20 +62,20 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast settings of a forward, for its backward: autograd runs that outside of autocast."""
+    """Autocast settings of a forward, for its backward, which autograd runs outside of autocast."""
 
     device_type: str
     enabled: bool
     dtype: torch.dtype
 
     @classmethod
-    def now(cls, device: torch.device) -> Autocast:
-        """Return the settings at this moment."""
+    def current(cls, device: torch.device) -> Autocast:
+        """Return the current settings for ``device``."""
         kind = device.type if device.type in ("cpu", "cuda") else "cpu"
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Context with these settings, but without a cache of cast weights: it would outlive the chunk's graph."""
+        """Context with these settings. The cache of cast weights is off: it would outlive the chunk's graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
@@ -83,23 +84,23 @@ class Modes:
     """Modes of a layer's forward, for its backward, which autograd may run outside of them.
 
     Attributes:
-        training: Training mode of each module, on which dropout depends.
-        functions: Modes that intercept torch's functions, outermost first.
+        training: Training flag of each module; dropout depends on it.
+        functions: ``TorchFunctionMode`` contexts, outermost first.
     """
 
     training: tuple[tuple[nn.Module, bool], ...]
     functions: tuple[TorchFunctionMode, ...]
 
     @classmethod
-    def now(cls, layer: nn.Module) -> Modes:
-        """Return the modes at this moment."""
+    def current(cls, layer: nn.Module) -> Modes:
+        """Return the current modes of ``layer``."""
         return cls(tuple((module, module.training) for module in layer.modules()), function_modes())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set these modes inside the context, then restore those that ``train()`` or ``eval()`` has set since."""
+        """Context with these modes; the modes that ``train()`` or ``eval()`` has set since are restored afterwards."""
         entered = function_modes()
-        missing = [mode for mode in self.functions if not any(mode is each for each in entered)]
+        missing = [mode for mode in self.functions if not any(mode is other for other in entered)]
         changed = [module for module, was in self.training if module.training != was]
         for module in changed:
             module.training = not module.training
@@ -114,14 +115,14 @@ class Modes:
 
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
-    """Return the modes that intercept torch's functions, except for a default or a simulated device."""
+    """Return the active ``TorchFunctionMode`` contexts, without the contexts of a default or simulated device."""
     ignored = (DeviceContext, DeviceFunctions)
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, ignored))
 
 
 @contextmanager
 def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
-    """Set the configs' attention implementations to ``names`` inside the context."""
+    """Context in which the configs have the attention implementations ``names``."""
     before = [attention_of(config) for config in configs]
     try:
         for config, name in zip(configs, names, strict=True):
@@ -134,7 +135,7 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def attribute_as(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the context, then restore the value it had."""
+    """Context in which an attribute has ``value``; its old value is restored afterwards."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -144,7 +145,7 @@ def attribute_as(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 def restore_forward(module: nn.Module, before: Any) -> None:
-    """Restore the ``forward`` that an instance had before; None is the ``forward`` of its class."""
+    """Restore the ``forward`` that a module instance had before; None means the ``forward`` of its class."""
     if before is None:
         del module.forward
     else:
@@ -152,27 +153,27 @@ def restore_forward(module: nn.Module, before: Any) -> None:
 
 
 class Observer(Protocol):
-    """An observer of what the engine does; the engine computes the same with and without one."""
+    """Receives events of the engine, such as the start of a chunk; it does not change what the engine computes."""
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Note that a layer, or a norm outside of them, is about to run on a chunk, in the pass named ``pass_name``.
+        """Handle the start of a run of a layer, or of a norm outside the layers, on a chunk in the pass ``pass_name``.
 
-        Before a layer's backward this is called with an empty chunk: the next calls belong to that layer.
+        An empty chunk marks the start of a layer's backward: the next calls belong to that layer.
         """
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Note what tensors were made as: ``keys and values``, ``attention output``, ``layer input`` or ``state``."""
+        """Handle new tensors; ``kind`` is ``keys and values``, ``attention output``, ``layer input``, ``state``, ..."""
 
     def on_resize(self, x: Tensor) -> None:
-        """Note that the storage of a tensor has another size than before."""
+        """Handle a tensor whose storage was resized."""
 
 
-_observers: list[Observer] = []  # no context variable: on an accelerator backward runs in a thread of autograd's
+_observers: list[Observer] = []  # not a context variable: on an accelerator, backward runs in a thread of autograd
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Notify ``observer`` of what the engine does inside the context."""
+    """Context in which ``observer`` receives the engine's events."""
     _observers.append(observer)
     try:
         yield
@@ -187,13 +188,13 @@ def notify_chunk(layer: nn.Module, chunk: slice, pass_name: str) -> None:
 
 
 def notify_tensors(kind: str, *tensors: Tensor) -> None:
-    """Notify the observers of the use of these tensors."""
+    """Notify the observers that these tensors are held as ``kind``."""
     for observer in _observers:
         observer.on_hold(kind, tensors)
 
 
 def notify_resized(x: Tensor) -> None:
-    """Notify the observers that the memory of a tensor was freed, or given back to it."""
+    """Notify the observers that the storage of a tensor was resized."""
     for observer in _observers:
         observer.on_resize(x)
 
@@ -206,19 +207,20 @@ TABLES = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-"""The hooks of a module, and what they are called."""
+"""Attributes of a module that hold hooks, each with the name of its kind for messages."""
 GLOBAL = {f"_global{name}": kind for name, kind in TABLES.items()}
+"""Attributes of ``torch.nn.modules.module`` that hold hooks of all modules."""
 
 LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "accelerate", "bitsandbytes", "torchao")
-"""Libraries whose hooks are part of the computation. Not peft: its hooks inside of layers count tokens from the end
-(activated LoRA) or are there for the forward alone (``adapter_names``, Poly), and initialisers average over rows.
+"""Libraries whose hooks are part of the computation. Not peft: its hooks inside layers count tokens from the end
+(activated LoRA), exist for the forward only (``adapter_names``, Poly), or average over rows (initialisers).
 """
 
 
 def chunkwise(hook: Hook) -> Hook:
-    """Allow a hook on a module inside of a decoder layer: it treats every token by itself.
+    """Mark a hook as allowed on modules inside a decoder layer: it treats each token independently.
 
-    It is called for each chunk of the sequence, in the forward and once more in the backward; also as a decorator.
+    The hook is called for each chunk of the sequence, in the forward and again in the backward. Also a decorator.
 
     Example:
         >>> layer.mlp.register_forward_hook(streamtune.chunkwise(lambda module, args, out: out + direction))
@@ -228,45 +230,48 @@ def chunkwise(hook: Hook) -> Hook:
 
 
 def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
-    """Refuse hooks of the user's own on the modules of ``root``, a decoder layer or the head.
+    """Refuse hooks of the user on the modules of ``root``.
 
     Args:
-        root: The module.
-        within: True leaves out the hooks of ``root`` itself.
-        why: Consequence of the hook, for the message.
-        fix: Remedy, for the message.
+        root: Decoder layer or head.
+        within: True allows hooks on ``root`` itself.
+        why: Reason for the refusal, for the message.
+        fix: Fix, for the message.
+
+    Raises:
+        UnsupportedModelError: There is such a hook.
     """
     for name, module in root.named_modules():
         if within and module is root:
             continue
         for kind, hook in _hooks(module.__dict__, TABLES):
             raise UnsupportedModelError(
-                f"a {kind} ({_name(hook)}) is on {name or 'it'} ({type(module).__name__}), {why}",
+                f"a {kind} ({_name(hook)}) is on {name or 'the module'} ({type(module).__name__}), {why}",
                 where=type(root).__name__,
                 fix=fix,
             )
     for kind, hook in _hooks(vars(torch_module), GLOBAL):
         raise UnsupportedModelError(
-            f"a {kind} of all modules ({_name(hook)}) is registered, {why}", where=type(root).__name__, fix=fix
+            f"a global {kind} ({_name(hook)}) is registered, {why}", where=type(root).__name__, fix=fix
         )
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the forward hooks of a module that the engine did not register itself."""
+    """Yield the forward hooks of a module that the engine did not register."""
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if _origin(hook) != "streamtune":
             yield hook
 
 
-def watches_gradients(module: nn.Module) -> bool:
-    """Return True if a backward hook of the user's own is on the module itself, or on all modules."""
+def has_user_backward_hooks(module: nn.Module) -> bool:
+    """Return True if the user has a backward hook on the module itself, or a global backward hook."""
     names = {table: kind for table, kind in TABLES.items() if "backward" in table}
     names_of_all = {table: kind for table, kind in GLOBAL.items() if "backward" in table}
     return any(_hooks(module.__dict__, names)) or any(_hooks(vars(torch_module), names_of_all))
 
 
-def may_bring_leaves(root: nn.Module) -> bool:
-    """Return True if a hook of the user's own is inside, which may use a tensor that is trained."""
+def has_chunkwise_hooks(root: nn.Module) -> bool:
+    """Return True if a :func:`chunkwise` hook is inside ``root``: it may read a trainable tensor."""
     return any(
         hasattr(hook, "_streamtune_chunkwise")
         for module in root.modules()

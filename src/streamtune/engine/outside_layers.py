@@ -1,12 +1,13 @@
-"""Modules outside of the decoder layers: the token embedding, whose output the first layer takes away, and norms.
+"""Modules outside of the decoder layers: the token embedding, whose output is freed early, and norms.
 
-A decoder keeps its embeddings in a variable until it returns, though it reads them no more once the first layer has
-run: a whole hidden state ``[B, T, C]`` beside the input and the output of each layer. So a streamed model is given a
-tensor that stands for its embeddings. All functions of ``torch`` read through it. The first layer takes the embeddings
-out of it, and they are freed as soon as that layer has stored them. A later reader computes them again.
+A decoder holds its embeddings in a variable until it returns, although nothing reads them after the first layer. That
+is a whole hidden state ``[B, T, C]`` in addition to the input and output of each layer. So the embedding of a streamed
+model returns a stand-in tensor that holds the embeddings. All functions of ``torch`` read through it. The first layer
+takes the embeddings out of the stand-in, so they are freed once that layer has stored them. A later read recomputes
+them.
 
-A norm maps each token by itself and computes in fp32: for a whole sequence in bf16 autograd keeps two to four times its
-bytes. Streamed, its gradient is a sum over chunks as well, with nothing passed from chunk to chunk.
+A norm maps each token independently and computes in fp32: for a whole bf16 sequence, autograd saves two to four times
+the sequence's bytes. A streamed norm sums its gradient over chunks as a layer does, but passes nothing between chunks.
 
 Shape suffixes: B batch, T tokens, C channels.
 """
@@ -35,68 +36,70 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 
 KNOWN = ("torch.", "transformers.")
-"""Packages whose embeddings are a lookup: called again they return the same."""
+"""Packages whose embeddings are plain lookups, so that a second call returns the same values."""
 
 SCALED = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
-"""Functions by which models scale their embeddings, keeping the unscaled tensor in a variable as well."""
+"""Functions by which models scale their embeddings while the unscaled tensor stays in a variable."""
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:
-    """Return the embedding of a model's tokens if its output may be computed again, else None."""
+    """Return the token embedding of a model if its output can be recomputed, else None."""
     try:
         module = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    known = isinstance(module, nn.Embedding) and type(module).__module__.startswith(KNOWN)
-    plain = known and module.max_norm is None and not list(module.children()) and "forward" not in module.__dict__
+    is_lookup = isinstance(module, nn.Embedding) and type(module).__module__.startswith(KNOWN)
+    plain = is_lookup and module.max_norm is None and not list(module.children()) and "forward" not in module.__dict__
     return module if plain else None
 
 
 class StreamedEmbedding:
-    """Replaces the ``forward`` of the token embedding on its instance; computes the same."""
+    """Replaces the ``forward`` of the token embedding on its instance; returns the same values in a stand-in."""
 
     def __init__(self, module: nn.Embedding) -> None:
         self.module, self.table = module, module.weight
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return embeddings ``[B, T, C]``, which :func:`take` may take; a plain tensor where somebody hooked in."""
+        """Return embeddings ``[B, T, C]`` in a stand-in; a plain tensor if the module has hooks."""
         value: Tensor = type(self.module).forward(self.module, *args, **kwargs)
         if value.dim() != 3 or torch.compiler.is_compiling() or self._is_watched():
             return value
         read_from = [self.table, *(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))]
-        if any(x.is_inference() for x in (value, *read_from)):  # such tensors count no versions
+        if any(x.is_inference() for x in (value, *read_from)):  # inference tensors have no version counter
             return value
         state = _state_of(read_from)
 
         def recompute() -> Tensor:
             if _state_of(read_from) != state:
                 raise ArgumentError(
-                    "the embeddings of a call were read after its weights or tokens had been changed in place",
-                    fix="read or copy them before the optimizer's step, and before tokens are overwritten",
+                    "the embeddings of a call were read after its weights or tokens were changed in place",
+                    fix="read or copy the embeddings before the optimizer step, and before tokens are overwritten",
                 )
-            found: Tensor = self.module(*args, **kwargs)
-            return found
+            embeddings: Tensor = self.module(*args, **kwargs)
+            return embeddings
 
-        return Embeddings.of(value, recompute)
+        return Embeddings.create(value, recompute)
 
     def _is_watched(self) -> bool:
-        """Return True if others have hooks on the module, such as engines that share weights, or put in a weight."""
+        """Return True if the module has hooks of others (ZeRO, FSDP2, the user), or another weight than before."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         ours = [isinstance(getattr(hook, "__self__", None), WaitingWeights) for hook in hooks]
-        everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        global_chunk = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
         backward = (module._backward_hooks, module._backward_pre_hooks, torch_module._global_backward_hooks)
         put_in = module.weight is not self.table and not any(ours)
-        return put_in or not all(ours) or any((*everywhere, *backward))
+        return put_in or not all(ours) or any((*global_chunk, *backward))
 
 
 def _state_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return (version, address) of each tensor, by which a change of its values shows."""
+    """Return (version, address) of each tensor, to detect changes of its values."""
     return [(x._version, x.data_ptr()) for x in tensors]
 
 
 @dataclass
 class _Content:
+    """The embeddings that a stand-in holds, and how to recompute them."""
+
     value: Tensor | None
     """Embeddings ``[B, T, C]``; None once they were taken."""
     recompute: Callable[[], Tensor]
@@ -104,30 +107,30 @@ class _Content:
     with_graph: bool
     """True if they were computed with gradients on."""
     node: weakref.ref[Any] | None = None
-    """Node of the tensor that stands for them, or None. A weak reference: the node holds this object."""
+    """Autograd node of the stand-in, or None. The reference is weak, because the node holds this object."""
 
     def is_of(self, node: Any) -> bool:
-        """Return True unless a custom autograd function returned the tensor that stands for them, with its own node."""
+        """Return True if ``node`` is still the stand-in's own node, not the node of a custom autograd function."""
         return node is None if self.node is None else node is not None and node is self.node()
 
 
 class Embeddings(Tensor):
-    """Stands for embeddings ``[B, T, C]``: every function of torch is called with them in its place.
+    """Stand-in for embeddings ``[B, T, C]``: every torch function gets the embeddings in its place.
 
     Attributes:
-        content: The embeddings.
+        content: The embeddings that it holds.
     """
 
     content: _Content
 
     @staticmethod
-    def of(value: Tensor, recompute: Callable[[], Tensor]) -> Any:
-        """Return a tensor that stands for ``value`` ``[B, T, C]``; ``recompute`` computes it again."""
+    def create(value: Tensor, recompute: Callable[[], Tensor]) -> Any:
+        """Return a stand-in for ``value`` ``[B, T, C]``; ``recompute`` returns the same values again."""
         content = _Content(value, recompute, value._version, torch.is_grad_enabled())
-        made: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
-        node = _node(made)
-        made.content, content.node = content, None if node is None else weakref.ref(node)
-        return made
+        stand_in: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
+        node = _node(stand_in)
+        stand_in.content, content.node = content, None if node is None else weakref.ref(node)
+        return stand_in
 
     @classmethod
     def __torch_function__(
@@ -135,12 +138,12 @@ class Embeddings(Tensor):
     ) -> Any:
         if func in SCALED and len(args) == 2 and not kwargs and isinstance(args[0], Embeddings) and is_scalar(args[1]):
             return args[0].scaled(func, args[1])
-        return func(*map_nested(read, args), **map_nested(read, kwargs or {}))
+        return func(*map_nested(read_embeddings, args), **map_nested(read_embeddings, kwargs or {}))
 
     def scaled(self, func: Callable[[Tensor, Any], Tensor], by: Any) -> Any:
-        """Return ``func(self, by)``, which stands for the embeddings now; a later read of these recomputes them."""
-        scaled = func(take(self), by)
-        return Embeddings.of(scaled, lambda: func(read(self), by))
+        """Return a stand-in for ``func(self, by)``; a later read of this stand-in recomputes its embeddings."""
+        scaled = func(take_embeddings(self), by)
+        return Embeddings.create(scaled, lambda: func(read_embeddings(self), by))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -150,7 +153,7 @@ class Embeddings(Tensor):
 
 
 class _StandIn(torch.autograd.Function):
-    """Tensor that stands for embeddings, for a custom autograd function: this is applied to the tensor itself."""
+    """Autograd node of a stand-in; only a custom autograd function, which gets the stand-in itself, goes through it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
@@ -161,7 +164,7 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if ctx.content.value is not None and ctx.content.value._version != ctx.content.version:
             raise UnsupportedModelError(
-                "the embeddings of the tokens were changed in place, and then given to a custom autograd function",
+                "the token embeddings were changed in place and then passed to a custom autograd function",
                 fix="change a copy of the embeddings",
             )
         return grad, None
@@ -174,25 +177,25 @@ def _stand_in(value: Tensor) -> Tensor:
     return made
 
 
-def read(x: Any) -> Any:
-    """Return the embeddings for which ``x`` stands; any other object as it is."""
+def read_embeddings(x: Any) -> Any:
+    """Return the embeddings that a stand-in ``x`` holds; return any other object unchanged."""
     if not isinstance(x, Embeddings):
         return x
     if not x.content.is_of(_node(x)):
         with torch._C.DisableTorchFunctionSubclass():
-            return x.clone()  # in the graph that the function gave it
+            return x.clone()  # keeps the graph that the custom function gave it
     return _value(x)
 
 
-def take(x: Any) -> Any:
-    """Return the embeddings for which ``x`` stands, and let it hold them no more; any other object as it is.
+def take_embeddings(x: Any) -> Any:
+    """Return the embeddings that a stand-in ``x`` holds, and release them; return any other object unchanged.
 
-    It still holds embeddings that were changed in place, which cannot be computed again.
+    The stand-in keeps embeddings that were changed in place, because they cannot be recomputed.
     """
-    found: Any = read(x)
-    if isinstance(x, Embeddings) and found._version == x.content.version and found is x.content.value:
+    value: Any = read_embeddings(x)
+    if isinstance(x, Embeddings) and value._version == x.content.version and value is x.content.value:
         x.content.value = None
-    return found
+    return value
 
 
 def _value(x: Any) -> Any:
@@ -201,7 +204,7 @@ def _value(x: Any) -> Any:
     content = x.content
     if content.value is None:
         with torch.set_grad_enabled(content.with_graph):
-            content.value = read(content.recompute())
+            content.value = read_embeddings(content.recompute())
     return content.value
 
 
@@ -211,7 +214,7 @@ def _node(x: Tensor) -> Any:
 
 
 def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Return the model's own norms, outside its layers: modules named so by class, with weights of one dimension."""
+    """Return the norms of a model outside its layers: children whose class name ends with ``Norm``, with 1D weights."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [
         module
@@ -226,48 +229,48 @@ def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
 
 
 class StreamedNorm:
-    """Replaces a norm's ``forward`` on its instance; computes the same."""
+    """Replaces a norm's ``forward`` on its instance; computes the same chunk by chunk."""
 
     def __init__(self, norm: nn.Module, parts: ModelParts) -> None:
         self.norm, self.parts, self.schedule = norm, parts, parts.schedule
         self.pointwise: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the norm, with its own signature and result."""
-        args = tuple(map(take, args))
+        """Run the norm; arguments and result are the same as of the norm's class."""
+        args = tuple(map(take_embeddings, args))
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= self.schedule.chunk_size:
-            return self.own(*args, **kwargs)
+            return self.run_module(*args, **kwargs)
         if self.pointwise is None and x.device.type != "meta":
             self.pointwise = self._is_pointwise(x.detach())
         if self.pointwise is False:
-            return self.own(x)
+            return self.run_module(x)
         parameters = [p for p in self.norm.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))):
             return self.forward(x, None)
         return _StreamedNorm.apply(self, self.parts.last_call.grad_target(x, self.norm), x, *parameters)
 
-    def own(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward."""
+    def run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of the norm's class."""
         return type(self.norm).forward(self.norm, *args, **kwargs)
 
     @torch.no_grad()
     def _is_pointwise(self, x_BTC: Tensor) -> bool:
         few = x_BTC[:, :4]
-        alone = torch.cat([self.own(few[:, place : place + 1]) for place in range(few.shape[1])], 1)
-        together = self.own(few)
+        alone = torch.cat([self.run_module(few[:, place : place + 1]) for place in range(few.shape[1])], 1)
+        together = self.run_module(few)
         return alone.shape == together.shape and bool(torch.allclose(alone, together, rtol=1e-2, atol=1e-3))
 
     @torch.no_grad()
     def forward(self, x_BTC: Tensor, into: StoredTensor | None) -> Tensor:
-        """Return the whole sequence's output; store the input in ``into``, if given, chunk by chunk."""
+        """Return the norm's output for the whole sequence; store the input in ``into``, if given, chunk by chunk."""
         out: Tensor | None = None
         for chunk in self.schedule.chunks(x_BTC.shape[1]):
             notify_chunk(self.norm, chunk, "store")
             x_i = x_BTC[:, chunk]
             if into is not None:
                 into.put(chunk, x_i)
-            y_i = self.own(x_i)
+            y_i = self.run_module(x_i)
             if out is None:
                 out = y_i.new_empty((*x_BTC.shape[:2], y_i.shape[2]))
             out[:, chunk] = y_i
@@ -278,17 +281,19 @@ class StreamedNorm:
 
 
 class _StreamedNorm(torch.autograd.Function):
+    """Autograd node of a streamed norm: its backward runs ``streamed_vjp``."""
+
     @staticmethod
-    def forward(ctx: Any, norm: StreamedNorm, maker: LayerStream | None, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, norm: StreamedNorm, producer: LayerStream | None, x: Tensor, *parameters: Tensor) -> Tensor:
         schedule = norm.schedule
         ctx.stored = None
         if schedule.offload == "device" or schedule.device_layers:
             ctx.save_for_backward(x)
         else:
             ctx.stored = StoredTensor(norm.parts.tiers.of(schedule.offload, x.device), x, 1)
-        ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.now(x.device)
-        ctx.weights = Weights.now(norm.norm)
-        ctx.grad_target = maker if schedule.stream_grads and x.requires_grad else None
+        ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.current(x.device)
+        ctx.weights = Weights.current(norm.norm)
+        ctx.grad_target = producer if schedule.stream_grads and x.requires_grad else None
         return norm.forward(x, ctx.stored)
 
     @staticmethod
@@ -297,21 +302,21 @@ class _StreamedNorm(torch.autograd.Function):
         norm: StreamedNorm | None = ctx.norm
         if norm is None:
             raise ArgumentError(
-                "a streamed norm went backward a second time", fix="pass retain_graph=True to the backward before"
+                "backward ran a second time through a streamed norm", fix="pass retain_graph=True to the first backward"
             )
         ctx.weights.check()
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]
-        own, chunks = norm.own, norm.schedule.chunks(source.shape[1])
+        run_module, chunks = norm.run_module, norm.schedule.chunks(source.shape[1])
         if isinstance(source, StoredTensor):
             source.expect(chunks[::-1])
 
-        def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _Nothing]:
+        def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _EmptyBoundary]:
             notify_chunk(norm.norm, chunk, "replay")
             with ctx.autocast.restored(), ctx.weights.restored():
-                return [own(x_i[0])], _Nothing()
+                return [run_module(x_i[0])], _EmptyBoundary()
 
         grad_target: LayerStream | None = ctx.grad_target
-        into = None if grad_target is None else grad_target.room_for_grad(source, None)
+        into = None if grad_target is None else grad_target.grad_buffer(source, None)
         widen = norm.schedule.grad_dtype == "float32"
         sums = [GradientSum(p, widen) for p in ctx.parameters]
         z_in = LayerInput(source, 1, ctx.needs_input_grad[2], into)
@@ -323,14 +328,14 @@ class _StreamedNorm(torch.autograd.Function):
         return None, None, placeholder(source) if grad_target is not None else grad_inputs[0], *grad_parameters
 
 
-class _Nothing:
-    """The tensors a chunk reads of others and passes on, for a norm: none, as it maps each token on its own."""
+class _EmptyBoundary:
+    """Boundary of a norm's chunk: it reads and passes on no tensors, because a norm maps each token independently."""
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
 
-    def handed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(())
 
-    def hand_back(self, grads: Iterator[Tensor | None]) -> None:
+    def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
         pass

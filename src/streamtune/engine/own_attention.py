@@ -1,16 +1,17 @@
-"""Masks for layers that compute their attention themselves: dense tensors, but only one chunk's tile at a time.
+"""Masks for layers with their own attention code: dense tensors, but one chunk's tile at a time.
 
-Most models of ``transformers`` pass queries, keys, values and mask to a function that their config names; the engine
-puts its own there (``attention``). Others add the mask to their scores themselves (bloom, falcon, gptj), or compute
-with it before they attend (sparse attention with an indexer). Such a layer keeps its own attention. It gets the rows of
-the chunk and the columns of prefix and chunk, in the form that its own implementation expects:
+Most models of ``transformers`` pass queries, keys, values and mask to a function that their config names. The engine
+registers its own function there (``attention``). Other layers add the mask to their scores themselves (bloom, falcon,
+gptj), or compute with it before attention (sparse attention with an indexer). Such a layer keeps its attention code. It
+gets a tile of the mask: the rows of the chunk, and the columns of prefix and chunk. The dtype is the one its
+implementation expects:
 
     eager   additive, 0 or the lowest finite number, in the dtype of the hidden states
     sdpa    boolean, True where attention is allowed
 
-Scores and mask take memory for the chunk times the prefix; the engine never builds the whole square. A model that
-computes with its mask *before* its layers (alibi merged into it) gets the square, as without streaming; the call of
-each layer is then given a chunk's part of it.
+Scores and mask take memory for chunk x prefix; the engine never builds the whole ``[T, T]``. A model that computes with
+its mask *before* its layers (alibi merged into it) gets the whole mask, as without streaming. The call of each layer
+then gets a chunk's part of it.
 
 Shape suffixes: B batch, T queries, S keys.
 """
@@ -34,35 +35,37 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask, MaskView
 
 FORMS = ("eager", "sdpa")
-"""Implementations that a layer may keep while its chunks are handed tiles."""
+"""Attention implementations that a layer may keep: they accept tiles."""
 
 _OVER = f"{NAME}-over-"
 
 
-def over(own: str) -> str:
-    """Return the attention name for a config whose layers keep ``own``: our mask, and their own attention."""
-    return _OVER + own
+def tiled_name(implementation: str) -> str:
+    """Return the attention name for a config whose layers keep ``implementation`` but get the engine's lazy mask."""
+    return _OVER + implementation
 
 
-class CallNames:
-    """Lets the configs of a streamed model name our attention while it runs, and at no other time.
+class AttentionNames:
+    """Sets the engine's attention in the configs of a streamed model during its calls only.
 
-    So another model that is built from a config, or from a copy of it, attends as it would without the streamed one.
+    Outside of calls the configs are unchanged. So another model that is built from a config, or from a copy of it,
+    attends as without streaming.
 
     Args:
-        configs: Configs from which the decoder and its layers read their attention.
-        own: Implementation kept by layers that compute their attention themselves; None where ours is used.
+        configs: Configs from which the decoder and its layers read their attention implementation.
+        own_attention: Implementation of layers with their own attention code; None if they use the engine's.
     """
 
-    def __init__(self, configs: Sequence[Any], own: str | None) -> None:
+    def __init__(self, configs: Sequence[Any], own_attention: str | None) -> None:
         self.configs = list(configs)
         self.before = [attention_of(config) for config in configs]
         """Names that the configs have outside of calls."""
-        self.ours = [NAME if own is None else over(own)] * len(self.configs)
+        self.ours = [NAME if own_attention is None else tiled_name(own_attention)] * len(self.configs)
+        """Names that the configs have during calls."""
         self._depth = 0
 
     def begin(self, where: str) -> int:
-        """Begin a call, which may be inside of another; return the number of calls around it."""
+        """Begin a call, which may be nested in another; return the number of calls around it."""
         if not self._depth:
             for config, name in zip(self.configs, self.before, strict=True):
                 refuse_another(config, name, where)
@@ -71,7 +74,7 @@ class CallNames:
         return self._depth - 1
 
     def end(self, around: int | None = None) -> None:
-        """End the innermost call, or all inside of ``around`` calls."""
+        """End the innermost call; if ``around`` is given, end all calls nested deeper than it."""
         if self._depth:
             self._depth = self._depth - 1 if around is None else around
             if not self._depth:
@@ -79,7 +82,7 @@ class CallNames:
 
     @contextmanager
     def using(self, names: list[Any]) -> Iterator[None]:
-        """Give the configs these names inside the context, also while calls run in it."""
+        """Context in which the configs have these names, also during calls."""
         self._depth += 1
         try:
             with attention_as(self.configs, names):
@@ -93,9 +96,12 @@ class CallNames:
 
 
 def refuse_another(config: Any, name: Any, where: str) -> None:
-    """Refuse a config that names another attention than when its model was streamed.
+    """Refuse a config whose attention implementation was changed after its model was streamed.
 
-    It does not align the queries of a chunk with the last of its keys.
+    Other implementations do not align the queries of a chunk with the last keys, so the result would be wrong.
+
+    Raises:
+        UnsupportedModelError: The config neither has ``name`` nor an attention of the engine.
     """
     now = attention_of(config)
     if now != name and not is_ours(now):
@@ -107,42 +113,42 @@ def refuse_another(config: Any, name: Any, where: str) -> None:
 
 
 def is_ours(name: Any) -> bool:
-    """Return True if a config's attention implementation is one of ours."""
-    return name == NAME or name in map(over, FORMS)
+    """Return True if ``name`` is an attention implementation of the engine."""
+    return name == NAME or name in map(tiled_name, FORMS)
 
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """Attention that one layer computes itself: the implementation that its configs name while it runs."""
+    """The attention implementation of a layer with its own attention code; its configs have this name while it runs."""
 
     name: str
 
-    def form(self, dtype: torch.dtype) -> torch.dtype:
+    def mask_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the mask dtype that the layer expects for hidden states of ``dtype``.
 
-        Eager attention computes its softmax in fp32 even for fp64 scores. There the lowest fp64 number would become
-        -inf, and a query that sees no key would give NaN.
+        For fp64 it is fp32: eager attention computes its softmax in fp32. The lowest fp64 number would become -inf
+        there, and a query that sees no key would give NaN.
         """
         if self.name == "sdpa":
             return torch.bool
         return torch.float32 if dtype == torch.float64 else dtype
 
 
-def tile(view: MaskView, form: torch.dtype) -> Tensor:
-    """Return the tile ``[B, 1, T, S]`` of a lazy mask: boolean, or additive in a floating ``form``."""
+def tile(view: MaskView, dtype: torch.dtype) -> Tensor:
+    """Return the tile ``[B, 1, T, S]`` of a lazy mask: boolean, or additive in a floating ``dtype``."""
     rows, _, queries, keys = view.shape
     allowed = view.mask.tile(view.q_start, view.q_stop, view.k_start, view.k_stop).expand(rows, 1, queries, keys)
-    if form == torch.bool:
+    if dtype == torch.bool:
         return allowed
-    bias = torch.zeros(allowed.shape, dtype=form, device=allowed.device)
-    return bias.masked_fill_(~allowed, torch.finfo(form).min)
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return bias.masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def sees_future(dense_BHTT: Tensor) -> bool:
-    """Return True if a dense square mask lets a query see a later key.
+    """Return True if a dense mask ``[B, H, T, T]`` lets a query see a later key.
 
-    True in a boolean mask may mean allowed or forbidden. So the mask is causal if all later keys have the same value,
-    False, or True where not every query has True for its own key.
+    In a boolean mask True may mean allowed or forbidden. The mask is causal if all entries for later keys are False. It
+    is also causal if all of them are True and some query has False for its own key: True then means forbidden.
     """
     later = torch.ones(dense_BHTT.shape[-2:], dtype=torch.bool, device=dense_BHTT.device).triu(1)
     above = dense_BHTT[..., later]
@@ -154,14 +160,14 @@ def sees_future(dense_BHTT: Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class FormedMask(LazyMask):
-    """A lazy mask that becomes the dense one as soon as a model computes with it outside of its layers."""
+class DensifiedMask(LazyMask):
+    """A lazy mask that builds the dense mask if a model computes with it outside of its layers."""
 
-    form: torch.dtype = torch.bool
+    dense_dtype: torch.dtype = torch.bool
 
     def dense(self) -> Tensor:
-        """Build the whole mask ``[B, 1, T, S]``."""
-        return tile(self.rows(0, self.q_length), self.form)
+        """Return the dense mask ``[B, 1, T, S]``."""
+        return tile(self.rows(0, self.q_length), self.dense_dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -182,8 +188,8 @@ class FormedMask(LazyMask):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(
-            *(arg.dense() if isinstance(arg, FormedMask) else arg for arg in args),
-            **{key: arg.dense() if isinstance(arg, FormedMask) else arg for key, arg in (kwargs or {}).items()},
+            *(arg.dense() if isinstance(arg, DensifiedMask) else arg for arg in args),
+            **{key: arg.dense() if isinstance(arg, DensifiedMask) else arg for key, arg in (kwargs or {}).items()},
         )
 
 
@@ -192,14 +198,17 @@ def _operator(name: str) -> Any:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "lt", "le", "gt", "ge"):
-    setattr(FormedMask, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(DensifiedMask, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _formed_mask(own: str, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> FormedMask:
+def _densified_mask(
+    implementation: str, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> DensifiedMask:
+    """Return the lazy mask of a model whose layers keep ``implementation``."""
     mask = lazy_mask(*args, **kwargs)
-    known = {item.name: getattr(mask, item.name) for item in fields(mask)}
-    return FormedMask(**known, form=torch.bool if own == "sdpa" else dtype)
+    values = {item.name: getattr(mask, item.name) for item in fields(mask)}
+    return DensifiedMask(**values, dense_dtype=torch.bool if implementation == "sdpa" else dtype)
 
 
-for _own in FORMS:
-    AttentionMaskInterface.register(over(_own), partial(_formed_mask, _own))
+for _implementation in FORMS:
+    AttentionMaskInterface.register(tiled_name(_implementation), partial(_densified_mask, _implementation))

@@ -1,9 +1,9 @@
-"""Requests of a call: another loss than the cross entropy, scores of target tokens, or the lazy logits themselves.
+"""Requests to a model call: another loss than the cross-entropy, scores of target tokens, or the lazy logits.
 
-A scored call runs as one with labels, but computes no loss: the lazy logits of its head are taken from its output, and
-scored for the targets of the caller. So the tokens that are predicted need not be the next ones of the same sequence,
-and a preference or a policy objective is ordinary PyTorch on the result. Scoring happens inside the model's call, for
-two reasons: sharded weights are gathered only there, and wrappers (DDP, DeepSpeed) scan the returned tensors.
+A scored call runs like a call with labels, but computes no loss. The lazy logits in its output are scored for the
+caller's targets. So targets need not be the next tokens of the same sequence, and a preference or policy objective is
+ordinary PyTorch on the scores. Scoring happens inside the model call, for two reasons: sharded weights are gathered
+only there, and wrappers (DDP, DeepSpeed) scan the returned tensors.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -26,20 +26,25 @@ from streamtune.ops import TokenLoss, TopKTeacher
 
 @dataclass
 class LossRequest:
-    """Request of a call's loss, and what was measured beside it."""
+    """Request for the loss of a call; it also receives the sums measured with the loss."""
 
     loss: TokenLoss
+    """Loss of each target."""
     weights: Tensor | None = None
     """Factor ``[B, T]`` on the loss of each target; None is 1."""
     teacher: LazyLogits | None = None
-    """Logits of a teacher for the same tokens, from ``StreamHandle.lazy_logits``, if the loss has a divergence."""
+    """A teacher's lazy logits for the same tokens (``StreamHandle.lazy_logits``), if the loss has a divergence."""
     top_k: TopKTeacher | None = None
-    """Likeliest tokens of a teacher at the targets of the call, in place of its logits."""
+    """A teacher's top-k tokens at the targets of the call, instead of its logits."""
     measured: dict[str, Tensor] | None = None
-    """Sums over the targets of the call, by the names of ``ops.MEASURED``, without gradient; None before the call."""
+    """Sums over the targets of the call, named as in ``ops.MEASURED``, without gradient; None before the call."""
 
     def top_k_of(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
-        """Return the likeliest tokens of a teacher for this rank's targets of that shape, or None."""
+        """Return the teacher's top-k tokens for this rank's targets of ``shape``; None if there are none.
+
+        Raises:
+            UnsupportedModelError: ``model`` drops tokens before its loss.
+        """
         if self.top_k is None:
             return None
         index = self.top_k.index_BT
@@ -47,18 +52,22 @@ class LossRequest:
             index = shards.cut(index, 1, IGNORE_INDEX)
         if index.shape != shape:
             raise UnsupportedModelError(
-                f"{model} leaves out tokens before its loss, whose teacher has been asked of all of them",
-                fix="name a model as teacher",
+                f"{model} drops tokens before its loss, but the teacher's top-k tokens cover all tokens",
+                fix="use a model as teacher",
             )
         return replace(self.top_k, index_BT=index)
 
     def weights_of(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
-        """Return the weights on the device of the targets ``[...]``; the model must not have left out tokens since."""
+        """Return ``weights`` on the device of ``targets`` ``[...]``; None if there are none.
+
+        Raises:
+            UnsupportedModelError: ``model`` drops tokens before its loss.
+        """
         if weights is None:
             return None
         if weights.shape != targets.shape:
             raise UnsupportedModelError(
-                f"{model} leaves out tokens before its loss, whose rows have weights",
+                f"{model} drops tokens before its loss, so loss weights cannot be applied",
                 fix="remove the column loss_weight from the data",
             )
         return weights.to(targets.device)
@@ -66,22 +75,26 @@ class LossRequest:
 
 @dataclass
 class ScoreRequest:
-    """Request of a scored call, and the router loss of that call."""
+    """Request for the scores of a call's targets; it also receives the call's router loss."""
 
     targets: Tensor
-    """``[B, T]``"""
+    """Target ids ``[B, T]``; -100 for none."""
     branches: Branches | None = None
+    """Layout of rows that share their beginning; None for other rows."""
     temperature: float = 1.0
+    """Divisor of the logits."""
     entropy: bool = False
+    """True computes entropies as well."""
     router_loss: Tensor | None = None
+    """Router loss of the call, set by the call."""
     shards: SequenceShards | None = None
-    """Shards of which this rank has logits, if ranks share the sequence."""
+    """Shards of the call, if ranks share the sequence; set by the call."""
 
     def compute(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
-        """Compute the scores of a call that returned ``output``: ``logprobs``, and ``entropy``, ``router_loss`` if any.
+        """Return the scores of a call with this ``output``: ``logprobs``, and ``entropy`` and ``router_loss`` if any.
 
         Raises:
-            UnsupportedModelError: It has no lazy logits of all tokens.
+            UnsupportedModelError: ``output`` has no lazy logits of all tokens.
         """
         logits, targets = self.logits_of(model, output), self._own_targets()
         if self.temperature != 1.0:
@@ -90,15 +103,19 @@ class ScoreRequest:
         if self.shards is not None:
             logprobs = self.shards.collect(logprobs)
             entropy = None if entropy is None else self.shards.collect(entropy)
-        found = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
-        return {name: value for name, value in found.items() if value is not None}
+        scores = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
+        return {name: value for name, value in scores.items() if value is not None}
 
     def logits_of(self, model: nn.Module, output: Any) -> LazyLogits:
-        """Return the lazy logits of all tokens of a call that returned ``output``."""
+        """Return the lazy logits of all tokens in a call's ``output``.
+
+        Raises:
+            UnsupportedModelError: ``output`` has none.
+        """
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
         if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self._own_targets().shape:
             raise UnsupportedModelError(
-                f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
+                f"{type(model).__name__} does not return the logits of all tokens, so its tokens cannot be scored"
             )
         return logits
 
@@ -108,20 +125,20 @@ class ScoreRequest:
 
 @dataclass
 class LogitsRequest(ScoreRequest):
-    """Request of a call's lazy logits themselves, in place of scores."""
+    """Request for the lazy logits of a call, instead of scores."""
 
     def compute(self, model: nn.Module, output: Any) -> dict[str, Any]:
-        """Return the lazy logits of this rank's tokens as ``logits``."""
+        """Return ``{"logits": ...}``: the lazy logits of this rank's tokens."""
         return {"logits": self.logits_of(model, output)}
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores that a streamed model gives to target tokens."""
+    """Scores of target tokens from a streamed model."""
 
     logprobs: Tensor
-    """Log-probabilities ``[B, T]`` in fp32 (fp64 for a model in fp64), differentiable; 0 without a target."""
+    """Log-probabilities ``[B, T]`` in fp32 (fp64 for an fp64 model), differentiable; 0 for positions without target."""
     entropy: Tensor | None
-    """Entropy ``[B, T]`` of each target's distribution, differentiable; None if not requested."""
+    """Entropies ``[B, T]`` of the targets' distributions, differentiable; None if not requested."""
     router_loss: Tensor | None
-    """Losses on the routers of a mixture of experts, to add to any objective; None without routers."""
+    """Router losses of a mixture of experts, to add to the objective; None if the call has none."""

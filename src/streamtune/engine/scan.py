@@ -1,12 +1,15 @@
-"""Mamba-1's selective scan from an initial state, which the scan of ``transformers`` does not take.
+"""Mamba-1's selective scan with an initial state; the scan of ``transformers`` has no such argument.
 
-For each channel d and state n the scan is ``h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t`` and ``y_t = C_t h_t`` (Gu and
-Dao, Mamba, arXiv 2312.00752, eq. 2). ``transformers`` and the kernel it calls start every scan from ``h_0 = 0``, which
-is right for a whole sequence and wrong for a chunk. But the scan is linear in h. A state h_0 adds
+For each channel d and state n the scan is (Gu and Dao, Mamba, arXiv 2312.00752, eq. 2)
+
+    h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t,    y_t = C_t h_t
+
+``transformers`` and the kernel it calls start every scan from ``h_0 = 0``. This is right for a whole sequence and wrong
+for a chunk. The scan is linear in h, so an initial state h_0 adds
 
     y_t += C_t exp(A S_t) h_0,    h_T += exp(A S_T) h_0,    S_t = sum_{s <= t} dt_s
 
-and this is added here to the scan's own result. Mamba-2 and the delta rule take their initial state themselves.
+to the result of the scan. The scans of Mamba-2 and of the delta rule take an initial state as an argument.
 
 Shape suffixes: B batch, D channels, T tokens, N states.
 """
@@ -28,22 +31,23 @@ from streamtune.engine.hf_names import SCAN
 from streamtune.engine.observe import restore_forward
 
 
-def mixers_with_a_bare_scan(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of a layer whose forward calls the scan that takes no initial state."""
-    return [module for module in layer.modules() if SCAN in code_names(type(module))]
+def stateless_scan_mixers(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a layer whose forward calls the scan that has no initial state."""
+    return [module for module in layer.modules() if SCAN in names_in_forward(type(module))]
 
 
-def code_names(kind: type[nn.Module]) -> tuple[str, ...]:
+def names_in_forward(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names that the code of a module's forward uses."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return () if code is None else code.co_names
 
 
 @contextmanager
-def carried_scan(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
-    """Start the scans of these modules from the state that ``cache`` holds, inside the context.
+def scans_from_state(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
+    """Context in which the scans of ``mixers`` start from the state that ``cache`` holds.
 
-    The library is not changed: each instance gets its class's forward with this one name bound to another function.
+    ``transformers`` is not changed: each mixer gets a copy of its class's forward in which the name of the scan refers
+    to another function.
     """
     if not mixers or not cache.has_previous_state():
         yield
@@ -52,7 +56,7 @@ def carried_scan(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
     try:
         for mixer in mixers:
             forward = inspect.unwrap(type(mixer).forward)
-            scan = _Carried(forward.__globals__[SCAN], cache, mixer.layer_idx)  # type: ignore[arg-type]
+            scan = _ScanFromState(forward.__globals__[SCAN], cache, mixer.layer_idx)  # type: ignore[arg-type]
             rebound = FunctionType(
                 forward.__code__, {**forward.__globals__, SCAN: scan}, argdefs=forward.__defaults__, closure=None
             )
@@ -64,8 +68,8 @@ def carried_scan(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
             restore_forward(mixer, forward)
 
 
-class _Carried:
-    """The scan with the state of one mixer; where a mixer scans head by head, its n-th call is head n."""
+class _ScanFromState:
+    """The scan of one mixer, started from its saved state; if the mixer scans head by head, call n is head n."""
 
     def __init__(self, scan: Callable[..., Any], cache: ChunkCache, layer_idx: int) -> None:
         self.scan, self.cache, self.layer_idx = scan, cache, layer_idx
@@ -83,18 +87,24 @@ class _Carried:
             dt_BDT = dt_BDT + bias_D.to(dt_BDT.dtype)[:, None]
         if kwargs.get("delta_softplus"):
             dt_BDT = nn.functional.softplus(dt_BDT)
-        added_BDT, carried_BDN = scan_from(state_BDN, dt_BDT, A_DN, C_BNT)
+        added_BDT, carried_BDN = initial_state_terms(state_BDN, dt_BDT, A_DN, C_BNT)
         if (z_BDT := kwargs.get("z")) is not None:
             added_BDT = added_BDT * nn.functional.silu(z_BDT)
         y_BDT = (y_BDT + added_BDT).to(y_BDT.dtype)
         return y_BDT if last_BDN is None else (y_BDT, last_BDN + carried_BDN)
 
 
-def scan_from(state_BDN: Tensor, dt_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the terms that an initial state h_0 adds to a scan's output ``[B, D, T]`` and to its last state.
+def initial_state_terms(state_BDN: Tensor, dt_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the terms that an initial state adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D, N]``.
 
-    The decay ``exp(A S)`` ``[B, D, T, N]`` is never built: one of the N states exists at a time, in the backward too.
-    ``dt_BDT`` are step sizes after bias and softplus.
+    Equal to ``y_t += C_t exp(A S_t) h_0`` and ``h_T += exp(A S_T) h_0``. The decay ``exp(A S)`` ``[B, D, T, N]`` is
+    never built: forward and backward compute it for one of the N states at a time.
+
+    Args:
+        state_BDN: Initial state h_0.
+        dt_BDT: Step sizes, after bias and softplus.
+        A_DN: Decay rates A.
+        C_BNT: Output coefficients C_t.
     """
     S_BDT = dt_BDT.to(A_DN.dtype).cumsum(-1)
 

@@ -1,9 +1,9 @@
-"""Parameters that several ranks share, of which each holds a part: ZeRO stage 3 and FSDP2.
+"""Sharded parameters (ZeRO stage 3, FSDP2), and the state of a layer's weights at one moment.
 
-Such a parameter is whole only inside a call of its module: hooks around the call gather it before and free it after,
-and do so again in the backward. So the engine computes with a weight inside that module's call: a decoder layer's
-chunks run inside its ``forward``, the head's inside the head's. The one exception is a layer that runs forward again in
-the backward of a later layer (``levels: 2``): :func:`gathered` gathers it for that.
+A sharded parameter is whole only inside a call of its module: hooks gather it before the call and free it after, and
+again in the backward. So the engine reads a weight only inside that call. A decoder layer's chunks run inside the
+layer's ``forward``, and the head's chunks inside the head's. The exception is a layer that runs forward again in the
+backward of a later layer (``levels: 2``): :func:`gathered` gathers its weights.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 LEAF = "_z3_leaf"
-"""Flag by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module that is gathered whole around its call."""
+"""Attribute by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module to be gathered as a whole."""
 
 DEEPSPEED = "deepspeed.runtime.zero"
-"""The package whose hooks gather modules under ZeRO stage 3."""
+"""Package whose hooks gather modules under ZeRO stage 3."""
 
 GATHER, FREE = "pre_sub_module_forward_function", "post_sub_module_forward_function"
-"""Methods of its ``DeepSpeedZeRoOffload`` by which these hooks gather a module and free it."""
+"""Methods of ``DeepSpeedZeRoOffload`` with which these hooks gather and free a module."""
 
 
 class FlatParametersError(UnsupportedModelError):
-    """FSDP1 joins the parameters of many modules in one, and gives a module views of it for one call only."""
+    """The model is wrapped by FSDP1: it flattens parameters, and a module has views of them in one call only."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
-            "the model is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters a layer only borrows for "
+            "the model is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters a layer holds only during "
             "one call",
             where=where,
             fix="use FSDP2: torch.distributed.fsdp.fully_shard(layer), or fsdp_version: 2 of accelerate",
@@ -43,28 +43,31 @@ class FlatParametersError(UnsupportedModelError):
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return True if a call of ``module`` gathers parameters of its own that are on other ranks otherwise."""
+    """Return True if parameters of ``module`` itself are sharded by ZeRO stage 3 or FSDP2."""
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False)):  # ZeRO stage 3
         return True
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is of its kind where nobody imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without this import no module can be sharded by it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Have ZeRO stage 3 gather a layer whole around its call, and not each module inside of it.
+def flag_leaf_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Flag the layers so that ZeRO stage 3 gathers each as a whole, not module by module; return the newly flagged.
 
-    Chunks run inside of one call of the layer, and again in one call of its backward. ``deepspeed.initialize`` reads
-    the flag; without DeepSpeed it has no effect. Return the layers that were not flagged before.
+    All chunks run inside one call of the layer, and again inside one call of its backward. ``deepspeed.initialize``
+    reads the flag. Without DeepSpeed it has no effect.
+
+    Raises:
+        UnsupportedModelError: ``deepspeed.initialize`` was called before.
     """
     flagged: list[nn.Module] = []
     for layer in layers:
         if getattr(layer, LEAF, False):
             continue
         if any(_gathers(module) for module in layer.modules() if module is not layer):
-            ungather_whole(flagged)
+            unflag_leaf_layers(flagged)
             raise UnsupportedModelError(
-                "deepspeed.initialize() (ZeRO stage 3) gathers the modules inside of each layer one by one, and chunks "
-                "need the layer whole",
+                "deepspeed.initialize() (ZeRO stage 3) gathers the modules of a layer one by one, but streaming needs "
+                "the whole layer",
                 where=type(layer).__name__,
                 fix="call streamtune.stream(model) before deepspeed.initialize() and before the trainer that calls it",
             )
@@ -73,11 +76,11 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
     return flagged
 
 
-def need_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make the hidden states of a trained layer require a gradient under ZeRO stage 3, as a forward pre-hook.
+def require_input_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: under ZeRO stage 3, make the hidden states of a trained layer require a gradient.
 
-    DeepSpeed's backward hooks of a layer are attached to its first input. If that needs no gradient (adapters over a
-    frozen embedding), it frees the weights before the layer's backward.
+    DeepSpeed attaches its backward hooks to a layer's first input. If this input needs no gradient (adapters over a
+    frozen embedding), DeepSpeed frees the weights before the layer's backward.
     """
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not torch.is_grad_enabled() or not isinstance(hidden, Tensor) or hidden.requires_grad:
@@ -89,8 +92,8 @@ def need_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def ungather_whole(flagged: Iterable[nn.Module]) -> None:
-    """Remove the flag, except from layers that DeepSpeed already gathers by it."""
+def unflag_leaf_layers(flagged: Iterable[nn.Module]) -> None:
+    """Remove the flag of :func:`flag_leaf_layers`, except from layers that DeepSpeed has already sharded."""
     for layer in flagged:
         if hasattr(layer, LEAF) and not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
             delattr(layer, LEAF)
@@ -106,9 +109,12 @@ def _is_deepspeeds(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
-    """Gather a layer's sharded weights for a forward in the backward of another layer; free them after.
+    """Context in which a layer's sharded weights are gathered, for a forward inside the backward of another layer.
 
-    If the backward of ``layer`` comes next, FSDP2 has begun to gather it, and it stays gathered.
+    Args:
+        layer: Layer to gather.
+        during: Layer whose backward runs.
+        next_backward: True if the backward of ``layer`` comes next: FSDP2 then leaves it gathered.
     """
     if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
         with _gathered_by_deepspeed(layer, during):
@@ -127,10 +133,9 @@ def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Ite
 
 @contextmanager
 def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None]:
-    """Gather a layer as the hooks of ZeRO stage 3 do around its forward, without its other hooks.
+    """Gather a layer as ZeRO stage 3's hooks do around its forward, so that DeepSpeed's prefetch order includes it.
 
-    So this forward is in the order of modules by which DeepSpeed fetches ahead. The hooks that count the backwards to
-    come are left out, since this forward has none.
+    DeepSpeed's hooks that count expected backwards are left out, because this forward has no backward.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
@@ -138,7 +143,7 @@ def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None
     parameters: list[Any] = list(layer.parameters())
     before = [set(parameter.ds_active_sub_modules) for parameter in parameters]
     offload.pre_sub_module_forward_function(layer)
-    # DeepSpeed takes this for gradient checkpointing, and would keep frozen weights until the backward of ``during``.
+    # DeepSpeed assumes gradient checkpointing, and would keep frozen weights until the backward of ``during``.
     needed: set[Any] = getattr(during, "ds_recompute_parameters", set())
     for parameter, users in zip(parameters, before, strict=True):
         if during.ds_id not in users:
@@ -147,12 +152,16 @@ def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None
     try:
         yield
     finally:
-        FWD_MODULE_STACK.pop()  # as the hook does that calls the following
+        FWD_MODULE_STACK.pop()  # DeepSpeed's hook does the same before this call
         offload.post_sub_module_forward_function(layer)
 
 
 def _offload_of(layer: nn.Module) -> Any:
-    """Return the object of DeepSpeed that gathers the layer, which its hooks hold in their closures."""
+    """Return the DeepSpeed object that gathers the layer; it is in the closures of the layer's hooks.
+
+    Raises:
+        UnsupportedModelError: The hooks hold no such object.
+    """
     functions: list[Any] = [hook for hook in layer._forward_pre_hooks.values() if _is_deepspeeds(hook)]
     while functions:
         function = functions.pop()
@@ -163,8 +172,8 @@ def _offload_of(layer: nn.Module) -> Any:
                 return value
         functions += [value for value in held if hasattr(value, "__closure__")]
     raise UnsupportedModelError(
-        "a layer is to run forward again in the backward (levels: 2), and this version of DeepSpeed does not gather it "
-        f"by {GATHER}()",
+        "levels: 2 runs a layer forward again in the backward, and this version of DeepSpeed has no "
+        f"{GATHER}() to gather its weights",
         where=type(layer).__name__,
         fix="set levels: 1, or install the version of DeepSpeed that constraints.txt names",
     )
@@ -172,54 +181,57 @@ def _offload_of(layer: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of one layer at one moment.
+    """The parameters and buffers of one layer at one moment.
 
-    ``held`` has the name, tensor, version counter, address of its numbers and ``requires_grad`` of each parameter and
-    buffer. It is empty if ranks share the weights, which are gathered anew for each call.
+    ``held`` has for each its name, tensor, version counter, data address and ``requires_grad``. It is empty if the
+    weights are sharded, because they are gathered anew for each call.
     """
 
     layer: nn.Module
     held: tuple[tuple[str, Tensor, int, int, bool], ...]
 
     @classmethod
-    def now(cls, layer: nn.Module) -> Weights:
-        """Return the weights at this moment."""
+    def current(cls, layer: nn.Module) -> Weights:
+        """Return the current weights of ``layer``."""
         if any(map(is_sharded, layer.modules())):
             return cls(layer, ())
         held: list[tuple[str, Tensor, int, int, bool]]
-        held = [(name, p, p._version, _place(p), p.requires_grad) for name, p in layer.named_parameters()]
+        held = [(name, p, p._version, _address(p), p.requires_grad) for name, p in layer.named_parameters()]
         held += [(name, buffer, buffer._version, 0, False) for name, buffer in layer.named_buffers()]
         return cls(layer, tuple(held))
 
     def check(self, between: str = "the forward and its backward") -> None:
-        """Refuse, as autograd does, to compute with other weights than the forward's.
+        """Check that the layer still has these weights, as autograd does for saved tensors.
+
+        Args:
+            between: The two events between which the weights must not change, for the message.
 
         Raises:
-            ArgumentError: A weight was changed in place, given other numbers (``.data``) or frozen.
-            FlatParametersError: A weight is not a parameter of the layer any more.
+            ArgumentError: A weight was changed in place, replaced through ``.data``, or frozen.
+            FlatParametersError: A weight is no longer a parameter of the layer.
         """
         for name, parameter, version, place, trained in self.held:
             table, key = _owner(self.layer, name)
-            if key not in table:  # of a buffer, a new one was put in its place: the layer's own doing
+            if key not in table:  # a layer may replace its own buffers
                 if not isinstance(parameter, nn.Parameter) and not trained:
                     continue
                 raise FlatParametersError(type(self.layer).__name__)
             if trained and not parameter.requires_grad:
                 raise ArgumentError(
-                    f"{name} was frozen between {between}, which would lose its gradient",
+                    f"{name} was frozen between {between}, so its gradient would be lost",
                     where=type(self.layer).__name__,
-                    fix="call loss.backward() first; disable_adapter() of peft freezes adapters as long as it is open",
+                    fix="call loss.backward() first; peft's disable_adapter() freezes adapters inside its context",
                 )
-            if parameter._version != version or (place and _place(parameter) != place):
+            if parameter._version != version or (place and _address(parameter) != place):
                 raise ArgumentError(
-                    f"{name} was changed in place between {between}, and both compute with it",
+                    f"{name} was changed in place between {between}; both read it",
                     where=type(self.layer).__name__,
-                    fix="change weights after loss.backward(), as an optimizer's step does",
+                    fix="change weights after loss.backward(), as an optimizer step does",
                 )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put these tensors into the layer while inside: ``torch.func.functional_call`` has restored its own by now."""
+        """Context in which the layer has these tensors, also after ``torch.func.functional_call`` has ended."""
         places = [(*_owner(self.layer, name), tensor) for name, tensor, *_ in self.held]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
@@ -228,12 +240,12 @@ class Weights:
                 table[key] = tensor
             yield
         finally:
-            for (table, key, _), own in zip(swapped, before, strict=True):
-                table[key] = own
+            for (table, key, _), current in zip(swapped, before, strict=True):
+                table[key] = current
 
 
 def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
-    """Return the weights that peft adapts as tensors, such as stacked experts; none if peft is not imported."""
+    """Return the weights that peft adapts by ``ParamWrapper``, such as stacked experts; none without peft."""
     wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if wrapper is None:
         return ()
@@ -241,25 +253,25 @@ def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
     return tuple(weight for module in wrapped if not (weight := module.get_param()).is_inference())
 
 
-def same_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
-    """Context that keeps the version counters of :func:`adapted_tensors`.
+def preserved_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+    """Context that preserves the version counters of ``weights`` (see :func:`adapted_tensors`).
 
-    For each call peft parametrizes the weight, and torch then writes the tensor's own numbers into it. Only its version
-    changes, and a layer that runs again before its backward would be refused by :meth:`Weights.check`.
+    In each call peft parametrizes such a weight, and torch then writes the weight's own values into it. Only the
+    version changes. Without this context :meth:`Weights.check` would refuse the backward.
     """
-    kept: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    context: AbstractContextManager[None] = kept(weights) if weights else nullcontext()
+    preserve: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    context: AbstractContextManager[None] = preserve(weights) if weights else nullcontext()
     return context
 
 
-def _place(parameter: Tensor) -> int:
-    """Return the address of a tensor's numbers; 0 if it has none or may change it (quantised, other types, ranks)."""
-    says = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
-    return parameter.data_ptr() if says else 0
+def _address(parameter: Tensor) -> int:
+    """Return the data address of a tensor; 0 if it has none or may move (quantised, other types, several ranks)."""
+    fixed = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
+    return parameter.data_ptr() if fixed else 0
 
 
 def _owner(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """Return (table of parameters or buffers that holds a name, key of the name in it)."""
+    """Return the dictionary of parameters or buffers that holds ``name``, and the key of ``name`` in it."""
     path, _, key = name.rpartition(".")
     module = layer.get_submodule(path)
     return module._buffers if key in module._buffers else module._parameters, key  # type: ignore[return-value]

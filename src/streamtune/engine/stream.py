@@ -20,7 +20,7 @@ from streamtune.engine.model_call import ModelCall
 from streamtune.engine.observe import RandomState, attribute_as
 from streamtune.engine.preflight import check_exact, check_length, check_order, check_shared, lengths_to_check
 from streamtune.engine.requests import LogitsRequest, LossRequest, ScoreRequest, TokenScores
-from streamtune.engine.routers import RouterLoss, not_balanced, reduced
+from streamtune.engine.routers import RouterLoss, not_balanced, summed_over_ranks
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.errors import ArgumentError
@@ -38,38 +38,38 @@ def stream(
 ) -> StreamHandle:
     """Train ``model`` with the exact streaming backward (StreamBP, arXiv 2506.03077). The model is changed in place.
 
-    Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
-    gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
+    Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the same loss and gradient as before,
+    with the activations of one chunk at a time. Trainers, adapters and accelerate work unchanged.
 
     As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache.
-    A cache that is passed is read and not written to. Under ``torch.no_grad()`` ``use_cache=True`` is honoured.
+    A cache that is passed is read but not written to. Under ``torch.no_grad()`` ``use_cache=True`` is honoured.
 
-    ``position_ids`` that restart mean packed rows where they do to ``transformers``: without ``attention_mask``, and
-    with ``use_cache=False`` of the call or of the configuration, which trainers set. Such rows never see each other,
-    not even in models that ignore positions in their masks (gpt_oss, granitemoehybrid, opt).
+    ``position_ids`` that restart mean packed rows under the same conditions as in ``transformers``: there is no
+    ``attention_mask``, and the call or the configuration has ``use_cache=False``, which trainers set. Packed rows never
+    see each other, not even in models that ignore positions in their masks (gpt_oss, granitemoehybrid, opt).
 
     Args:
         model: Causal language model of ``transformers``, with or without peft adapters.
-        chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
-        schedule: Choices of a streamed step. If neither ``chunk_size`` nor ``schedule`` is given, ``Schedule()``; a
-            call of at most 4,096 tokens is then one chunk that keeps its attention outputs, which costs no more than
-            checkpointing.
-        head: True streams the language-model head as well. A call with ``labels`` then returns the loss and no logits;
-            in evaluation (``model.eval()`` and ``torch.no_grad()``) logits are computed when they are read. A model
-            without a language-model head (a classifier, a reward model) keeps its own.
+        chunk_size: Number of tokens per chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
+        schedule: Choices of a streamed step. If neither ``chunk_size`` nor ``schedule`` is given, it is ``Schedule()``.
+            A call of at most 4,096 tokens is then one chunk that keeps its attention outputs, which costs no more than
+            gradient checkpointing.
+        head: True streams the language-model head as well. A call with ``labels`` then returns the loss and no logits.
+            In evaluation (``model.eval()`` and ``torch.no_grad()``) logits are computed when they are read. A model
+            without a language-model head (a classifier, a reward model) keeps its own head.
         router_loss: Losses on the routers of a mixture of experts, added to the loss of a call with ``labels``. None
-            adds what the model itself would: its balance loss if ``output_router_logits`` is set. Calls without labels
-            and gradients return router logits.
-        sequence_parallel: Ranks that share each sequence. All of them make the same calls with the same whole rows. A
-            call with labels or a scored call has the loss of the whole rows on every rank, and the ranks' gradients
-            add up to the gradient.
+            adds the model's own balance loss if ``output_router_logits`` is set. Calls without labels and gradients
+            return router logits.
+        sequence_parallel: Ranks that share each sequence. All ranks make the same calls with the same whole rows. A
+            call with labels, or a scored call, returns the result for the whole rows on every rank. The ranks'
+            gradients sum to the gradient.
 
     Returns:
         A handle with ``.schedule`` and ``.remove()``, which restores the model exactly.
 
     Raises:
-        ArgumentError: Both ``chunk_size`` and ``schedule`` are given, or the model is streamed already; ranks are to
-            share sequences and the head is not streamed.
+        ArgumentError: Both ``chunk_size`` and ``schedule`` are given, the model is streamed already, or
+            ``sequence_parallel`` is given without a streamed head.
         UnsupportedModelError: The model cannot be streamed exactly, or ranks cannot share its sequences. The model is
             left as it was.
 
@@ -87,7 +87,7 @@ def stream(
 
 
 class StreamHandle(StreamedCalls):
-    """The handle of a streamed model, with methods to use and to remove the streaming; also a context manager."""
+    """Handle of a streamed model: scores tokens, checks the model, removes the streaming; also a context manager."""
 
     def __init__(
         self,
@@ -115,35 +115,37 @@ class StreamHandle(StreamedCalls):
         model: nn.Module | None = None,
         **arguments: Any,
     ) -> TokenScores:
-        """Return log-probabilities of any target tokens, streamed and differentiable, on which to build objectives.
+        """Return log-probabilities of any target tokens, streamed and differentiable, to build objectives on.
 
-        Equal to ``(model(input_ids).logits / temperature).log_softmax(-1)`` at the targets. Under ``torch.no_grad()``
-        it streams as well.
+        Equal to ``(model(input_ids).logits / temperature).log_softmax(-1)`` at the targets. Also streamed under
+        ``torch.no_grad()``.
 
         Args:
-            input_ids: ``[B, T]``.
-            targets: ``[B, T]``: position t predicts ``targets[:, t]``, or nothing where that is -100.
-            branches: Rows that share their beginnings, if the tokens ``[1, T]`` are such; positions and mask follow.
+            input_ids: Token ids ``[B, T]``.
+            targets: Target ids ``[B, T]``: position t predicts ``targets[:, t]``, or nothing if that is -100.
+            branches: Layout of rows that share their beginning, for tokens ``[1, T]``; it sets positions and mask.
             entropy: True returns the entropy of each target's distribution as well.
             temperature: Divisor of the logits.
-            model: Module to call: a wrapper around the model (DeepSpeed's, DDP's); None is the model itself.
-            **arguments: Other arguments of the model's call: ``attention_mask``, ``position_ids``.
+            model: Wrapper of the model to call (DeepSpeed's, DDP's); None calls the model itself.
+            **arguments: Other arguments of the model call: ``attention_mask``, ``position_ids``.
 
         Raises:
             ArgumentError: A shape is wrong, or the head is not streamed.
-            UnsupportedModelError: The model does not return logits of all tokens, or its rows cannot share beginnings.
+            UnsupportedModelError: The model does not return logits of all tokens, or its rows cannot share their
+                beginning.
         """
         request = ScoreRequest(targets, branches, temperature, entropy)
-        found = self._scored_call(request, self.model if model is None else model, input_ids, arguments)
-        return TokenScores(found["logprobs"], found.get("entropy"), found.get("router_loss"))
+        scores = self._scored_call(request, self.model if model is None else model, input_ids, arguments)
+        return TokenScores(scores["logprobs"], scores.get("entropy"), scores.get("router_loss"))
 
     def lazy_logits(
         self, input_ids: Tensor, targets: Tensor, *, branches: Branches | None = None, **arguments: Any
     ) -> LazyLogits:
-        """Return a teacher's logits of all tokens, not computed, for :class:`LossRequest`.
+        """Return a teacher's lazy logits of all tokens, for :class:`LossRequest`.
 
-        Only the final hidden states ``[B, T, C]`` are held. Arguments and errors as for :meth:`logprobs`; only
-        the shape of ``targets`` is read. If ranks share a sequence, the logits are of this rank's tokens.
+        They hold the final hidden states ``[B, T, C]``; logits are not computed. Arguments and errors are the same as
+        for :meth:`logprobs`, but only the shape of ``targets`` is read. If ranks share a sequence, the logits cover
+        this rank's tokens.
         """
         logits: LazyLogits = self._scored_call(LogitsRequest(targets, branches), self.model, input_ids, arguments)[
             "logits"
@@ -153,7 +155,7 @@ class StreamHandle(StreamedCalls):
     def _scored_call(
         self, request: ScoreRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what ``called``, the model or a wrapper of it, answers to the request."""
+        """Return the scores that a call of ``called``, the model or a wrapper of it, computes for the request."""
         self._check_scored(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}
@@ -164,10 +166,10 @@ class StreamHandle(StreamedCalls):
     def _check_scored(self, request: ScoreRequest, input_ids: Tensor) -> None:
         targets, branches, temperature = request.targets, request.branches, request.temperature
         if not self.layers:
-            raise ArgumentError("the model is not streamed any more", fix="ask for log-probabilities before .remove()")
+            raise ArgumentError("the model is no longer streamed", fix="compute log-probabilities before .remove()")
         if not self.streams_head:
             raise ArgumentError(
-                "no language-model head is streamed, so there is no promise of logits",
+                "log-probabilities need a streamed head; this model was streamed without one",
                 fix="use stream(model, head=True) on a causal language model",
             )
         if input_ids.shape != targets.shape or input_ids.dim() != 2:
@@ -176,39 +178,40 @@ class StreamHandle(StreamedCalls):
                 fix="shift the targets: position t predicts targets[:, t], -100 where it predicts nothing",
             )
         if not temperature > 0:
-            raise ArgumentError(f"temperature must be more than 0, not {temperature!r}")
+            raise ArgumentError(f"temperature must be above 0, found {temperature!r}")
         if branches is not None and tuple(input_ids.shape) != (1, branches.length):
             raise ArgumentError(
-                f"the branches are a sequence of {branches.length} tokens, the batch is {tuple(input_ids.shape)}",
+                f"input_ids must be (1, {branches.length}) to match branches, found {tuple(input_ids.shape)}",
                 fix="lay all trees end to end in one row of input_ids",
             )
 
     def with_loss(self, asked: LossRequest) -> AbstractContextManager[None]:
-        """Make calls with labels inside the context return the requested loss in place of the cross entropy.
+        """Context in which calls with labels return the requested loss instead of the cross-entropy.
 
         Args:
-            asked: Loss, and weights of the calls' targets. It receives what is measured beside the loss.
+            asked: Loss, and weights of the targets. Its ``measured`` receives the sums measured with the loss.
 
         Raises:
             ArgumentError: The head is not streamed.
         """
         if self.head is None:
-            raise ArgumentError("no language-model head is streamed, whose loss could be another one")
+            raise ArgumentError("another loss needs a streamed head; this model was streamed without one")
         return attribute_as(self.head, "asked", asked)
 
     def check(self, length: int | None = None) -> None:
-        """Compare this very model streamed and unstreamed on random tokens; costs a few short forwards.
+        """Compare the model, streamed and unstreamed, on random tokens; costs a few short forwards.
 
         Loss and gradients are compared on a few tokens. Then one layer of each kind runs forward on a row longer than a
-        chunk, since a layer may do something else above a number of tokens. In the order of chunks the check includes
-        that the layers allow it. If ranks share sequences, all of them call it together and their results are compared.
+        chunk, because a layer may compute differently above some length. With ``order="chunk"`` it is also checked that
+        the layers support it. If ranks share sequences, all of them must call this together; the results of the ranks
+        are compared too.
 
         Args:
-            length: Tokens of the long row, such as the longest to train on; the whole row goes through one plain layer
-                after the other. None is one more than a chunk, for chunks of up to 4,096.
+            length: Number of tokens of the long row, such as the longest row to train on. The plain layers run on the
+                whole row, one after the other. None is one token more than a chunk, for chunks of up to 4,096 tokens.
 
         Raises:
-            UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
+            UnsupportedModelError: The results differ; the message names the layer. The model stays streamed.
         """
         with blame_untested():
             check_exact(self)
@@ -221,21 +224,21 @@ class StreamHandle(StreamedCalls):
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
-        """Count the choices of each expert over several micro-batches, for ``handle.routers.totals`` of a step.
+        """Count how many tokens are routed to each expert in a step's micro-batches, for ``handle.routers.totals``.
 
-        Costs a forward of the decoder for each batch. Random numbers (router jitter) are those that the training calls
-        will draw, if these follow in the same order.
+        Costs one forward of the decoder per batch. Random numbers (router jitter) are the same as in the training
+        calls, if these follow in the same order.
 
         Args:
-            batches: Arguments of each call of the model; labels are not read. ``branches`` may be among them.
+            batches: Arguments of each model call; labels are not read. ``branches`` may be among them.
 
         Returns:
-            ``[E + 1]``: the routes by expert and, last, the number of (token, router) pairs; over all ranks where
-            ``torch.distributed`` runs.
+            Counts ``[E + 1]``: tokens per expert and, last, the number of (token, router) pairs; summed over all ranks
+            if ``torch.distributed`` is initialised.
         """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         counts: Tensor | None = None
-        with RandomState.now(model_device(self.model)).replayed():
+        with RandomState.current(model_device(self.model)).replayed():
             for batch in batches:
                 unread = ("labels", "shift_labels", "num_items_in_batch", "output_router_logits")
                 read = {key: value for key, value in batch.items() if key not in unread}
@@ -257,12 +260,12 @@ class StreamHandle(StreamedCalls):
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
         assert counts is not None
-        return reduced(counts)
+        return summed_over_ranks(counts)
 
     def reschedule(self, schedule: Schedule) -> None:
-        """Stream the model by another schedule from now on: the gradient is the same.
+        """Stream the model with another schedule from now on; the gradient stays the same.
 
-        A loss still to go backward is lost, and so is the state that a failed call left behind.
+        A loss whose backward has not run yet is lost.
         """
         self.remove()
         parts = (self.streams_head, self.routers.loss, self.sequence_parallel)
@@ -270,7 +273,7 @@ class StreamHandle(StreamedCalls):
 
     @classmethod
     def of(cls, model: nn.Module) -> StreamHandle:
-        """Return the handle of a streamed model, or of a copied or loaded one (``copy.deepcopy``, ``torch.load``).
+        """Return the handle of a streamed model, also of a copy (``copy.deepcopy``) or a loaded model (``torch.load``).
 
         Raises:
             ArgumentError: The model is not streamed.

@@ -1,4 +1,4 @@
-"""A decoder layer of a streamed model, with all that its calls have in common, and the checks before a call."""
+"""A decoder layer of a streamed model: the state that its calls share, and the checks before a call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from streamtune.engine.context import CallContext, LastLayerCall
 from streamtune.engine.fused import FusedParts
 from streamtune.engine.hf_names import KEPT_WINDOW, attention_of, names_attention
 from streamtune.engine.memory.placement import Placement, Tiers
-from streamtune.engine.observe import may_bring_leaves, refuse_hooks
+from streamtune.engine.observe import has_chunkwise_hooks, refuse_hooks
 from streamtune.engine.own_attention import OwnAttention, refuse_another
 from streamtune.engine.routers import RouterWatch
-from streamtune.engine.scan import mixers_with_a_bare_scan
+from streamtune.engine.scan import stateless_scan_mixers
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -25,7 +25,7 @@ from streamtune.ops.fused import fusion_pays
 from streamtune.schedule import Schedule
 
 Scope = Callable[[], AbstractContextManager[Any]]
-"""A context around each run of a layer on a chunk, provided by the owner of what it changes."""
+"""Function that returns a context in which a layer runs on a chunk."""
 
 
 @dataclass
@@ -34,14 +34,14 @@ class ModelParts:
 
     schedule: Schedule
     tiers: Tiers
-    """The memory of host and disk."""
+    """Memory of device, host and disk for saved tensors."""
     context: CallContext = field(default_factory=CallContext)
     routers: RouterWatch | None = None
-    """Collects the logits of routers, if there are any."""
+    """Collects the logits of routers; None for a layer that is checked on its own."""
     last_call: LastLayerCall[Any] = field(default_factory=LastLayerCall)
-    """The last layer call, by which the next finds the call that made its input."""
+    """The last layer call, by which the next layer finds the call that computed its input."""
     waiting: WaitingWeights | None = None
-    """The weights that wait on the host; None where all are on the device."""
+    """Weights offloaded to the host; None if all weights are on the device."""
 
 
 class StreamedLayer:
@@ -49,24 +49,24 @@ class StreamedLayer:
 
     Args:
         layer: Decoder layer of a ``transformers`` model.
-        parts: Parts that it shares with the other layers.
-        own: Attention implementation of a layer that computes its attention itself. None takes ours; a layer whose
-            first call shows that ours is not enough keeps its eager one.
+        parts: Parts of the streamed model that all its layers share.
+        own_attention: Attention implementation of a layer with its own attention code. None uses the engine's
+            attention, or the layer's eager attention if the first call shows that the engine's cannot compute it.
         place: Placement of the layer's input until the backward.
     """
 
     def __init__(
-        self, layer: nn.Module, parts: ModelParts, own: str | None = None, place: Placement | None = None
+        self, layer: nn.Module, parts: ModelParts, own_attention: str | None = None, place: Placement | None = None
     ) -> None:
         self.layer, self.parts, self.schedule = layer, parts, parts.schedule
         self.place = Placement() if place is None else place
-        self.own = None if own is None else OwnAttention(own)
+        self.own_attention = None if own_attention is None else OwnAttention(own_attention)
         self.fused = FusedParts(layer) if self.schedule.fuse == "torch" else None
-        self.bare_scans = mixers_with_a_bare_scan(layer)
+        self.stateless_scans = stateless_scan_mixers(layer)
         self.carries_states = False
-        """True if its chunks end where packed rows do: states must not pass from one to the next."""
+        """True if chunks are cut where packed rows begin, so that states do not pass from row to row."""
         self.narrow_states = False
-        """True if its last call passed on a state in a narrower dtype than its hidden states."""
+        """True if the last call passed on a state in a narrower dtype than the hidden states."""
         self.leaves_checked = self.attention_known = self.removed = False
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = list({id(config): config for config in configs if names_attention(config)}.values())
@@ -74,37 +74,38 @@ class StreamedLayer:
 
     @property
     def name(self) -> str:
-        """The layer's class, for errors."""
+        """Class name of the layer, for errors."""
         return type(self.layer).__name__
 
     def scopes(self, device: torch.device) -> list[Scope]:
-        """Return the contexts in which the layer's own parts run on a chunk."""
+        """Return the contexts in which the layer runs on a chunk: its fused parts, if fusion pays on ``device``."""
         return [self.fused.used] if self.fused is not None and fusion_pays(device) else []
 
     @contextmanager
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:
-        """Hold the layer's weights on the device inside; yield the tensors that stand for ``parameters``.
+        """Context in which the layer's weights are on the device; yields the copies of ``parameters`` there.
 
-        ``prefetch`` is the next layer, as in :meth:`WaitingWeights.used`; None is the layer before, as in a backward.
+        ``prefetch`` is the offset of the layer to fetch next, as in :meth:`WaitingWeights.used`. None means a backward:
+        the layer before this one is fetched.
         """
         waiting = self.parts.waiting
         if waiting is None:
             yield list(parameters)
             return
-        if prefetch is None:  # before the first layer of a segment, layers of the segment before run forward again
+        if prefetch is None:  # below the first layer of a segment, layers of the segment before run forward again
             prefetch = 0 if self.schedule.levels == 2 and self.place.begins else -1
         with waiting.used(self.layer, prefetch) as copies:
             yield [copies.get(id(p), p) for p in parameters]
 
     def to_host(self, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients of ``parameters``, on the host if the parameters wait there."""
+        """Return the gradients of ``parameters``, copied to the host if the parameters are offloaded."""
         return grads if self.parts.waiting is None else self.parts.waiting.to_host(parameters, grads)
 
     def check_in_place(self, length: int) -> None:
-        """Refuse a backward after the stream was removed, or one that would run another attention or a user's hooks."""
+        """Refuse a backward if streaming was removed, the attention was changed, or a user's hook was added inside."""
         if self.removed:
             raise ArgumentError(
-                "the stream was removed between a forward and its backward, which has to run the layers again",
+                "streaming was removed between a forward and its backward, which must run the layers again",
                 where=self.name,
                 fix="call loss.backward() before handle.remove(), or inside of the with statement",
             )
@@ -112,27 +113,30 @@ class StreamedLayer:
         self.check_hooks()
 
     def check_hooks(self) -> None:
-        """Refuse hooks of the user's own that would be called with chunks."""
+        """Refuse hooks of the user that would be called with chunks."""
         refuse_hooks(
             self.layer,
             within=True,
             why="and would be called for each chunk, forward and backward",
             fix="register it on the decoder layer, which is called once with the whole sequence; or, if it treats "
-            "every token by itself, register streamtune.chunkwise(hook)",
+            "each token independently, register streamtune.chunkwise(hook)",
         )
 
     def check_attention(self, length: int) -> None:
-        """Refuse another attention: it does not align a chunk's queries with the last of its keys, and would be wrong.
+        """Refuse an attention implementation that was set after streaming: it would be wrong on chunks.
 
-        Also refuse ``topk`` over scores of values alone. Repeated tokens have equal scores, and which of them is kept
-        depends on the number of keys, which is smaller in a chunk.
+        Also refuse an attention that keeps the top-k keys by scores that do not depend on the query (doge). Repeated
+        tokens have equal scores, so the choice between them depends on the number of keys, which a chunk changes.
+
+        Raises:
+            UnsupportedModelError: One of the two applies to a sequence of ``length`` tokens.
         """
         for config, name in zip(self.configs, self.attention, strict=True):
             kept = getattr(config, KEPT_WINDOW, None)
             if kept is not None and length > kept:
                 raise UnsupportedModelError(
-                    f"of {length} tokens the attention keeps {KEPT_WINDOW}={kept} by a score that repeated tokens "
-                    "share, so that what it keeps depends on the chunk",
+                    f"the attention keeps {KEPT_WINDOW}={kept} of {length} tokens by a score that repeated tokens "
+                    "share, so its choice depends on the chunk",
                     where=self.name,
                     fix=f"train on rows of at most {kept} tokens",
                 )
@@ -141,23 +145,30 @@ class StreamedLayer:
     def check_leaves(self, z_i: Tensor, known: Sequence[Tensor]) -> None:
         """Refuse a trainable tensor that is not an input of the layer's node: its gradient would be lost.
 
-        Once is enough, unless hooks are inside.
+        The graph is checked in the first call, and in each call if hooks are inside the layer.
+
+        Args:
+            z_i: Output of a chunk.
+            known: Inputs of the layer's node.
+
+        Raises:
+            UnsupportedModelError: The graph of ``z_i`` has another leaf that needs a gradient.
         """
-        if self.leaves_checked and not may_bring_leaves(self.layer):
+        if self.leaves_checked and not has_chunkwise_hooks(self.layer):
             return
-        for leaf in strange_leaves(z_i, known):
+        for leaf in unknown_leaves(z_i, known):
             if getattr(leaf, "_is_flat_param", False):
                 raise FlatParametersError(self.name)
             raise UnsupportedModelError(
                 f"{self.name} uses a trainable tensor of shape {tuple(leaf.shape)} "
-                "that is not its own parameter, so its gradient would be lost",
+                "that is not one of its parameters, so its gradient would be lost",
                 fix="freeze that tensor, or train without streaming",
             )
         self.leaves_checked = True
 
 
-def strange_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves of ``z_out``'s graph that need a gradient and are not among the known ones."""
+def unknown_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves of the graph of ``z_out`` that need a gradient and are not among the tensors ``known``."""
     known_ids = {id(tensor) for tensor in known}
     todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
     while todo:

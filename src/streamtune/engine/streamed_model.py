@@ -1,7 +1,7 @@
-"""A model with the engine put into it: what is changed in place, and how it is removed again completely.
+"""Installs the engine in a model, and removes it again completely.
 
-No modeling file is patched. The ``forward`` of decoder layers and of the embedding is replaced on the instance, and so
-are the cache that a layer updates and the attention and the mask function that its config names.
+No modeling file is patched. The ``forward`` of decoder layers, norms and embedding is replaced on the instance. The
+cache that a layer updates is replaced too, and the attention and mask functions that its config names.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from streamtune.engine.inspect_model import (
     decoder_layers,
     form_for,
     own_attention,
-    owners,
+    owning_models,
 )
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.outside_layers import StreamedEmbedding, StreamedNorm, norms_outside, token_embedding
-from streamtune.engine.own_attention import CallNames
+from streamtune.engine.own_attention import AttentionNames
 from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import LengthRotary, RowLengths
 from streamtune.engine.routers import RouterLoss, RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
-from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
+from streamtune.engine.sharded import flag_leaf_layers, require_input_gradient, unflag_leaf_layers
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -40,7 +40,7 @@ from streamtune.schedule import Schedule
 
 
 class StreamedModel:
-    """A streamed model: its parts, and what was put into it. Arguments and errors as for ``stream``."""
+    """A streamed model and the parts installed in it. Arguments and errors are the same as for ``stream``."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class StreamedModel:
         """Ranks that share each sequence; None for a single rank."""
         if self.sequence_parallel is not None and schedule.order == "chunk":
             raise ArgumentError(
-                "order='chunk' is for whole sequences, and ranks are to share each of them",
+                "order='chunk' and sequence parallelism exclude each other",
                 fix="set order: layer (Schedule(order='layer')), or sequence_parallel_size: 1",
             )
         self.form = ""
@@ -74,31 +74,31 @@ class StreamedModel:
         if self.sequence_parallel is not None:
             self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
-        """None if the head is not streamed."""
-        self._gathered = gather_whole(self.layers)
+        """Streamed head; None if the head is not streamed."""
+        self._gathered = flag_leaf_layers(self.layers)
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self.scored: ScoreRequest | None = None
-        """Scores that the current call is asked for."""
+        """Scores that the current call computes; None for an ordinary call."""
         self.own_attention = own_attention(self.model, self.layers)
-        """Implementation kept by layers that compute their attention themselves; None where ours is used."""
-        self.names = CallNames(attention_configs(self.model, self.layers), self.own_attention)
-        """Attention named by the model's configurations, in calls and outside of them."""
+        """Attention implementation of layers with their own attention code; None if they use the engine's."""
+        self.names = AttentionNames(attention_configs(self.model, self.layers), self.own_attention)
+        """Attention names in the model's configurations, during calls and outside of calls."""
         self.context, self.tiers = CallContext(), Tiers(schedule)
         self.waiting: WaitingWeights | None = None
-        """Weights that wait on the host; None if all are on the device."""
-        if schedule.weights == "host":  # last of what may be refused: it moves the weights
+        """Weights offloaded to the host; None if all weights are on the device."""
+        if schedule.weights == "host":  # after all checks, because it moves the weights
             dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
             self.waiting = WaitingWeights(self.model, self.layers, self.tiers, dtype)
             if self.head is not None:
                 self.head.waiting = self.waiting
-        self._put_in()
+        self._install()
 
-    def _put_in(self) -> None:
+    def _install(self) -> None:
         """Replace the ``forward`` of layers, norms and embedding."""
         parts = ModelParts(self.schedule, self.tiers, self.context, self.routers, waiting=self.waiting)
         for layer, place in zip(self.layers, place_layers(self.schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(layer, parts, self.own_attention, place)
-        self._norms = norms_outside(owners(self.model, self.layers)[-1], self.layers)
+        self._norms = norms_outside(owning_models(self.model, self.layers)[-1], self.layers)
         for norm in self._norms:
             norm.forward = StreamedNorm(norm, parts)
         self._embedding = token_embedding(self.model)
@@ -106,13 +106,14 @@ class StreamedModel:
             self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
         self._rotations = LengthRotary.install(self.model, partial(_lengths_of, self.context))
         self._checkpointing: set[Any] = set()
-        """Modules whose gradient checkpointing is turned off meanwhile."""
+        """Modules whose gradient checkpointing is turned off while the model is streamed."""
         self._hooks = [
-            layer.register_forward_pre_hook(need_gradient, with_kwargs=True, prepend=True) for layer in self.layers
+            layer.register_forward_pre_hook(require_input_gradient, with_kwargs=True, prepend=True)
+            for layer in self.layers
         ]
 
     def remove(self) -> None:
-        """Take out what was put in; weights that wait on the host stay there."""
+        """Remove the installed parts; offloaded weights stay on the host."""
         for hook in self._hooks:
             hook.remove()
         if self.head is not None:
@@ -132,23 +133,23 @@ class StreamedModel:
         self.names.end(0)
         for module in self._checkpointing:
             module.gradient_checkpointing = True
-        ungather_whole(self._gathered)
+        unflag_leaf_layers(self._gathered)
         self.tiers.close()
         self._hooks, self._norms, self._rotations, self._embedding = [], [], [], None
         self.layers, self._checkpointing = [], set()
 
     @property
     def streams_head(self) -> bool:
-        """True if the language-model head is streamed too."""
+        """True if the language-model head is streamed."""
         return self.head is not None
 
     @property
     def rotates_by_length(self) -> bool:
-        """True if rotary embeddings of the model depend on the longest position (``dynamic``, ``longrope``)."""
+        """True if the model's rotary embeddings depend on the longest position (``dynamic``, ``longrope``)."""
         return bool(self._rotations)
 
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
-        """Context manager: the layer's weights are on the device, also if they are offloaded."""
+        """Context in which the layer's weights are on the device, also if they are offloaded."""
         return nullcontext() if self.waiting is None else self.waiting.used(layer)
 
 
@@ -158,11 +159,15 @@ def _lengths_of(context: CallContext, position_ids: Tensor) -> RowLengths | None
 
 
 def _refuse_own_loss(model: nn.Module) -> None:
-    """Refuse adapters that compute their loss from logits themselves."""
+    """Refuse adapters that compute their own loss from full logits.
+
+    Raises:
+        UnsupportedModelError: The adapters are context-aware prompt tuning.
+    """
     configs: Any = getattr(model, "peft_config", None)
     kinds = [getattr(config, "peft_type", None) for config in configs.values()] if isinstance(configs, dict) else []
     if "CPT" in kinds:
         raise UnsupportedModelError(
-            "context-aware prompt tuning (CPT) computes its own loss from whole logits, which are not built",
+            "context-aware prompt tuning (CPT) computes its own loss from full logits, which streaming does not build",
             fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
         )

@@ -4,15 +4,15 @@ For a layer ``z_out = f_W(z_in)`` and chunks i = 1..D of the sequence,
 
     dL/dW = sum_i (d z_out(i) / dW)' dL/dz_out(i)
 
-The terms are independent but for one thing: chunk i reads tensors that earlier chunks made, the keys and values it
-attends to or the state of a recurrence. So those are leaves of chunk i's graph, and the chunks are processed from the
-last to the first. When chunk i is processed, every later chunk has already added its share to dK(i), dV(i) or to the
-gradient of the state. These are gradients of outputs of chunk i, and enter its backward together with dL/dz_out(i).
-Each chunk's graph is built, used once and freed. The result is the exact gradient.
+The terms are coupled in one way: chunk i reads tensors that earlier chunks computed. These are the keys and values it
+attends to, or a recurrent state. They are leaves of chunk i's graph, and chunks are processed from the last to the
+first. When chunk i is processed, every later chunk has already added its term to dK(i), dV(i) or to the gradient of the
+state. K(i), V(i) and the state are outputs of chunk i, so these gradients enter its backward together with
+dL/dz_out(i). Each chunk's graph is built, used once and freed. The result is the exact gradient.
 
-An input or output either follows the sequence along a dimension and is cut, or belongs to the whole sequence. Every
-chunk reads such an input, and its gradient is the sum over the chunks. Such an output is a sum over the chunks, and its
-gradient is the same for each of them.
+A tensor argument either follows the sequence along a dimension and is cut into chunks, or belongs to the whole
+sequence. Every chunk reads an input of the whole sequence, and its gradient is the sum over the chunks. An output of
+the whole sequence is a sum over the chunks, and every chunk receives the same gradient for it.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from streamtune.ops import hooks_held_back
 from streamtune.ops.fused import add_outer, outer
 
 Along = int | None
-"""The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""
+"""Sequence dimension of a tensor; None for a tensor that belongs to the whole sequence."""
 
 
 class Boundary(Protocol):
-    """The tensors that a chunk read of earlier chunks, and the tensors that later chunks read of it."""
+    """The tensors that one chunk reads from earlier chunks, and the tensors that it passes on to later chunks."""
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The tensors it read of earlier chunks."""
+        """Tensors that the chunk read from earlier chunks."""
 
-    def handed_on(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the tensors that later chunks read of it, each with its gradient."""
+    def passed_on(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return the tensors that later chunks read from this chunk, each with its gradient."""
 
-    def hand_back(self, grads: Iterator[Tensor | None]) -> None:
-        """Add the gradients of ``leaves`` to those kept for the chunks that made them."""
+    def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
+        """Add the gradients of ``leaves`` to the sums that the earlier chunks' backwards will read."""
 
 
 RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
-"""``(chunk, x(i)) -> (z(i), cache)``: the layer on one chunk, in ``replay``."""
+"""``(chunk, x(i)) -> (z(i), boundary)``: run the layer on one chunk, with its graph."""
 
 
 class LayerInput(NamedTuple):
-    """A tensor argument of a layer, wherever it is."""
+    """A tensor argument of a layer, in memory or in a storage tier."""
 
     x: Source
     along: Along
     needs_grad: bool
     into: Source | None = None
-    """Memory for its gradient, written chunk by chunk; it may be an output's gradient. None makes a tensor."""
+    """Memory for its gradient, written chunk by chunk; it may be the memory of an output's gradient. None allocates."""
 
 
 def streamed_vjp(
@@ -68,71 +68,79 @@ def streamed_vjp(
     sums: Sequence[GradientSum],
     widen: bool = True,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the vector-Jacobian product of a layer, computed one chunk at a time.
+    """Return the gradients of a layer's inputs and of its parameters, computed one chunk at a time.
 
-    Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``. A gradient is None where there
-    is none, or where its ``into`` is not a tensor.
+    Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``. A gradient is None if no chunk
+    contributes to it, or if its ``into`` is a :class:`StoredTensor`, which then holds it.
 
     Args:
-        run_chunk: The layer on one chunk.
-        chunks: Positions, in order, covering the sequence.
+        run_chunk: Function that runs the layer on one chunk.
+        chunks: Positions of the chunks, in order; together they cover the sequence.
         inputs: Arguments of the layer; the first is ``z_in`` ``[B, T, C]``.
-        grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``; dL/dz is None where
+        grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``. dL/dz is None if
             nothing used z.
         sums: Gradient accumulators of the layer's trainable parameters; fused linears add to them directly.
-        widen: Sum the gradients of inputs over chunks in fp32 where the tensors are narrower.
+        widen: True sums the gradients of inputs in fp32 if the tensors are narrower.
     """
     parameters = [cast(Tensor, total.owner) for total in sums]
-    wholes = [_whole_gradient(each) for each in inputs]
-    input_sums = [GradientSum(each.x, widen) for each in inputs]
+    full_grads = [_allocate_gradient(layer_input) for layer_input in inputs]
+    input_sums = [GradientSum(layer_input.x, widen) for layer_input in inputs]
     for chunk in reversed(chunks):
         with torch.enable_grad():
             x_i = [part(x, along, chunk).detach().requires_grad_(needed) for x, along, needed, _ in inputs]
             z_i, cache = run_chunk(chunk, x_i)
-        given = [
+        output_grads = [
             (z, part(grad, along, chunk))
             for z, (grad, along) in zip(z_i, grad_outputs, strict=True)
             if grad is not None
         ]
-        grads = chunk_vjp([x for x in x_i if x.requires_grad], given, cache, parameters)
-        for x, whole, total, each in zip(x_i, wholes, input_sums, inputs, strict=True):
+        grads = chunk_vjp([x for x in x_i if x.requires_grad], output_grads, cache, parameters)
+        for x, full_grad, total, layer_input in zip(x_i, full_grads, input_sums, inputs, strict=True):
             if not x.requires_grad:
                 continue
             grad = next(grads)
-            if whole is None:
+            if full_grad is None:
                 total.add(grad)
             else:
-                _put(whole, each.along, chunk, torch.zeros_like(x) if grad is None else grad)
-        cache.hand_back(grads)
+                _write_chunk(full_grad, layer_input.along, chunk, torch.zeros_like(x) if grad is None else grad)
+        cache.add_leaf_grads(grads)
         for total, grad in zip(sums, grads, strict=True):
             total.add(grad)
-    for whole in wholes:
-        if isinstance(whole, StoredTensor):
-            whole.tier.settle()
+    for full_grad in full_grads:
+        if isinstance(full_grad, StoredTensor):
+            full_grad.tier.settle()
     grad_inputs = [
-        whole if isinstance(whole, Tensor) else total.result() for whole, total in zip(wholes, input_sums, strict=True)
+        full_grad if isinstance(full_grad, Tensor) else total.result()
+        for full_grad, total in zip(full_grads, input_sums, strict=True)
     ]
     return grad_inputs, [total.result() for total in sums]
 
 
-def _whole_gradient(each: LayerInput) -> Source | None:
-    """Return memory for the gradient of an input that follows the sequence; None for one that is summed."""
-    if each.into is None and each.needs_grad and each.along is not None:
-        return torch.empty(each.x.shape, dtype=each.x.dtype, device=each.x.device)
-    return each.into
+def _allocate_gradient(layer_input: LayerInput) -> Source | None:
+    """Return memory for an input's gradient if the input follows the sequence; None if its gradient is summed."""
+    if layer_input.into is None and layer_input.needs_grad and layer_input.along is not None:
+        return torch.empty(layer_input.x.shape, dtype=layer_input.x.dtype, device=layer_input.x.device)
+    return layer_input.into
 
 
 def chunk_vjp(
     x_i: Sequence[Tensor],
-    given: Sequence[tuple[Tensor, Tensor]],
+    output_grads: Sequence[tuple[Tensor, Tensor]],
     cache: Boundary,
     parameters: Sequence[Tensor],
 ) -> Iterator[Tensor | None]:
     """Return gradients for the chunk's inputs, for the K/V it read, and for the parameters (this chunk's term).
 
-    ``given`` are the chunk's outputs, each with its gradient.
+    Equal to ``torch.autograd.grad(outputs, [*x_i, *cache.leaves, *parameters], grad_outputs)``, where the outputs are
+    z(i) and the K/V or states that later chunks read from this chunk.
+
+    Args:
+        x_i: Inputs of the chunk that need a gradient.
+        output_grads: Pairs (z(i), dL/dz(i)) of the chunk's outputs.
+        cache: Tensors that cross the borders of the chunk.
+        parameters: Trainable parameters of the layer.
     """
-    pairs = [(out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad]
+    pairs = [(out, grad) for out, grad in (*output_grads, *cache.passed_on()) if out.requires_grad]
     wanted = [*x_i, *cache.leaves, *parameters]
     if not pairs:  # nothing trainable took part in the chunk
         return repeat(None, len(wanted))
@@ -142,36 +150,37 @@ def chunk_vjp(
 
 
 def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
-    """Return a chunk's part of a tensor, as a view; the whole tensor if it does not follow the sequence."""
+    """Return a view of one chunk of a tensor; the tensor itself if it does not follow the sequence."""
     return x if along is None else x.narrow(along, chunk.start, chunk.stop - chunk.start)
 
 
 def part(x: Source, along: Along, chunk: slice) -> Tensor:
-    """Return a chunk's part of a tensor, which may be in memory or in a storage tier."""
+    """Return one chunk of a tensor, which may be in memory or in a storage tier."""
     return x.cut(chunk) if isinstance(x, StoredTensor) else cut(x, along, chunk)
 
 
-def _put(whole: Source, along: Along, chunk: slice, x: Tensor) -> None:
-    if isinstance(whole, StoredTensor):
-        whole.put(chunk, x)
+def _write_chunk(full: Source, along: Along, chunk: slice, x: Tensor) -> None:
+    if isinstance(full, StoredTensor):
+        full.put(chunk, x)
     else:
-        cut(whole, along, chunk).copy_(x)
+        cut(full, along, chunk).copy_(x)
 
 
 class GradientSum:
-    """A sum over chunks, cast once at the end; in fp32 with ``widen``, if the tensor is narrower.
+    """Sum of a gradient's terms over the chunks, cast to the tensor's dtype once at the end.
 
-    The first term is kept as it is: one chunk costs no extra memory.
+    With ``widen`` the sum is in fp32 if the tensor is narrower. The first term is stored without a copy, so a sequence
+    of one chunk costs no extra memory.
     """
 
     def __init__(self, owner: Source, widen: bool) -> None:
         self.owner, self.dtype = owner, owner.dtype
         self.sum_dtype = sum_dtype(owner.dtype, widen)
         self.total: Tensor | None = None
-        self.owned = False  # autograd may hand out one tensor twice: add in place only to what was made here
+        self.owned = False  # autograd may return one tensor twice: add in place only to a sum allocated here
 
     def add(self, part: Tensor | None) -> None:
-        """Add a chunk's term."""
+        """Add one chunk's term."""
         if part is None:
             return
         if self.total is None:
@@ -182,7 +191,7 @@ class GradientSum:
             self.total, self.owned = self.total.to(self.sum_dtype).add(part), True
 
     def add_outer(self, grad_nV: Tensor, hidden_nC: Tensor) -> None:
-        """Add ``grad.T @ hidden``, a chunk's term of the gradient ``[V, C]`` of a linear map's weight."""
+        """Add ``grad.T @ hidden``: one chunk's term of the gradient ``[V, C]`` of a linear module's weight."""
         if self.total is None:
             self.total, self.owned = outer(grad_nV, hidden_nC, self.sum_dtype), True
             return
@@ -191,10 +200,10 @@ class GradientSum:
         add_outer(self.total, grad_nV, hidden_nC)
 
     def result(self) -> Tensor | None:
-        """Return the sum in the owner's dtype; None if nothing was added."""
+        """Return the sum in the dtype of the tensor; None if nothing was added."""
         return None if self.total is None else self.total.to(self.dtype)
 
 
 def sum_dtype(dtype: torch.dtype, widen: bool) -> torch.dtype:
-    """Return the dtype in which gradients of ``dtype`` are summed."""
+    """Return the dtype in which gradients of ``dtype`` are summed: at least fp32 if ``widen``."""
     return torch.promote_types(dtype, torch.float32) if widen else dtype

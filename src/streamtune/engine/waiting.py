@@ -1,21 +1,21 @@
-"""Weights on the host: a layer's are copied to the device before it computes, and their gradients back.
+"""Weights offloaded to the host: copied to the device before a layer computes, and their gradients copied back.
 
-A weight that waits is an ordinary parameter on the CPU, so optimizers, checkpoints and hooks on parameters work as for
-a model on the CPU. Where a layer computes (forward, recompute, backward) its module holds copies on the device:
+An offloaded weight is an ordinary parameter on the CPU, so optimizers, checkpoints and hooks on parameters work as for
+a model on the CPU. While a layer computes (forward, recompute, backward), its module holds copies on the device:
 
     W' = copy of W;  z = layer(x; W');  dL/dW' summed over the chunks on the device;  dL/dW = copy of dL/dW'
 
-The copies of the next layer are made while a layer computes, so two layers' weights are on the device at a time. The
-gradients of a layer go to the host once its last chunk is done, before the node returns them.
+The next layer's weights are copied while a layer computes, so the weights of two layers are on the device at a time.
+The gradients of a layer are copied to the host after its last chunk, before the autograd node returns them.
 
-Weights of the decoder layers, the embedding and the head wait. Trained weights beside frozen ones in a layer (adapters)
-stay on the device, and so do quantised weights and what is outside of these modules (the last norm). Embedding and head
-are copied for each of their calls, and an autograd node returns their gradients to the host.
+The weights of decoder layers, embedding and head are offloaded. Trained weights beside frozen ones in a layer
+(adapters) stay on the device. So do quantised weights, and the weights of other modules (the final norm). Embedding and
+head are copied for each of their calls, and an autograd node returns their gradients to the host.
 
 Copies may be narrower than the weights (``fetch_dtype``): W' = bf16(W). Then the whole model computes in that dtype, so
-modules outside of the layers hold such copies in their calls as well; weights that the model keeps in float32 stay so.
-The gradient is that of the model with weights W', summed and returned in the dtype of W, so that an optimizer steps
-weights in float32.
+modules outside the layers get such copies in their calls too. Weights that the model always keeps in float32 stay in
+float32. The gradient is dL/dW' of the model with weights W', summed and returned in the dtype of W, so that an
+optimizer steps float32 weights.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ from streamtune.engine.observe import notify_tensors
 from streamtune.errors import UnsupportedModelError
 
 KINDS = (Tensor, nn.Parameter)
-"""Types of tensors that are copied. Quantised and sharded tensors have types of their own."""
+"""Tensor types that are offloaded. Quantised and sharded tensors have other types."""
 
 
 def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of a model without wrappers that wait on the host, each once."""
-    found = {id(p): p for layer in layers for _, _, p in _of_layer(layer)}
-    found |= {id(p): p for module in _outside(model) for _, _, p in _own(module)}
-    return list(found.values())
+    """Return the parameters of an unwrapped model that offloading keeps on the host, each once."""
+    parameters = {id(p): p for layer in layers for _, _, p in _of_layer(layer)}
+    parameters |= {id(p): p for module in _embedding_and_head(model) for _, _, p in _entries(module)}
+    return list(parameters.values())
 
 
 def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None) -> None:
-    """Move the weights that wait to the host, and all other weights and buffers to the device.
+    """Move the weights to offload to host memory, and all other weights and buffers to the device.
 
-    For a model that the device cannot hold: load it on the CPU, add its adapters, call this, and then
-    ``stream(model, schedule=Schedule(weights="host"))``, which does the same for a model that is on the device.
+    Use it for a model that does not fit on the device: load the model on the CPU, add its adapters, and call this.
+    Then call ``stream(model, schedule=Schedule(weights="host"))``, which does the same for a model on the device.
 
     Args:
         model: Causal language model of ``transformers``, with or without peft adapters; changed in place.
-        device: Device on which it computes; ``meta`` simulates it.
-        pool: Memory of the host; None makes a new pool.
+        device: Device on which the model computes; ``meta`` simulates it.
+        pool: Pool of host memory; None creates a pool.
 
     Raises:
-        OutOfMemoryError: The host does not have the memory.
+        OutOfMemoryError: Host memory is too small.
     """
     pool = HostPool() if pool is None else pool
     model = base_model(model)
     layers = decoder_layers(model)
     waiting = waiting_parameters(model, layers)
-    known = {id(p) for p in waiting}
+    offloaded = {id(p) for p in waiting}
     with torch.no_grad():
         for parameter in waiting:
             if is_host_storage(parameter.untyped_storage()):
@@ -80,7 +80,7 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
         for module in model.modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
-                    if tensor is None or id(tensor) in known:
+                    if tensor is None or id(tensor) in offloaded:
                         continue
                     if isinstance(tensor, nn.Parameter):
                         tensor.data = tensor.data.to(device)
@@ -89,45 +89,52 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
 
 
 def _of_layer(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return the waiting weights of a layer, each with its module and its name there."""
-    found = [entry for module in layer.modules() for entry in _own(module)]
-    frozen = [entry for entry in found if not entry[2].requires_grad]
-    return frozen or found  # trained weights beside frozen ones are adapters
+    """Return the offloaded weights of a layer, each with its module and its name in it."""
+    entries = [entry for module in layer.modules() for entry in _entries(module)]
+    frozen = [entry for entry in entries if not entry[2].requires_grad]
+    return frozen or entries  # trained weights beside frozen ones are adapters
 
 
-def _own(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _entries(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return (module, name, parameter) of the module's own parameters of plain tensor types."""
     return [(module, key, p) for key, p in module._parameters.items() if p is not None and type(p) in KINDS]
 
 
-def _outside(model: Any) -> list[nn.Module]:
-    """Return embedding and head, if plain and if nothing else uses their weights."""
+def _embedding_and_head(model: Any) -> list[nn.Module]:
+    """Return embedding and head, each only if it is a plain module and no other module uses its weights."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    found: list[nn.Module] = []
+    candidates: list[nn.Module] = []
     if isinstance(table, nn.Embedding) and not any(True for _ in table.children()):
-        found.append(table)
+        candidates.append(table)
     if type(head) is nn.Linear:
-        found.append(head)
+        candidates.append(head)
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             users.setdefault(id(parameter), []).append(module)
-    return [m for m in found if all(any(u is f for f in found) for _, _, p in _own(m) for u in users[id(p)])]
+
+    def used_elsewhere(parameter: nn.Parameter) -> bool:
+        return not all(any(user is module for module in candidates) for user in users[id(parameter)])
+
+    return [module for module in candidates if not any(used_elsewhere(p) for _, _, p in _entries(module))]
 
 
-def _owners_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules outside of the layers that have weights of their own."""
+def _modules_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules outside the layers that have parameters themselves."""
     inside = {id(module) for layer in layers for module in layer.modules()}
-    return [module for module in model.modules() if id(module) not in inside and _own(module)]
+    return [module for module in model.modules() if id(module) not in inside and _entries(module)]
 
 
 def _kept_wide(model: Any) -> set[int]:
-    """Return the ids of the weights that the model keeps in float32 whatever its dtype."""
+    """Return the ids of the weights that the model keeps in float32, whatever its dtype."""
     names = kept_wide(model)
     return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
 
 
 @dataclass
 class _Fetched:
+    """Copies of weights on their way to the device, and the versions of the weights that were copied."""
+
     versions: list[tuple[int, int]]
     copies: list[tuple[Tensor, torch.cuda.Event | None]]
 
@@ -140,19 +147,21 @@ class _Fetched:
 
 @dataclass
 class _Unit:
-    """Waiting weights of one module, each once, and the places in its modules that hold them."""
+    """Offloaded weights of a layer, embedding or head, each once, and the module attributes that hold them."""
 
     parameters: list[nn.Parameter]
     places: list[tuple[nn.Module, str, int]]
-    """Module, name, and index of the parameter."""
+    """(module, name, index in ``parameters``) of each attribute."""
     following: int | None = None
-    """Index of the layer behind it; None if it is not a layer."""
+    """Index of the next layer; None if it is not a layer."""
     leaves: list[Tensor] | None = None
     depth: int = 0
     before: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, entries: Sequence[tuple[nn.Module, str, nn.Parameter]], following: int | None = None) -> _Unit:
+    def from_entries(
+        cls, entries: Sequence[tuple[nn.Module, str, nn.Parameter]], following: int | None = None
+    ) -> _Unit:
         order = {id(p): p for _, _, p in entries}
         index = {key: place for place, key in enumerate(order)}
         return cls(list(order.values()), [(m, key, index[id(p)]) for m, key, p in entries], following)
@@ -162,14 +171,14 @@ class _Unit:
 
 
 class WaitingWeights:
-    """The weights of a streamed model that wait on the host, and their copies on the device.
+    """The offloaded weights of a streamed model, and their copies on the device.
 
     Args:
         model: Model of ``transformers``, without wrappers. Its weights are moved (:func:`keep_on_host`), and stay on
-            the host when the stream is removed.
+            the host when streaming is removed.
         layers: Decoder layers of the model.
-        tiers: Counts the bytes that are copied.
-        dtype: Dtype of copies; None is the dtype of each weight.
+        tiers: Tiers of the model, which count the copied bytes.
+        dtype: Dtype of the copies; None is the dtype of each weight.
     """
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], tiers: Tiers, dtype: torch.dtype | None = None) -> None:
@@ -177,10 +186,10 @@ class WaitingWeights:
         self._wide = _kept_wide(model)
         self.copies = Copies(self.device)
         keep_on_host(model, self.device, self.pool)
-        self._layers = [_Unit.of(_of_layer(layer), place + 1) for place, layer in enumerate(layers)]
+        self._layers = [_Unit.from_entries(_of_layer(layer), place + 1) for place, layer in enumerate(layers)]
         self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
-        outside = _outside(model) if dtype is None else _owners_outside(model, layers)
-        self._units |= {id(module): _Unit.of(_own(module)) for module in outside}
+        outside = _embedding_and_head(model) if dtype is None else _modules_outside(model, layers)
+        self._units |= {id(module): _Unit.from_entries(_entries(module)) for module in outside}
         self._ahead: tuple[_Unit, _Fetched] | None = None
         self._hooks: list[Any] = []
         for module in outside:
@@ -195,10 +204,10 @@ class WaitingWeights:
 
     @contextmanager
     def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
-        """Hold copies of a layer's weights on the device inside; yield them by the id of their parameter.
+        """Context in which a layer holds copies of its weights on the device; yields them by ``id`` of the parameter.
 
-        Each copy is a leaf that needs a gradient if its parameter does. Meanwhile copies of the layer behind
-        (``prefetch`` 1) or before (-1) are begun.
+        Each copy is a leaf that requires a gradient if its parameter does. ``prefetch`` begins to copy the weights of
+        the next layer (1) or of the layer before (-1); 0 copies none.
         """
         unit = self._units[id(layer)]
         if not unit.depth:
@@ -217,7 +226,7 @@ class WaitingWeights:
 
     @contextmanager
     def with_graph(self, module: nn.Module) -> Iterator[None]:
-        """Hold copies of the head on the device inside, through which autograd returns its gradient to the host."""
+        """Context in which ``module`` (the head) holds copies on the device; autograd copies their gradients back."""
         unit = self._units.get(id(module))
         if unit is None or unit.depth:
             yield
@@ -229,8 +238,8 @@ class WaitingWeights:
             self._swap_out(module)
 
     def to_host(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Copy the gradients of parameters that wait on the host there; return all gradients once they are there."""
-        found, events = list(grads), []
+        """Return the gradients, copied to the host if their parameter is offloaded; waits for the copies."""
+        on_host, events = list(grads), []
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None or not is_host_storage(parameter.untyped_storage()):
                 continue
@@ -238,12 +247,12 @@ class WaitingWeights:
             host = self.pool.take(grad.shape, grad.dtype, self.device)
             events.append(self.copies.to_host(grad, host))
             self.tiers.host.moved_bytes += grad.nbytes
-            found[place] = host
+            on_host[place] = host
         self.copies.settle()
         for event in events:
             if event is not None:
                 event.synchronize()
-        return found
+        return on_host
 
     # Copies to the device.
 
@@ -275,14 +284,14 @@ class WaitingWeights:
     def _put(self, unit: _Unit, tensors: Sequence[Tensor]) -> None:
         unit.before = []
         for module, key, index in unit.places:
-            own = module._parameters.get(key)
-            unit.before.append(own)
-            if own is unit.parameters[index]:
+            current = module._parameters.get(key)
+            unit.before.append(current)
+            if current is unit.parameters[index]:
                 module._parameters[key] = tensors[index]  # type: ignore[assignment]
 
     def _take_back(self, unit: _Unit) -> None:
-        for (module, key, _), own in zip(unit.places, unit.before, strict=True):
-            module._parameters[key] = own  # type: ignore[assignment]
+        for (module, key, _), current in zip(unit.places, unit.before, strict=True):
+            module._parameters[key] = current  # type: ignore[assignment]
         unit.before = []
 
     # Embedding and head.
@@ -322,7 +331,7 @@ class WaitingWeights:
         return x, event
 
     def fetch_whole(self, parameter: Tensor) -> Tensor:
-        """Return a copy of a weight on the device."""
+        """Return a copy of a weight on the device, ready to be read."""
         x, event = self._fetch_one(parameter)
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
@@ -330,13 +339,13 @@ class WaitingWeights:
 
     def __reduce__(self) -> Any:
         raise UnsupportedModelError(
-            "a streamed model whose weights wait on the host was copied or saved with its streaming",
+            "a streamed model with offloaded weights cannot be copied or pickled",
             fix="call handle.remove() first, or save the state_dict()",
         )
 
 
 class _OnDevice(torch.autograd.Function):
-    """A weight's copy on the device; the backward copies its gradient to the host."""
+    """Autograd node of a weight's copy on the device; its backward copies the gradient to the host."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, waiting: WaitingWeights) -> Tensor:

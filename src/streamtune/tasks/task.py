@@ -28,7 +28,7 @@ from streamtune import data, optim, train
 from streamtune.base.model_facts import model_device
 from streamtune.base.paths import cache_folder
 from streamtune.engine import StreamHandle, check_branches, stream
-from streamtune.engine.inspect_model import both_at_once
+from streamtune.engine.inspect_model import hybrid_layer
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
@@ -338,7 +338,7 @@ class Task(ABC, Generic[R_co]):
                 f"{self.recipe.max_length:,} may be on both sides"
             )
             fix = f"max_length: {limit}"
-        elif self.recipe.sequence_parallel_size > 1 and (kind := both_at_once(model)) is not None:
+        elif self.recipe.sequence_parallel_size > 1 and (kind := hybrid_layer(model)) is not None:
             what = f"{kind} both attends and carries a state, and ranks share its sequences"
             fix = "sequence_parallel_size: 1"
         if what:

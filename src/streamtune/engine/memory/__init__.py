@@ -1,1 +1,1 @@
-"""The memory of tensors that wait for the backward: device, host or disk."""
+"""Storage of tensors until the backward: on the device, on the host, or on disk."""

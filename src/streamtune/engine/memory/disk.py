@@ -1,8 +1,8 @@
-"""A tier in a file: raw pages, written and read by a few threads, without the page cache where the system allows.
+"""Tier in a file: raw pages, written and read by a few threads, without the page cache if the system allows.
 
-The file has no name; where the system cannot make such a file it is unlinked as soon as it is open. Either way it is
-gone with the process, however that ends. Its blocks are allocated as on a stack, so it is as long as the most that was
-held at a time.
+The file has no name. If the system cannot create such a file, it is unlinked once it is open. Either way it disappears
+with the process, however that ends. Its blocks are allocated like a stack, so its length is the largest number of bytes
+stored at a time.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from streamtune.engine.memory.tiers import Block, Copies
 from streamtune.errors import StorageError
 
 THREADS = 4
-"""Writes and reads at a time; a single one does not fill the queue of a solid-state disk."""
+"""Number of threads that write and read; one alone does not fill the queue of a solid-state disk."""
 
 IN_FLIGHT = 4
-"""Writes that may be under way, each with its block in host memory."""
+"""Largest number of writes in flight, each with its block in host memory."""
 
 RETURNING = 2
-"""Copies to the device that may be under way, each with its block in host memory."""
+"""Largest number of copies to the device in flight, each with its block in host memory."""
 
 
 class DiskTier:
-    """A tier in a file in ``directory``, which is to be on a local disk.
+    """Tier in a file.
 
     Args:
         device: Device of the stored tensors.
-        directory: The directory.
-        arena: Host memory for tensors on their way, and for nothing else: threads fill its blocks at once, while
-            copies of other tiers may still read a freed block.
-        tally: Counts the bytes in the file.
+        directory: Directory of the file, on a local disk.
+        arena: Arena for tensors on their way to or from the file. No other tier may use it: threads fill its blocks at
+            once, while copies of another tier might still read a freed block.
+        tally: Count of the bytes in the file.
     """
 
     def __init__(self, device: torch.device, directory: str, arena: Arena, tally: Tally) -> None:
@@ -51,26 +51,29 @@ class DiskTier:
         self.copies, self.space = Copies(device), Stack()
         self.writing: deque[tuple[Span, Future[None] | None]] = deque()
         self.copied: deque[tuple[Span, torch.cuda.Event]] = deque()
-        self.file: _File | None = None  # where tensors are simulated
+        self.file: _File | None = None  # None if tensors are simulated
         if device.type != "meta":
             self.file = _File(directory)
             self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="streamtune-disk")
-            # The last to let go of a tier may be one of its own threads, which cannot wait for itself.
+            # The last reference to a tier may be in one of its own threads, which cannot wait for itself.
             weakref.finalize(self, self.threads.shutdown, wait=False)
 
     def put(self, x: Tensor) -> Block:
-        """Begin to write a tensor."""
+        """Begin to write a tensor to the file."""
         return _OnDisk(self, x)
 
     def settle(self) -> None:
-        """Let the computation wait until what was put is on the host, and drop it; writes go on."""
+        """Let the computation wait until all stored tensors are on the host, and drop the originals.
+
+        Writes to the file continue.
+        """
         self.copies.settle()
 
     def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
-        """Begin to write a block; if too many writes are under way, wait for the oldest and free its block.
+        """Begin to write a block; if too many writes are in flight, wait for the oldest and free its host memory.
 
-        Return None if tensors are simulated. An error of the write is raised only when the block is read: it may belong
-        to a step that was given up.
+        Return the write, or None if tensors are simulated. An error of the write is raised when the block is read,
+        because the block may belong to a step that was abandoned.
         """
         job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copied)
         self.writing.append((span, job))
@@ -82,7 +85,7 @@ class DiskTier:
         return job
 
     def give_back(self, span: Span, copied: torch.cuda.Event | None) -> None:
-        """Free a block of host memory once it is copied to the device; the program goes on meanwhile."""
+        """Free a block of host memory once it is copied to the device, without waiting for the copy."""
         if copied is None:
             self.arena.free(span)
             return
@@ -117,7 +120,7 @@ class _OnDisk:
             return
         tier = self.tier
         if self.written is not None:
-            _wait(self.written)
+            _wait_for(self.written)
         tier.tally.moved_bytes += self.nbytes
         span = tier.arena.take(self.nbytes, tier.device)
         job = None if tier.file is None else tier.threads.submit(tier.file.read, span, self.offset)
@@ -132,7 +135,7 @@ class _OnDisk:
         copied = None
         try:
             if job is not None:
-                _wait(job)
+                _wait_for(job)
             self.fetched = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
             copied = self.fetched[1]
         finally:
@@ -148,7 +151,7 @@ class _OnDisk:
 
     def replace(self, x: Tensor) -> None:
         if self.written is not None:
-            _wait(self.written)
+            _wait_for(self.written)
         self._write(x)
 
     def free(self) -> None:
@@ -157,7 +160,7 @@ class _OnDisk:
         self.freed = True
         for job in (self.written, None if self.reading is None else self.reading[1]):
             if job is not None and not job.done():
-                job.exception()  # its place is reused at once
+                job.exception()  # wait, because its place in the file is reused at once
         if self.reading is not None:
             self.tier.arena.free(self.reading[0])
             self.reading = None
@@ -167,29 +170,33 @@ class _OnDisk:
     __del__ = free  # a forward whose backward never comes
 
 
-def _wait(job: Future[None]) -> None:
-    """Wait for a thread's work and raise a copy of its error: the job would keep every frame alive that raises it."""
+def _wait_for(job: Future[None]) -> None:
+    """Wait for a thread's job; raise a copy of its error, because the job would keep the raising frames alive."""
     error = job.exception()
     if error is not None:
         raise copy(error) from error
 
 
 class _File:
-    """A file without a name, open as long as its tier or a thread at work holds it."""
+    """A file without a name, open until its tier and all threads have dropped it."""
 
     def __init__(self, directory: str) -> None:
         self.directory, self.length = directory, 0
-        self.number, self.direct = _open(directory)
+        self.number, self.direct = _open_unnamed(directory)
         weakref.finalize(self, os.close, self.number)
 
     def extend(self, end: int) -> None:
-        """Extend the file to ``end`` bytes and reserve their space, so that the disk is not full in mid-step."""
+        """Extend the file to ``end`` bytes and reserve the space, so that the disk does not fill up in mid-step.
+
+        Raises:
+            StorageError: The space cannot be reserved.
+        """
         if end <= self.length:
             return
         try:
             self._allocate(end)
         except OSError as error:
-            raise self.failed(error, end) from error
+            raise self.storage_error(error, end) from error
         self.length = end
 
     def _allocate(self, end: int) -> None:
@@ -200,7 +207,7 @@ class _File:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        os.ftruncate(self.number, end)  # this file system sets no room aside: a write finds the disk full
+        os.ftruncate(self.number, end)  # this file system cannot reserve space: a write may find the disk full
 
     def write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> None:
         """Write a block to the file, in a thread, once it has been copied from the device."""
@@ -221,26 +228,30 @@ class _File:
                     raise OSError(errno.EIO, "the file is shorter than what was written to it")
                 done += count
         except OSError as error:
-            raise self.failed(error, self.length) from error
+            raise self.storage_error(error, self.length) from error
 
-    def failed(self, error: OSError, wanted: int) -> StorageError:
+    def storage_error(self, error: OSError, wanted: int) -> StorageError:
         """Return the error to raise for an ``OSError``, with what the user can do."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.directory).free
-            full = "a file may not grow so large (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
-            what = f"{full}: {wanted / GIB:.2f} GiB of layer inputs are to be there, {free / GIB:.2f} are free"
+            full = "the file size limit is reached (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
+            what = f"{full}: {wanted / GIB:.2f} GiB are needed for layer inputs, {free / GIB:.2f} GiB are free"
         else:
             what = f"layer inputs cannot be written or read: {error.strerror or error}"
         return StorageError(
             what,
             where=self.directory,
-            fix="free space, name another offload_dir, or use levels: 2 or a shorter max_length; the file leaves "
-            "nothing behind, no weight was changed, and the run resumes from its last checkpoint",
+            fix="free space, set another offload_dir, or use levels: 2 or a shorter max_length; the file is gone, no "
+            "weight was changed, and the run resumes from its last checkpoint",
         )
 
 
-def _open(directory: str) -> tuple[int, bool]:
-    """Open a file without a name in ``directory``; return its descriptor, and True if it bypasses the page cache."""
+def _open_unnamed(directory: str) -> tuple[int, bool]:
+    """Open a file without a name in ``directory``; return its descriptor, and True if it bypasses the page cache.
+
+    Raises:
+        StorageError: The file cannot be created.
+    """
     direct = getattr(os, "O_DIRECT", 0)
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -256,7 +267,7 @@ def _open(directory: str) -> tuple[int, bool]:
         return file, False
     except OSError as error:
         raise StorageError(
-            f"no file can be made for layer inputs: {error.strerror}",
+            f"the file for layer inputs cannot be created: {error.strerror}",
             where=directory,
-            fix="name a directory you may write to as offload_dir",
+            fix="set offload_dir to a directory you may write to",
         ) from error

@@ -1,12 +1,12 @@
-"""Host memory, kept from step to step: an arena for what a backward reads, a pool for weights and gradients.
+"""Host memory that is reused from step to step: an arena for saved tensors, a pool for weights and gradients.
 
-A backward needs first what its forward stored last. So the arena allocates and frees blocks as on a stack, and grows
-little beyond the most that is held at a time. Its regions are whole pages, mapped once and, for an accelerator,
-registered with it once: a pinned allocation of ``torch`` is rounded up to a power of two, and registering takes longer
-than the copies it speeds up.
+A backward reads first what its forward stored last. So the arena allocates and frees blocks like a stack, and grows
+little beyond the largest number of bytes stored at a time. Its regions are whole pages, mapped once and, for an
+accelerator, pinned once. Torch's own pinned allocations are rounded up to a power of two, and pinning takes longer than
+the copies it speeds up.
 
-Weights stay, and gradients go when an optimizer has used them. A tensor of the pool has a storage of its own, so that
-saving a model sees separate tensors; the pages of a freed storage are used for the next tensor of the same size.
+The pool holds weights, and gradients until an optimizer has used them. Each tensor of the pool has its own storage, so
+that a saved model has separate tensors. The pages of a freed storage are reused for the next tensor of the same size.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from streamtune.errors import OutOfMemoryError
 from streamtune.ops.devices import repeated
 
 PAGE = 4096
-"""Blocks begin at multiples of this, as direct reads and writes of a file require."""
+"""Alignment of blocks in bytes, required for direct reads and writes of a file."""
 
 REGION = 64 << 20
-"""Bytes of the smallest region."""
+"""Size of the smallest region in bytes."""
 
 LIMITS = (
     ("memory.max", "memory.current"),  # control groups, version 2
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
 )
-"""Files of a container's limit and of its use."""
+"""Files with a container's memory limit and its usage."""
 
 RESERVE = 1 << 28
-"""Least bytes that are left to the rest of the machine."""
+"""Fewest bytes of host memory that are left free."""
 
 SHARE = 0.02
-"""Least part of the machine's memory that is left to the rest of it."""
+"""Smallest fraction of host memory that is left free."""
 
 GIB = 1 << 30
 
@@ -53,13 +53,13 @@ _kept_from_children: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def mark_host_storage(storage: torch.UntypedStorage) -> None:
-    """Count a storage as host memory as long as it lives."""
+    """Mark a storage as host memory until it is freed."""
     _host_storages.add(storage._cdata)
     weakref.finalize(storage, _host_storages.discard, storage._cdata)
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Return True if a storage is the arena's or the pool's: host memory, also for a CPU or a simulated device."""
+    """Return True if a storage belongs to an arena or a pool, also for a CPU or a simulated device."""
     return storage._cdata in _host_storages
 
 
@@ -67,33 +67,33 @@ def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many bytes can be allocated without swapping, within the limit of a container.
 
     Args:
-        root: Directory at which the control group of this process is mounted.
+        root: Mount point of this process's control group.
     """
     free = int(psutil.virtual_memory().available)
     for limit_name, used_name in LIMITS:
-        limit, used = _number(root / limit_name), _number(root / used_name)
+        limit, used = _read_number(root / limit_name), _read_number(root / used_name)
         if limit is not None and used is not None:
             free = min(free, max(0, limit - used + _reclaimable((root / used_name).parent)))
     return free
 
 
 def total_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of the machine's memory, or of a container's limit if that is smaller."""
-    limits = [limit for name, _ in LIMITS if (limit := _number(root / name)) is not None]
+    """Return the size of host memory in bytes, or a container's limit if that is smaller."""
+    limits = [limit for name, _ in LIMITS if (limit := _read_number(root / name)) is not None]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def reserved_host_bytes() -> int:
-    """Return how many bytes of host memory to leave alone: a machine that swaps is too slow to train on."""
+    """Return how many bytes of host memory to leave free, because a machine that swaps is too slow to train on."""
     return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
 
 
 def usable_host_bytes() -> int:
-    """Return the free bytes less the bytes to leave alone: the most that an arena allocates."""
+    """Return how many bytes an arena may allocate: the free bytes minus the bytes to leave free."""
     return max(0, free_host_bytes() - reserved_host_bytes())
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
     try:
         return int(file.read_text())
     except (OSError, ValueError):  # no such limit, or the word "max"
@@ -101,7 +101,7 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the bytes of cached file pages that the system frees when memory is needed."""
+    """Return how many bytes of cached file pages the system can free when memory is needed."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
@@ -111,22 +111,22 @@ def _reclaimable(folder: Path) -> int:
 
 
 class Stack:
-    """A stack of blocks in an address space: new blocks go on top, and the top sinks past freed blocks."""
+    """Allocates blocks like a stack: new blocks go on top, and the top sinks below freed blocks."""
 
     def __init__(self) -> None:
         self.top = 0
-        self._blocks: dict[int, bool] = {}  # offset: freed
+        self._blocks: dict[int, bool] = {}  # by offset: is the block freed?
         self._order: list[int] = []
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of a new block, a multiple of :data:`PAGE`."""
+        """Return the offset of a new block of ``nbytes``, a multiple of :data:`PAGE`."""
         offset, self.top = self.top, self.top + pages(nbytes)
         self._blocks[offset] = False
         self._order.append(offset)
         return offset
 
     def free(self, offset: int) -> None:
-        """Free a block."""
+        """Free the block at ``offset``."""
         self._blocks[offset] = True
         while self._order and self._blocks[self._order[-1]]:
             self.top = self._order.pop()
@@ -134,20 +134,20 @@ class Stack:
 
 
 def pages(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to whole pages; at least one, so that no two blocks begin at the same place."""
+    """Return ``nbytes`` rounded up to whole pages; at least one page, so that no two blocks have the same offset."""
     return max(1, math.ceil(nbytes / PAGE)) * PAGE
 
 
 class _Region:
-    """Pages of host memory that are mapped, and registered with the accelerator, once."""
+    """Pages of host memory, mapped once and, for an accelerator, pinned once."""
 
     def __init__(self, number: int, size: int, device: torch.device) -> None:
         self.number, self.size, self.stack = number, size, Stack()
         self.map: mmap.mmap | None = None
         if device.type == "meta":
             storage = torch.UntypedStorage(size, device="meta")
-            mark_host_storage(storage)  # before a tensor of it is seen
-            with repeated(0):  # regions are mapped in the first step, and cost the others nothing
+            mark_host_storage(storage)  # before the simulation sees a tensor of it
+            with repeated(0):  # regions are mapped in the first step and cost later steps nothing
                 self.bytes = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
             self.map = map_pages(size)
@@ -165,23 +165,23 @@ class _Region:
 
 
 def map_pages(nbytes: int) -> mmap.mmap:
-    """Map whole pages of zeros, which take memory once they are touched.
+    """Map whole pages of zeros, which take memory once they are written.
 
-    On Linux they are huge pages where the kernel has them: 512 times fewer faults. A forked child has its own copy of
-    a page once one of the two writes to it.
+    On Linux they are huge pages if the kernel has them: 512 times fewer page faults. A forked child gets its own copy
+    of a page when one of the two processes writes to it.
     """
     if sys.platform != "linux":
         return mmap.mmap(-1, nbytes)
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # of a kernel without them
+    with suppress(OSError):  # the kernel may have no huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
 
 def keep_from_children(mapped: mmap.mmap) -> None:
-    """Leave pages out of a forked child, which cannot use the accelerator; on Linux.
+    """On Linux, exclude pages from forked children, which cannot use the accelerator.
 
-    A fork would copy all locked pages, or give one of the two other pages than the accelerator copies to.
+    A fork would copy all pinned pages, or give one of the two processes other pages than the accelerator copies to.
     """
     if sys.platform == "linux":
         mapped.madvise(mmap.MADV_DONTFORK)
@@ -189,7 +189,7 @@ def keep_from_children(mapped: mmap.mmap) -> None:
 
 
 def _never_unmap() -> None:
-    """Keep the objects that a parent mapped: at their addresses this process may have mapped something else."""
+    """Keep the parent's mappings alive in a child: unmapping them could unmap other memory at the same addresses."""
     for mapped in _kept_from_children:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
@@ -199,40 +199,44 @@ if hasattr(os, "register_at_fork"):
 
 
 def touch_pages(region: Tensor) -> None:
-    """Write to each page of a new mapping, uint8 ``[bytes]``, with all threads; locking touches them with one."""
+    """Write to each page of a new mapping, uint8 ``[bytes]``, with all threads; pinning would use one thread."""
     region.view(-1, PAGE)[:, 0].zero_()
 
 
 def register_pages(region: Tensor, owner: object) -> None:
-    """Lock pages as long as ``owner`` lives, so that an accelerator copies from and to them by itself."""
+    """Pin pages until ``owner`` is freed, so that an accelerator copies from and to them asynchronously.
+
+    Raises:
+        OutOfMemoryError: The driver refuses to pin them.
+    """
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(region.data_ptr(), region.nbytes, 0)
     if int(code) != 0:
         raise OutOfMemoryError(
-            f"the driver would not lock {region.nbytes / GIB:.1f} GiB of host memory (error {int(code)})",
+            f"the driver refused to pin {region.nbytes / GIB:.1f} GiB of host memory (error {int(code)})",
             fix="raise the limit on locked memory (ulimit -l), or offload less: device_layers, levels: 2",
         )
     weakref.finalize(owner, runtime.cudaHostUnregister, region.data_ptr())
 
 
 class Span:
-    """A block of an arena."""
+    """A block of host memory in an arena."""
 
     def __init__(self, region: _Region, offset: int, nbytes: int) -> None:
         self.region, self.offset, self.nbytes = region, offset, nbytes
 
     def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return the block as a tensor on the host."""
+        """Return the block as a tensor of this shape and dtype on the host."""
         return self.region.bytes[self.offset : self.offset + self.nbytes].view(dtype).view(shape)
 
     def memory(self) -> memoryview:
-        """Return the block as whole pages, for a file."""
+        """Return the block as whole pages, to read from or write to a file."""
         assert self.region.map is not None, "simulated memory has no bytes"
         return memoryview(self.region.map)[self.offset : self.offset + pages(self.nbytes)]
 
 
 class Tally:
-    """Bytes held in one kind of memory, now and at their peak, and bytes copied there and back."""
+    """Counts the bytes stored in one kind of memory, now and at their peak, and the bytes copied there and back."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
@@ -248,60 +252,64 @@ class Tally:
 
 
 class Arena:
-    """Blocks of host memory; ``tally`` counts their bytes."""
+    """Allocates blocks of host memory; ``tally`` counts their bytes."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self.regions: list[_Region] = []
-        self._at = 0
-        """First region with a free page: a step takes thousands of blocks."""
+        self._first = 0
+        """Index of the first region that may have a free page; a step allocates thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Map at least ``nbytes`` in all now, so that a step need not."""
+        """Map host memory until the arena has ``nbytes``, so that a step need not map any."""
         held = sum(region.size for region in self.regions)
         if nbytes > held:
             self._grow(nbytes - held, device)
 
     def take(self, nbytes: int, device: torch.device) -> Span:
-        """Return a block for a tensor of ``device``; :class:`OutOfMemoryError` if the machine would have to swap."""
-        while self._at < len(self.regions) and not self.regions[self._at].fits(PAGE):
-            self._at += 1
-        room = (region for region in self.regions[self._at :] if region.fits(nbytes))
-        region = next(room, None) or self._grow(nbytes, device)
+        """Return a block of ``nbytes`` for a tensor of ``device``.
+
+        Raises:
+            OutOfMemoryError: The machine would have to swap.
+        """
+        while self._first < len(self.regions) and not self.regions[self._first].fits(PAGE):
+            self._first += 1
+        candidates = (region for region in self.regions[self._first :] if region.fits(nbytes))
+        region = next(candidates, None) or self._grow(nbytes, device)
         self.tally.take(nbytes)
         return Span(region, region.stack.take(nbytes), nbytes)
 
     def free(self, span: Span) -> None:
         """Free a block."""
         span.region.stack.free(span.offset)
-        self._at = min(self._at, span.region.number)
+        self._first = min(self._first, span.region.number)
         self.tally.free(span.nbytes)
 
     def _grow(self, nbytes: int, device: torch.device) -> _Region:
         ahead = sum(region.size for region in self.regions) // 16
-        if device.type != "meta":  # what is mapped ahead may be less, what is wanted may not
+        if device.type != "meta":  # memory mapped in advance may shrink, the requested block may not
             ahead = min(ahead, usable_host_bytes() // PAGE * PAGE)
         size = pages(max(nbytes, REGION, ahead))
         if device.type != "meta":
-            self._check_room(size)
+            self._check_free(size)
         self.regions.append(region := _Region(len(self.regions), size, device))
         return region
 
-    def _check_room(self, size: int) -> None:
+    def _check_free(self, size: int) -> None:
         free = usable_host_bytes()
         if size > free:
             raise OutOfMemoryError(
-                f"the host has no room for what is offloaded: {self.tally.live_bytes / GIB:.2f} GiB are held, "
-                f"{size / GIB:.2f} more are wanted, and {free / GIB:.2f} are free beside the "
-                f"{reserved_host_bytes() / GIB:.2f} GiB left alone",
+                f"host memory is exhausted: {self.tally.live_bytes / GIB:.2f} GiB are offloaded, {size / GIB:.2f} GiB "
+                f"more are needed, {free / GIB:.2f} GiB are free (besides {reserved_host_bytes() / GIB:.2f} GiB left "
+                "to the system)",
                 fix="use levels: 2, raise device_layers, offload to disk, or lower max_length",
             )
 
 
 class _Pages:
-    """Mapped pages, registered with an accelerator as long as this object lives: a storage holds it, or the free list.
+    """Mapped pages, pinned until this object is freed; a storage or the free list holds it.
 
-    A child process shares them: it may read the weights.
+    A child process shares the pages, because it may read the weights.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -313,18 +321,21 @@ class _Pages:
 
 
 class HostPool:
-    """Pages of host memory for weights and gradients, mapped once and used again."""
+    """Pool of host memory for weights and gradients; pages are mapped once and reused."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[_Pages]] = defaultdict(list)
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor on the host whose values are not set, or raise :class:`OutOfMemoryError` rather than swap.
+        """Return an uninitialised tensor on the host.
 
         Args:
             shape: Shape of the tensor.
             dtype: Dtype of the tensor.
             device: Device that it is copied to and from; ``meta`` simulates the memory.
+
+        Raises:
+            OutOfMemoryError: The machine would have to swap.
         """
         size = pages(shape.numel() * dtype.itemsize)
         if device.type == "meta":
@@ -332,22 +343,22 @@ class HostPool:
             mark_host_storage(storage)
             flat = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
-            mapped = self._free[size].pop() if self._free[size] else self._mapped(size, device)
+            mapped = self._free[size].pop() if self._free[size] else self._map(size, device)
             flat = torch.frombuffer(mapped.map, dtype=torch.uint8)
             storage = flat.untyped_storage()
             mark_host_storage(storage)
             weakref.finalize(storage, self._free[size].append, mapped)
         return flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _mapped(self, size: int, device: torch.device) -> _Pages:
+    def _map(self, size: int, device: torch.device) -> _Pages:
         free = usable_host_bytes()
         if size > free:
             raise OutOfMemoryError(
-                f"the host has no room for weights or their gradients: {size / GIB:.2f} GiB are wanted, "
-                f"{free / GIB:.2f} are free",
+                f"host memory is exhausted: {size / GIB:.2f} GiB are needed for weights or gradients, "
+                f"{free / GIB:.2f} GiB are free",
                 fix="use a machine with more memory, or train adapters (finetuning_type: lora)",
             )
         return _Pages(size, device)
 
     def __reduce__(self) -> tuple[type[HostPool], tuple[()]]:
-        return HostPool, ()  # a copy maps its own
+        return HostPool, ()  # a copy maps its own pages

@@ -1,9 +1,10 @@
-"""Placement of each layer's input by a schedule: the tier that stores it, or that it is computed again.
+"""Placement of each layer's input under a schedule: stored in a tier, or recomputed.
 
-With one level every layer stores its input. With two, layers 0, k, 2k ... do; the backward of a segment first runs the
-layers between forward once more and stores their inputs. In the order of chunks only the first layer's is stored: the
-levels divide a chunk's layers (``engine.chain``). At most ceil(L / k) + k - 1 inputs are held at a time, fewest
-for k near the square root of L (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174).
+With ``levels: 1`` every layer stores its input. With ``levels: 2`` layers 0, k, 2k ... store theirs. The backward of a
+segment first runs the layers in between forward again and stores their inputs. At most ceil(L / k) + k - 1 inputs are
+stored at a time. This is smallest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear
+Memory Cost, arXiv 1604.06174). With ``order: chunk`` only the first layer's input is stored, and levels apply to the
+layers of one chunk (``engine.chain``).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from streamtune.schedule import Tier as TierName
 
 @dataclass(frozen=True)
 class Placement:
-    """Treatment of one layer's input until the backward.
+    """Placement of one layer's input until the backward.
 
     Attributes:
-        whole: The layer is not streamed: it keeps all its activations.
-        begins: The input is stored in the forward; else it is computed again from the input of the layer before.
-        ends: No layer behind it is computed again from this layer's input.
+        whole: True if the layer is not streamed and keeps all its activations.
+        begins: True if the layer begins a segment: its input is stored in the forward. Other inputs are recomputed from
+            the layer before.
+        ends: True if the layer ends a segment: no later layer's input is recomputed from this layer.
         tier: Tier that stores the input.
     """
 
@@ -38,33 +40,33 @@ class Placement:
 
 def place_layers(schedule: Schedule, count: int) -> list[Placement]:
     """Return the placement of each of ``count`` layers, in order."""
-    whole = min(schedule.keep_layers, count)
-    streamed = count - whole
+    unstreamed = min(schedule.keep_layers, count)
+    streamed = count - unstreamed
     size = (
         1 if schedule.levels == 1 or schedule.order == "chunk" else schedule.segment_size or best_segment_size(streamed)
     )
-    placed = [_place(schedule, index, streamed, size) for index in range(streamed)]
-    return placed + [Placement(whole=True)] * whole
+    placed = [_placement(schedule, index, streamed, size) for index in range(streamed)]
+    return placed + [Placement(whole=True)] * unstreamed
 
 
 def extra_forwards(schedule: Schedule, count: int) -> list[int]:
-    """Return, for each segment of ``count`` layers, how many layers run forward once more in the backward."""
-    found: list[int] = []
+    """Return, for each segment of a model with ``count`` layers, how many layers the backward runs forward again."""
+    extra: list[int] = []
     for place in place_layers(schedule, count):
         if place.whole:
             continue
         if place.begins:
-            found.append(0)
+            extra.append(0)
         else:
-            found[-1] += 1
-    return found
+            extra[-1] += 1
+    return extra
 
 
-def _place(schedule: Schedule, index: int, count: int, size: int) -> Placement:
+def _placement(schedule: Schedule, index: int, count: int, size: int) -> Placement:
     """Return the placement of layer ``index`` of ``count`` streamed layers.
 
-    The inputs that the backward needs first stay on the device. These are first a segment's own, which exist only while
-    it is worked on, and then the stored ones from the last.
+    ``device_layers`` inputs stay on the device: the ones that the backward reads first. These are the recomputed inputs
+    of the current segment, then the stored inputs from the last segment on.
     """
     inner = index % size
     if inner:
@@ -77,16 +79,16 @@ def _place(schedule: Schedule, index: int, count: int, size: int) -> Placement:
 
 
 def best_segment_size(count: int) -> int:
-    """Return the size of segments with which ``count`` layers hold the fewest inputs at a time."""
+    """Return the segment size with which ``count`` layers store the fewest inputs at a time."""
     return min(range(1, max(1, count) + 1), key=lambda size: -(-count // size) + size - 1)
 
 
 class Tiers:
-    """Host and disk memory of one streamed model.
+    """Host memory and disk space of one streamed model.
 
     Attributes:
-        host: Bytes held in the machine's memory, those on their way to or from a file among them.
-        disk: Bytes held in the file.
+        host: Count of the bytes in host memory, including blocks on their way to or from the file.
+        disk: Count of the bytes in the file.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -96,11 +98,11 @@ class Tiers:
         self._made: dict[tuple[TierName, torch.device], Tier] = {}
 
     def reserve(self, host_bytes: int, device: torch.device) -> None:
-        """Map ``host_bytes`` of the machine's memory before the first step, and lock them for an accelerator."""
+        """Map ``host_bytes`` of host memory before the first step, pinned if ``device`` is an accelerator."""
         self.arena.reserve(host_bytes + host_bytes // 64, device)  # blocks are whole pages
 
     def of(self, name: TierName, device: torch.device) -> Tier:
-        """Return the tier of that name for tensors of a device."""
+        """Return the tier ``name`` for tensors on ``device``; it is created at the first call."""
         key = (name, device)
         if key not in self._made:
             self._made[key] = self._make(name, device)
@@ -118,5 +120,5 @@ class Tiers:
         return Tiers, (self.schedule,)  # a copy has its own memory
 
     def close(self) -> None:
-        """Drop memory and file; a call whose backward is still to come keeps what it has stored."""
+        """Release memory and file; calls whose backward has not run keep their stored tensors."""
         self._made, self.arena = {}, Arena(self.host)

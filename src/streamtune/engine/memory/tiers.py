@@ -1,12 +1,12 @@
-"""Storage of tensors for the backward: on the device, in the machine's memory, or in a file.
+"""Tiers that store tensors for the backward: the device, host memory, or a file.
 
-A *tier* takes a tensor and gives a *block*; the block gives the tensor back. :class:`StoredTensor` is a tensor that
-follows the sequence, in one block for each chunk, so that the backward holds only the chunks it works on.
+A *tier* stores a tensor and returns a *block*, from which the tensor is read back. A :class:`StoredTensor` follows the
+sequence and is stored as one block per chunk, so that only the current chunks are on the device.
 
-On an accelerator copies run on a separate stream, a few in flight: the computation waits for the oldest copy when more
-than ``IN_FLIGHT`` are under way. The backward copies its next chunk to the device while it works on a chunk, and reads
-the chunk after that from its file. A caller may drop a tensor that it has given to a tier: it is held until its copy is
-done.
+On an accelerator, copies run on a separate stream. The computation waits for the oldest copy when more than
+``IN_FLIGHT`` copies to the host are in flight. While the backward works on a chunk, the next chunk is copied to the
+device, and the chunk after it is read from the file. A caller may drop a tensor after :meth:`Tier.put`: the tier holds
+it until its copy is done.
 """
 
 from __future__ import annotations
@@ -23,47 +23,47 @@ from streamtune.engine.memory.host import Arena
 from streamtune.engine.observe import notify_tensors
 
 IN_FLIGHT = 2
-"""Copies to the host that may be under way while the next chunk is computed."""
+"""Largest number of copies to the host in flight while the next chunk is computed."""
 
 
 class Block(Protocol):
     """One tensor in a tier."""
 
     def read_ahead(self) -> None:
-        """Begin what comes before the copy to the device: a tier may have to read the tensor from a file."""
+        """Begin the step before the copy to the device, such as reading the tensor from a file."""
 
     def prefetch(self) -> None:
-        """Begin to bring the tensor back to its device."""
+        """Begin to copy the tensor back to its device."""
 
     def get(self) -> Tensor:
         """Return the tensor, on its device."""
 
     def replace(self, x: Tensor) -> None:
-        """Store another tensor of the same form in the block's place, once :meth:`get` has returned the old tensor."""
+        """Store another tensor of the same shape and dtype in the block; call it after :meth:`get`."""
 
     def free(self) -> None:
-        """Free the block; harmless when called twice."""
+        """Free the block; may be called twice."""
 
 
 class Tier(Protocol):
-    """A memory that stores tensors."""
+    """A memory in which tensors are stored until the backward."""
 
     def put(self, x: Tensor) -> Block:
         """Store a tensor."""
 
     def settle(self) -> None:
-        """Let the computation wait until what was put is there, and drop it."""
+        """Let the computation wait until all stored tensors are copied, and drop the originals."""
 
 
 class DeviceTier:
-    """The device's memory: a block is the tensor itself."""
+    """Tier on the device: a block is the tensor itself."""
 
     def put(self, x: Tensor) -> Block:
-        """Keep the tensor as it is."""
+        """Store the tensor without a copy."""
         return _HeldTensor(x)
 
     def settle(self) -> None:
-        """Do nothing: there is no copy to wait for."""
+        """Do nothing, because nothing is copied."""
 
 
 class _HeldTensor:
@@ -88,14 +88,17 @@ class _HeldTensor:
 
 
 class Copies:
-    """Copies between a device and the host: on a separate stream if the device has streams."""
+    """Copies between a device and the host, on a separate stream if the device is CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in_flight: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     def to_host(self, x: Tensor, host: Tensor) -> torch.cuda.Event | None:
-        """Begin to copy ``x``, and hold it until the copy is done; return its event, None if it is done already."""
+        """Begin to copy ``x`` to ``host``; return the event of the copy, or None if the copy is done.
+
+        ``x`` is held until the copy is done.
+        """
         if self.stream is None:
             host.copy_(x)
             return None
@@ -110,11 +113,11 @@ class Copies:
     def to_device(
         self, host: Tensor, device: torch.device, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin to copy to a new tensor on the device; return it, and the event to wait for, None if it is ready.
+        """Begin to copy ``host`` to a new tensor on the device; return the tensor and the event to wait for.
 
-        The device casts to ``dtype``, if given.
+        The event is None if the tensor is ready. If ``dtype`` is given, the device casts to it.
         """
-        x = torch.empty(host.shape, dtype=dtype or host.dtype, device=device)  # of the stream that will read it
+        x = torch.empty(host.shape, dtype=dtype or host.dtype, device=device)  # allocated on the stream that reads it
         if self.stream is None:
             return x.copy_(host), None
         sent = x if x.dtype == host.dtype else torch.empty(host.shape, dtype=host.dtype, device=device)
@@ -124,14 +127,14 @@ class Copies:
             if sent is not x:
                 x.copy_(sent)
             event = self.stream.record_event()
-        for each in {x, sent}:  # should nobody wait, their memory is still not reused before they are written
-            each.record_stream(self.stream)
+        for tensor in {x, sent}:  # their memory must not be reused before they are written, even if nobody waits
+            tensor.record_stream(self.stream)
         return x, event
 
     def settle(self, most: int = 0) -> None:
-        """Let the computation wait until at most ``most`` copies to the host are under way.
+        """Let the computation wait until at most ``most`` copies to the host are in flight.
 
-        The memory of the others may then be reused by the computation's own stream.
+        The memory of the copied tensors may then be reused by the computation's stream.
         """
         while len(self._in_flight) > most:
             event, x = self._in_flight.popleft()
@@ -139,7 +142,7 @@ class Copies:
 
 
 class HostTier:
-    """The machine's memory."""
+    """Tier in host memory."""
 
     def __init__(self, device: torch.device, arena: Arena) -> None:
         self.device, self.arena = device, arena
@@ -150,12 +153,12 @@ class HostTier:
         return _OnHost(self, x)
 
     def settle(self) -> None:
-        """Let the computation wait until what was put is on the host, and drop it."""
+        """Let the computation wait until all stored tensors are on the host, and drop the originals."""
         self.copies.settle()
 
 
 class _OnHost:
-    host: Tensor | None = None  # where the arena has no room there is nothing to free
+    host: Tensor | None = None  # stays None if the arena has no memory: there is nothing to free
 
     def __init__(self, tier: HostTier, x: Tensor) -> None:
         self.tier, self.nbytes = tier, x.nbytes
@@ -196,7 +199,7 @@ class _OnHost:
 
 
 class StoredTensor:
-    """A tensor in the form of ``like`` that follows the sequence, stored in one block for each chunk."""
+    """A tensor that follows the sequence, stored as one block per chunk; ``like`` gives its shape and dtype."""
 
     def __init__(self, tier: Tier, like: Tensor | StoredTensor, along: int) -> None:
         self.tier, self.along = tier, along
@@ -212,25 +215,26 @@ class StoredTensor:
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
     def expect(self, chunks: Sequence[slice]) -> None:
-        """Set the order in which chunks will be read: while a chunk is worked on, the next two are on their way."""
+        """Set the order in which chunks will be read, so that the next two chunks are prefetched."""
         places = [(chunk.start, chunk.stop) for chunk in chunks]
         self._next = dict(pairwise(places))
 
     def cut(self, chunk: slice) -> Tensor:
-        """Return a chunk, on the device."""
+        """Return a chunk of the tensor, on the device."""
         place = (chunk.start, chunk.stop)
-        if place not in self.blocks:  # stored by a layer that cuts the sequence elsewhere
-            return self._assembled(chunk)
+        if place not in self.blocks:  # stored by a layer with other chunks
+            return self._assemble(chunk)
         x = self.blocks[place].get()
         following = self._next.get(place)
         after = None if following is None else self._next.get(following)
-        if after in self.blocks:  # first: the other may wait for its own
+        if after in self.blocks:  # begin this read first: the prefetch may wait for its own read
             self.blocks[after].read_ahead()
         if following in self.blocks:
             self.blocks[following].prefetch()
         return x
 
-    def _assembled(self, chunk: slice) -> Tensor:
+    def _assemble(self, chunk: slice) -> Tensor:
+        """Return a chunk that spans parts of several blocks."""
         parts = []
         for (start, stop), block in sorted(self.blocks.items()):
             first, last = max(start, chunk.start), min(stop, chunk.stop)
@@ -246,4 +250,4 @@ class StoredTensor:
 
 
 Source = Tensor | StoredTensor
-"""A tensor from which chunks are cut, wherever it is stored."""
+"""A tensor from which chunks are cut, in memory or in a tier."""

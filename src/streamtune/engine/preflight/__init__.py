@@ -1,8 +1,8 @@
-"""Asked before training: is this very model, with these very weights, streamed exactly, and are packed rows kept apart?
+"""Checks before training: a model, with its current weights, is compared with itself without streaming.
 
-``exact`` compares a forward of the model, and ``layer`` the gradients of one layer, with those of the plain model, and
-ranks that share a sequence with one alone; ``rows`` compares packed rows, and rows that share their beginning, with the
-same rows alone, and a row longer than a chunk with its chunks.
+``exact`` compares forwards of the model. ``layer`` compares gradients of one layer, and ranks that share a sequence
+with one rank alone. ``rows`` compares packed rows, and rows that share their beginning, with the same rows alone. It
+also compares the chunks of a long row with the row as a whole.
 """
 
 from streamtune.engine.preflight.exact import check_exact, check_order

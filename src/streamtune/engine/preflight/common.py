@@ -1,8 +1,8 @@
-"""The tools of the checks: a model borrowed for a comparison, differences of tensors, trial batches, recorded calls.
+"""Tools of the preflight checks: saved model state, differences of tensors, trial batches, recorded layer calls.
 
-A decoder layer's call is recorded as a function of tensors, so that the preflight can repeat it, plain or in chunks.
-Inputs are the tensor arguments that need a gradient, hidden states first, and the entries of a dictionary of keys and
-values that the model shares between its layers. Outputs are the tensors that the layer returns or adds to that
+A call of a decoder layer is recorded as a function of tensors, so that it can be repeated, plain or in chunks. Its
+inputs are the tensor arguments that need a gradient, hidden states first, and the entries of the dictionary of keys and
+values that the model shares between layers. Its outputs are the tensors that the layer returns or adds to that
 dictionary.
 """
 
@@ -32,11 +32,11 @@ from streamtune.schedule import Schedule
 
 
 @contextmanager
-def borrowed(handle: StreamedModel) -> Iterator[None]:
-    """Set evaluation mode inside the context, and restore afterwards all that the preflight changes.
+def checking_mode(handle: StreamedModel) -> Iterator[None]:
+    """Context in evaluation mode that restores afterwards everything that a check changes.
 
-    That is the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32 products
-    and the random state.
+    It restores the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32 matrix
+    products and the random state.
     """
     model = handle.model
     training = [(module, module.training) for module in model.modules()]
@@ -46,7 +46,7 @@ def borrowed(handle: StreamedModel) -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     device = model_device(model)
     try:
-        with RandomState.now(device).replayed(), torch.enable_grad():
+        with RandomState.current(device).replayed(), torch.enable_grad():
             torch.set_float32_matmul_precision("highest")
             for module, _ in training:
                 module.training = False
@@ -64,8 +64,11 @@ def borrowed(handle: StreamedModel) -> Iterator[None]:
 
 
 @contextmanager
-def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Replace the layer's trainable parameters by leaves on the same storage, without ``.grad`` and hooks."""
+def aliased_parameters(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Context in which a layer's trainable parameters are replaced by leaves on the same storage, without hooks.
+
+    Yields the leaves by name.
+    """
     names = {id(p): name for name, p in layer.named_parameters() if p.requires_grad}
     aliases: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -83,52 +86,49 @@ def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 class LayerStep:
-    """Replaces a layer's ``forward`` in a forward of the model by ``step(index, args, kwargs)``.
-
-    The layer holds its weights on the device in its step.
-    """
+    """Replaces a layer's ``forward`` by ``step(index, args, kwargs)``, run with the layer's weights on the device."""
 
     def __init__(self, handle: StreamedModel, index: int, step: Callable[..., Any]) -> None:
         self.handle, self.index, self.step = handle, index, step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``step`` returns."""
+        """Return the result of ``step`` for a call with these arguments."""
         with self.handle.layer_on_device(self.handle.layers[self.index]):
             return self.step(self.index, args, kwargs)
 
 
 def step_layers(handle: StreamedModel, step: Callable[..., Any]) -> None:
-    """Replace the ``forward`` of all layers by :class:`LayerStep`."""
+    """Replace the ``forward`` of all layers by a :class:`LayerStep`."""
     for index, layer in enumerate(handle.layers):
         layer.forward = LayerStep(handle, index, step)
 
 
 def refuse_removed(handle: StreamedModel) -> None:
-    """Refuse to check a model that is not streamed any more."""
+    """Raise :class:`ArgumentError` if the streaming was removed."""
     if not handle.layers:
-        raise ArgumentError("the model is not streamed any more", fix="check before .remove()")
+        raise ArgumentError("the model is no longer streamed", fix="call check() before .remove()")
 
 
-def first_of(out: Any) -> Tensor:
-    """Return the hidden states among what a layer returns."""
+def hidden_states_of(out: Any) -> Tensor:
+    """Return the hidden states in the output of a layer."""
     return out[0] if isinstance(out, tuple | list) else out
 
 
 BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""Relative difference that rounding explains. fp64: some layers compute their norms, rotations or routers in fp32."""
+"""Largest relative difference that rounding explains. In fp64 models some norms, rotations and routers are in fp32."""
 
 
-def compared_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
-    """Return the key of a tensor's bound: its dtype, or the dtype of the layer it went through if that is coarser.
+def bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
+    """Return the dtype that gives a tensor's bound in ``BOUND``: its own, or its layer's if that is coarser.
 
-    Some models keep the residual stream in fp32 between layers that compute in bf16.
+    Some models have an fp32 residual stream between layers that compute in bf16.
     """
     dtypes = [tensor.dtype, *(p.dtype for p in layer.parameters())] if layer is not None else [tensor.dtype]
     return max((dtype for dtype in dtypes if dtype in BOUND), key=BOUND.__getitem__, default=torch.float32)
 
 
 def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
-    """Return ``||value - reference|| / ||reference||`` over the valid tokens."""
+    """Return ``||value - reference|| / ||reference||`` over the valid tokens; infinity if the shapes differ."""
     if value.shape != reference.shape:
         return math.inf
     if valid is not None:
@@ -137,7 +137,7 @@ def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
 
 
 def norm_of(value: Tensor | None, other: Tensor | None = None) -> float:
-    """Return ``||value - other||`` in fp32 or wider, where a missing tensor is zero."""
+    """Return ``||value - other||`` in fp32 or wider; a tensor that is None counts as zero."""
     if value is None:
         value, other = other, None
     if value is None:
@@ -147,14 +147,14 @@ def norm_of(value: Tensor | None, other: Tensor | None = None) -> float:
 
 
 def ratio(difference: float, whole: float) -> float:
-    """Return ``difference / whole``: 0 for no difference, infinity if either is not finite or ``whole`` is 0."""
+    """Return ``difference / whole``: 0 if ``difference`` is 0, infinity if a norm is not finite or ``whole`` is 0."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) and math.isfinite(whole) else math.inf
 
 
 def widened(value: Any, dtype: torch.dtype) -> Any:
-    """Return nested containers with every floating tensor in a wider dtype."""
+    """Return nested containers with every floating-point tensor cast to ``dtype``."""
     if isinstance(value, Tensor):
         return value.detach().to(dtype) if value.is_floating_point() else value
     if isinstance(value, UserDict):
@@ -171,15 +171,15 @@ SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
 
 
 def streamed_forward(
-    layer: nn.Module, own: str | None, context: CallContext | None = None, schedule: Schedule = SCHEDULE
+    layer: nn.Module, own_attention: str | None, context: CallContext | None = None, schedule: Schedule = SCHEDULE
 ) -> StreamedForward:
-    """Return the streamed forward of a layer by itself: it shares nothing with other layers but ``context``."""
+    """Return the streamed forward of a single layer, which shares nothing with other layers except ``context``."""
     parts = ModelParts(schedule, Tiers(schedule), CallContext() if context is None else context)
-    return StreamedForward(layer, parts, own)
+    return StreamedForward(layer, parts, own_attention)
 
 
 def trial_batch(model: Any) -> dict[str, Any]:
-    """Return random ordinary tokens, the second row padded on the right; the random generator is our own."""
+    """Return a batch of random tokens, the second row padded on the right; it uses a separate random generator."""
     head = model.get_output_embeddings()
     ids = ordinary_tokens(model, ROWS, LENGTH)
     mask = torch.ones_like(ids)
@@ -189,7 +189,7 @@ def trial_batch(model: Any) -> dict[str, Any]:
         "attention_mask": mask,
         "labels": ids.masked_fill(mask == 0, IGNORE_INDEX),
     }
-    if head is None:  # what its labels would be is not known: a number is made of what it returns
+    if head is None:  # its labels are unknown: the check computes a scalar from its output instead
         del inputs["labels"]
     parameters = inspect.signature(type(model).forward).parameters
     if "use_cache" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -198,9 +198,9 @@ def trial_batch(model: Any) -> dict[str, Any]:
 
 
 def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
-    """Return ``[rows, length]`` random tokens, none of them special; the random generator is our own."""
+    """Return random tokens ``[rows, length]`` without special tokens; it uses a separate random generator."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    known = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
+    vocabulary = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
     config = model.config.get_text_config(decoder=True)
     special = {
         value
@@ -208,7 +208,7 @@ def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
         for key, value in vars(owner).items()
         if key.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
-    ordinary = torch.tensor([token for token in range(known) if token not in special] or [0])
+    ordinary = torch.tensor([token for token in range(vocabulary) if token not in special] or [0])
     generator = torch.Generator().manual_seed(0)
     return ordinary[torch.randint(len(ordinary), (rows, length), generator=generator)].to(model_device(model))
 
@@ -219,9 +219,10 @@ Arguments = inspect.BoundArguments
 
 @dataclass
 class RecordedCall:
-    """A recorded call of a model's layer number ``index``, without gradients.
+    """A recorded call of layer ``index`` of a model, detached from its graph.
 
-    ``wanted`` names the ``inputs`` that need a gradient; ``outputs`` are the plain layer's, the first ``[B, T, C]``.
+    ``wanted`` names the ``inputs`` that need a gradient. ``outputs`` are the plain layer's outputs, the first
+    ``[B, T, C]``.
     """
 
     index: int
@@ -232,28 +233,28 @@ class RecordedCall:
 
     @property
     def z_in(self) -> Tensor:
-        """The hidden states."""
+        """The input hidden states ``[B, T, C]``."""
         return next(iter(self.inputs.values()))
 
 
 def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Bind a call of ``layer`` as Python does; the layer itself is the first argument."""
+    """Return the bound arguments of a call of ``layer``; the layer itself is the first argument."""
     return inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
 
 
-def inputs_of(arguments: Arguments) -> dict[Name, Tensor]:
-    """Return the hidden states, other tensors with a gradient, and all shared keys and values, by name."""
-    found: dict[Name, Tensor] = {}
+def input_tensors(arguments: Arguments) -> dict[Name, Tensor]:
+    """Return the hidden states, other tensors that need a gradient, and all shared keys and values, by name."""
+    inputs: dict[Name, Tensor] = {}
     for position, (name, value) in enumerate(list(arguments.arguments.items())[1:]):
         if isinstance(value, Tensor) and (position == 0 or value.requires_grad):
-            found[name] = value
+            inputs[name] = value
         elif isinstance(value, UserDict):
-            found |= {(name, entry, i): x for entry, pair in value.items() for i, x in enumerate(pair)}
-    return found
+            inputs |= {(name, entry, i): x for entry, pair in value.items() for i, x in enumerate(pair)}
+    return inputs
 
 
-def replaced(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
-    """Return the same call with other tensors, of another layer if given, and with its own shared dictionary."""
+def with_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
+    """Return a copy of the arguments with other tensors, with ``layer`` if given, and with a new shared dictionary."""
     new = inspect.BoundArguments(arguments.signature, arguments.arguments.copy())
     if layer is not None:
         new.arguments[next(iter(new.arguments))] = layer
@@ -270,8 +271,8 @@ def replaced(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module
     return new
 
 
-def outputs_of(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
-    """Call ``forward``; return its result, and its outputs: tensors, then entries it adds to the dictionary."""
+def run_recorded(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
+    """Call ``forward``; return its result and its outputs: tensors, then entries added to the shared dictionary."""
     sharing = _sharing(arguments)
     before = set(sharing or ())
     out = forward(*arguments.args, **arguments.kwargs)
@@ -281,10 +282,10 @@ def outputs_of(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, 
     return out, outputs
 
 
-def hand_on(arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
-    """Return the recorded outputs in the layer's own form, as new leaves: the graph of one layer lives at a time.
+def detached_outputs(arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
+    """Return the recorded outputs in the layer's own form, as new leaves, so that one layer's graph exists at a time.
 
-    Entries that the call ``used`` added to its shared dictionary are added to that of the model's own ``arguments``.
+    Entries that the repeated call added to the shared dictionary of ``used`` are added to the one in ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
     items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_items(out))]
@@ -301,7 +302,7 @@ def _items(out: Any) -> list[Any]:
 
 
 def _is_output(place: int, item: Any) -> bool:
-    """Return True for hidden states and other floating tensors of up to 3 dims: not attention or choices of keys."""
+    """Return True for hidden states and other floating tensors of up to 3 dims; not attention weights, key indices."""
     return place == 0 or (isinstance(item, Tensor) and item.is_floating_point() and item.dim() <= 3)
 
 
@@ -309,8 +310,8 @@ def _sharing(arguments: Arguments) -> Any:
     return next((value for value in arguments.arguments.values() if isinstance(value, UserDict)), None)
 
 
-def kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Return the classes inside of a layer and their settings, not its place: equal for two layers of one kind."""
+def layer_signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Return the module classes of a layer and their settings without layer indices; equal for layers of one kind."""
     return tuple(
         (
             name,

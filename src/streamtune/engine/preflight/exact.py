@@ -1,8 +1,8 @@
-"""A numerical preflight: is this very model, with these very weights, streamed exactly? Asked before it is trained.
+"""Numerical check, before training, that a model with its current weights is streamed exactly.
 
-A short random batch goes through the model twice. The plain forward records every decoder layer's call; the streamed
-forward gets the recorded input of each layer, so that outputs are compared layer by layer and the first layer that
-differs can be named. Then one layer of each kind is differentiated both ways (``layer``).
+A short random batch goes through the model twice. The plain forward records the call of every decoder layer. In the
+streamed forward each layer gets its recorded input, so outputs are compared layer by layer, and the error names the
+first layer that differs. Then one layer of each kind is differentiated both ways (``layer``).
 """
 
 from __future__ import annotations
@@ -24,125 +24,132 @@ from streamtune.engine.preflight.common import (
     Arguments,
     RecordedCall,
     bind,
-    borrowed,
+    checking_mode,
+    detached_outputs,
     distance,
-    first_of,
-    hand_on,
-    inputs_of,
-    kind_of,
-    outputs_of,
+    hidden_states_of,
+    input_tensors,
+    layer_signature,
     refuse_removed,
-    replaced,
+    run_recorded,
     step_layers,
     streamed_forward,
     trial_batch,
+    with_tensors,
 )
-from streamtune.engine.preflight.layer import FIX, DiffersError, LayerCheck, without_self
+from streamtune.engine.preflight.layer import FIX, DiffersError, LayerCheck, ignoring_self
 from streamtune.engine.routers import not_balanced
-from streamtune.engine.streamed_layer import strange_leaves
+from streamtune.engine.streamed_layer import unknown_leaves
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
 
 class _PlainError(UnsupportedModelError):
-    """The unstreamed model does not run on the preflight's batch."""
+    """The model does not run on the trial batch without streaming."""
 
 
 def check_exact(handle: StreamedModel) -> None:
-    """Compare the streamed model with itself unstreamed on a few random tokens, forward and backward.
+    """Compare the model, streamed and unstreamed, on a few random tokens, forward and backward.
 
     Costs about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
-    state, training flags and configuration are left as they were, also when it fails. The reference is the attention
-    the model came with; if that lacks what the layer asks for (softcap, sinks), the model's eager attention.
+    state, training flags and configuration are left as they were, also after an error. The reference is the model's
+    attention implementation outside of streaming. If it lacks what a layer needs (softcap, sinks), the reference is the
+    model's eager attention.
+
+    Raises:
+        ArgumentError: The streaming was removed, or the model is on the meta device.
+        UnsupportedModelError: The results differ, or the model does not run on the batch.
     """
     refuse_removed(handle)
     if any(p.device.type == "meta" for p in handle.model.parameters()):
         raise ArgumentError("a model on the meta device has no weights to check")
-    own = handle.names.before
+    plain_names = handle.names.before
     first: UnsupportedModelError | None = None
-    for reference in (own, ["eager"] * len(own)):
+    for reference in (plain_names, ["eager"] * len(plain_names)):
         try:
-            with borrowed(handle):
+            with checking_mode(handle):
                 _Preflight(handle, reference).run()
             return
         except (DiffersError, _PlainError) as error:
             first = first or error
-            if set(own) == {"eager"}:
+            if set(plain_names) == {"eager"}:
                 break
     assert first is not None
     raise first
 
 
 def check_order(handle: StreamedModel) -> None:
-    """Run a few tokens forward by the handle's own schedule, if that is in the order of chunks."""
+    """Run a few tokens forward with the handle's schedule if it has ``order="chunk"``, so that it can be refused."""
     if handle.schedule.order == "chunk":
-        with borrowed(handle):
+        with checking_mode(handle):
             model: Any = handle.model
             model(**trial_batch(model), **not_balanced(model))
 
 
 class _Preflight:
-    """Both forwards of a model and their comparison, the plain one under the given attention implementations."""
+    """Compares a plain and a streamed forward of a model; ``reference`` are the plain attention implementations."""
 
     def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
-        self.own = handle.own_attention
+        self.own_attention = handle.own_attention
         self.reference = reference
         self.head = None if handle.head is None else StreamedHead(handle.model, SCHEDULE, handle.head.waiting)
         self.inputs: dict[str, Any] = {}
         self.calls: list[RecordedCall] = []
         self.streamed: list[Arguments] = []
         self.last: Tensor | None = None
-        self.at: int | None = None
-        """Current layer, None outside of layers."""
+        self.current_layer: int | None = None
+        """Index of the current layer; None outside of layers."""
 
     def run(self) -> None:
-        """Raise at the first difference."""
+        """Run both forwards and compare; raise an error for the first difference."""
         try:
             self.inputs = trial_batch(self.model)
             valid = self.inputs["attention_mask"].bool()
             names, reference = self.handle.names, self.reference
-            self.layer_check = LayerCheck(self.model, self.layers, names, reference, self.own, valid)
+            self.layer_check = LayerCheck(self.model, self.layers, names, reference, self.own_attention, valid)
             loss_ref, grad_ref = self._forward(self._record)
             self._refuse_nan(loss_ref)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise _PlainError(
-                f"{self._name} cannot be checked: unstreamed, its loss cannot be computed from {ROWS} x {LENGTH} "
-                "tokens of text alone",
+                f"{self._name} cannot be checked: without streaming it fails to compute a loss from {ROWS} x {LENGTH} "
+                "tokens of text",
                 where=f"{type(error).__name__}: {error}",
-                fix="see why the plain model fails; one that needs more than text (images) is not streamed",
+                fix="find out why the plain model fails; a model that needs more than text (images) is not supported",
             ) from error
         if not self.calls:
-            raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so there is nothing to stream")
+            raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so nothing can be streamed")
         try:
             loss, grad = self._forward(self._compare)
             if len(self.streamed) != len(self.calls):
-                raise DiffersError(f"{self._name} calls its layers {len(self.streamed)} times, not {len(self.calls)}")
-            self._same_head(loss, loss_ref, grad, grad_ref)
-            for call, streamed in self._kinds():
-                self.at = call.index
+                raise DiffersError(
+                    f"{self._name} made {len(self.streamed)} layer calls when streamed, {len(self.calls)} unstreamed"
+                )
+            self._check_head(loss, loss_ref, grad, grad_ref)
+            for call, streamed in self._one_call_per_kind():
+                self.current_layer = call.index
                 with self.handle.layer_on_device(self.layers[call.index]):
-                    self.layer_check.same_gradients(call, streamed)
+                    self.layer_check.check_gradients(call, streamed)
         except torch.OutOfMemoryError:
             raise
         except UnsupportedModelError as error:
             if self._name not in error.what:
-                error.what, error.where = f"{self._name}: {error.what}", self.layer_check.where(self.at)
+                error.what, error.where = f"{self._name}: {error.what}", self.layer_check.where(self.current_layer)
             raise
         except Exception as error:
             raise UnsupportedModelError(
                 f"{self._name} does not run in chunks ({type(error).__name__}: {error})",
-                where=self.layer_check.where(self.at),
+                where=self.layer_check.where(self.current_layer),
                 fix=FIX,
             ) from error
 
     def _forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
-        """Run a forward with ``step(index, args, kwargs)`` in each layer's place.
+        """Run a forward in which ``step(index, args, kwargs)`` replaces each layer.
 
-        Return the loss and the gradient of its last z_out. The gradient of the head's own weight is not computed: it is
-        as large as the head.
+        Return the loss, and its gradient for the last layer's output. The gradient of the head's weight is not
+        computed, because it is as large as the head.
         """
         streamed = step == self._compare
         self.last = None
@@ -161,85 +168,90 @@ class _Preflight:
         return loss.detach(), grad
 
     def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.at, layer = index, self.layers[index]
+        """Run a layer plainly and record the call."""
+        self.current_layer, layer = index, self.layers[index]
         arguments = bind(layer, args, kwargs)
-        leaves = {name: _leaf(x) for name, x in inputs_of(arguments).items()}
-        used = replaced(arguments, leaves)
-        out, outputs = outputs_of(type(layer).forward, used)
+        leaves = {name: _as_leaf(x) for name, x in input_tensors(arguments).items()}
+        used = with_tensors(arguments, leaves)
+        out, outputs = run_recorded(type(layer).forward, used)
         for z in outputs:
-            self._own_graph(index, z, [*leaves.values(), *layer.parameters()])
+            self._refuse_foreign_leaves(index, z, [*leaves.values(), *layer.parameters()])
         inputs = {name: leaf.detach() for name, leaf in leaves.items()}
         call = RecordedCall(
             index,
-            replaced(arguments, inputs),
+            with_tensors(arguments, inputs),
             inputs,
             [name for name, leaf in leaves.items() if leaf.requires_grad],
             [z.detach() for z in outputs],
         )
         self.calls.append(call)
-        self.at = None
-        return self._handed_on(arguments, used, out, call)
+        self.current_layer = None
+        return self._pass_on(arguments, used, out, call)
 
     def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer in chunks on its recorded input and compare the outputs."""
         call = self.calls[len(self.streamed)] if len(self.streamed) < len(self.calls) else None
         if call is None or call.index != index:
             raise DiffersError(f"{self._name} calls its layers in another order when it is streamed")
-        self.at, layer = index, self.layers[index]
-        LayerCall.bind(layer, args, kwargs, OwnAttention(self.own) if self.own else None)  # refuses by name
+        self.current_layer, layer = index, self.layers[index]
+        LayerCall.bind(
+            layer, args, kwargs, OwnAttention(self.own_attention) if self.own_attention else None
+        )  # refuses by name
         arguments = bind(layer, args, kwargs)
         bound_input = self.layer_check.bound(index, call.z_in)
-        for name, x in inputs_of(arguments).items():
+        for name, x in input_tensors(arguments).items():
             reference = call.inputs.get(name)
             if reference is None:
                 continue
             valid = self.layer_check.valid_tokens(reference) if x.shape == call.z_in.shape else None
             error = distance(x, reference, valid)
             if not error <= bound_input:
-                raise self.layer_check.differs(index, "input", error, bound_input)
-        used = replaced(arguments, {name: _leaf(call.inputs[name]) for name in call.wanted})
-        out, outputs = outputs_of(without_self(streamed_forward(layer, self.own)), used)
-        self.streamed.append(replaced(arguments, {}))  # a shared dictionary as it was before the call
-        self.layer_check.same_output(outputs, call, self.streamed[-1])
-        self.at = None
-        return self._handed_on(arguments, used, out, call)
+                raise self.layer_check.difference_error(index, "input", error, bound_input)
+        used = with_tensors(arguments, {name: _as_leaf(call.inputs[name]) for name in call.wanted})
+        out, outputs = run_recorded(ignoring_self(streamed_forward(layer, self.own_attention)), used)
+        self.streamed.append(with_tensors(arguments, {}))  # a shared dictionary as it was before the call
+        self.layer_check.check_output(outputs, call, self.streamed[-1])
+        self.current_layer = None
+        return self._pass_on(arguments, used, out, call)
 
-    def _handed_on(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
-        result = hand_on(arguments, used, out, call)
-        self.last = first_of(result)
+    def _pass_on(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
+        """Return the recorded outputs for the next layer."""
+        result = detached_outputs(arguments, used, out, call)
+        self.last = hidden_states_of(result)
         return result
 
     def _refuse_nan(self, loss: Tensor) -> None:
-        """Refuse a model whose loss is not finite without streaming either, whatever the chunks."""
+        """Refuse a model whose loss is not finite even without streaming."""
         if bool(torch.isfinite(loss)):
             return
         bad = next((call.index for call in self.calls if not all(torch.isfinite(z).all() for z in call.outputs)), None)
         raise _PlainError(
-            f"{self._name} computes a loss of {loss.item()} from text, without streaming: its weights, or numbers in "
-            "its configuration (epsilons, rope_theta, scales), overflow",
+            f"{self._name} computes a loss of {loss.item()} from text, even without streaming: its weights, or values "
+            "in its configuration (epsilons, rope_theta, scales), overflow",
             where="the head" if bad is None else self.layer_check.where(bad),
-            fix="use another copy of the checkpoint, or fix its config.json; for float16, dtype: bfloat16",
+            fix="use another copy of the checkpoint, or correct its config.json; for float16 set dtype: bfloat16",
         )
 
-    def _own_graph(self, index: int, z_out: Tensor, known: list[Tensor]) -> None:
+    def _refuse_foreign_leaves(self, index: int, z_out: Tensor, known: list[Tensor]) -> None:
         """Refuse a layer whose output depends on a tensor that is neither its argument nor its parameter.
 
-        Under streaming the layers before it run without a graph, so a tensor they left somewhere has lost its gradient.
+        When streamed, earlier layers run without a graph, so such a tensor would lose its gradient.
         """
-        for leaf in strange_leaves(z_out, known):
+        for leaf in unknown_leaves(z_out, known):
             raise UnsupportedModelError(
-                f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} uses a tensor with a "
-                f"gradient (shape {tuple(leaf.shape)} at its root) that is neither its argument nor its "
-                "parameter, such as keys and values shared between layers",
+                f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with a "
+                f"gradient (leaf of shape {tuple(leaf.shape)}) that is neither argument nor parameter, such as shared "
+                "keys and values",
                 where=self.layer_check.where(index),
                 fix="train this model without streaming",
             )
 
-    def _same_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
+    def _check_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
         bound = self.layer_check.bound(self.calls[-1].index, self.calls[-1].outputs[0])
         pairs = [("loss", loss, loss_ref)]
         if grad_ref is not None:
-            given = torch.zeros_like(grad_ref) if grad is None else grad
-            pairs.append(("gradient of the final hidden states", given, grad_ref))
+            grad = torch.zeros_like(grad_ref) if grad is None else grad
+            pairs.append(("gradient of the final hidden states", grad, grad_ref))
         for what, value, reference in pairs:
             if not distance(value, reference, None) <= bound:
                 raise DiffersError(
@@ -249,11 +261,11 @@ class _Preflight:
                     fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
                 )
 
-    def _kinds(self) -> Iterator[tuple[RecordedCall, Arguments]]:
-        """Yield one differentiated call of each kind of layer."""
+    def _one_call_per_kind(self) -> Iterator[tuple[RecordedCall, Arguments]]:
+        """Yield the first call of each kind of layer whose inputs need a gradient, and its streamed arguments."""
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
-            kind = kind_of(self.layers[call.index])
+            kind = layer_signature(self.layers[call.index])
             if kind not in seen and call.wanted:
                 seen.add(kind)
                 yield call, streamed
@@ -263,5 +275,5 @@ class _Preflight:
         return type(self.model).__name__
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(torch.is_grad_enabled() and tensor.is_floating_point())

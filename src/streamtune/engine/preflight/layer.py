@@ -1,10 +1,10 @@
-"""Comparison of one layer, whole and in chunks, by the differences of its outputs and gradients.
+"""Comparison of one layer on the whole sequence and in chunks: its outputs z and gradients g.
 
     differs:  ||z - z_ref|| > bound * ||z_ref - z_in|| + eps * ||z_ref||        (z_ref - z_in is what the layer adds)
     or        ||g - g_ref|| > bound * max(||g_ref||, 1e-2 ||G_ref||)            (for z_in, arguments and parameters)
 
-A difference above the bound may still be rounding, or a router that chose another expert because of it. So a copy of
-that one layer in a wider dtype decides.
+A difference above the bound may still be rounding, or a router that chose another expert because of rounding. Then a
+copy of the layer in a wider dtype is compared as well.
 """
 
 from __future__ import annotations
@@ -22,100 +22,104 @@ from torch import Tensor, nn
 
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Placement
-from streamtune.engine.own_attention import CallNames
+from streamtune.engine.own_attention import AttentionNames
 from streamtune.engine.preflight.common import (
     BOUND,
     Arguments,
     RecordedCall,
-    aliased,
-    borrowed,
-    compared_dtype,
+    aliased_parameters,
+    bound_dtype,
+    checking_mode,
     distance,
     norm_of,
-    outputs_of,
     ratio,
-    replaced,
+    run_recorded,
     streamed_forward,
     trial_batch,
     widened,
+    with_tensors,
 )
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
-UNSETTLED = 0.3
-"""Relative difference that a few flipped routes explain, if a layer cannot be copied to a wider dtype (quantised)."""
+UNSETTLED_BOUND = 0.3
+"""Relative difference accepted if a layer cannot be copied to a wider dtype (quantised): a few flipped routes."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 FIX = (
-    "its layers let tokens meet outside the attention's key/value cache; train this model without streaming, or choose "
-    "one whose layers only attend"
+    "its layers mix tokens outside the attention's key/value cache; train this model without streaming, or choose a "
+    "model whose layers mix tokens only by attention"
 )
 
 
 class DiffersError(UnsupportedModelError):
-    """The plain and the streamed computation differ."""
+    """The plain and the streamed model compute different results."""
 
 
 class LayerCheck:
     """Compares recorded calls of a model's layers, plain and streamed.
 
     Args:
-        model: Model named in errors.
+        model: Model, named in errors.
         layers: Decoder layers of the model.
-        names: Attention that the model's configs name.
-        reference: Names that they have in the plain model.
-        own: Attention of layers that compute it themselves.
-        valid: ``[B, T]``, True where the trial's batch has a token.
+        names: Attention names in the model's configs.
+        reference: Attention names of the plain model.
+        own_attention: Attention implementation of layers with their own attention code; None for others.
+        valid: Mask ``[B, T]``, True where the trial batch has a token.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layers: list[nn.Module],
-        names: CallNames,
+        names: AttentionNames,
         reference: list[Any],
-        own: str | None,
+        own_attention: str | None,
         valid: Tensor,
     ) -> None:
-        self.name, self.layers, self.own, self.valid = type(model).__name__, layers, own, valid
+        self.name, self.layers, self.own_attention, self.valid = type(model).__name__, layers, own_attention, valid
         self.names, self.reference = names, reference
 
-    def same_output(self, outputs: list[Tensor], call: RecordedCall, streamed: Arguments) -> None:
-        """Raise if the streamed layer's outputs differ from the plain one's by more than rounding explains."""
+    def check_output(self, outputs: list[Tensor], call: RecordedCall, streamed: Arguments) -> None:
+        """Raise :class:`DiffersError` if streamed and plain outputs differ by more than rounding explains."""
         if len(outputs) != len(call.outputs):
-            raise DiffersError(f"{self.name} returns {len(outputs)} tensors from a streamed layer")
+            raise DiffersError(
+                f"{self.name}: a streamed layer returns {len(outputs)} tensors, the plain layer {len(call.outputs)}"
+            )
         error, bound = self._output_error(outputs, call), self.bound(call.index, call.outputs[0])
         if not error <= bound:
-            self._settle(call, streamed, "output", error, bound)
+            self._compare_in_wider_dtype(call, streamed, "output", error, bound)
 
-    def same_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
-        """Raise if the streamed layer's gradients differ from the plain one's by more than rounding explains."""
+    def check_gradients(self, call: RecordedCall, streamed: Arguments) -> None:
+        """Raise :class:`DiffersError` if streamed and plain gradients differ by more than rounding explains."""
         bound = self.bound(call.index, call.z_in)
         what, error = self._gradient_error(self.layers[call.index], call, streamed)
         if not error <= bound:
-            self._settle(call, streamed, what, error, bound)
+            self._compare_in_wider_dtype(call, streamed, what, error, bound)
 
     def _output_error(self, outputs: list[Tensor], call: RecordedCall) -> float:
-        first = self._added(outputs[0], call.outputs[0], call.z_in)
+        first = self._relative_difference(outputs[0], call.outputs[0], call.z_in)
         others = zip(outputs[1:], call.outputs[1:], strict=True)
         return max([first, *(distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
 
     def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
-        """Return the name and the relative difference of the gradient that differs most."""
+        """Return the name of the gradient that differs most, and its relative difference."""
         generator = torch.Generator().manual_seed(call.index)
         grad_outputs = []
         for z in call.outputs:
             grad = torch.randn(z.shape, generator=generator).to(z)
             mask = self.valid_tokens(z)
             grad_outputs.append(grad * mask.reshape(mask.shape + (1,) * (z.dim() - 2)))
-        with torch.enable_grad(), aliased(layer) as parameters:
+        with torch.enable_grad(), aliased_parameters(layer) as parameters:
             grads = []
             for plain in (True, False):
                 leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
-                arguments = replaced(call.arguments if plain else streamed, leaves, layer)
+                arguments = with_tensors(call.arguments if plain else streamed, leaves, layer)
                 with self.names.using(self.reference if plain else self.names.ours):
-                    forward = type(layer).forward if plain else without_self(streamed_forward(layer, self.own))
-                    _, outputs = outputs_of(forward, arguments)
+                    forward = (
+                        type(layer).forward if plain else ignoring_self(streamed_forward(layer, self.own_attention))
+                    )
+                    _, outputs = run_recorded(forward, arguments)
                     live = [n for n, z in enumerate(outputs) if z.requires_grad]
                     inputs = [*leaves.values(), *parameters.values()]
                     of, incoming = [outputs[n] for n in live], [grad_outputs[n] for n in live]
@@ -129,23 +133,25 @@ class LayerCheck:
                 worst = (f"gradient of {name}", error)
         return worst
 
-    def _added(self, z: Tensor, z_ref: Tensor, z_in: Tensor) -> float:
-        """Return the difference of two outputs, less rounding of the sum, relative to what the layer adds."""
+    def _relative_difference(self, z: Tensor, z_ref: Tensor, z_in: Tensor) -> float:
+        """Return the difference of two outputs, minus rounding of the residual sum, relative to what the layer adds."""
         if z.shape != z_ref.shape:
             return math.inf
         valid = self.valid_tokens(z_in)
         z, z_ref, z_in = z.detach()[valid], z_ref[valid], z_in[valid]
-        rounding = torch.finfo(compared_dtype(z_in)).eps * norm_of(z_ref)
+        rounding = torch.finfo(bound_dtype(z_in)).eps * norm_of(z_ref)
         added = norm_of(z_ref, z_in) if z_in.shape == z_ref.shape else norm_of(z_ref)
         return ratio(max(norm_of(z, z_ref) - rounding, 0.0), added)
 
-    def _settle(self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float) -> None:
-        """Compare again with a copy of the layer in a wider dtype; raise if the difference was not rounding."""
+    def _compare_in_wider_dtype(
+        self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float
+    ) -> None:
+        """Compare a copy of the layer in a wider dtype; raise :class:`DiffersError` if that differs too."""
         layer = self.layers[call.index]
-        wider = WIDER.get(compared_dtype(call.z_in, layer))
+        wider = WIDER.get(bound_dtype(call.z_in, layer))
         try:
             if wider is None:
-                raise self.differs(call.index, what, error, bound)
+                raise self.difference_error(call.index, what, error, bound)
             shadow = layer.__dict__.pop("forward", None)
             try:
                 wide = copy.deepcopy(layer, {id(config): config for config in self.names.configs}).to(wider)
@@ -153,45 +159,47 @@ class LayerCheck:
                 if shadow is not None:
                     layer.forward = shadow
             for module in wide.modules():
-                if hasattr(module, "compute_dtype"):  # bitsandbytes computes in it whatever comes; fp32 is its widest
+                if hasattr(module, "compute_dtype"):  # bitsandbytes always computes in this dtype; fp32 is its widest
                     module.compute_dtype = torch.float32  # type: ignore[assignment]
             plain, chunked = (_widened_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
             inputs = {name: widened(x, wider) for name, x in call.inputs.items()}
             with torch.no_grad():
                 with self.names.using(self.reference):
-                    _, reference = outputs_of(type(wide).forward, replaced(plain, inputs))
+                    _, reference = run_recorded(type(wide).forward, with_tensors(plain, inputs))
                 with self.names.using(self.names.ours):
-                    _, outputs = outputs_of(without_self(streamed_forward(wide, self.own)), replaced(chunked, inputs))
-            wide_call = RecordedCall(call.index, replaced(plain, inputs), inputs, call.wanted, reference)
+                    _, outputs = run_recorded(
+                        ignoring_self(streamed_forward(wide, self.own_attention)), with_tensors(chunked, inputs)
+                    )
+            wide_call = RecordedCall(call.index, with_tensors(plain, inputs), inputs, call.wanted, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
             if what != "output":
                 name, value = self._gradient_error(wide, wide_call, chunked)
                 errors[name] = value
         except StreamTuneError:
             raise
-        except Exception:  # no wider copy (quantised weights, memory, kernels without the dtype)
-            if error <= (UNSETTLED if wider is torch.float32 else bound):
+        except Exception:  # no wider copy is possible (quantised weights, memory, kernels without the dtype)
+            if error <= (UNSETTLED_BOUND if wider is torch.float32 else bound):
                 return
-            raise self.differs(call.index, what, error, bound) from None
+            raise self.difference_error(call.index, what, error, bound) from None
         for name, value in errors.items():
-            if not value <= BOUND[compared_dtype(reference[0])]:
-                raise self.differs(call.index, name, value, BOUND[compared_dtype(reference[0])])
+            if not value <= BOUND[bound_dtype(reference[0])]:
+                raise self.difference_error(call.index, name, value, BOUND[bound_dtype(reference[0])])
 
     def valid_tokens(self, z: Tensor) -> Tensor:
-        """Return ``[B, T]``, True where the batch has a token; all True if the layers see another length."""
+        """Return a mask ``[B, T]``, True where the batch has a token; all True if ``z`` has another length."""
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
 
     def bound(self, index: int, z: Tensor) -> float:
-        """Return the relative difference that rounding explains for a tensor before or behind a layer."""
-        return BOUND[compared_dtype(z, self.layers[index])]
+        """Return the relative difference that rounding explains for an input or output of a layer."""
+        return BOUND[bound_dtype(z, self.layers[index])]
 
     def where(self, index: int | None) -> str:
-        """Return a layer's place in the model, for messages."""
+        """Return the location of a layer in the model, for messages; None is outside the layers."""
         if index is None:
             return f"{self.name}, outside its decoder layers"
         return f"layer {index} of {len(self.layers)} ({type(self.layers[index]).__name__})"
 
-    def differs(self, index: int, what: str, error: float, bound: float) -> DiffersError:
+    def difference_error(self, index: int, what: str, error: float, bound: float) -> DiffersError:
         """Return the error for a difference that rounding does not explain."""
         return DiffersError(
             f"{self.name} is not streamed exactly: the {what} of {type(self.layers[index]).__name__} in chunks "
@@ -201,8 +209,8 @@ class LayerCheck:
         )
 
 
-def without_self(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bound forward as a function that takes ``self`` first, as the class's forward does."""
+def ignoring_self(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound forward as a function with a first argument ``self``, like the forward of a class."""
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
 
 
@@ -216,38 +224,42 @@ SHORT = Schedule(chunk_size=3, head_chunk_size=5)
 
 
 def check_shared(handle: StreamedModel) -> None:
-    """Compare a loss, and the gradient of the first trained layer, with those of this rank alone.
+    """Compare the loss and the first trained layer's gradient of all ranks together with one rank alone.
 
     All ranks of the group call it together.
+
+    Raises:
+        UnsupportedModelError: They differ by more than rounding explains.
     """
     ranks = handle.sequence_parallel
     assert ranks is not None
     layer = next((layer for layer in handle.layers if any(p.requires_grad for p in layer.parameters())), None)
     wanted = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
-    with borrowed(handle), _short_chunks(handle), handle.routers.silenced():
-        found = _loss_and_gradient(handle, wanted)
-        for tensor in found[1:]:
+    with checking_mode(handle), _short_chunks(handle), handle.routers.silenced():
+        shared = _loss_and_gradient(handle, wanted)
+        for tensor in shared[1:]:
             dist.all_reduce(tensor, group=ranks.group)
         try:
             handle.sequence_parallel = None
             alone = _loss_and_gradient(handle, wanted)
         finally:
             handle.sequence_parallel = ranks
-    bound = max(BOUND[compared_dtype(tensor, handle.layers[-1])] for tensor in alone)
-    whole = torch.cat([tensor.flatten() for tensor in found[1:]]) if wanted else torch.zeros(0)
-    pairs = [("loss", found[0], alone[0])]
+    bound = max(BOUND[bound_dtype(tensor, handle.layers[-1])] for tensor in alone)
+    pairs = [("loss", shared[0], alone[0])]
     if wanted:
-        pairs.append((f"gradient of {type(layer).__name__}", whole, torch.cat([x.flatten() for x in alone[1:]])))
+        gradients = [torch.cat([x.flatten() for x in grads[1:]]) for grads in (shared, alone)]
+        pairs.append((f"gradient of {type(layer).__name__}", gradients[0], gradients[1]))
     for what, value, reference in pairs:
         if not (error := distance(value, reference, None)) <= bound:
             raise UnsupportedModelError(
-                f"{type(handle.model).__name__} is another model when {ranks.size} ranks share its sequence: the "
+                f"{type(handle.model).__name__} gives other results when {ranks.size} ranks share its sequence: the "
                 f"{what} differs by {error:.1e} (rounding explains {bound:.0e})",
                 fix="set sequence_parallel_size: 1",
             )
 
 
 def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Return the loss of a trial batch, and its gradients for the tensors ``wanted``."""
     loss = handle.model(**trial_batch(handle.model)).loss
     grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
     return [
@@ -258,7 +270,7 @@ def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[
 
 @contextmanager
 def _short_chunks(handle: StreamedModel) -> Iterator[None]:
-    """Make chunks so short that the trial has several, with nothing kept."""
+    """Context with chunks so short that the trial batch has several, and with all layer inputs on the device."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
     schedule, before = handle.schedule, [(forward.schedule, forward.place) for forward in forwards]
     try:

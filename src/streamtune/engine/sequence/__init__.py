@@ -1,1 +1,1 @@
-"""Ranks that share a sequence."""
+"""Sequence parallelism: several ranks share each sequence."""

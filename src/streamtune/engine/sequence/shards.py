@@ -1,15 +1,15 @@
-"""The tokens of each rank, where several ranks share the sequence of a call, and what their layers exchange.
+"""Shards: which tokens of a sequence each rank has, and how layers exchange keys, values and heads between ranks.
 
-The schedule cuts a rank's own tokens into chunks. The i-th chunks of all ranks together are the i-th chunk of the
-sequence. Each rank's part of it is called a shard; the shards lie in the order of the ranks:
+The schedule cuts a rank's own tokens into chunks. Chunk i of the sequence consists of chunk i of every rank, in the
+order of the ranks. Each rank's part of a chunk is called a shard:
 
     rank 0 | 0 1 . . . . 6 7  . . . .      tokens of the sequence, 2 to a shard, 3 ranks
     rank 1 | . . 2 3 . . . .  8 9 . .
     rank 2 | . . . . 4 5 . .  . . A B
              first chunk      second
 
-So all tokens before a chunk of the sequence are in earlier chunks, and every rank computes a part of the causal
-attention of each chunk.
+So all tokens before a chunk of the sequence are in earlier chunks, and every rank computes part of the causal attention
+of each chunk.
 
 Shape suffixes: B batch, T tokens of the sequence, L of this rank, H query heads, G key/value heads, D head dimension.
 """
@@ -38,33 +38,33 @@ from streamtune.schedule import Schedule
 
 @dataclass(eq=False)
 class SequenceShards:
-    """Division of a call's tokens into chunks, and of each chunk into one shard for every rank.
+    """Division of a call's tokens into chunks, and of each chunk into one shard per rank.
 
     Args:
-        group: Ranks that share the tokens.
+        group: Process group of the ranks that share the tokens.
         form: ``ring`` or ``ulysses``: how the ranks exchange keys and values.
-        schedule: Gives the chunks of each rank's own tokens.
-        batch: Rows B.
-        given: Tokens T of the rows, before they are padded.
-        rows: Packed rows; their mask is made here, because no rank's model sees the starts of all rows.
+        schedule: Schedule that cuts each rank's own tokens into chunks.
+        batch: Number of rows B.
+        length: Number of tokens T of the rows, before padding.
+        rows: Packed rows; their mask is built here, because no rank's model sees where all rows begin.
         targets: Target ``[B, T]`` of each token, -100 for none; None if no loss is computed.
-        least: Fewest tokens of a rank: 2 for layers with states, which take a single token for decoding.
+        least: Smallest number of tokens per rank: 2 for layers with states, which treat a single token as decoding.
     """
 
     group: Any
     form: str
     schedule: Schedule
     batch: int
-    given: int
+    length: int
     rows: PackedRows | None = None
     targets: Tensor | None = None
     least: int = 1
     trees: PackedRows | None = None
-    """Rows that share their beginnings; their mask is not made here."""
+    """Rows that share their beginning; their mask is built elsewhere."""
     padding: Tensor | None = None
-    """Padding mask ``[B, L S]`` that the model is handed, 0 for padding."""
+    """Padding mask ``[B, L S]`` that the model gets, 0 for padding."""
     routes: Any = None
-    """Ways of states between the ranks (``StateRoutes``); made by the first layer that has states."""
+    """Which ranks exchange which states (``StateRoutes``); set by the first layer with states."""
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
     _paddings: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
@@ -80,53 +80,53 @@ class SequenceShards:
         return dist.get_rank(self.group)
 
     @cached_property
-    def own(self) -> int:
+    def own_length(self) -> int:
         """Number of tokens L of each rank."""
         return self.chunks[-1].stop
 
     @property
     def total(self) -> int:
-        """Number of tokens of the padded sequence, L S."""
-        return self.own * self.size
+        """Number of tokens L S of the padded sequence."""
+        return self.own_length * self.size
 
     @cached_property
     def chunks(self) -> list[slice]:
         """The chunks of a rank's own tokens."""
-        own, rows = max(self.least, -(-self.given // self.size)), self.trees or self.rows
+        own_length, rows = max(self.least, -(-self.length // self.size)), self.trees or self.rows
         if rows is None or self.least < 2:
-            return self.schedule.chunks(own)
-        return chunks_between_rows(self.schedule, own, self.size, rows)
+            return self.schedule.chunks(own_length)
+        return chunks_between_rows(self.schedule, own_length, self.size, rows)
 
     @property
-    def whole(self) -> slice:
+    def all_tokens(self) -> slice:
         """The slice of all of a rank's own tokens."""
-        return slice(0, self.own)
+        return slice(0, self.own_length)
 
-    def everywhere(self, chunk: slice) -> slice:
-        """Return the chunk of the sequence, all ranks' shards of it, that corresponds to a chunk of own tokens."""
+    def global_chunk(self, chunk: slice) -> slice:
+        """Return the positions in the sequence of all ranks' shards of a chunk of own tokens."""
         return slice(chunk.start * self.size, chunk.stop * self.size)
 
     def shard(self, chunk: slice, rank: int | None = None) -> slice:
-        """Return the positions in the sequence of a rank's shard of a chunk; by default this rank's."""
+        """Return the positions in the sequence of one rank's shard of a chunk; ``rank`` None is this rank."""
         length = chunk.stop - chunk.start
         start = chunk.start * self.size + (self.rank if rank is None else rank) * length
         return slice(start, start + length)
 
     def positions(self, part: slice, rank: int | None = None) -> slice:
-        """Return the positions in the sequence of tokens in one shard, given their places among a rank's own tokens."""
+        """Return the positions in the sequence of ``part``, a slice of a rank's own tokens within one shard."""
         chunk = next(chunk for chunk in reversed(self.chunks) if chunk.start <= part.start)
         start = self.shard(chunk, rank).start + part.start - chunk.start
         return slice(start, start + part.stop - part.start)
 
-    def within(self, part: slice) -> list[slice]:
-        """Return the chunks in a part of a rank's tokens; the part is one chunk, several, or all of them."""
+    def chunks_within(self, part: slice) -> list[slice]:
+        """Return the chunks inside ``part``, a slice of a rank's own tokens that consists of one or more chunks."""
         return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
 
     def local_chunk_start(self, position: int) -> int:
-        """Return the start, among a rank's own tokens, of the chunk that contains a ``position`` of the sequence."""
+        """Return where, among a rank's own tokens, the chunk begins that contains a ``position`` of the sequence."""
         return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= position)
 
-    def places(self, rank: int, device: torch.device) -> Tensor:
+    def token_positions(self, rank: int, device: torch.device) -> Tensor:
         """Return the positions ``[L]`` of a rank's tokens in the sequence."""
         if rank not in self._places:
             shards = [self.shard(chunk, rank) for chunk in self.chunks]
@@ -134,63 +134,64 @@ class SequenceShards:
         return self._places[rank].to(device)
 
     def cut(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
-        """Return this rank's tokens of a tensor of the rows, padded with ``fill`` or the value of the last token."""
+        """Return this rank's tokens of a tensor over the rows, padded with ``fill`` (None: with the last value)."""
         missing = self.total - x.shape[dim]
         if missing:
             last = x.narrow(dim, x.shape[dim] - 1, 1)
             last = last if fill is None else torch.full_like(last, fill)
             x = torch.cat([x, last.repeat_interleave(missing, dim)], dim)
-        return x.index_select(dim, self.places(self.rank, x.device))
+        return x.index_select(dim, self.token_positions(self.rank, x.device))
 
     def own_padding(self, mask: Tensor) -> Tensor | None:
         """Return the padding mask ``[B, L]`` of this rank's tokens for a layer with a state, or None.
 
-        The model makes such a mask of the padding mask of the whole sequence: all of it, or as many of its last columns
-        as the rank has tokens. None if ``mask`` is another mask.
+        A model derives ``mask`` from the padding mask of the whole sequence: all columns, or the last L columns. Return
+        None if ``mask`` is another mask.
         """
-        known = self._paddings.get(id(mask))
-        if known is None or known[0] is not mask:
-            known = self._paddings[id(mask)] = (mask, self._cut_padding(mask))
-        return known[1]
+        cached = self._paddings.get(id(mask))
+        if cached is None or cached[0] is not mask:
+            cached = self._paddings[id(mask)] = (mask, self._cut_padding(mask))
+        return cached[1]
 
     def _cut_padding(self, mask: Tensor) -> Tensor | None:
-        whole = self.padding
-        if whole is None or mask.dim() != 2 or mask.shape[1] not in (self.own, self.total):
+        padding = self.padding
+        if padding is None or mask.dim() != 2 or mask.shape[1] not in (self.own_length, self.total):
             return None
-        whole = whole.to(mask.dtype)
-        return self.cut(whole, 1) if torch.equal(mask, whole[:, -mask.shape[1] :]) else None
+        padding = padding.to(mask.dtype)
+        return self.cut(padding, 1) if torch.equal(mask, padding[:, -mask.shape[1] :]) else None
 
     def collect(self, x_BL: Tensor) -> Tensor:
-        """Gather ``[B, T]`` from the tokens ``[B, L]`` of all ranks."""
-        places = [self.places(rank, x_BL.device) for rank in range(self.size)]
-        return collected(x_BL, self.group, places, self.given)
+        """Return ``[B, T]``, gathered from the tokens ``[B, L]`` of all ranks."""
+        places = [self.token_positions(rank, x_BL.device) for rank in range(self.size)]
+        return collected(x_BL, self.group, places, self.length)
 
     def mask(self, mask: LazyMask) -> LazyMask:
-        """Return the mask of the whole sequence, given the model's mask for this rank's queries.
+        """Return the mask over the whole sequence, given the model's mask for this rank's queries.
 
-        The other fields of the mask describe the whole sequence already, since the model's attention mask does.
+        Only the number of queries and the starts of packed rows change. The other fields describe the whole sequence
+        already, because the model gets an attention mask over all of it.
         """
-        known = self._masks.get(id(mask))
-        if known is None or known[0] is not mask:
-            known = self._masks[id(mask)] = (mask, self._of_sequence(mask))
-        return known[1]
+        cached = self._masks.get(id(mask))
+        if cached is None or cached[0] is not mask:
+            cached = self._masks[id(mask)] = (mask, self._of_sequence(mask))
+        return cached[1]
 
     def _of_sequence(self, mask: LazyMask) -> LazyMask:
-        if not mask.causal or not _alone(mask.block_start):
+        if not mask.causal or not _has_no_blocks(mask.block_start):
             raise UnsupportedModelError(
-                "the attention mask lets a token see later tokens, which may be another rank's",
+                "the attention mask lets a token see later tokens, which may be on another rank",
                 fix="set sequence_parallel_size: 1",
             )
         row_start = None
         if self.rows is not None:
             if mask.function is not None or mask.span_start is not None:
                 raise UnsupportedModelError(
-                    "packed rows meet an attention mask that counts from the start of each; ranks that share a "
-                    "sequence cannot tell it",
+                    "the attention mask of packed rows depends on positions within a row; ranks that share a sequence "
+                    "cannot compute it",
                     fix="set packing: false, or sequence_parallel_size: 1",
                 )
-            begins = torch.nn.functional.pad(self.rows.begins, (0, self.total - self.given))
-            begins[:, self.given :] = True
+            begins = torch.nn.functional.pad(self.rows.begins, (0, self.total - self.length))
+            begins[:, self.length :] = True
             row_start = run_starts(begins.cumsum(1)).to(mask.device)
         return replace(mask, q_length=self.total, row_start=row_start, block_start=None)
 
@@ -198,48 +199,49 @@ class SequenceShards:
 class ChunkExchange:
     """Exchange with the other ranks in one run of a layer on ``part`` of this rank's tokens.
 
-    ``first_key`` is set later: the first key that the attention of the chunk is given, counted as in the cache.
+    ``first_key`` is set later: the position in the cache of the first key that the chunk's attention gets.
     """
 
     def __init__(self, shards: SequenceShards, part: slice) -> None:
         self.shards, self.part = shards, part
-        self.lengths = [chunk.stop - chunk.start for chunk in shards.within(part)]
+        self.lengths = [chunk.stop - chunk.start for chunk in shards.chunks_within(part)]
         self.first_key = 0
         self.one_head = False
-        """True if all ranks keep the same head, from which the layer may make all heads of keys and values."""
+        """True if all ranks keep the same single head, from which the layer may compute all key and value heads."""
         self.returned: tuple[Tensor, Tensor] | None = None
-        """Keys and values that the cache returned to the layer last."""
+        """Keys and values that the cache returned in the layer's last update."""
 
     @property
     def in_ring(self) -> bool:
-        """True if each rank keeps the keys and values of its own tokens, as ring attention does."""
+        """True for ring attention, in which each rank keeps the keys and values of its own tokens."""
         return self.shards.form == "ring"
 
     @property
     def keys(self) -> slice:
         """Positions in the cache of the part's keys and values."""
-        return self.part if self.in_ring else self.shards.everywhere(self.part)
+        return self.part if self.in_ring else self.shards.global_chunk(self.part)
 
     @property
     def position(self) -> int:
         """Position of the part's first token in the sequence."""
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
-                "a layer counts its positions from the length of its cache, which several strips at once do not have",
+                "a layer counts positions from the length of its cache, which is undefined for several shards at once",
                 fix="set keep_layers: 0",
             )
         return self.start
 
     @property
     def start(self) -> int:
-        """Position of the part's first token in the sequence, whatever the part is."""
+        """Position of the part's first token in the sequence, also if the part spans several chunks."""
         return self.shards.positions(self.part).start
 
     def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the cache keeps: in a ring those given, which are of this rank's shards.
+        """Return the keys and values that the cache stores on this rank.
 
-        Otherwise they are exchanged: of all shards the heads that this rank's query heads attend to. If there are fewer
-        heads than ranks, several ranks keep the same head.
+        For ``ring`` these are the arguments: all heads of this rank's shards. For ``ulysses`` ranks exchange them:
+        this rank gets, from all shards, the heads that its query heads attend to. With fewer heads than ranks, several
+        ranks store the same head.
         """
         if self.in_ring:
             return k_BGLD, v_BGLD
@@ -250,50 +252,61 @@ class ChunkExchange:
         k, v = to_heads(both, self.shards.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
         return k.contiguous(), v.contiguous()
 
-    def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's heads of all shards: of the queries, which are exchanged, and of keys and values.
+    def exchange_heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of this rank's heads for all shards.
 
-        Keys and values are those that the layer attends to, with the heads that the cache kept on this rank.
+        Queries are exchanged between the ranks. Keys and values already have the heads that the cache stores here.
+
+        Args:
+            q: Queries ``[B, H, L, D]`` of this rank's tokens.
+            k, v: Keys and values that the layer attends to, as the cache returned them.
+            layer: Name of the layer, for errors.
+
+        Raises:
+            UnsupportedModelError: Heads cannot be divided among the ranks, or the layer changed keys or values.
         """
         heads, size = q.shape[1], self.shards.size
         if heads % size:
-            what = f"{heads} query heads cannot be shared out to {size} ranks"
+            what = f"{heads} query heads cannot be divided among {size} ranks"
             raise UnsupportedModelError(what, where=layer, fix="set sequence_parallel: ring")
-        of_cache = self.returned is None or self.one_head or self.part.start > 0  # one chunk tells for all
-        if not of_cache and not all(_same(x, kept) for x, kept in zip((k, v), self.returned or (), strict=True)):
+        checked = self.returned is None or self.one_head or self.part.start > 0  # only the first chunk is checked
+        if not checked and not all(
+            _same_tensor(x, cached) for x, cached in zip((k, v), self.returned or (), strict=True)
+        ):
             raise UnsupportedModelError(
-                "keys or values are not those that the cache handed the layer; of others no rank knows the heads",
+                "the layer attends to other keys or values than the cache returned, whose heads no rank knows",
                 where=layer,
                 fix="set sequence_parallel: ring",
             )
-        if self.one_head and k.shape[1] > 1:  # made of a latent, on every rank all of them
+        if self.one_head and k.shape[1] > 1:  # computed from a latent: every rank has all heads
             copies = math.lcm(k.shape[1], size) // k.shape[1]
             k, v = (x.repeat_interleave(copies, 1).chunk(size, 1)[self.shards.rank] for x in (k, v))
         if (heads // size) % k.shape[1]:
             raise UnsupportedModelError(
-                f"{heads // size} query heads of a rank meet {k.shape[1]} heads of keys, which the layer changed "
-                "after its cache had kept them",
+                f"a rank has {heads // size} query heads and {k.shape[1]} key heads: the layer changed the keys after "
+                "its cache had stored them",
                 where=layer,
                 fix="set sequence_parallel: ring",
             )
         return to_heads(q, self.shards.group, self.lengths), k, v
 
     def own_heads(self, sinks_H: Tensor | None) -> Tensor | None:
-        """Return the values of this rank's heads, given one value for each head."""
+        """Return the sink logits of this rank's heads, given ``[H]`` of all heads."""
         return None if sinks_H is None else sinks_H.chunk(self.shards.size)[self.shards.rank]
 
-    def attended(self, out_BhTD: Tensor) -> Tensor:
-        """Exchange the attention's output for the output of all heads ``[B, H, L, D]`` of this rank's tokens."""
+    def to_own_tokens(self, out_BhTD: Tensor) -> Tensor:
+        """Exchange this rank's heads of the attention output; return all heads ``[B, H, L, D]`` of its own tokens."""
         return to_shards(out_BhTD, self.shards.group, self.lengths)
 
     @property
     def ring(self) -> Ring:
-        """Positions of the queries, and of every rank's keys, in the ring attention of this chunk."""
+        """Positions of the queries and of every rank's keys, for the ring attention of this chunk."""
         shards, base = self.shards, self.part.start
         queries = [
-            (slice(chunk.start - base, chunk.stop - base), shards.shard(chunk)) for chunk in shards.within(self.part)
+            (slice(chunk.start - base, chunk.stop - base), shards.shard(chunk))
+            for chunk in shards.chunks_within(self.part)
         ]
-        seen = shards.within(slice(self.first_key, self.part.stop))
+        seen = shards.chunks_within(slice(self.first_key, self.part.stop))
         starts = list(accumulate((c.stop - c.start for c in seen), initial=0))
 
         def keys(rank: int) -> list[tuple[slice, slice]]:
@@ -305,19 +318,19 @@ class ChunkExchange:
         return Ring(shards.group, queries, keys)
 
 
-def _alone(block_start: Tensor | None) -> bool:
-    """Return True if no two tokens are in one block, as in a vision model's mask without images."""
+def _has_no_blocks(block_start: Tensor | None) -> bool:
+    """Return True if every block is one token, as in a vision model's mask without images."""
     return block_start is None or bool(
         (block_start == torch.arange(block_start.shape[-1], device=block_start.device)).all()
     )
 
 
-def _same(x: Tensor, kept: Tensor) -> bool:
-    """Return True if ``x`` is the tensor ``kept`` that the cache returned, or equals it in shape and values.
+def _same_tensor(x: Tensor, cached: Tensor) -> bool:
+    """Return True if ``x`` is the tensor ``cached`` that the cache returned, or equals it in shape and values.
 
-    If a layer has repeated heads in between, it is unknown which query heads the copies are for.
+    They differ if a layer repeated heads; then the query heads of each copy are unknown.
     """
-    return x is kept or (x.shape == kept.shape and torch.equal(x, kept.to(x.dtype)))
+    return x is cached or (x.shape == cached.shape and torch.equal(x, cached.to(x.dtype)))
 
 
 FORMS = ("auto", "ulysses", "ring")
@@ -328,13 +341,13 @@ class SequenceParallel:
     """Ranks that share each sequence.
 
     Args:
-        group: Process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
-            rows.
-        form: ``ulysses`` exchanges heads for shards in every chunk, ``ring`` sends keys and values around. ``auto`` is
-            ``ulysses`` if the number of ranks divides the number of query heads, and ``ring`` otherwise.
+        group: Process group of ``torch.distributed``; None is all ranks. The ranks make all calls together, with the
+            same rows.
+        form: ``ulysses`` exchanges heads for shards in every chunk; ``ring`` passes keys and values around. ``auto`` is
+            ``ulysses`` if the number of ranks divides the number of query heads, else ``ring``.
 
     Raises:
-        ArgumentError: The form is unknown, or there are no process groups yet.
+        ArgumentError: The form is unknown, or ``torch.distributed`` is not initialised.
     """
 
     group: Any = None
@@ -342,10 +355,10 @@ class SequenceParallel:
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
-            raise ArgumentError(f"the form of sequence parallel is {', '.join(FORMS)}, not {self.form!r}")
+            raise ArgumentError(f"SequenceParallel.form must be {' or '.join(map(repr, FORMS))}, found {self.form!r}")
         if not (dist.is_available() and dist.is_initialized()):
             raise ArgumentError(
-                "sequence parallel needs the ranks of torch.distributed, which is not initialised",
+                "sequence parallelism needs torch.distributed, which is not initialised",
                 fix="call torch.distributed.init_process_group first",
             )
         if self.group is None:
@@ -353,7 +366,7 @@ class SequenceParallel:
 
     @property
     def size(self) -> int:
-        """Number of ranks of the group."""
+        """Number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     @property
@@ -362,66 +375,80 @@ class SequenceParallel:
         return dist.get_rank(self.group)
 
 
-# The chunks of a rank's own tokens where layers carry states. Such a layer runs on the pieces of shards in which no row
-# begins (``states``), and takes a piece of one token and a state for a step of decoding, which leaves no state. So
-# chunks are a few tokens longer or shorter where a state would be lost: near the ends of a trunk, or where one of
-# several packed sequences goes on.
+# The chunks of a rank's own tokens if layers carry states. Such a layer runs on fragments: parts of shards in which no
+# row begins (``states``). It treats a fragment of one token with a state as a decoding step, which passes on no state.
+# So chunks are a few tokens longer or shorter where a state would be lost: near the end of a trunk, or where one of
+# several packed sequences continues.
 
-FURTHEST = 16
-"""Tokens that the end of a chunk is moved at most, and that are added to each rank's."""
-TRIALS = 20_000
+MAX_SHIFT = 16
+"""Largest number of tokens by which the end of a chunk is moved, and by which each rank's tokens are padded."""
+MAX_TRIALS = 20_000
+"""Largest number of chunk ends that are tried."""
 
 
-class _Lost(NamedTuple):
-    """Positions at which a shard may not start, or end."""
+class _ForbiddenBorders(NamedTuple):
+    """Positions at which no shard may start, and positions at which no shard may end."""
 
     starts: frozenset[int]
     ends: frozenset[int]
 
 
-def chunks_between_rows(schedule: Schedule, own: int, size: int, rows: PackedRows) -> list[slice]:
-    """Return chunks of each rank's tokens, at least ``own``, with which no state is lost, near the schedule's."""
+def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: PackedRows) -> list[slice]:
+    """Return chunks of each rank's own tokens with which no state is lost, close to the schedule's chunks.
+
+    Args:
+        schedule: Schedule whose chunks are changed as little as needed.
+        min_tokens: Smallest number of tokens per rank.
+        size: Number of ranks.
+        rows: Packed rows, or rows that share their beginning.
+
+    Raises:
+        UnsupportedModelError: No such chunks were found.
+    """
     borders = frozenset(rows.starts)
-    everything = list(pairwise([*rows.starts, max(own * size, rows.starts[-1] + 1)]))
-    rows.refuse_single(slice(*each) for each in everything[:-1])
-    parts = [(start, stop) for start, stop in everything if stop - start > 1]
-    lost = _Lost(
-        frozenset(stop - 1 for _, stop in parts if stop in borders and rows.carries_on(stop)),
+    intervals = list(pairwise([*rows.starts, max(min_tokens * size, rows.starts[-1] + 1)]))
+    rows.refuse_single(slice(*each) for each in intervals[:-1])
+    parts = [(start, stop) for start, stop in intervals if stop - start > 1]
+    forbidden = _ForbiddenBorders(
+        frozenset(stop - 1 for _, stop in parts if stop in borders and rows.continues_past(stop)),
         frozenset(start + 1 for start, _ in parts if start and rows.state_before(start) is not None),
     )
-    if not any(lost):
-        return schedule.chunks(own)
-    trials = iter(range(TRIALS))
-    for length in range(own, own + FURTHEST + 1):
-        found = _search([chunk.stop for chunk in schedule.chunks(length)], 0, size, lost, trials)
-        if found is not None:
-            return [slice(*each) for each in pairwise([0, *found])]
+    if not any(forbidden):
+        return schedule.chunks(min_tokens)
+    trials = iter(range(MAX_TRIALS))
+    for length in range(min_tokens, min_tokens + MAX_SHIFT + 1):
+        stops = _search([chunk.stop for chunk in schedule.chunks(length)], 0, size, forbidden, trials)
+        if stops is not None:
+            return [slice(*each) for each in pairwise([0, *stops])]
     raise UnsupportedModelError(
-        f"rows of a few tokens cannot be cut for {size} ranks so that every part of a row that others go on from has "
-        "two tokens or more on a rank, as layers with states need",
+        f"short rows cannot be divided among {size} ranks: layers with states need at least two tokens on the rank "
+        "from whose state another part of the row continues",
         fix="set share_prefix: never, pack with per_device_train_batch_size: 1, or sequence_parallel_size: 1",
     )
 
 
-def _search(stops: list[int], start: int, size: int, lost: _Lost, trials: Iterator[int]) -> list[int] | None:
-    """Return stops of chunks from ``start`` on, near ``stops`` and the last one equal; None if there are none."""
+def _search(
+    stops: list[int], start: int, size: int, forbidden: _ForbiddenBorders, trials: Iterator[int]
+) -> list[int] | None:
+    """Return ends of chunks from ``start`` on, each near the end in ``stops``, the last one equal; None if none fit."""
     if not stops:
         return []
     last = len(stops) == 1
-    for stop in [stops[0]] if last else _near(stops[0]):
+    for stop in [stops[0]] if last else _nearest_first(stops[0]):
         if next(trials, None) is None:
             return None
         long_enough = stop - start >= 2 and (last or stops[-1] - stop >= 2)
         bounds = [start * size + rank * (stop - start) for rank in range(size + 1)]
-        if not long_enough or lost.starts & set(bounds[:-1]) or lost.ends & set(bounds[1:]):
+        if not long_enough or forbidden.starts & set(bounds[:-1]) or forbidden.ends & set(bounds[1:]):
             continue
-        if (rest := _search(stops[1:], stop, size, lost, trials)) is not None:
+        if (rest := _search(stops[1:], stop, size, forbidden, trials)) is not None:
             return [stop, *rest]
     return None
 
 
-def _near(stop: int) -> Iterator[int]:
+def _nearest_first(stop: int) -> Iterator[int]:
+    """Yield ``stop`` and the positions around it, the nearest first."""
     yield stop
-    for distance in range(1, FURTHEST + 1):
+    for distance in range(1, MAX_SHIFT + 1):
         yield stop - distance
         yield stop + distance

@@ -1,24 +1,25 @@
-"""States of recurrent layers and convolutions that go from rank to rank, and their gradients back.
+"""States of recurrent layers and convolutions that ranks send to each other, and the gradients they send back.
 
-A layer with a state runs a rank's shard of a chunk from the state after the token before it. That token is another
-rank's: the previous rank's, or the last rank's in the chunk before. So the state at the end of each shard is sent to
-the rank that goes on from there, and the gradient of that state comes back in the backward:
+A layer with a state runs on a rank's shard of a chunk from the state after the token before the shard. That token is on
+another rank: the previous rank, or the last rank in the chunk before. So the state at the end of each shard is sent to
+the rank with the next shard, and the gradient of that state comes back in the backward:
 
     rank 0 |  0 1 -.             .- 6 7 -.
     rank 1 |        `- 2 3 -.   /         `- 8 9 ...     chunks of 6 tokens, 3 ranks
     rank 2 |                 `- 4 5
 
-A rank waits where the layer reads its state, and sends as soon as the layer has made the next state. So what the layer
-does besides (its output projection, MLP, experts) runs while other ranks scan. In the backward it waits where autograd
-arrives at the state that it made, and sends a gradient as soon as autograd has it. Received states are kept until the
-backward, as a rank's own states are: the replay of a chunk needs no message.
+A rank waits when the layer reads its state, and sends the next state as soon as the layer has computed it. So the rest
+of the layer (output projection, MLP, experts) runs while other ranks scan. In the backward, a rank waits when autograd
+reaches the state that it sent, and sends a gradient as soon as autograd has it. Received states are saved until the
+backward like a rank's own states, so the replay of a chunk needs no message.
 
-Packed rows, and rows that share their beginning, cut the shards further (``PackedRows``): a piece is a part of a shard
-in which no row begins. It begins with the state of the piece before, on this rank or another, or of the trunk's last
-piece, or with none. All ranks know all pieces, so each knows what it will be sent, and in which order.
+Packed rows, and rows that share their beginning, cut the shards further (``PackedRows``). A fragment is a part of a
+shard in which no row begins. It starts from the state of the fragment before it, on this rank or another, from the
+state of the trunk's last fragment, or from no state. All ranks know all fragments, so each rank knows which states it
+will receive, and in which order.
 
-There is no deadlock: every message is made at an earlier token than it is waited for, and ranks go through the pieces
-in the order of their tokens, backward in the opposite order.
+There is no deadlock. Every message is sent at an earlier token than it is waited for. Ranks process the fragments in
+the order of their tokens, and in reverse order in the backward.
 """
 
 from __future__ import annotations
@@ -42,264 +43,270 @@ from streamtune.ops import first_order
 from streamtune.ops.messages import Incoming, Key, Outgoing
 
 KINDS = ("conv", "recurrent")
-"""Kinds of states; a message names a kind by its index here."""
+"""Kinds of states; a message names a kind by its index in this tuple."""
 
 
-class MeetsStates(BaseException):
-    """Raised where a layer asks for its first state and its chunks are not the pieces that states need."""
+class NeedsFragments(BaseException):
+    """Raised when a layer reads its first state while its chunks are not the fragments that states need."""
 
 
 @dataclass(frozen=True)
-class ShardPiece:
+class ShardFragment:
     """A part of a rank's shard in which no row begins.
 
     Args:
-        own: Places among the rank's own tokens.
+        own_slice: Slice of the rank's own tokens.
         positions: Positions in the sequence.
-        after: Position whose state it begins with; None if all its rows begin.
+        after: Position whose state the fragment starts from; None if all its rows begin with the fragment.
     """
 
-    own: slice
+    own_slice: slice
     positions: slice
     after: int | None
 
 
 class StateRoutes:
-    """Pieces of all ranks, and the ranks between which states go."""
+    """The fragments of all ranks, and which ranks send which states to each other."""
 
     def __init__(self, shards: SequenceShards, rows: PackedRows | None) -> None:
-        self.pieces = [
+        self.fragments = [
             [
-                ShardPiece(own, positions := shards.positions(own, rank), _after(positions.start, rows))
+                ShardFragment(
+                    own_slice, positions := shards.positions(own_slice, rank), _state_position(positions.start, rows)
+                )
                 for chunk in shards.chunks
-                for own in _cut(chunk, shards.shard(chunk, rank), rows)
+                for own_slice in _cut(chunk, shards.shard(chunk, rank), rows)
             ]
             for rank in range(shards.size)
         ]
-        self.makers = {piece.positions.stop: rank for rank, pieces in enumerate(self.pieces) for piece in pieces}
-        """The rank that makes the state after so many tokens, by position."""
-        self.takers: dict[int, dict[int, int]] = {}
-        """By position, the ranks with a piece that begins with the state, and the place of the first."""
-        for rank, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                if piece.after is not None:
-                    self.takers.setdefault(piece.after, {}).setdefault(rank, piece.own.start)
+        self.producers = {
+            fragment.positions.stop: rank for rank, fragments in enumerate(self.fragments) for fragment in fragments
+        }
+        """The rank that computes the state at a position, by position."""
+        self.readers: dict[int, dict[int, int]] = {}
+        """By position: the ranks that read the state, each with the start of its first fragment that does."""
+        for rank, fragments in enumerate(self.fragments):
+            for fragment in fragments:
+                if fragment.after is not None:
+                    self.readers.setdefault(fragment.after, {}).setdefault(rank, fragment.own_slice.start)
 
-    def sent(self, maker: int, taker: int) -> list[int]:
-        """Return the positions whose states one rank sends to another, in the order in which it makes them."""
-        return self._sent.get((maker, taker), [])
+    def sent(self, producer: int, reader: int) -> list[int]:
+        """Return the positions of the states that ``producer`` sends to ``reader``, in the order it computes them."""
+        return self._sent.get((producer, reader), [])
 
     @cached_property
     def _sent(self) -> dict[tuple[int, int], list[int]]:
-        found: dict[tuple[int, int], list[int]] = {}
-        for at in sorted(self.takers):
-            for taker in self.takers[at]:
-                if taker != self.makers[at]:
-                    found.setdefault((self.makers[at], taker), []).append(at)
-        return found
+        positions: dict[tuple[int, int], list[int]] = {}
+        for at in sorted(self.readers):
+            for reader in self.readers[at]:
+                if reader != self.producers[at]:
+                    positions.setdefault((self.producers[at], reader), []).append(at)
+        return positions
 
-    def returned(self, maker: int, taker: int) -> list[int]:
-        """Return the positions whose states' gradients come back, in the order in which the taker has them."""
-        return sorted(self.sent(maker, taker), key=lambda at: -self.takers[at][taker])
+    def returned(self, producer: int, reader: int) -> list[int]:
+        """Return the positions whose state gradients ``reader`` sends back, in the order it computes them."""
+        return sorted(self.sent(producer, reader), key=lambda at: -self.readers[at][reader])
 
 
-def _after(position: int, rows: PackedRows | None) -> int | None:
+def _state_position(position: int, rows: PackedRows | None) -> int | None:
     return (position or None) if rows is None or position == 0 else rows.state_before(position)
 
 
-def _cut(own: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
-    """Return the parts of a shard ``own`` at ``positions`` of the sequence, cut where rows begin."""
+def _cut(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
+    """Return the fragments of a shard; ``own_slice`` are its own tokens, ``positions`` its place in the sequence."""
     starts = [] if rows is None else rows.starts
     inside = starts[bisect_right(starts, positions.start) : bisect_left(starts, positions.stop)]
-    places = [own.start, *(own.start + at - positions.start for at in inside), own.stop]
+    places = [own_slice.start, *(own_slice.start + at - positions.start for at in inside), own_slice.stop]
     return [slice(*each) for each in pairwise(places)]
 
 
 class SharedStates(States):
-    """States of one call of a layer whose sequence several ranks share.
+    """States of one layer call on a sequence that several ranks share.
 
-    ``after[t]`` holds states after the first t tokens of the sequence: those that this rank's pieces begin with,
-    whichever rank made them. ``grads[t]`` sums their gradients from this rank's pieces. ``in_pieces`` is True if the
-    layer's chunks are this rank's pieces.
+    ``after[t]`` holds the states after the first t tokens of the sequence that this rank's fragments start from,
+    computed by this or another rank. ``grads[t]`` sums their gradients over this rank's fragments. ``in_fragments`` is
+    True if the layer's chunks are this rank's fragments.
     """
 
-    def __init__(self, shards: SequenceShards, rows: PackedRows | None, in_pieces: bool, device: torch.device) -> None:
+    def __init__(
+        self, shards: SequenceShards, rows: PackedRows | None, in_fragments: bool, device: torch.device
+    ) -> None:
         super().__init__(rows)
-        self.shards, self.in_pieces, self.device = shards, in_pieces or rows is None, device
+        self.shards, self.in_fragments, self.device = shards, in_fragments or rows is None, device
         self._backward = False
-        self._from: dict[int, Incoming] = {}
-        self._to: dict[int, Outgoing] = {}
+        self._receivers: dict[int, Incoming] = {}
+        self._senders: dict[int, Outgoing] = {}
         self._complete: set[int] = set()
-        self._given: set[tuple[int, StateKey]] = set()
+        self._sent_grads: set[tuple[int, StateKey]] = set()
 
     @cached_property
     def routes(self) -> StateRoutes:
-        """Pieces of all ranks, found once in a call of the model."""
+        """The fragments of all ranks, computed once per model call."""
         if self.shards.routes is None:
             self.shards.routes = StateRoutes(self.shards, self.rows)
         routes: StateRoutes = self.shards.routes
         return routes
 
     @cached_property
-    def _pieces(self) -> dict[int, ShardPiece]:
-        return {piece.own.start: piece for piece in self.routes.pieces[self.shards.rank]}
+    def _fragments(self) -> dict[int, ShardFragment]:
+        return {fragment.own_slice.start: fragment for fragment in self.routes.fragments[self.shards.rank]}
 
     @property
-    def pieces(self) -> list[slice]:
-        """The chunks of a layer with states, among this rank's own tokens."""
-        return [piece.own for piece in self._pieces.values()]
+    def fragments(self) -> list[slice]:
+        """Chunks of a layer with states, as slices of this rank's own tokens."""
+        return [fragment.own_slice for fragment in self._fragments.values()]
 
-    def meet(self, whole: bool) -> None:
-        """Check that the layer runs on one of this rank's pieces; raise :class:`MeetsStates` if not."""
-        if whole or not self.in_pieces:
-            raise MeetsStates
+    def note_state(self, unchunked: bool) -> None:
+        """Raise :class:`NeedsFragments` unless the layer runs on one of this rank's fragments."""
+        if unchunked or not self.in_fragments:
+            raise NeedsFragments
 
-    def meet_keys(self) -> None:
-        """Refuse packed rows in a layer that keeps keys and values too: ranks would exchange different pieces."""
+    def note_keys(self) -> None:
+        """Refuse several rows in a layer with both attention and a state: ranks would exchange different fragments."""
         if self.rows is not None:
             raise UnsupportedModelError(
-                "a layer both attends and carries a state, and meets several rows in a sequence that ranks share",
+                "a layer has both attention and a recurrent state; with several rows in a sequence, ranks cannot share "
+                "it",
                 fix="set packing: false and share_prefix: never, or sequence_parallel_size: 1",
             )
 
-    def place(self, chunk: slice) -> tuple[int | None, int]:
-        """Return (position whose states a piece begins with or None, position of the states that it makes)."""
-        piece = self._pieces[chunk.start]
-        return piece.after, piece.positions.stop
+    def positions(self, chunk: slice) -> tuple[int | None, int]:
+        """Return the position whose states a fragment reads (None: none), and the position of its own states."""
+        fragment = self._fragments[chunk.start]
+        return fragment.after, fragment.positions.stop
 
-    def widened(self, chunk: slice) -> slice:
-        """Return a piece; for a piece of one token that goes on from a state, return two tokens.
+    def run_slice(self, chunk: slice) -> slice:
+        """Return the slice that a layer runs on for a fragment: the fragment, or two tokens if it has one token.
 
-        Layers would take a single token for decoding, where the result may have no gradient and the state is written in
-        place. So it runs with a copy of itself behind it, which changes its last state, but nothing else. If that state
-        is used (a trunk of one token behind another) the piece stays as it is.
+        Layers treat a single token with a state as decoding, which may give no gradient and writes the state in place.
+        So the token runs with a copy of itself behind it. The copy changes the last state and nothing else. If another
+        fragment reads that state, the fragment stays as it is.
         """
-        if chunk.stop - chunk.start > 1 or self.rows is None or not self.in_pieces:
+        if chunk.stop - chunk.start > 1 or self.rows is None or not self.in_fragments:
             return chunk
-        piece = self._pieces[chunk.start]
-        if piece.after is None or piece.positions.stop in self.routes.takers:
+        fragment = self._fragments[chunk.start]
+        if fragment.after is None or fragment.positions.stop in self.routes.readers:
             return chunk
-        start = min(chunk.start, self.shards.own - 2)
+        start = min(chunk.start, self.shards.own_length - 2)
         return slice(start, start + 2)
 
     def begin(self, backward: bool) -> None:
-        """Open the messages of a pass over all pieces: states forward, or gradients backward."""
+        """Begin a pass over all fragments: states are sent forward, gradients backward."""
         self._backward = backward
-        for each in (self._from, self._to, self._complete, self._given):
-            each.clear()
+        for messages in (self._receivers, self._senders, self._complete, self._sent_grads):
+            messages.clear()
 
     def end(self) -> None:
-        """Wait until the other ranks have what this one sent."""
-        for messages in self._to.values():
+        """Wait until the other ranks have received the messages of this rank."""
+        for messages in self._senders.values():
             messages.wait()
 
     # Forward.
 
     def receive(self, after: int | None, key: StateKey) -> None:
-        """Wait for a state that another rank makes, unless it is here."""
-        maker = self._other_maker(after)
-        if after is None or maker is None or after in self._complete or key in self.after.get(after, {}):
+        """Wait for the state ``key`` at position ``after`` if another rank computes it and it has not arrived."""
+        producer = self._other_producer(after)
+        if after is None or producer is None or after in self._complete or key in self.after.get(after, {}):
             return
-        if (state := self._incoming(maker).get(after, _number(key))) is not None:
+        if (state := self._incoming(producer).get(after, _message_key(key))) is not None:
             self.after.setdefault(after, {})[key] = state
 
     def keep(self, position: int, key: StateKey, state: Tensor) -> None:
-        """Keep a state for this rank's later pieces, and send it to the other ranks that begin with it."""
+        """Save a state for this rank's later fragments, and send it to the other ranks that read it."""
         notify_tensors("state", state)
-        takers = self.routes.takers.get(position, {})
-        state = state.clone() if takers else state
-        if self.shards.rank in takers:
+        readers = self.routes.readers.get(position, {})
+        state = state.clone() if readers else state
+        if self.shards.rank in readers:
             self.after.setdefault(position, {})[key] = state
-        for rank in self._other_takers(position):
-            self._outgoing(rank).put(_number(key), state)
+        for rank in self._other_readers(position):
+            self._outgoing(rank).put(_message_key(key), state)
 
     def close(self, after: int | None, position: int) -> None:
-        """Finish a piece: receive the states that the layer did not read, and end the messages of its own states.
+        """Finish a fragment: receive the states that the layer did not read, and tell receivers that no more follow.
 
-        The sender sent the unread states all the same.
+        The sender sends all states, whether they are read or not.
         """
-        if after is not None and after not in self._complete and (maker := self._other_maker(after)) is not None:
+        if after is not None and after not in self._complete and (producer := self._other_producer(after)) is not None:
             self._complete.add(after)
-            for number, state in self._incoming(maker).all(after).items():
-                self.after.setdefault(after, {}).setdefault(_key(number), state)
-        for rank in self._other_takers(position):
+            for number, state in self._incoming(producer).all(after).items():
+                self.after.setdefault(after, {}).setdefault(_state_key(number), state)
+        for rank in self._other_readers(position):
             self._outgoing(rank).close()
 
     # Backward.
 
-    def handed_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return an output whose backward is the gradient that a state gets from other ranks, or None."""
-        if not state.requires_grad or not self._other_takers(position):
+    def sent_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
+        """Return a tensor whose backward yields the gradient that other ranks compute for ``state``, or None."""
+        if not state.requires_grad or not self._other_readers(position):
             return None
-        out: Tensor = _Awaited.apply(state, partial(self._await, position, key))
+        out: Tensor = _GradFromRanks.apply(state, partial(self._await_grad, position, key))
         return out
 
-    def _await(self, position: int, key: StateKey) -> Tensor | None:
-        """Wait for the gradient of a state of this rank, the sum over the other ranks that used it."""
-        parts = [self._incoming(rank).get(position, _number(key)) for rank in self._other_takers(position)]
-        known = [part for part in parts if part is not None]
-        return sum(known[1:], known[0]) if known else None
+    def _await_grad(self, position: int, key: StateKey) -> Tensor | None:
+        """Wait for the gradient of a state of this rank: the sum over the other ranks that read it."""
+        received = [self._incoming(rank).get(position, _message_key(key)) for rank in self._other_readers(position)]
+        parts = [part for part in received if part is not None]
+        return sum(parts[1:], parts[0]) if parts else None
 
     def watch(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
-        """Let the gradient of a state from another rank be sent there as soon as autograd has it."""
-        if after is not None and self._returns(chunk, after):
-            leaf.register_hook(partial(self._give, after, key))
+        """Register a hook on ``leaf`` that sends its gradient to the rank that computed the state."""
+        if after is not None and self._completes_grad(chunk, after):
+            leaf.register_hook(partial(self._send_grad, after, key))
 
-    def _give(self, after: int, key: StateKey, grad: Tensor | None) -> None:
-        """Send the gradient of a state to the rank that made it; zeros if there is none."""
-        maker, before = self.routes.makers[after], self.grads.get(after, {}).pop(key, None)
+    def _send_grad(self, after: int, key: StateKey, grad: Tensor | None) -> None:
+        """Send the gradient of a state to the rank that computed it; zeros if it has no gradient."""
+        producer, before = self.routes.producers[after], self.grads.get(after, {}).pop(key, None)
         if grad is None:
             total = torch.zeros_like(self.after[after][key]) if before is None else before
         else:
             total = grad if before is None else before + grad
-        self._given.add((after, key))
-        self._outgoing(maker).put(_number(key), total)
+        self._sent_grads.add((after, key))
+        self._outgoing(producer).put(_message_key(key), total)
 
-    def hand_back(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
-        """Add gradients to the gradient of the state that a piece began with; end the messages of its backward."""
+    def add_grads(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
+        """Add gradients of the states that a fragment read, send complete gradients, and end its messages."""
         if after is not None:
-            super().hand_back(
-                chunk, after, position, {key: part for key, part in parts.items() if (after, key) not in self._given}
-            )
-        if after is not None and self._returns(chunk, after):
+            unsent = {key: part for key, part in parts.items() if (after, key) not in self._sent_grads}
+            super().add_grads(chunk, after, position, unsent)
+        if after is not None and self._completes_grad(chunk, after):
             for key, state in self.after.get(after, {}).items():
-                if state.is_floating_point() and (after, key) not in self._given:
-                    self._give(after, key, None)
-            self._outgoing(self.routes.makers[after]).close()
+                if state.is_floating_point() and (after, key) not in self._sent_grads:
+                    self._send_grad(after, key, None)
+            self._outgoing(self.routes.producers[after]).close()
             self.grads.pop(after, None)
-        for rank in self._other_takers(position):
+        for rank in self._other_readers(position):
             self._incoming(rank).all(position)
 
-    # Who they come from and go to.
+    # Senders and receivers.
 
-    def _returns(self, chunk: slice, after: int | None) -> bool:
-        """Return True if the backward of a piece completes the gradient of another rank's state."""
-        if after is None or self._other_maker(after) is None:
+    def _completes_grad(self, chunk: slice, after: int | None) -> bool:
+        """Return True if the backward of a fragment completes this rank's gradient of another rank's state."""
+        if after is None or self._other_producer(after) is None:
             return False
-        return self.routes.takers[after][self.shards.rank] == chunk.start
+        return self.routes.readers[after][self.shards.rank] == chunk.start
 
-    def _other_maker(self, after: int | None) -> int | None:
-        maker = None if after is None else self.routes.makers[after]
-        return None if maker == self.shards.rank else maker
+    def _other_producer(self, after: int | None) -> int | None:
+        producer = None if after is None else self.routes.producers[after]
+        return None if producer == self.shards.rank else producer
 
-    def _other_takers(self, position: int) -> list[int]:
-        return [rank for rank in self.routes.takers.get(position, {}) if rank != self.shards.rank]
+    def _other_readers(self, position: int) -> list[int]:
+        return [rank for rank in self.routes.readers.get(position, {}) if rank != self.shards.rank]
 
     def _incoming(self, rank: int) -> Incoming:
-        if rank not in self._from:
-            own, routes = self.shards.rank, self.routes
-            rounds = routes.returned(own, rank) if self._backward else routes.sent(rank, own)
-            self._from[rank] = Incoming(self.shards.group, rank, rounds, self.device)
-        return self._from[rank]
+        if rank not in self._receivers:
+            this_rank, routes = self.shards.rank, self.routes
+            rounds = routes.returned(this_rank, rank) if self._backward else routes.sent(rank, this_rank)
+            self._receivers[rank] = Incoming(self.shards.group, rank, rounds, self.device)
+        return self._receivers[rank]
 
     def _outgoing(self, rank: int) -> Outgoing:
-        if rank not in self._to:
-            self._to[rank] = Outgoing(self.shards.group, rank, self.device)
-        return self._to[rank]
+        if rank not in self._senders:
+            self._senders[rank] = Outgoing(self.shards.group, rank, self.device)
+        return self._senders[rank]
 
 
-class _Awaited(torch.autograd.Function):
-    """A number made of a state; its backward is the gradient of that state, whatever comes in."""
+class _GradFromRanks(torch.autograd.Function):
+    """A zero that depends on a state; its backward waits for the state's gradient from other ranks and returns it."""
 
     @staticmethod
     def forward(ctx: Any, state: Tensor, gradient: Callable[[], Tensor | None]) -> Tensor:
@@ -312,9 +319,9 @@ class _Awaited(torch.autograd.Function):
         return ctx.gradient(), None
 
 
-def _number(key: StateKey) -> Key:
+def _message_key(key: StateKey) -> Key:
     return KINDS.index(key[0]), *key[1:]
 
 
-def _key(number: Key) -> StateKey:
+def _state_key(number: Key) -> StateKey:
     return KINDS[number[0]], number[1], number[2]

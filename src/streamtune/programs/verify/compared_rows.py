@@ -36,7 +36,7 @@ from streamtune.engine import (
     balances_itself,
     decoder_layers,
 )
-from streamtune.engine.rotary import as_alone
+from streamtune.engine.rotary import rotated_by_row
 from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
@@ -65,7 +65,7 @@ class RowLosses:
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
         """Return the loss of the rows one by one, each with the rotary embeddings of an unpacked row."""
         packed = self.batch is not self.alone
-        with as_alone(model, self.alone.attention_mask) if packed else nullcontext():
+        with rotated_by_row(model, self.alone.attention_mask) if packed else nullcontext():
             return self._loss(self.alone, None, model, bf16)
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
