@@ -220,7 +220,7 @@ def test_what_is_missing_names_the_version_and_not_the_model(
 ) -> None:
     monkeypatch.delattr(owner, name)
     hf_names.check_names.cache_clear()
-    hf_names._found.cache_clear()
+    hf_names._import_internal.cache_clear()
     model = build("llama")
     with pytest.raises(VersionError, match=rf"transformers {transformers.__version__} has no .*{name}") as caught:
         streamtune.stream(model)
@@ -229,7 +229,7 @@ def test_what_is_missing_names_the_version_and_not_the_model(
     assert "tested: 5.17 to 5.24" in caught.value.where
     monkeypatch.undo()
     hf_names.check_names.cache_clear()
-    hf_names._found.cache_clear()
+    hf_names._import_internal.cache_clear()
     streamtune.stream(model).remove()
 
 
