@@ -128,7 +128,7 @@ SAME = {
 
 SHOWS = {
     "validate": "OK ",
-    "plan": "device in all",
+    "plan": "FITS ",
     "verify": "\nexact: streamed loss and gradients equal plain autograd's",
     "data": "rows as the model sees them",
     "eval": "held-out, ",
@@ -241,7 +241,7 @@ def values(run: Path, key: str) -> list[float]:
 
 def check_run(shown: str) -> None:
     """Check what a run leaves: a model, and losses or rewards that are better at the end."""
-    [final] = re.findall(r"^  model +(\S+/final)$", shown, re.MULTILINE)
+    [final] = re.findall(r"^  model +(\S+/final)/$", shown, re.MULTILINE)
     assert list(Path(final).glob("*.safetensors")), final
     rewards = values(Path(final).parent, "reward")
     losses = [-reward for reward in rewards] or values(Path(final).parent, "loss")

@@ -169,19 +169,17 @@ streamtune sft qwen3/8b-lora-80gb --set datasets.0.path=my.jsonl # or by its nam
 streamtune plan qwen3/8b-lora-80gb                               # the same recipe on the device at hand
 ```
 
-All figures are planned, not measured: memory is simulated, and seconds are predicted from the device's data sheet to
-about a quarter ([plan](../guide/plan.md)). 5% of device and host are left free. Peak GiB are of one device, host GiB
-of a whole node. A step is an optimizer step in which every row is as long as `max_length`; for grpo it is without
-the rollout.
+All figures are planned, not measured. Memory is simulated. Seconds are predicted from the device's data sheet, within
+about 25% ([plan](../guide/plan.md)). 5% of device and host stay free. Peak GiB are per device, host GiB per node. A
+step is an optimizer step in which every row has `max_length` tokens; for grpo it excludes the rollout.
 """
 
 CLOSING = """\
-A row longer than a checkpoint was trained on needs its positions extended: Qwen3-8B, 14B and 32B go to 40,960 tokens,
-and to 131,072 with YaRN in the checkpoint's `config.json`, as their model cards describe.
+Qwen3-8B, 14B and 32B have 40,960 positions. Recipes with longer rows extend them with YaRN (`rope_scaling`), which the
+model cards describe up to 131,072 tokens. Qwen3-4B-Instruct-2507 has 262,144 positions.
 
-On another device, or with less host memory, the planner picks another schedule by itself, or says that none fits and
-what length would. `sft-full`, `sft-lora` and `sft-qlora` have every key one usually changes, with what it
-does."""
+On another device, or with less host memory, the planner chooses another schedule, or names the longest row that fits.
+`sft-full`, `sft-lora` and `sft-qlora` contain and explain the keys that are changed most often."""
 
 
 def main(arguments: list[str] | None = None) -> int:

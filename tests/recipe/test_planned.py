@@ -60,7 +60,9 @@ def test_rows_are_no_longer_than_the_model_goes(shipped: ShippedRecipe):
     recipe = load_recipe(shipped.path).recipe
     shape = SHAPES[str(recipe.model_name_or_path)]
     positions = shape.get("text_config", shape)["max_position_embeddings"]
-    assert recipe.max_length <= positions or (recipe.max_length <= 131072 and "YaRN" in shipped.text)
+    if recipe.rope_scaling is not None:
+        positions = recipe.rope_scaling.factor * recipe.rope_scaling.original_max_position_embeddings
+    assert recipe.max_length <= positions
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def _describe_steps(run: Run) -> str:
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
     epochs = "" if plan.steps_per_epoch is None else _show_epochs(steps / plan.steps_per_epoch)
-    warmup = f", {plan.warmup_steps:,} warm-up steps" if plan.warmup_steps else ""
+    warmup = f", {plan.warmup_steps:,} warm-up step{'s' * (plan.warmup_steps > 1)}" if plan.warmup_steps else ""
     if plan.warmup_steps >= plan.total_steps:
         warmup += " (more than the run has)"
     first = f"{supervised:,} supervised, then " if supervised else ""
