@@ -553,8 +553,10 @@ def test_lightning(
 
 
 @pytest.mark.usefixtures("fp64")
-def test_continuous_batching_is_refused(tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path]) -> None:
-    """By transformers, which knows no paged form of the attention's name; without the stream it generates."""
+def test_continuous_batching_is_the_plain_models(
+    tokenizer: PreTrainedTokenizerFast, checkpoints: dict[str, Path]
+) -> None:
+    """Its cache takes layers that are not chunked; the same tokens, and the model is streamed again afterwards."""
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in kit.rows(3)]
     given: dict[str, Any] = {
         "generation_config": GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=0, eos_token_id=2),
@@ -562,9 +564,15 @@ def test_continuous_batching_is_refused(tokenizer: PreTrainedTokenizerFast, chec
         "progress_bar": False,
     }
     model = loaded(checkpoints["qwen3"]).eval()
-    with (
-        streamtune.stream(model, chunk_size=CHUNK),
-        pytest.raises(ValueError, match="streamtune is not supported for continuous batching"),
-    ):
-        model.generate_batch(prompts, **given)
-    assert len(model.generate_batch(prompts, **given)) == len(prompts)
+    plain = model.generate_batch(prompts, **given)
+    with streamtune.stream(model, chunk_size=CHUNK):
+        streamed = model.generate_batch(prompts, **given)
+        for module in model.modules():
+            module.longest = 0
+        ids = torch.arange(30)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert kit.longest_piece(model) <= CHUNK
+    tokens = [[answer.generated_tokens for answer in each.values()] for each in (streamed, plain)]
+    assert len(tokens[0]) == len(prompts)
+    assert tokens[0] == tokens[1]
+    assert all(tokens[0])

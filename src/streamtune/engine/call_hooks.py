@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.hf_names import CACHES
+from streamtune.engine.hf_names import CACHES, is_whole_cache
 from streamtune.engine.inspect_model import REFUSED_OUTPUTS, owning_models
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
@@ -365,7 +365,7 @@ def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: b
     asked = [name for name in OUTPUTS if arguments.get(name)]
     if with_labels and asked == ["output_router_logits"]:
         return False
-    return bool(asked) or bool(getattr(cache, "is_compileable", False))
+    return bool(asked) or is_whole_cache(cache)
 
 
 class Generation:

@@ -134,6 +134,7 @@ LOSS = "_loss_function"
 
 CACHE_CLASS = "cache_utils.Cache"
 LINEAR_CACHE = "cache_utils.LinearAttentionCacheLayerMixin"
+_PAGED_CACHE = "PagedAttentionCache"  # of generation.continuous_batching, which not every build can import
 CONVERSIONS = "conversion_mapping.get_model_conversion_mapping"
 CONVERTER, RENAMING = "core_model_loading.WeightConverter", "core_model_loading.WeightRenaming"
 ANY_OF = "core_model_loading.build_glob_alternation"
@@ -373,3 +374,8 @@ def _is_installed_since(since: str) -> bool:
 def _closure_of(maker: Any, inner: str) -> set[str]:
     codes = [] if maker is None else inspect.unwrap(maker).__code__.co_consts
     return {name for code in codes if getattr(code, "co_name", None) == inner for name in code.co_freevars}
+
+
+def is_whole_cache(cache: Any) -> bool:
+    """Return True if a cache works only with unchunked layers: one of fixed size, or the cache of continuous batching."""
+    return bool(getattr(cache, "is_compileable", False)) or type(cache).__name__ == _PAGED_CACHE
