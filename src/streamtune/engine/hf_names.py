@@ -377,5 +377,5 @@ def _closure_of(maker: Any, inner: str) -> set[str]:
 
 
 def is_whole_cache(cache: Any) -> bool:
-    """Return True if a cache works only with unchunked layers: one of fixed size, or the cache of continuous batching."""
+    """Return True if a cache supports only unchunked layers: one of fixed size, or continuous batching's."""
     return bool(getattr(cache, "is_compileable", False)) or type(cache).__name__ == _PAGED_CACHE
