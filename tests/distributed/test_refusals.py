@@ -38,7 +38,10 @@ CASES = {
     "uneven ranks": Case(
         ("the number of ranks must be a multiple of 2, found 3",), {"sequence_parallel_size": 2}, ranks=3
     ),
-    "uneven rows": Case(("train_batch_size is 3, and 2 ranks with", "write a multiple of"), {"train_batch_size": 3}),
+    "uneven rows": Case(
+        ("train_batch_size must be a multiple of 2, found 3: 2 ranks with", "write a multiple of"),
+        {"train_batch_size": 3},
+    ),
     "few heads": Case(
         ("cannot be divided among 3 ranks", "set sequence_parallel: ring"),
         {"sequence_parallel_size": 3, "sequence_parallel": "ulysses", "train_batch_size": None},

@@ -34,7 +34,7 @@ from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 from streamtune.tasks.reference import compute_logps, read_logps
-from streamtune.tasks.taught import TaughtRows, TaughtWriter, num_targets, tokenizer_hash
+from streamtune.tasks.teacher_file import TeacherFile, TeacherFileWriter, num_targets, tokenizer_hash
 from tests.data.preparing import prepare
 from tests.faults.kit import report
 
@@ -261,7 +261,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Example
         "tokenizer": tokenizer_hash(tokenizer),
     }
     generator = torch.Generator().manual_seed(1)
-    writer = TaughtWriter(path.with_name("partial"), [num_targets(row) for row in rows], facts)
+    writer = TeacherFileWriter(path.with_name("partial"), [num_targets(row) for row in rows], facts)
     with writer.finished(path):
         for row in rows:
             size = num_targets(row)
@@ -275,13 +275,13 @@ def test_a_damaged_file_of_a_teacher_is_refused(
     taught: tuple[Path, list[Example], Any], tmp_path: Path, how: str
 ) -> None:
     path, rows, tokenizer = taught
-    TaughtRows.open(path, 1.0).check(rows, tokenizer)
+    TeacherFile.open(path, 1.0).check(rows, tokenizer)
     file = tmp_path / "taught.safetensors"
     shutil.copy(path, file)
     content = path.read_bytes()
     damage(file, how, content[:-16] + content[-32:-16])
     with pytest.raises(ArgumentError) as caught:
-        TaughtRows.open(file, 1.0).check(rows, tokenizer)
+        TeacherFile.open(file, 1.0).check(rows, tokenizer)
     assert str(file) in caught.value.what
     assert "streamtune teach" in caught.value.fix or "name a folder" in caught.value.fix
 
@@ -296,7 +296,7 @@ def test_every_bit_of_a_teachers_file_counts(taught: tuple[Path, list[Example], 
         changed[place] ^= 1 << int(place) % 8
         file.write_bytes(changed)
         with pytest.raises((ArgumentError, StorageError)):
-            TaughtRows.open(file, 1.0).check(rows, tokenizer)
+            TeacherFile.open(file, 1.0).check(rows, tokenizer)
 
 
 # --- two processes ---------------------------------------------------------------------------------------------------

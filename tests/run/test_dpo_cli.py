@@ -183,7 +183,7 @@ def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: 
     assert losses("named") == losses("copy")
     kept = {"precompute_ref_log_probs": True}
     assert dpo("--output-dir", "kept", **kept, **start) == 0
-    assert "the reference's log-probs are kept in" in capsys.readouterr().err
+    assert "the reference's log-probs are cached in" in capsys.readouterr().err
     assert losses("kept") == pytest.approx(losses("copy"), rel=1e-5)
     assert dpo("--output-dir", "again", ref_model_name_or_path="base/final", **kept, **start) == 0
     assert "were read from the cache" in capsys.readouterr().err

@@ -43,11 +43,12 @@ def test_a_warmup_longer_than_the_run_is_told(folder: Path) -> None:
         said: list[str] = []
         path = write_recipe(folder, {**COMMON, "warmup_steps": warmup, "max_steps": 9})
         built = build_run(load_recipe(path, []), dry_run=True, notify=said.append)
-        notes = [each for each in said if "the learning rate rises for" in each]
+        notes = [each for each in said if "warm-up takes" in each]
         assert bool(notes) is told
         rate = built.start.task.training(built).learning_rate_at
         if told:
-            assert f"{warmup:,} steps and the run has 9: it ends at {rate(8) / 1e-2:.0%} of learning_rate" in notes[0]
+            ends = f"the learning rate ends at {rate(8) / 1e-2:.0%} of learning_rate"
+            assert f"warm-up takes {warmup:,} steps, but the run has 9: {ends}" in notes[0]
         else:
             assert max(map(rate, range(9))) == 1e-2
 

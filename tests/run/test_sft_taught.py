@@ -21,7 +21,7 @@ from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
 from streamtune.tasks.sft import Batches
-from streamtune.tasks.taught import TaughtWriter, reserved, row_key
+from streamtune.tasks.teacher_file import TeacherFileWriter, reserve_output, row_key
 from tests.engine.test_disk import largest_file
 from tests.run.test_sft_losses import COMMON, make_teacher, records, write_weighed
 from tests.sft_kit import run, write_recipe
@@ -149,12 +149,12 @@ def test_another_file_is_refused(folder: Path) -> None:
         assert "tiny.yaml" in caught.value.where
         return f"{caught.value.what} {caught.value.fix}"
 
-    assert "has nothing of the row" in refusal(train_on="all")
+    assert "has no entry for the row" in refusal(train_on="all")
     assert "written with another tokenizer" in refusal(tokenizer={"train": {"vocab_size": 262}})
     assert "was written with kd_temperature 1" in refusal(kd_temperature=2.0)
     assert "there is no file" in refusal(teacher="nowhere.safetensors")
     weights = next(Path("taught/final").glob("*.safetensors"))
-    assert "is not a file of `streamtune teach`" in refusal(teacher=str(weights))
+    assert "was not written by `streamtune teach`" in refusal(teacher=str(weights))
     Path("broken.safetensors").write_bytes(b"no header")
     assert "cannot be read" in refusal(teacher="broken.safetensors")
 
@@ -184,10 +184,10 @@ def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path)
         damaged = bytearray(whole)
         damaged[(start + stop) // 2 & ~3] ^= 1
         file.write_bytes(damaged)
-        assert "does not fit its hash" in refusal(), tensor
+        assert "does not match its hash" in refusal(), tensor
     start, stop = place_of("ids")
     file.write_bytes(whole[:start] + bytes(stop - start) + whole[stop:])
-    assert "does not fit its hash" in refusal()
+    assert "does not match its hash" in refusal()
     file.write_bytes(whole.replace(b'"temperature": "1.0"', b'"temperature": "1.5"'))
     assert "was written with kd_temperature 1.5" in refusal()
     file.write_bytes(whole.replace(b'"tokenizer": "', b'"tokeniser": "'))
@@ -209,7 +209,7 @@ def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path)
 
 
 def test_one_process_writes_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reserved(folder / "taught.safetensors") as partial:
+    with reserve_output(folder / "taught.safetensors") as partial:
         partial.write_text("of the first")
         assert teach(folder) == 2
         assert "another process is writing taught.safetensors" in " ".join(capsys.readouterr().err.split())
@@ -228,10 +228,10 @@ def test_a_name_that_another_program_took_meanwhile_is_left_alone(tmp_path: Path
     out = tmp_path / "taught.safetensors"
 
     def write() -> None:
-        with reserved(out) as partial, TaughtWriter(partial, [], {"k": "8"}).finished(out):
+        with reserve_output(out) as partial, TeacherFileWriter(partial, [], {"k": "8"}).finished(out):
             out.write_text("another program's")
 
-    with pytest.raises(ArgumentError, match="was made by another program meanwhile"):
+    with pytest.raises(ArgumentError, match=r"another program has created .* meanwhile"):
         write()
     assert [path.name for path in tmp_path.iterdir()] == ["taught.safetensors"]
     assert out.read_text() == "another program's"
@@ -240,7 +240,7 @@ def test_a_name_that_another_program_took_meanwhile_is_left_alone(tmp_path: Path
 @pytest.mark.full
 def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     with largest_file(4096), pytest.raises(StorageError, match="no room for") as caught:
-        TaughtWriter(tmp_path / "taught.safetensors", [1000] * 4, {"k": "8"})
+        TeacherFileWriter(tmp_path / "taught.safetensors", [1000] * 4, {"k": "8"})
     assert "--top-k" in caught.value.fix
     assert list(tmp_path.iterdir()) == []
 

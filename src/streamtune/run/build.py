@@ -125,7 +125,7 @@ def build_run(
         if task.precomputes and not dry_run:
             assert isinstance(batches, PreferenceBatches), "only preferences precompute log-probs"
             reference = GivenReference()
-            batches.kept = cached_logps(start, model, streamed.handle, tokenizer, batches, closing, doing)
+            batches.reference_logps = cached_logps(start, model, streamed.handle, tokenizer, batches, closing, doing)
         else:
             reference = make_reference(start, model, streamed.handle, held, closing)
         return Run(

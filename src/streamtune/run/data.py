@@ -29,7 +29,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import TokenizerSettings
 from streamtune.tasks import Task, rewards
 from streamtune.tasks.task import PreparedRows, row_cache
-from streamtune.tasks.taught import taught_digest
+from streamtune.tasks.teacher_file import teacher_file_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -231,7 +231,7 @@ def fingerprint_inputs(
             under = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
             found["reference"] = f"{found['reference']} on {under}"
     if recipe.teacher_file is not None:
-        found["reference"] = taught_digest(Path(recipe.teacher_file))
+        found["reference"] = teacher_file_digest(Path(recipe.teacher_file))
     if sources := rewards.reward_sources(list(task.reward_funcs), folder):
         found["rewards"] = models.fingerprint_files(sources.items(), times)
     return {key: value for key, value in found.items() if value is not None}

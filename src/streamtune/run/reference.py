@@ -29,7 +29,7 @@ from streamtune.run.start import Doing, Start
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 from streamtune.tasks.preference import PreferenceBatches
-from streamtune.tasks.reference import KeptLogps, computation, compute_logps, configuration, read_logps, row_key
+from streamtune.tasks.reference import CachedLogps, computation, compute_logps, configuration, read_logps, row_key
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ def cached_logps(
     batches: PreferenceBatches,
     closing: ExitStack,
     doing: Doing,
-) -> KeptLogps:
+) -> CachedLogps:
     """Return the reference's log-probs of every tree: from the cache, or computed now."""
     recipe, world, notify = start.recipe, start.world, start.notify
     # A resumed run has the cache key in its checkpoint, because its model has changed since the start.
@@ -135,7 +135,7 @@ def cached_logps(
     with doing("reading the reference's weights"):
         weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
         adapters = asked is not model
-        rows = world.collect(row_key(weights, batches.asked(), adapters=adapters))[0]
+        rows = world.collect(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
         key = f"{how}-{configuration(asked, adapters=adapters)}-{rows}"
     start.identity["reference"] = key
     kept = None if key == known else read_logps(key, notify)  # read above, and unusable
@@ -144,7 +144,7 @@ def cached_logps(
         notify("log-probs of the reference were read from the cache")
         return kept
     with doing("computing log-probs of the reference"):
-        trees = map(batches.alone, batches.asked())
+        trees = map(batches.single_batch, batches.reference_trees())
         return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
 
 

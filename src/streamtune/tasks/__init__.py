@@ -1,4 +1,4 @@
-"""The objectives: what each adds to a run, a plan, a probe and a verification, and nothing else."""
+"""One task for each objective: all that it adds to a run, a plan, a probe and a verification."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from streamtune.tasks.task import Task
 __all__ = ["TASKS", "Task", "task_of"]
 
 TASKS: dict[str, type[Task[Any]]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
-"""Each ``objective`` of a recipe, and its task."""
+"""Value of the recipe key ``objective`` -> class of the task."""
 
 
 def task_of(recipe: ObjectiveKeys) -> Task[Any]:
-    """Return the task of a recipe, for questions that need neither data nor rewards."""
+    """Return the task of a recipe, without checking its settings or loading its reward functions."""
     return TASKS[recipe.objective](recipe)

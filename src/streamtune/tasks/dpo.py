@@ -1,7 +1,7 @@
-"""Preference training: losses of completions that are compared, in pairs or one by one.
+"""Preference training: losses of pairs of completions (DPO), or of single labelled completions (KTO).
 
-A micro-batch of a plan has ``per_device_train_batch_size`` prompts of ``max_prompt_length`` tokens, or of half the
-length, each with two completions of the rest; with one where the loss takes completions one by one.
+In a plan, a micro-batch has ``per_device_train_batch_size`` prompts. A prompt has ``max_prompt_length`` tokens, by
+default half the length. The rest of the length is for its two completions, or its single one if the loss is unpaired.
 """
 
 from __future__ import annotations
@@ -99,22 +99,23 @@ class Dpo(ScoringTask[DpoRecipe]):
         if prompt > length - 2:
             prompt = length // 2
         branches = (length - prompt + 1,) * (1 if self.recipe.unpaired else 2)
-        return self._asked(share, ((prompt - 1, branches),) * batch_size)
+        return self._count_forwards(share, ((prompt - 1, branches),) * batch_size)
 
     def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
-        """Return trees of the largest prompt, or of the longest row where prompts are apart."""
+        """Return shapes of copies of the longest tree. Without sharing, its completions fill the longest row."""
         tree = prepared.train[int(prepared.train.lengths().argmax())]  # type: ignore[attr-defined]
         common = tree.num_common if share else 0
         trunk = len(tree.prompt) - 1 + common
         branches = tuple(len(ids) + 1 - common if share else longest - trunk for ids in tree.completions)
         count = self.recipe.per_device_train_batch_size
-        return in_proportion(partial(self._asked, share), ((trunk, branches),) * count, longest, (common,) * count)
+        scored = partial(self._count_forwards, share)
+        return in_proportion(scored, ((trunk, branches),) * count, longest, (common,) * count)
 
-    def _asked(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
-        """Return the micro-batch with the forwards that the objective computes besides the gradient's."""
+    def _count_forwards(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
+        """Return the shape of a micro-batch, with its number of forwards besides the forward that has a backward."""
         forwards = float(self.compares and not self.precomputes)
         if self.measures:
-            forwards += 1 + forwards  # of the mismatched completions: the policy, and the reference
+            forwards += 1 + forwards  # on the mismatched completions: the policy, and the reference
         return Scored(trees, share, forwards=forwards, common=common)
 
     # --- training ----------------------------------------------------------------------------------------------
@@ -122,13 +123,17 @@ class Dpo(ScoringTask[DpoRecipe]):
     def batches(
         self, prepared: data.PreparedTrees, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> PreferenceBatches:
-        """Return the batches; a ``DataError`` if the loss needs completions of other prompts, and all rows have one."""
+        """Return the batches.
+
+        Raises:
+            DataError: The loss needs completions of other prompts, and all rows have the same prompt.
+        """
         if self.measures and all(tree.prompt == prepared.train[0].prompt for tree in prepared.train):
             raise DataError(
-                f"all rows to train on have the same prompt, and {self.recipe.loss_type} measures its distance from "
-                "the reference on completions of other prompts",
+                f"all rows to train on have the same prompt, but {self.recipe.loss_type} estimates the KL with the "
+                "reference on completions of other prompts",
                 where=prepared.train[0].origin,
-                fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which does not measure it",
+                fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which needs no estimate",
             )
         return PreferenceBatches(
             prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, measures=self.measures
@@ -158,7 +163,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         return shared, apart
 
     def _compared(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
-        """Make a batch as ``PreferenceBatches`` does, but without log-probs of the reference computed in advance."""
+        """Return a batch as ``PreferenceBatches`` makes it, but without precomputed log-probs of the reference."""
         make = partial(preference_batch, pad_token_id=pad_token_id, share=share)
         others = None
         if self.measures:
@@ -171,12 +176,13 @@ class Dpo(ScoringTask[DpoRecipe]):
 def in_proportion(
     scored: Callable[[Trees, tuple[int, ...]], Scored], trees: Trees, longest: int, common: tuple[int, ...] = ()
 ) -> Completions:
-    """Return the micro-batch of ``trees`` as a function of the length: every part shrinks in proportion.
+    """Return a function from length to the shape of a micro-batch: ``trees``, scaled by ``length / longest``.
 
     Args:
-        scored: Makes a micro-batch of trunks and branches, and of the tokens of each trunk that are scored.
-        trees: Trunks and branches at ``longest``, the tokens of the longest completion with its prompt.
-        common: Scored tokens of each trunk at ``longest``, see :class:`Scored`.
+        scored: Makes a shape from trees and from the number of scored tokens of each trunk.
+        trees: Lengths of trunks and branches at the length ``longest``.
+        longest: Number of tokens of the longest prompt plus completion. Shapes are not scaled above it.
+        common: Number of scored tokens of each trunk at ``longest``, see :class:`Scored`.
     """
 
     def at(length: int, batch_size: int) -> Scored:

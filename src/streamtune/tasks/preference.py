@@ -1,4 +1,4 @@
-"""Micro-batches of prompts with rated completions, and their preference losses: join data, engine and formulas.
+"""Micro-batches of prompts with rated completions, and the objectives that compute preference losses on them.
 
     data.Tree --collate--> PreferenceBatch --handle.logprobs--> logp_K --objectives.pairs--> a loss for each pair
                                            --reference--------> ref_K  /
@@ -23,24 +23,24 @@ from streamtune import data, train
 from streamtune.engine import Branches, StreamHandle
 from streamtune.recipe.settings import PreferenceSettings
 from streamtune.tasks import objectives
-from streamtune.tasks.reference import KeptLogps
+from streamtune.tasks.reference import CachedLogps
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(train.TreeBatch):
-    """Completions that are compared, with their ratings and with log-probs of the reference, where there are any."""
+    """Completions to compare, with their ratings and, if they were precomputed, the reference's log-probs."""
 
     reference_K: Tensor | None = None  # noqa: N815
-    """fp32 ``[K]``: the reference's log-probs, where they were computed before"""
+    """fp32 ``[K]``: precomputed log-probs of the reference; None if they are computed in the step"""
     margin_P: Tensor | None = None  # noqa: N815
-    """fp64 ``[P]``: by how much the chosen completion is better, where the data says so of every pair"""
+    """fp64 ``[P]``: by how much the chosen completion is better; None unless the data has a margin for every pair"""
     desirable_N: Tensor | None = None  # noqa: N815
-    """bool ``[N]`` of unpaired completions"""
+    """bool ``[N]``: True for a desirable completion; None for pairs"""
     mismatched: PreferenceBatch | None = None
-    """the prompts with completions of other prompts, where a loss measures its distance from the reference on them"""
+    """the prompts with completions of other prompts, on which a loss estimates its baseline; None without a baseline"""
 
     def to(self, device: torch.device) -> PreferenceBatch:
-        """Move all but the mismatched completions, which are not trained on."""
+        """Return a copy on ``device``. Mismatched completions stay where they are: they are not trained on."""
         moved = super().to(device)
         assert isinstance(moved, PreferenceBatch)
         names = ("reference_K", "margin_P", "desirable_N")
@@ -49,31 +49,31 @@ class PreferenceBatch(train.TreeBatch):
 
 
 class GivenReference:
-    """A reference whose log-probs were computed before: they are in the batches."""
+    """A reference that returns the precomputed log-probs of each batch."""
 
     def logprobs(self, batch: train.TreeBatch) -> Tensor:
         assert isinstance(batch, PreferenceBatch)
-        assert batch.reference_K is not None, "batches are made with what was computed"
+        assert batch.reference_K is not None, "batches have precomputed log-probs"
         return batch.reference_K
 
 
 def tree_batch(
     trees: Sequence[data.Tree], *, pad_token_id: int, share: bool, padding_side: Literal["right", "left"] = "right"
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`streamtune.train.TreeBatch`; arguments as ``data.collate_trees``."""
+    """Return the fields of a :class:`streamtune.train.TreeBatch`. ``data.collate_trees`` describes the arguments."""
     collated: dict[str, Any] = {
         **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
     }
     nodes = collated.pop("nodes")
     collated["origins"] = tuple(tree.origin for tree in trees)
     if share or padding_side == "right":
-        # They follow from branches, and rows padded on the right count from 0 by themselves.
+        # Branches determine the positions, and the model numbers rows padded on the right from 0.
         collated["position_ids"] = None
     return {**collated, "branches": None if nodes is None else Branches.of_nodes(nodes)}
 
 
 def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> PreferenceBatch:
-    """Return a batch of trees with their ratings."""
+    """Return a batch of trees with their margins or labels."""
     margins = [tree.margin for tree in trees if tree.margin is not None]
     labels = [label for tree in trees for label in tree.labels or []]
     return PreferenceBatch(
@@ -84,9 +84,13 @@ def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bo
 
 
 def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
-    """Return the prompt of a tree with the completions of another: the first from ``start`` on that has another prompt.
+    """Return a tree that has the prompt of ``tree`` and the completions of another tree.
 
-    Completions are cut so that each has ``max_length`` tokens at most with the prompt.
+    Args:
+        tree: Tree whose prompt is taken.
+        others: Trees whose completions may be taken. At least one has another prompt.
+        start: Index in ``others`` at which the search for another prompt begins.
+        max_length: Most tokens of the prompt plus a completion; longer completions are cut.
     """
     turns = (others[(start + distance) % len(others)] for distance in range(len(others)))
     other = next(candidate for candidate in turns if candidate.prompt != tree.prompt)
@@ -98,11 +102,14 @@ def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_len
 
 
 class PreferenceBatches:
-    """Makes micro-batches of trees, with the reference's log-probs where these are kept.
+    """Makes micro-batches of trees, with the reference's log-probs if they were precomputed.
 
     Args:
-        share: Stream a prompt once for its completions.
-        measures: Add mismatched completions.
+        prepared: Trees to train on, and held-out trees.
+        recipe: Settings of the run.
+        pad_token_id: Token id that pads rows.
+        share: True if the completions of a prompt share its tokens.
+        measures: True to add mismatched completions, for the baseline of the loss.
     """
 
     def __init__(
@@ -116,8 +123,8 @@ class PreferenceBatches:
     ) -> None:
         self.prepared, self.recipe = prepared, recipe
         self.pad_token_id, self.share, self.measures = pad_token_id, share, measures
-        self.kept: KeptLogps | None = None
-        """Of all trees in the order of :meth:`asked`."""
+        self.reference_logps: CachedLogps | None = None
+        """Precomputed log-probs of all trees, in the order of :meth:`reference_trees`; None if there are none."""
 
     @property
     def padded(self) -> bool:
@@ -128,13 +135,11 @@ class PreferenceBatches:
         """None: trees are not cut."""
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return how many tokens each tree has, [trees]: its prompt once where it is shared, or once for each
-        completion.
-        """
+        """Return how many tokens each tree has, [trees]. An unshared prompt counts once for each completion."""
         return self._sums[0]
 
     def squares(self) -> npt.NDArray[np.int64]:
-        """Return the sum of the squares of each tree's rows, [trees]; a shared prompt counts once."""
+        """Return the sum of the squared lengths of each tree's rows, [trees]; a shared prompt counts once."""
         return self._sums[1]
 
     @cached_property
@@ -156,14 +161,14 @@ class PreferenceBatches:
         return self._collate(self.prepared.train, units, 0)
 
     def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
-        """Iterate over batches of the held-out trees, or of one set of them, in their own order."""
+        """Iterate over batches of the held-out trees in their order; ``part`` limits them to one set."""
         first, stop = (0, len(self.prepared.validation)) if part is None else (part.start, part.stop)
         for start in range(first, stop, batch_size):
             units = range(start, min(start + batch_size, stop))
             yield self._collate(self.prepared.validation, units, self.num_train)
 
-    def asked(self) -> Iterator[data.Tree]:
-        """Iterate over all trees that a reference scores: trained on, held out, and then the mismatched ones."""
+    def reference_trees(self) -> Iterator[data.Tree]:
+        """Iterate over all trees that a reference scores: training trees, held-out trees, then mismatched trees."""
         splits = (self.prepared.train, self.prepared.validation)
         for split in splits:
             yield from split
@@ -171,18 +176,24 @@ class PreferenceBatches:
             for split in splits:
                 yield from (self._mismatched(split, unit) for unit in range(len(split)))
 
-    def alone(self, tree: data.Tree) -> train.TreeBatch:
+    def single_batch(self, tree: data.Tree) -> train.TreeBatch:
         return train.TreeBatch(**tree_batch([tree], pad_token_id=self.pad_token_id, share=self.share))
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], before: int) -> PreferenceBatch:
-        """Return the batch of the trees ``units`` of a split; it begins at ``before`` in the order of :meth:`asked`."""
+        """Return the batch of the trees ``units`` of a split.
+
+        Args:
+            split: Training trees or held-out trees.
+            units: Indices of trees in the split.
+            before: Number of trees before the split in :meth:`reference_trees`.
+        """
         beside = None
         if self.measures:
             total = self.num_train + len(self.prepared.validation)
             others = [self._mismatched(split, unit) for unit in units]
-            beside = self._batch(others, self._kept(units, total + before))
+            beside = self._batch(others, self._reference_logps(units, total + before))
         trees = [split[unit] for unit in units]
-        return replace(self._batch(trees, self._kept(units, before)), mismatched=beside)
+        return replace(self._batch(trees, self._reference_logps(units, before)), mismatched=beside)
 
     def _batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
         batch = preference_batch(trees, pad_token_id=self.pad_token_id, share=self.share)
@@ -191,18 +202,18 @@ class PreferenceBatches:
     def _mismatched(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
         return mismatched(split[unit], self.prepared.train, unit + 1, self.recipe.max_length)
 
-    def _kept(self, units: Sequence[int], before: int) -> Tensor | None:
-        return None if self.kept is None else self.kept.of(before + unit for unit in units)
+    def _reference_logps(self, units: Sequence[int], before: int) -> Tensor | None:
+        return None if self.reference_logps is None else self.reference_logps.of(before + unit for unit in units)
 
 
-def _policy(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
-    """Return differentiable log-probs ``[K]``, and the loss on routers."""
+def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
+    """Return the policy's differentiable log-probs ``[K]``, and the router loss."""
     scores = handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments)
     return batch.ragged(scores.logprobs), scores.router_loss
 
 
 class PairObjective:
-    """The mean over the pairs of a step of a loss of ``objectives.pairs``."""
+    """A loss of ``objectives.pairs``, averaged over the pairs of a step."""
 
     def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
@@ -214,7 +225,7 @@ class PairObjective:
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: int | None) -> train.Score:
         batch, recipe = _tree(batch), self.recipe
         ref_K = None if self.reference is None else self.reference.logprobs(batch)
-        logp_K, router_loss = _policy(self.handle, model, batch)
+        logp_K, router_loss = _policy_logps(self.handle, model, batch)
         row_K, rows = batch.row_K, batch.num_rows
         scores = None
         if "scores" in objectives.PREFERENCE_LOSSES[recipe.loss_type].reads and batch.margin_P is not None:
@@ -229,7 +240,7 @@ class PairObjective:
         summed = terms.losses_P.sum()
         metrics = terms.metrics()
         if ref_K is not None:
-            chosen_K = row_K % 2 == 0  # the policy's own completions are not here; the chosen ones stand in for them
+            chosen_K = row_K % 2 == 0  # estimated on chosen completions: the policy has not written any
             kl_K = objectives.kl_estimate(logp_K.detach()[chosen_K], ref_K[chosen_K])
             metrics["kl"] = (kl_K.sum(dtype=torch.float64).item(), float(kl_K.numel()))
         if totals is None:
@@ -246,9 +257,9 @@ class _UnpairedTotals:
 class UnpairedObjective:
     """A loss of ``objectives.unpaired``, averaged over the completions of a step.
 
-    The baseline of a loss is the mean log-ratio of the mismatched completions of the whole step, however it is split.
-    They are scored before its first backward, without gradient and without dropout. In evaluation each batch has its
-    own.
+    The baseline of a loss comes from the log-ratios of policy and reference on the mismatched completions of the whole
+    step, on all ranks. They are scored before the first backward of the step, without gradient and without dropout. In
+    evaluation each batch has its own baseline.
     """
 
     def __init__(
@@ -258,7 +269,7 @@ class UnpairedObjective:
         self.loss = objectives.check_unpaired(recipe.loss_type, unpaired_knobs(recipe))
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
-        """Return the number of completions of the step, and its baseline."""
+        """Return the number of completions of the step, and its baseline, over all ranks."""
         batches = [_tree(batch) for batch in micro_batches]
         with self._autocast():
             baseline = self._baseline(batches, world)
@@ -269,7 +280,7 @@ class UnpairedObjective:
         assert batch.desirable_N is not None
         baseline = self._baseline([batch]) if totals is None else totals.baseline
         ref_K = self.reference.logprobs(batch)
-        logp_K, router_loss = _policy(self.handle, model, batch)
+        logp_K, router_loss = _policy_logps(self.handle, model, batch)
         row_K, rows = batch.row_K, batch.num_rows
         terms = objectives.unpaired_loss(
             recipe.loss_type,
@@ -291,7 +302,7 @@ class UnpairedObjective:
 
     @torch.no_grad()
     def _baseline(self, batches: Sequence[PreferenceBatch], world: train.World = train.WORLD) -> Tensor | None:
-        """Return the baseline, a scalar, of the batches of all ranks; None if the loss has none."""
+        """Return the baseline, a scalar, over the batches of all ranks; None if the loss has no baseline."""
         if not self.loss.needs_baseline:
             return None
         policy, reference = [], []
@@ -300,7 +311,7 @@ class UnpairedObjective:
                 assert batch.mismatched is not None
                 beside = batch.mismatched.to(self.device)
                 row_K, rows = beside.row_K, beside.num_rows
-                logp_K, _ = _policy(self.handle, self.handle.model, beside)
+                logp_K, _ = _policy_logps(self.handle, self.handle.model, beside)
                 ref_K = self.reference.logprobs(beside)
                 if not batch.filler:
                     policy.append(objectives.RowLogps.of(logp_K, row_K, rows))
@@ -326,7 +337,7 @@ class UnpairedObjective:
 
 
 def pair_knobs(recipe: PreferenceSettings) -> objectives.PairKnobs:
-    """Return the parameters of losses of pairs that are keys of the recipe."""
+    """Return the parameters of the pair losses, as far as the recipe has keys of the same names."""
     keys = [field.name for field in fields(objectives.PairKnobs) if field.name in type(recipe).model_fields]
     return objectives.PairKnobs(**{key: getattr(recipe, key) for key in keys})
 

@@ -1,6 +1,6 @@
-"""Random tokens in the shape of a recipe's micro-batches, with all that its objective reads beside them.
+"""Micro-batches of random tokens in a recipe's shape, with all else that its objective reads.
 
-Memory and time of a step depend on the shape alone: no tokenizer and no row of the data is needed.
+Memory and time of a step depend on shapes only, so neither a tokenizer nor data is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ ORIGIN = "random tokens"
 
 
 class RandomTokens:
-    """Draws micro-batches from the vocabulary of ``model`` that ``other``, which is given the same tokens, has too."""
+    """Draws micro-batches of random tokens.
+
+    Args:
+        recipe: Settings with the seed, and whether rows are packed.
+        model: Model that is given the tokens; they are in its vocabulary.
+        other: Second model that is given the same tokens, such as a teacher; they are in its vocabulary too.
+    """
 
     def __init__(self, recipe: RowSettings, model: Any, other: Any = None) -> None:
         self.recipe = recipe
@@ -35,10 +41,10 @@ class RandomTokens:
         self._generator = torch.Generator().manual_seed(recipe.seed)
 
     def rows(self, rows: int, length: int) -> train.MicroBatch:
-        """Return a batch of ``rows`` rows of ``length`` tokens each, in which every token is trained.
+        """Return a batch of ``rows`` rows with ``length`` tokens each; every token is trained.
 
-        With packing a sequence holds one row of the full length, with its positions given, as the collator gives them.
-        Attention over one row costs the most of all packings of that length.
+        With packing, each sequence holds a single row, and the batch has positions as the collator writes them. Of all
+        packings of that length, a single row has the most attention work.
         """
         positions = torch.arange(length).expand(rows, length) if self.recipe.packing else None
         ids = torch.randint(0, self._vocabulary, (rows, length), generator=self._generator)
@@ -47,20 +53,23 @@ class RandomTokens:
         return train.MicroBatch(ids, torch.ones_like(ids), labels, (ORIGIN,) * rows, positions)
 
     def top_k(self, batch: train.MicroBatch, k: int) -> TopKTeacher:
-        """Likeliest tokens of a teacher at the targets of a batch."""
+        """Return random top-k tokens, as if from a teacher, at the targets of a batch."""
         logits = torch.randn(batch.num_targets, self._vocabulary, generator=self._generator)
         ids, logprobs = top_classes(logits, k)
         return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
     def preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
-        """Completions that are compared; the first of each prompt is the better one."""
+        """Return a batch of completions to compare.
+
+        The first completion of a pair is the chosen one. Of unpaired completions every second one is desirable.
+        """
         batch = self._preferences(recipe, scored)
         if recipe.unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline:
             return PreferenceBatch(**{**vars(batch), "mismatched": self._preferences(recipe, scored)})
         return batch
 
     def completions(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
-        """Completions of which every second is better than the others."""
+        """Return a batch of completions whose advantages alternate between 1 and -1."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
         return PolicyBatch(**self._trees(scored), advantages_N=torch.tensor(signs))
 
@@ -86,17 +95,22 @@ class RandomTokens:
 
 
 MOST_TREES = 2
-"""Prompts of the batch at most."""
+"""Most prompts in a batch."""
 
 MOST_COMPLETIONS = 4
-"""Random completions of a prompt at most."""
+"""Most random completions of a prompt."""
 
 
 def choose_trees(trees: Sequence[data.Tree], length: int, *, differing: bool) -> tuple[list[data.Tree], bool]:
-    """Return the first trees, cut so that all their rows together have about ``length`` tokens; and True if they were
-    cut.
+    """Return the first trees, cut to about ``length`` tokens in total, and True if any was cut.
 
-    Each completion counts with its own copy of the prompt. ``differing`` asks for two prompts that differ.
+    Args:
+        trees: Trees to choose from.
+        length: Number of tokens, in which each completion counts with its own copy of the prompt.
+        differing: True if two different prompts are needed.
+
+    Raises:
+        DataError: Two different prompts are needed, and all trees have the same prompt.
     """
     chosen = [trees[0]]
     for tree in trees[1:] if len(trees) > 1 else []:
@@ -107,14 +121,17 @@ def choose_trees(trees: Sequence[data.Tree], length: int, *, differing: bool) ->
             chosen.append(tree)
     if differing and len(chosen) < MOST_TREES:
         raise DataError(
-            "the first rows have one prompt, and this loss compares with those of others", where=trees[0].origin
+            "the first rows have the same prompt, but this loss needs two different prompts", where=trees[0].origin
         )
     cut = [_cut(tree, length // len(chosen)) for tree in chosen]
     return cut, cut != chosen
 
 
 def _cut(tree: data.Tree, length: int) -> data.Tree:
-    """Cut a tree to ``length`` tokens: the end of its prompt, and its completions from shortly before they differ."""
+    """Return a tree cut to about ``length`` tokens.
+
+    The end of the prompt stays, and the part of each completion that begins shortly before the first two differ.
+    """
     row = max(4, length // len(tree.completions))
     longest = max(len(completion) for completion in tree.completions)
     if len(tree.prompt) + longest <= row:
@@ -136,7 +153,7 @@ def _cut(tree: data.Tree, length: int) -> data.Tree:
 def random_completions(
     recipe: RolloutSettings, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
-    """Return the first prompts with random completions of different lengths, about ``length`` tokens in all rows."""
+    """Return the first prompts with random completions of different lengths, about ``length`` tokens in total."""
     draw = torch.Generator().manual_seed(recipe.seed)
     few = prompts[:MOST_TREES] if len(prompts) > 1 else [prompts[0]]
     count = max(2, min(recipe.num_generations, MOST_COMPLETIONS))

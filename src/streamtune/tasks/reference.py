@@ -1,8 +1,8 @@
-"""Log-probs of a reference that are computed once and kept on disk.
+"""Log-probs of a reference, computed once and cached on disk.
 
-Their key has three parts: the computation (versions, device, precision, temperature), the configuration, and the
-weights and rows. A resumed run compares the first, and the second where its model has the reference's configuration:
-its weights have changed since it began.
+The cache key has three parts: the computation (versions, device, precision, temperature), the configuration, and the
+weights and rows. A resumed run checks the first part, and the second if its model has the reference's configuration. It
+cannot check the third, because its weights have changed since the start.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from streamtune.base.result_cache import CacheFile, Notify, hash_of, versions
 from streamtune.base.text import show_size
 
 UNUSED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
-"""Settings of a configuration that change no log-probability, or are known otherwise; ``*_token_id`` are others."""
-OWN = 20
-"""Characters of each part of a key."""
+"""Settings of a configuration that are not hashed: they change no log-probs, or the key has them in another part.
+Settings that end in ``_token_id`` are not hashed either."""
+PART_LENGTH = 20
+"""Number of characters of the first and of the second part of a key."""
 
 
 @dataclass(frozen=True)
-class KeptLogps:
-    """Log-probs of trees that were computed before: fp32, ``[K]`` of each tree in the order of their completions."""
+class CachedLogps:
+    """Precomputed log-probs of trees; for each tree ``[K]``, in the order of its completions."""
 
     logps: Tensor
-    """[sum of K] fp32"""
+    """fp32 ``[sum of K]``: log-probs of all trees, one tree after another"""
     offsets: Tensor
-    """[trees + 1] int64"""
+    """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, and the end"""
 
     def of(self, trees: Iterable[int]) -> Tensor:
-        """Return ``[K]``: the log-probs of some trees, one after another."""
+        """Return the log-probs of the given trees, one tree after another: fp32 ``[K]``."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)
 
@@ -49,13 +50,15 @@ def computation(device: torch.device, *, bf16: bool, temperature: float) -> str:
     """Return a hash of how log-probs are computed: versions and code, device, precision, temperature."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
-    return hash_of([versions(), name, precision, bf16, temperature])[:OWN]
+    return hash_of([versions(), name, precision, bf16, temperature])[:PART_LENGTH]
 
 
 def configuration(model: nn.Module, *, adapters: bool) -> str:
-    """Return a hash of a model's resolved configuration, its constant tensors, and its own code if it has any.
+    """Return a hash of a model's resolved configuration, its buffers, and its custom code if it has any.
 
-    With ``adapters`` they are a part of the reference, see :func:`row_key`: their settings count too.
+    Args:
+        model: The reference.
+        adapters: True if adapters are part of the reference (see :func:`row_key`); their settings are then hashed too.
     """
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
@@ -70,11 +73,11 @@ def configuration(model: nn.Module, *, adapters: bool) -> str:
     for module in sorted({type(each).__module__ for each in model.modules()}):
         if module.startswith("transformers_modules."):
             digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
-    return digest.hexdigest()[:OWN]
+    return digest.hexdigest()[:PART_LENGTH]
 
 
 def _sorted(value: Any) -> Any:
-    """Return plain values with the keys of every mapping in order."""
+    """Return a value in which every mapping is a list of its items, sorted by key."""
     if isinstance(value, dict):
         return sorted((str(key), _sorted(item)) for key, item in value.items())
     return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
@@ -84,14 +87,15 @@ def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.T
     """Return a hash of the reference's weights and of the rows; reads every weight once.
 
     Args:
-        weights: The reference's weights by name. None is a weight that another rank hashes.
-        adapters: Adapters are a part of the reference. They are not where it is the trained model without its own.
+        weights: Names and tensors of the reference. A tensor is None if another rank hashes it.
+        trees: Rows that the reference scores.
+        adapters: True if adapters are part of the reference; False if it is the trained model without its adapters.
     """
     digest = hashlib.blake2b(digest_size=20)
     for name, parameter in weights:
         if (adapters or not is_adapter_name(name)) and parameter is not None:
-            own = name.replace(".base_layer", "").replace(".original_module", "")
-            digest.update(f"{own} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            base_name = name.replace(".base_layer", "").replace(".original_module", "")
+            digest.update(f"{base_name} {parameter.dtype} {tuple(parameter.shape)}".encode())
             _add_tensor(digest.update, parameter.detach())
     for tree in trees:
         digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
@@ -115,13 +119,13 @@ def cache_directory() -> Path:
     return cache_folder() / "reference"
 
 
-def read_logps(key: str, notify: Notify) -> KeptLogps | None:
-    """Return the log-probs kept under ``key``; None if there are none, or the file is damaged."""
+def read_logps(key: str, notify: Notify) -> CachedLogps | None:
+    """Return the log-probs cached under ``key``; None if there are none, or the file is damaged."""
     content = _file(key).read(notify)
     if content is None:
         return None
-    kept = load(content)
-    return KeptLogps(kept["logps"], kept["offsets"])
+    tensors = load(content)
+    return CachedLogps(tensors["logps"], tensors["offsets"])
 
 
 def _file(key: str) -> CacheFile:
@@ -136,25 +140,27 @@ def compute_logps(
     *,
     bf16: bool,
     notify: Callable[[str], None],
-) -> KeptLogps:
-    """Compute the reference's log-probs of every tree, and keep them under ``key``.
+) -> CachedLogps:
+    """Return the reference's log-probs of every tree, and cache them under ``key``.
 
     Args:
-        key: The key, of :func:`computation`, :func:`configuration` and :func:`row_key`.
-        batches: Batches of a tree each, all trees in their order.
-        bf16: Compute under autocast.
-        notify: Called with where they are kept.
+        key: Cache key: the results of :func:`computation`, :func:`configuration` and :func:`row_key`.
+        reference: Reference that computes the log-probs.
+        batches: Batches of a single tree each, in the order of the trees.
+        device: Device of the reference.
+        bf16: True to compute under bf16 autocast.
+        notify: Called with the path of the file, or with the reason why it cannot be written.
     """
     found: list[Tensor] = []
     for batch in batches:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False):
             found.append(reference.logprobs(batch.to(device)).float().cpu())
     sizes = torch.tensor([0, *(len(part) for part in found)])
-    kept = KeptLogps(torch.cat(found), sizes.cumsum(0))
+    logps = CachedLogps(torch.cat(found), sizes.cumsum(0))
     file = _file(key)
     try:
-        file.write(save({"logps": kept.logps, "offsets": kept.offsets}), durably=True)
-        notify(f"the reference's log-probs are kept in {file.path} ({show_size(kept.logps.nbytes)}) for the next run")
+        file.write(save({"logps": logps.logps, "offsets": logps.offsets}), durably=True)
+        notify(f"the reference's log-probs are cached in {file.path} ({show_size(logps.logps.nbytes)})")
     except OSError as error:
-        notify(f"the reference's log-probs cannot be kept for the next run: {error}")
-    return kept
+        notify(f"the reference's log-probs cannot be cached for the next run: {error}")
+    return logps

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean loss of the next tokens of rows, packed or one by one."""
+"""Supervised fine-tuning: the mean next-token loss over rows, which may be packed."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from streamtune.tasks.task import (
     chat_options,
     held_back,
 )
-from streamtune.tasks.taught import TaughtRows
+from streamtune.tasks.teacher_file import TeacherFile
 from streamtune.train.sketch import RowSketch, value_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STREAMED_LOOKED_AT = 64
-"""Streamed rows whose ends are looked at before the first step."""
+END_TOKEN_ROWS = 64
+"""Number of streamed rows that are searched for end tokens before the first step."""
 
 
 class Sft(Task[Recipe]):
@@ -66,10 +66,10 @@ class Sft(Task[Recipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedData:
-        """Prepare the rows; with ``streaming: true`` only a sample of them, which is not trained on."""
+        """Return the prepared rows; with ``streaming: true`` only a sample, which is not trained on."""
         recipe = self.recipe
         if recipe.streaming:
-            notify(f"streaming: true: at most the first {SAMPLED:,} rows of each dataset are read, and stand for all")
+            notify(f"streaming: true: at most the first {SAMPLED:,} rows of each dataset are read, as a sample")
             sources = [
                 source if source.evaluates else replace(source, max_rows=min(source.max_rows or SAMPLED, SAMPLED))
                 for source in sources
@@ -79,8 +79,8 @@ class Sft(Task[Recipe]):
             return prepared
         if not recipe.packing:
             notify(
-                f"pieces are computed {recipe.per_device_train_batch_size} at a time, however short they are; "
-                "packing: true lays as many end to end as max_length holds"
+                f"a micro-batch has {recipe.per_device_train_batch_size} pieces, however short they are; "
+                "packing: true joins pieces into sequences of max_length tokens"
             )
         return self._cut(prepared)
 
@@ -96,7 +96,7 @@ class Sft(Task[Recipe]):
         notify: Notify,
     ) -> data.PreparedData:
         if self.recipe.streaming and any(not source.evaluates for source in sources):
-            # The key of what is kept is a hash of whole files, too much to read for the first rows of a stream.
+            # The key of cached rows is a hash of whole files, which is slow to read for the first rows of a stream.
             options = replace(options, cache=None)
         with held_back(notify) as notify_later:
             return data.prepare(sources, tokenizer, options, notify_later)
@@ -117,7 +117,7 @@ class Sft(Task[Recipe]):
             streamed, cache_folder() / "rows", keep=options.cache is not None, notify=notify
         )
         if unknown:
-            notify(f"nothing tells whether {', '.join(unknown)} changes: a run is resumed as if it had not")
+            notify(f"changes of {', '.join(unknown)} cannot be detected: a resumed run assumes that there are none")
         return StreamedRows(
             stream=stream,
             held_out=held_out,
@@ -131,13 +131,13 @@ class Sft(Task[Recipe]):
         )
 
     def _cut(self, prepared: data.PreparedData) -> data.PreparedData:
-        """Return the data with its pieces, which are part of the fingerprint; held-out rows stay whole."""
+        """Return the data with its training rows cut into pieces, which are added to the fingerprint."""
         recipe = self.recipe
         least = (recipe.buckets or BucketSpec()).min_length
         pieces = data.cut_rows(prepared.train, max_length=recipe.max_length, min_length=least, packing=recipe.packing)
         if not len(pieces):
             raise DataError(
-                "no piece of a row has a token to train on that another token stands before",
+                "no piece of a row has a trained token after its first token",
                 where="batching",
                 fix="write batching: rows, or train_on: all",
             )
@@ -169,10 +169,10 @@ class Sft(Task[Recipe]):
             per_sequence=None if pieces is None else pieces.per_sequence(),
         )
         lengths = prepared.train.lengths()
-        packs = None if self.per_turn else prepared.packs  # of turns there is one way to share sequences
+        packs = None if self.per_turn else prepared.packs  # turns that share a beginning have a fixed layout
         if packs is None and try_packing and not self.per_turn:
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
-        # Of rows that weights visit more often or less, those of the epoch; cut rows are compared as they were whole.
+        # With dataset weights, an epoch visits some rows several times or never. Pieces are compared with whole rows.
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
         concat = data.concat_squares(visited, recipe.max_length)
         found = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
@@ -193,12 +193,12 @@ class Sft(Task[Recipe]):
         )
 
     def planned_length(self, longest: int) -> int:
-        """Return ``max_length`` for packs, which may be as long as the recipe lets them be."""
+        """Return ``max_length`` if sequences hold several rows, else ``longest``."""
         return self.recipe.max_length if self.recipe.packing or self.per_turn else longest
 
     @property
     def per_turn(self) -> bool:
-        """True if the turns of a conversation are rows that share their beginnings."""
+        """True if each turn of a conversation is a row, and these rows share their common beginning."""
         return self.recipe.reasoning == "per_turn"
 
     def check_model(self, handle: StreamHandle) -> None:
@@ -210,11 +210,11 @@ class Sft(Task[Recipe]):
             value_weights(handle.layers)
 
     def _check_turns(self, handle: StreamHandle) -> None:
-        """Check that rows which share their beginnings are computed as each alone."""
+        """Check that rows with a shared beginning give the same results as separate rows."""
         fix = "write reasoning: keep, which trains all turns in one row"
         limit = longest_unscaled(handle.model.config)
         if limit is not None and limit < self.recipe.max_length:
-            what = f"rotary embeddings change above {limit:,} tokens, and turns on both sides may share a beginning"
+            what = f"rotary embeddings change above {limit:,} tokens, so turns with a shared beginning may need others"
             raise UnsupportedModelError(what, where="reasoning", fix=f"{fix}, or set max_length: {limit}")
         try:
             check_branches(handle)
@@ -225,18 +225,18 @@ class Sft(Task[Recipe]):
     def batches(
         self, prepared: data.PreparedData | StreamedRows, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> Batches:
-        """Return batches of the rows; of the held-out rows where a run streams the others."""
-        # Without held-out rows of a stream there is nothing that the batches are of, and none is asked for.
+        """Return the batches of the rows. With ``streaming: true`` only the held-out rows have batches here."""
+        # A stream without held-out rows has no batches here, and none are requested.
         held: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
         file = self.recipe.teacher_file
         if file is None:
             return Batches(held, tokenizer)
-        taught = TaughtRows.open(Path(file), self.recipe.kd_temperature)
-        taught.check(held.train, tokenizer)
-        return Batches(held, tokenizer, taught)
+        teacher = TeacherFile.open(Path(file), self.recipe.kd_temperature)
+        teacher.check(held.train, tokenizer)
+        return Batches(held, tokenizer, teacher)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
-        """Count the steps; the number of streamed rows is unknown."""
+        """Return the number of steps: ``max_steps`` for streamed rows, whose number is unknown."""
         recipe = self.recipe
         if not recipe.streaming:
             return super().count_steps(batches, micro_batches, world)
@@ -260,7 +260,7 @@ class Sft(Task[Recipe]):
         return steps
 
     def _selected_steps(self, built: Built) -> SelectedSteps:
-        """Return steps on rows that are chosen among the rows drawn."""
+        """Return steps that train on rows chosen among the drawn rows (``select_rows``)."""
         recipe, prepared = self.recipe, built.prepared
         mixture = prepared.mixture
         return SelectedSteps(
@@ -285,8 +285,8 @@ class Sft(Task[Recipe]):
         )
 
     def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Look at the first rows only where they are streamed."""
-        rows = prepared.first(STREAMED_LOOKED_AT) if isinstance(prepared, StreamedRows) else prepared.train
+        """Return the ids of the tokens that end trained turns or texts; of streamed rows, only the first are read."""
+        rows = prepared.first(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.train
         return data.trained_ends(rows, tokenizer, chat_options(self.recipe))
 
     def training(self, built: Built) -> Training:
@@ -326,7 +326,7 @@ class Sft(Task[Recipe]):
 
     @property
     def compares(self) -> bool:
-        """True with a teacher that is a model, which is the reference here."""
+        """True with a teacher model, which takes the place of the reference. A teacher file is not a model."""
         return self.recipe.teacher is not None and self.recipe.teacher_file is None
 
     @property
@@ -336,7 +336,7 @@ class Sft(Task[Recipe]):
     @property
     def teacher_top_k(self) -> int:
         file = self.recipe.teacher_file
-        return 0 if file is None else TaughtRows.open(Path(file), self.recipe.kd_temperature).k
+        return 0 if file is None else TeacherFile.open(Path(file), self.recipe.kd_temperature).k
 
     @property
     def reference_key(self) -> str:
@@ -353,7 +353,7 @@ class Sft(Task[Recipe]):
 
 
 def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
-    """Make a batch of rows in one sequence, with their common beginnings once."""
+    """Return a batch of one sequence in which rows share their common beginnings."""
     collated = data.collate_prefixes(examples)
     branches = Branches.of_nodes(collated["nodes"])
     return train.PrefixBatch(
@@ -369,13 +369,13 @@ def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
 
 @dataclass(frozen=True)
 class Batches:
-    """Makes padded micro-batches of training units: examples, packs of them, or pieces of them."""
+    """Makes padded micro-batches of training units: rows, packs of rows, or pieces of rows."""
 
     prepared: data.PreparedData
     tokenizer: PreTrainedTokenizerBase | None
-    """None where batches are counted and not made."""
-    taught: TaughtRows | None = None
-    """Likeliest tokens of a teacher for the rows to train on, read from the recipe's file; None without one."""
+    """Tokenizer with the padding token; None if batches are only counted."""
+    teacher: TeacherFile | None = None
+    """Top-k tokens of a teacher for the training rows, from ``teacher_file``; None without this file."""
 
     @property
     def packed(self) -> bool:
@@ -385,7 +385,7 @@ class Batches:
 
     @property
     def padded(self) -> bool:
-        """True unless packed: padding in a packed sequence is a row by itself."""
+        """True unless sequences are packed: padding would be another row of a packed sequence."""
         return not self.packed
 
     @property
@@ -393,9 +393,9 @@ class Batches:
         return None if self.prepared.pieces is None else self.prepared.pieces.buckets
 
     def collate(self, sequences: Sequence[Sequence[data.Example]], *, packed: bool) -> train.MicroBatch:
-        """Make a batch of sequences, each of one example, or of several where they are packed."""
+        """Return a batch of sequences. Each sequence has one example, or several if ``packed``."""
         examples = [example for sequence in sequences for example in sequence]
-        assert self.tokenizer is not None, "a batch is padded with a token"
+        assert self.tokenizer is not None, "padding needs a tokenizer"
         origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
         if packed and self.prepared.packs is not None and self.prepared.packs.sizes is not None:
             return prefix_batch(examples)
@@ -405,7 +405,7 @@ class Batches:
 
     @property
     def num_train(self) -> int:
-        """Number of units to train on: examples, packs or pieces of them."""
+        """Number of units to train on: rows, packs of rows, or pieces of rows."""
         prepared = self.prepared
         return len(prepared.pieces or prepared.packs or prepared.train)
 
@@ -418,10 +418,10 @@ class Batches:
         if prepared.pieces is None:
             sequences = [self._unit(prepared.train, prepared.packs, unit) for unit in units]
             batch = self.collate(sequences, packed=self.packed)
-            if self.taught is None:
+            if self.teacher is None:
                 return batch
             rows = [example for sequence in sequences for example in sequence]
-            return replace(batch, top_k=self.taught.of(rows, batch.shift_labels))
+            return replace(batch, top_k=self.teacher.top_k(rows, batch.shift_labels))
         cut = [prepared.pieces.cut(prepared.train, unit) for unit in units]
         together = self.per_sequence(units[0])
         sequences = [cut[start : start + together] for start in range(0, len(cut), together)]
@@ -453,7 +453,7 @@ class Batches:
         return None if self.prepared.pieces is None else self.prepared.pieces.per_sequence()
 
     def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Iterate over batches of the held-out sequences, or of one set of them, in their own order."""
+        """Iterate over batches of the held-out sequences in their order; ``part`` limits them to one set."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
         rows = range(len(examples)) if part is None else range(part.start, part.stop)
         units = rows if packs is None else packs.of_rows(rows.start, rows.stop)

@@ -1,15 +1,14 @@
-"""The micro-batches of one optimizer step after another, shared between the ranks.
+"""Micro-batches of each optimizer step, divided among the ranks.
 
-A recipe with ``select_rows`` trains on a few rows of many: a large batch is drawn, and rows that stand for it are
-trained on.
+A recipe with ``select_rows`` draws a large batch for each step and trains on a few rows that represent it:
 
     next_step()   N times the rows of a step are drawn, in the order of the sampler
-                  each rank computes the sketch of the gradient of its share of them   (``train.sketch``)
-                  rank 0 chooses among all, for all ranks                              (``data.batches.medoids``)
-                  the chosen rows are a step like any other, shared between the ranks
+                  each rank computes gradient sketches of its share of these rows      (``train.sketch``)
+                  rank 0 chooses rows among all of them, for all ranks                 (``data.batches.medoids``)
+                  the chosen rows are divided among the ranks, as in any other step
 
-The choice is a function of the rows, the weights and the optimizer's state, and is not kept: a resumed run draws the
-step again and chooses the same rows. ``selected.jsonl`` has the choice of each step.
+The choice depends only on the rows, the weights and the optimizer state, so checkpoints do not contain it. A resumed
+run draws the same rows again and makes the same choice. ``selected.jsonl`` has the choice of each step.
 """
 
 from __future__ import annotations
@@ -38,26 +37,27 @@ from streamtune.train.sketch import RowSketch
 from streamtune.train.step import explain_out_of_memory
 
 WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
-"""Types of layers whose work grows with the tokens alone."""
+"""Types of layers without attention scores: their work is linear in the number of tokens."""
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """The predicted time of a row, in operations: a term in its tokens, and a term in their square.
+    """The predicted cost of a row, in operations: one term is linear in its length, the other quadratic.
 
-    Operations of a forward; the backward's are in about the same proportion for both terms:
+    Only the forward of a row with T tokens is counted. The backward multiplies both terms by about the same factor:
 
         2 P T               matrix products with P weights of layers and head
-        2 sum(H D) T^2      scores and weighted values of causal attention, H heads of D channels in each layer
-        4 sum(H D) W T      the same of a layer whose tokens see W others at most
+        2 sum(H D) T^2      causal attention, with H attention heads of D channels in each layer
+        4 sum(H D) W T      attention within a sliding window of W tokens
     """
 
     per_token: float = 1.0
+    """operations per token"""
     per_square: float = 0.0
-    """of the square of a row's tokens"""
+    """operations per squared length of a row"""
 
     def __call__(self, tokens: int, squares: int) -> float:
-        """Return the cost of a unit, given its tokens and the sum of the squares of its rows' lengths."""
+        """Return the cost of a unit of ``tokens`` tokens; ``squares`` is the sum of the squared lengths of its rows."""
         return self.per_token * tokens + self.per_square * squares
 
     @classmethod
@@ -66,7 +66,7 @@ class RowCost:
         config = base.config.get_text_config(decoder=True)
         embedding: Any = base.get_input_embeddings()
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        weights = sum(_active(name, parameter, config) for name, parameter in model.named_parameters())
+        weights = sum(_weights_per_token(name, parameter, config) for name, parameter in model.named_parameters())
         per_token = 2.0 * (weights - (0 if tied else models.count_weights(embedding.weight)))
         heads = getattr(config, "num_attention_heads", None)
         heads = heads if isinstance(heads, int) else 0
@@ -83,8 +83,8 @@ class RowCost:
         return cls(max(per_token, 1.0), per_square)
 
 
-def _active(name: str, parameter: nn.Parameter, config: Any) -> float:
-    """Return how many weights of a parameter a token is multiplied with: of experts, only the chosen ones."""
+def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float:
+    """Return how many weights of a parameter one token is multiplied with. Of experts, only the chosen ones count."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = chosen / experts if ".experts." in name and experts and chosen else 1.0
@@ -92,7 +92,7 @@ def _active(name: str, parameter: nn.Parameter, config: Any) -> float:
 
 
 def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
-    """Iterate over this rank's part of some batches. Each rank gets as many, with a filler where there are too few."""
+    """Iterate over this rank's share of the batches. All ranks get the same number; fillers replace missing batches."""
     together = iter(batches)
     while at_once := list(islice(together, world.data_size)):
         filler = replace(at_once[0], filler=True)
@@ -100,18 +100,18 @@ def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterat
 
 
 class Units(Protocol):
-    """Numbered units to train on."""
+    """Protocol of the objects that have numbered units to train on."""
 
     @property
     def num_train(self) -> int: ...
 
 
 class Trainable(Units, Protocol):
-    """Something that makes micro-batches of numbered training units."""
+    """Protocol of the objects that make micro-batches of numbered training units."""
 
     @property
     def mixture(self) -> data.Mixture | None:
-        """Visits of an epoch to the units of each source; None visits each unit once."""
+        """Number of visits per epoch to the units of each source; None: each unit once."""
         ...
 
     @property
@@ -121,7 +121,7 @@ class Trainable(Units, Protocol):
 
     @property
     def buckets(self) -> npt.NDArray[np.int64] | None:
-        """[units] the bucket length of each; None where units have any length."""
+        """Bucket length of each unit, [units]; None without buckets."""
         ...
 
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -129,26 +129,28 @@ class Trainable(Units, Protocol):
         ...
 
     def squares(self) -> npt.NDArray[np.int64]:
-        """Return the sum of the squares of the lengths of each unit's rows, [units]."""
+        """Return the sum of the squared lengths of each unit's rows, [units]."""
         ...
 
     def per_sequence(self, unit: int) -> int:
-        """Return how many units of the same bucket a sequence of a batch holds."""
+        """Return how many units from the bucket of ``unit`` one sequence of a batch holds."""
         ...
 
     def training(self, units: Sequence[int]) -> train.MicroBatch: ...
 
 
 class Steps:
-    """The training units, in the order of the recipe, as the micro-batches of one optimizer step after the other.
+    """Makes the micro-batches of one optimizer step after another, from the training units in the recipe's order.
 
-    With ``dataloader_num_workers`` so many threads prepare the next steps while one is trained on. The position of the
-    stream is behind the last step returned, not the last step prepared.
+    During a step, ``dataloader_num_workers`` threads prepare the next steps. The position that is saved is after the
+    last returned step, not after the last prepared one.
 
     Args:
-        world: The ranks that share a step. The units of a step depend on their number only where the recipe counts the
+        batches: Makes a micro-batch of given units.
+        recipe: Settings of the batches.
+        world: Ranks that share a step. The units of a step depend on the number of ranks only if the recipe counts the
             micro-batches of one rank (``batching: rows`` without ``train_batch_size``).
-        cost: The predicted time of a unit, by which units are assigned to ranks.
+        cost: Predicted cost of a unit, by which units are assigned to ranks.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Steps:
         self._position = self.sampler.state_dict()
 
     def next_step(self) -> list[train.MicroBatch]:
-        """Return this rank's micro-batches. No step reaches over the end of an epoch."""
+        """Return this rank's micro-batches of the next step. A step never spans two epochs."""
         if self._pool is None:
             step = self._make(self._draw())
             self._position = self.sampler.state_dict()
@@ -184,7 +186,7 @@ class Steps:
         if isinstance(self.sampler, data.StepSampler):
             return self.sampler.next_step()
         while not (step := next(self.sampler.batches(self.step_size), [])):
-            pass  # The epoch was over; asking has moved the sampler on to the next one.
+            pass  # The epoch is over, and this call has moved the sampler to the next one.
         return step
 
     def _make(self, units: Sequence[int]) -> list[train.MicroBatch]:
@@ -196,7 +198,7 @@ class Steps:
             padded=self.batches.padded,
         )
         mine = shares[self.world.data_rank]
-        # A rank without a row of its own computes the shortest of the others': it waits for them in any case.
+        # A rank without rows computes the shortest row of the step as a filler: it would wait for the others anyway.
         shortest = min(units, key=self._cost_of) if not all(mine) else 0
         return [
             self.batches.training(batch) if batch else replace(self.batches.training([shortest]), filler=True)
@@ -207,7 +209,7 @@ class Steps:
         return self.cost(int(self._lengths[unit]), int(self._squares[unit]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the sampler after the last step that was returned."""
+        """Return the position of the sampler after the last returned step."""
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,7 +220,7 @@ class Steps:
 
 
 def make_sampler(batches: Trainable, recipe: BatchSettings) -> data.ResumableSampler | data.StepSampler:
-    """Return the sampler of single rows, or of whole steps where tokens are counted."""
+    """Return a sampler of single units, or of whole steps if the size of a step is counted in tokens."""
     if batches.buckets is None or recipe.tokens_per_batch is None:
         rows = data.ResumableSampler(
             batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
@@ -243,29 +245,29 @@ def first_epoch(batches: Trainable, recipe: BatchSettings) -> data.EpochSteps:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Number of optimizer steps, and of steps over which the learning rate rises."""
+    """Numbers of optimizer steps: of the run, of an epoch, and of the warm-up."""
 
     total_steps: int
     steps_per_epoch: int | None
-    """None where rows are streamed: how many there are is not known."""
+    """Steps of the first epoch; None for streamed rows, whose number is unknown."""
     warmup_steps: int
     supervised_steps: int = 0
-    """Supervised steps before the first rollout, among the ``total_steps``."""
+    """Supervised steps before the first rollout; ``total_steps`` includes them."""
 
     @property
     def unfinished_warmup(self) -> str | None:
-        """A note if the run ends before its learning rate has risen; None if it does not."""
+        """Note that the run ends before its warm-up does; None if the warm-up ends in time."""
         steps = self.total_steps - self.supervised_steps
         if self.warmup_steps < max(1, steps):
             return None
         return (
-            f"the learning rate rises for {self.warmup_steps:,} steps and the run has {steps:,}: it ends at "
+            f"warm-up takes {self.warmup_steps:,} steps, but the run has {steps:,}: the learning rate ends at "
             f"{steps / (self.warmup_steps + 1):.0%} of learning_rate; write fewer warmup_steps, or warmup_ratio: 0.03"
         )
 
 
 def scaled_rate(recipe: BatchSettings, world: train.World) -> float:
-    """Return the peak learning rate: the recipe's, scaled by the size of a step where it says so."""
+    """Return the peak learning rate: the recipe's, scaled by the size of a step if ``lr_scaling_base`` is set."""
     if recipe.lr_scaling_base is None:
         return recipe.learning_rate
     size = recipe.tokens_per_batch
@@ -276,13 +278,14 @@ def scaled_rate(recipe: BatchSettings, world: train.World) -> float:
 
 
 def accumulation(recipe: BatchSettings, world: train.World) -> int:
-    """Return the number of micro-batches of a rank in one optimizer step.
+    """Return how many micro-batches one rank computes in an optimizer step.
 
-    Where a step is counted in tokens, the number is for rows of ``max_length`` tokens. Shorter rows make more, so it is
-    at least two unless they share a sequence: the gradients of the first are there during the second.
+    If the size of a step is counted in tokens, the number is for rows of ``max_length`` tokens. Shorter rows make more
+    micro-batches, so the number is at least two, unless buckets are packed. With two, gradients of the first
+    micro-batch occupy memory during the second.
 
     Raises:
-        ArgumentError: The rows of a step are not a multiple of the rows of all ranks' micro-batches.
+        ArgumentError: ``train_batch_size`` is not a multiple of the rows that all ranks compute at a time.
     """
     if recipe.tokens_per_batch is not None:
         at_once = recipe.per_device_train_batch_size * recipe.max_length * world.data_size
@@ -294,31 +297,32 @@ def accumulation(recipe: BatchSettings, world: train.World) -> int:
     if recipe.train_batch_size % at_once:
         ranks = f"{world.data_size} ranks" if world.data_size > 1 else "one rank"
         raise ArgumentError(
-            f"train_batch_size is {recipe.train_batch_size}, and {ranks} with per_device_train_batch_size "
-            f"{recipe.per_device_train_batch_size} compute {at_once} rows at a time, which does not divide it",
+            f"train_batch_size must be a multiple of {at_once}, found {recipe.train_batch_size}: {ranks} with "
+            f"per_device_train_batch_size {recipe.per_device_train_batch_size} compute {at_once} rows at a time",
             where="train_batch_size",
-            fix=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
+            fix=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or use another number of ranks",
         )
     return recipe.train_batch_size // at_once
 
 
 SKETCH = 512
-"""Numbers of a sketch: distances of a few hundred rows are kept within about a tenth."""
+"""Size of a gradient sketch: it preserves the distances between a few hundred rows to about 10%."""
 
 
 class SelectedSteps(Steps):
-    """The :class:`streamtune.train.StepStream` of a run that chooses the rows of its steps; see the module.
+    """Steps whose rows are chosen among the drawn rows (``select_rows``); see the module.
 
     Args:
-        batches: Makes batches of single rows, and of the chosen ones.
-        recipe: Settings of :class:`Steps`; the rows of ``select_from`` steps are drawn for each step.
-        cost: The predicted time of a row.
-        sketch: Computes the sketch of a row.
-        bounds: [sources + 1] the first row of each source, and the number of all.
-        sizes: [sources] rows of each that an epoch visits.
+        batches: Makes micro-batches: of single rows for their sketches, and of the chosen rows.
+        recipe: Settings of :class:`Steps`. For each step, the rows of ``select_from`` steps are drawn.
+        world: Ranks that share a step.
+        cost: Predicted cost of a row.
+        sketch: Computes the gradient sketch of a row.
+        bounds: First row of each source, then the number of all rows, [sources + 1].
+        sizes: Number of rows of each source that an epoch visits, [sources].
         origin: Returns the name of a row, ``file:row``.
-        path: The file of choices.
-        taken: Steps that were taken before.
+        path: File that records the choices.
+        taken: Number of steps already taken.
     """
 
     def __init__(
@@ -342,20 +346,23 @@ class SelectedSteps(Steps):
         self.origin, self.path, self.taken = origin, path, taken
         self.fix = "write a smaller max_length, or delete select_rows"
         self.activity: Callable[[str], None] = lambda text: None
-        """Called with what is being done."""
+        """Called with a short text on what is being computed."""
         self.stopped: Callable[[], bool] = lambda: False
-        """Returns True if the run is to stop; then the step is any of the rows, and is not taken."""
+        """Returns True if a stop was requested. The step then has arbitrary rows, and is not taken."""
 
     def begin(self, backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
-        """Take what a choice needs of the run. Choices after the step that it goes on from are made again."""
-        assert isinstance(backend, TorchBackend), "no other has the moments of a whole weight"
+        """Get the optimizer, the progress display and the stop request, and delete later records of the choices.
+
+        Later means after the step from which the run resumes: those choices are made again.
+        """
+        assert isinstance(backend, TorchBackend), "other backends have no optimizer moments of whole weights"
         self.sketch.optimizer, self.activity = backend.optimizer, progress.activity
         self.stopped = lambda: stop.requested
         if self.world.is_main:
             cut_after_step(self.path, self.taken)
 
     def next_step(self) -> list[train.MicroBatch]:
-        """Return a step of chosen rows; the last of an epoch is chosen from fewer rows."""
+        """Return this rank's micro-batches of chosen rows. The last step of an epoch chooses from fewer rows."""
         drawn = self._draw()
         count = -(-len(drawn) // self.times)
         points = self._sketches(drawn)
@@ -376,7 +383,7 @@ class SelectedSteps(Steps):
         return step
 
     def _sketches(self, drawn: Sequence[int]) -> np.ndarray | None:
-        """Return the sketches of all rows, ``[rows, k]``, the same on every rank; None where the run is to stop."""
+        """Return the sketches of all drawn rows, ``[rows, k]``, equal on every rank; None if a stop was requested."""
         places = range(len(drawn))
         shares = data.assign_rows(
             places, lambda place: self._cost_of(drawn[place]), ranks=self.world.data_size, batch_size=1

@@ -1,7 +1,7 @@
-"""The micro-batches of rows that are streamed: read, rendered and fitted as training goes.
+"""Micro-batches of streamed rows, which are read, rendered and cut to length during training.
 
-Each rank reads and renders the rows of a whole step and computes its share of them, so that ranks need not exchange
-rows. A step has the same rows on any number of ranks.
+Each rank reads and renders all rows of a step and computes its share of them, so ranks do not exchange rows. The order
+of the rows does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamtune.tasks.steps import RowCost, accumulation
 from streamtune.train.staging import replace_file
 
 SAMPLED = 1000
-"""First rows of each dataset that stand for the others where no stream is trained on: on screens, in comparisons."""
+"""Number of rows that are read from each streamed dataset as a sample, for screens and comparisons."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class StreamReport:
     """Facts about streamed rows that are known before they are read."""
 
     paths: Sequence[str]
-    """the datasets that are trained on"""
+    """paths of the datasets to train on"""
     buffer: int
-    """rows that the next one is drawn from; 1 keeps the order"""
+    """size of the shuffle buffer in rows; 1 keeps the order"""
     max_length: int
     held_out: data.DataReport | None
-    """the report of the rows that are held out; None without any"""
+    """report on the held-out rows; None without any"""
 
     @property
     def length_percentiles(self) -> dict[str, int]:
-        """The longest row there may be: the longest there is is unknown, so this one is planned for."""
+        """Only the maximum, ``max_length``: the longest row is unknown, so the longest possible one is planned for."""
         return {"max": self.max_length}
 
     def describe(self) -> str:
@@ -54,7 +54,7 @@ class StreamReport:
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """The rows of a run that streams them: a stream to train on, and held-out rows that are prepared as usual."""
+    """The rows of a run with ``streaming: true``: a stream to train on, and held-out rows prepared in advance."""
 
     stream: data.RowStream
     held_out: data.PreparedData | None
@@ -64,16 +64,16 @@ class StreamedRows:
 
     @property
     def bad_rows(self) -> Sequence[Any]:
-        """Faulty rows of the eval sets; faulty rows of the stream are written down as they are met."""
+        """Faulty rows of the eval sets. Faulty rows of the stream are recorded when they are read."""
         return () if self.held_out is None else self.held_out.bad_rows
 
     @property
     def train(self) -> Sequence[data.Example]:
-        """Empty: they are not known."""
+        """Empty: streamed rows are not known in advance."""
         return ()
 
     def first(self, count: int) -> list[data.Example]:
-        """Return the first examples in the order of the sources."""
+        """Return the first ``count`` examples in the order of the sources, or all if there are fewer."""
         options = replace(self.stream.options, shuffle_buffer=1, processes=1)
         stream = data.RowStream(self.stream.sources, self.stream.tokenizer, options)
         found: list[data.Example] = []
@@ -94,16 +94,20 @@ class StreamedRows:
 
 
 class StreamSteps:
-    """The examples of a stream as the micro-batches of one optimizer step after the other. None reaches over a pass.
+    """Makes the micro-batches of one optimizer step after another from a stream.
 
-    With ``dataloader_num_workers`` one thread prepares so many coming steps while one is trained on. The position is
-    behind the last step returned, not the last step prepared.
+    A step never spans two passes over the data. During a step, one thread prepares the next ``dataloader_num_workers``
+    steps. The position that is saved is after the last returned step, not after the last prepared one.
 
     Args:
-        cost: The predicted time of a row, by which rows are assigned to ranks.
+        stream: Rows to train on.
+        collate: Makes a micro-batch of examples.
+        recipe: Settings of the batches.
+        world: Ranks that share a step.
+        cost: Predicted cost of a row, by which rows are assigned to ranks.
 
     Attributes:
-        tell: Called by the thread that trains with messages of the stream, and the errors of rows that it left out.
+        tell: Called by the training thread with messages of the stream, and with the errors of rows that it left out.
     """
 
     def __init__(
@@ -124,24 +128,24 @@ class StreamSteps:
         self._errors: deque[DataError] = deque()
         stream.notify, stream.left_out = self._messages.append, self._errors.append
         self.taken = 0
-        """steps returned"""
+        """number of returned steps"""
         self._pool = ThreadPoolExecutor(1, "batches") if self.ahead else None
         self._coming: list[Future[tuple[list[train.MicroBatch], data.StreamPosition]]] = []
         self._begin(data.StreamPosition())
 
     def _begin(self, start: data.StreamPosition) -> None:
-        self._position = self._behind = start
-        """of the last step returned, and of the last one drawn"""
+        self._position = self._drawn_position = start
+        """positions after the last returned step, and after the last drawn step"""
         self._examples: Generator[tuple[data.Example | None, data.StreamPosition]] = self.stream.examples(start)
         self._held: tuple[data.Example, data.StreamPosition] | None = None
-        """an example that was too long for the step before"""
+        """an example that did not fit into the last drawn step, and the position after it"""
         self._begun = False
 
     def next_step(self) -> list[train.MicroBatch]:
-        """Return this rank's micro-batches.
+        """Return this rank's micro-batches of the next step.
 
         Raises:
-            DataError: A row is bad, or a file was replaced, see :meth:`streamtune.data.RowStream.examples`.
+            DataError: A row is faulty, or a file was replaced; see :meth:`streamtune.data.RowStream.examples`.
         """
         if self._pool is None or not self._begun:  # processes are started by this thread, which handles signals
             self._begun = True
@@ -158,8 +162,8 @@ class StreamSteps:
         return step
 
     def _make(self) -> tuple[list[train.MicroBatch], data.StreamPosition]:
-        """Return this rank's micro-batches of the next step, and the position behind it."""
-        rows = self._take()
+        """Return this rank's micro-batches of the next step, and the position after that step."""
+        rows = self._draw()
         self.stream.check_files()
         shares = data.assign_rows(
             range(len(rows)),
@@ -168,38 +172,38 @@ class StreamSteps:
             batch_size=self.batch_size,
         )
         mine = shares[self.world.data_rank]
-        # A rank without a row of its own computes the shortest of the others': it waits for them in any case.
+        # A rank without rows computes the shortest row of the step as a filler: it would wait for the others anyway.
         shortest = min(rows, key=self._cost_of)
         batches = [
             self.collate([rows[row] for row in batch]) if batch else replace(self.collate([shortest]), filler=True)
             for batch in mine
         ]
-        return batches, self._behind
+        return batches, self._drawn_position
 
-    def _take(self) -> list[data.Example]:
+    def _draw(self) -> list[data.Example]:
         rows: list[data.Example] = []
         tokens = 0
         while self.budget is not None or len(rows) < self.step_size:
-            example, behind = self._held or next(self._examples)
+            example, position = self._held or next(self._examples)
             self._held = None
             if example is None:
-                self._behind = behind
+                self._drawn_position = position
                 if rows:
                     break
                 continue
             tokens += example.num_tokens
             if self.budget is not None and rows and tokens > self.budget:
-                self._held = (example, behind)
+                self._held = (example, position)
                 break
             rows.append(example)
-            self._behind = behind
+            self._drawn_position = position
         return rows
 
     def _cost_of(self, example: data.Example) -> float:
         return self.cost(example.num_tokens, example.num_tokens**2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last step that was returned, and what decides the order."""
+        """Return the position after the last returned step, and the seed and buffer size that determine the order."""
         return {**self._order(), **self._position.to_json()}
 
     def _order(self) -> dict[str, Any]:
@@ -211,14 +215,14 @@ class StreamSteps:
             if state.get(key) != mine:
                 raise CheckpointError(
                     f"the checkpoint streams the data with {key} = {state.get(key)}, this run with {mine}",
-                    fix="resume with the settings the checkpoint was made with",
+                    fix="resume with the settings of the checkpoint",
                 )
         self._stop()
         known = data.StreamPosition().to_json()
         place = {name: state[name] for name in known}
         if any(type(count) is not int or count < 0 for name, count in place.items() if name != "counts"):
             raise CheckpointError(
-                f"the checkpoint is at row {place['rows']} of pass {place['epoch']}, which is no place",
+                f"the checkpoint has an invalid position: row {place['rows']} of pass {place['epoch']}",
                 fix="use another checkpoint: --resume PATH",
             )
         self._begin(data.StreamPosition(**place))
@@ -232,14 +236,14 @@ class StreamSteps:
         self._examples.close()
 
     def close(self) -> None:
-        """End the thread, and the processes that render."""
+        """Stop the thread, and the processes that render rows."""
         self._stop()
         if self._pool is not None:
             self._pool.shutdown()
 
 
 def record_bad_rows(path: Path, errors: Sequence[DataError]) -> None:
-    """Add rows that were left out to the record of the run, each once: the next pass meets them again."""
+    """Add left-out rows to the run's file of bad rows. A row is recorded once, although every pass reads it again."""
     rows: dict[str, dict[str, str]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = {each["row"]: each for each in json.loads(path.read_text("utf-8"))["bad_rows"]}

@@ -1,10 +1,10 @@
-"""The contract of an objective: what it adds to a run, a plan, a probe and a verification.
+"""Base classes of the tasks: what an objective adds to a run, a plan, a probe and a verification.
 
-    of_run, check_ranks          the settings of its loss, before anything is loaded
-    prepare, longest             its data
-    completions, reference ...   the shape of its micro-batches, and what they are compared with
-    batches, count_steps         its micro-batches, and the number of its optimizer steps
-    objective, training          its loss, and everything that the training loop is run with
+    of_run, check_ranks          checks of its settings, before anything is loaded
+    prepare, longest             its rows as token ids, and the length of the longest row
+    completions, reference ...   the shape of its micro-batches, and the model that it compares with
+    batches, count_steps         its micro-batches, and the number of optimizer steps
+    objective, training          its loss, and all that it passes to the training loop
 
 :data:`streamtune.tasks.TASKS` has one class for each ``objective`` of a recipe.
 """
@@ -45,31 +45,31 @@ R_co = TypeVar("R_co", bound=Recipe, covariant=True)
 ScoringR_co = TypeVar("ScoringR_co", bound=DpoRecipe | GrpoRecipe, covariant=True)
 
 Notify = Callable[[str], None]
-"""Called with messages for the user, a sentence at a time."""
+"""Called with each message for the user: one sentence."""
 
 Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
-"""Called before the first step with the objects that a stream of steps may need."""
+"""Called before the first step with the backend, the progress display and the stop request."""
 
 RandomStep = tuple[train.Objective, Callable[[], Sequence[train.MicroBatch]]]
-"""An objective, and a function that makes the micro-batches of a step of random tokens."""
+"""An objective, and a function that returns the micro-batches of one step of random tokens."""
 
 
 class PreparedRows(Protocol):
-    """Rows as token ids, of any objective."""
+    """The prepared rows of any objective, as token ids."""
 
     @property
     def fingerprint(self) -> str:
-        """The hash of all rows, in their order."""
+        """Hash of all rows, in order."""
         ...
 
     @property
     def report(self) -> Any:
-        """Counts and lengths of the rows: ``describe()`` and ``length_percentiles``."""
+        """Report on the rows: their counts (``describe()``) and lengths (``length_percentiles``)."""
         ...
 
     @property
     def bad_rows(self) -> Sequence[Mapping[str, str]]:
-        """The rows that were left out as faulty, each with what is wrong with it."""
+        """The faulty rows that were left out, each with its error."""
         ...
 
     @property
@@ -84,13 +84,13 @@ class PreparedRows(Protocol):
 
     @property
     def eval_sets(self) -> Sequence[data.EvalSet]:
-        """The named parts of the held-out rows; none where they have no names."""
+        """The named sets of held-out rows; empty if held-out rows have no set names."""
         ...
 
 
 @dataclass(kw_only=True)
 class Built:
-    """The parts of a built run that a task makes its training of."""
+    """The parts of a built run, from which a task makes its :class:`Training`."""
 
     device: torch.device
     world: train.World
@@ -98,7 +98,7 @@ class Built:
     """True if each rank holds a part of the weights."""
     directory: train.RunDirectory
     first_step: int
-    """The step that the run goes on from; 0 at the beginning."""
+    """Number of steps that the run has already taken: the checkpoint's step, or 0 for a new run."""
     tokenizer: PreTrainedTokenizerBase
     prepared: Any
     """The task's own data, from :meth:`Task.prepare`."""
@@ -108,12 +108,12 @@ class Built:
     """The streamed model."""
     handle: StreamHandle
     reference: train.Reference | None
-    """None where the loss has none."""
+    """The reference or teacher; None if the loss uses none."""
     share: bool
     """True if completions share their prompts."""
     plan: StepPlan
     closing: ExitStack = field(default_factory=ExitStack)
-    """Closes what the run holds open: engines that gather weights, processes that render rows."""
+    """Closes the open resources of the run, such as processes that render rows and engines that gather weights."""
 
     @property
     def backend(self) -> train.Backend:
@@ -123,26 +123,27 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Everything of an objective that the training loop is run with."""
+    """All that an objective passes to the training loop."""
 
     objective: train.Objective
     steps: train.StepStream
     held_out: train.HeldOut
-    """Makes the held-out micro-batches of each set, anew at each call; empty where nothing is held out."""
+    """Name of a held-out set -> function that iterates over its micro-batches, from the first one at each call. Empty
+    without held-out rows."""
     learning_rate_at: Callable[[int], float]
-    """The learning rate of each step, from 0."""
+    """Returns the learning rate of a step; the first step is 0."""
     begin: Begin = lambda backend, progress, stop: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialStep:
-    """The model, the reference and the shape of a step of random tokens that the probe runs."""
+    """The model, the reference and the batch shape of a step of random tokens, as the probe runs it."""
 
     model: Any
     handle: StreamHandle | None
-    """None where the model is not streamed: a baseline."""
+    """Handle of the streamed model; None for a baseline, whose model is not streamed."""
     scorer: Any
-    """Computes log-probs for objectives: the handle, or ordinary logits."""
+    """Computes log-probs for the objective: the handle, or an object that uses ordinary logits."""
     reference: train.Reference | None
     length: int
     batch_size: int
@@ -156,18 +157,18 @@ class TrialStep:
 
 
 class Task(ABC, Generic[R_co]):
-    """An objective with its recipe. Methods that are not abstract suit a loss on rows of next tokens."""
+    """An objective and its recipe. Methods that are not abstract fit a next-token loss on rows."""
 
     shortest: ClassVar[int] = 2
-    """Tokens of the shortest row: of a prompt and a completion, two each, where completions are scored."""
+    """Fewest tokens of a row: 2; or 4 if completions are scored, two of the prompt and two of the completion."""
     scores: ClassVar[bool] = False
-    """True if completions are scored token by token, instead of a loss on the next tokens of rows."""
+    """True if the objective reads the score of each token of a completion; False for a next-token loss on rows."""
 
     def __init__(self, recipe: R_co) -> None:
         self.recipe = recipe
 
     def with_recipe(self, recipe: Any) -> Self:
-        """Return the task with another recipe of the same objective, and all else that it was made with."""
+        """Return a copy of the task with another recipe of the same objective; all else stays, such as its rewards."""
         other = copy(self)
         other.recipe = recipe
         return other
@@ -176,7 +177,7 @@ class Task(ABC, Generic[R_co]):
 
     @classmethod
     def of_run(cls, recipe: Any, folder: Path, notify: Notify) -> Self:
-        """Return the task of a run: its settings are checked, and code that the recipe names is loaded.
+        """Return the task of a run, after checking its settings and loading the code that the recipe names.
 
         Raises:
             ArgumentError: The loss does not read a setting, or does not accept its value.
@@ -184,7 +185,7 @@ class Task(ABC, Generic[R_co]):
         return cls(recipe)
 
     def check_ranks(self, device: torch.device, world: train.World) -> None:
-        """Raise ``ArgumentError`` if the ranks cannot compute the objective, before anything is loaded."""
+        """Raise ``ArgumentError`` if these ranks cannot compute the objective. Called before anything is loaded."""
 
     @property
     def unit(self) -> str:
@@ -193,7 +194,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def step_unit(self) -> str:
-        """Name of the unit that an optimizer step is counted in."""
+        """Name of the unit in which the size of an optimizer step is shown."""
         return self.unit
 
     # --- data --------------------------------------------------------------------------------------------------
@@ -207,17 +208,20 @@ class Task(ABC, Generic[R_co]):
         *,
         val_size: float | None = None,
     ) -> PreparedRows:
-        """Return the rows as token ids. Messages are passed on at the end: earlier they would interrupt the live count.
+        """Return the rows as token ids.
 
         Args:
-            val_size: The held-out part; None is the recipe's.
+            sources: Data sources to read.
+            tokenizer: Tokenizer of the model.
+            notify: Called after all rows are read, because messages would interrupt the live count.
+            val_size: Held-out fraction, or number of held-out rows; None takes the recipe's value.
 
         Raises:
-            DataError: A row cannot be trained on; it names the file and line.
+            DataError: A row cannot be trained on; the error names file and line.
         """
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
-        """Return the options of preparing rows; ``val_size`` None is the recipe's."""
+        """Return the options for preparing rows; ``val_size`` replaces the recipe's value unless it is None."""
         recipe = self.recipe
         return data.DataOptions(
             max_length=recipe.max_length,
@@ -240,7 +244,7 @@ class Task(ABC, Generic[R_co]):
     def prepare_training(
         self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
     ) -> PreparedRows:
-        """Return the rows of a run; without rows to train on where they are streamed."""
+        """Return the rows of a run. Rows that the recipe streams are not among them: training reads these."""
         return self.prepare(sources, tokenizer, notify)
 
     def longest(self, prepared: PreparedRows) -> int:
@@ -249,26 +253,27 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def row_limit(self) -> tuple[str, int]:
-        """The key that limits the tokens of a row as it is prepared, and its value."""
+        """The recipe key that limits the length of a row when it is prepared, and its value."""
         return "max_length", self.recipe.max_length
 
     def batch_facts(self, prepared: Any, *, try_packing: bool = True) -> data.BatchFacts | None:
-        """Return measures of the batches of the first epoch on one rank; None where they depend on the model.
+        """Return statistics of the first epoch's batches on one rank; None if they depend on the model.
 
         Args:
-            try_packing: Pack rows that are not packed too, which takes some seconds for a million.
+            prepared: The rows, from :meth:`prepare`.
+            try_packing: Also compute how unpacked rows would pack; takes some seconds per million rows.
         """
         return None
 
     def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
-        """Return the data of :meth:`prepare` with these rows in place of the held-out rows."""
+        """Return a copy of the data of :meth:`prepare` in which ``rows`` replace the held-out rows."""
         return replace(prepared, validation=rows, eval_sets=())
 
     # --- shapes ------------------------------------------------------------------------------------------------
 
     @property
     def compares(self) -> bool:
-        """True if the objective compares with a reference."""
+        """True if the loss compares with a reference or a teacher model."""
         return False
 
     @property
@@ -278,12 +283,12 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def temperature(self) -> float:
-        """The number that logits are divided by."""
+        """Temperature by which logits are divided."""
         return 1.0
 
     @property
     def reference_name(self) -> str | None:
-        """The model that the recipe names as reference, if it names one."""
+        """The recipe's name of the reference model; None if the recipe names none."""
         return None
 
     @property
@@ -293,14 +298,14 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def holds_reference(self) -> bool:
-        """True if a second model is held: a named reference, or a copy where all weights are trained."""
+        """True if a second model is in memory: a named reference or, in full fine-tuning, a copy of the model."""
         if not self.compares or self.precomputes:
             return False
         return self.recipe.finetuning_type == "full" or self.reference_name is not None
 
     @property
     def may_share(self) -> bool:
-        """True if completions have prompts in common, and the recipe does not keep them apart."""
+        """True if the recipe allows completions to share their prompts."""
         return self.share_prefix != "never"
 
     @property
@@ -317,12 +322,13 @@ class Task(ABC, Generic[R_co]):
         """Return True if the recipe allows completions to share their prompts, and a test shows that the model can.
 
         Args:
-            model: The model on its device, not streamed; left as it is.
-            notify: Called with the reason if it cannot.
-            beside: A reference that is another model, and is called with the same sequences; None without one.
+            model: The unstreamed model on its device; it is not changed.
+            notify: Called with the reason if prompts cannot be shared.
+            beside: Second model, the reference, which gets the same sequences; None without one. It is tested only if
+                the recipe names it.
 
         Raises:
-            UnsupportedModelError: They cannot, and the recipe asks for it.
+            UnsupportedModelError: Prompts cannot be shared, and the recipe says ``share_prefix: always``.
         """
         if not self.may_share:
             return False
@@ -334,12 +340,12 @@ class Task(ABC, Generic[R_co]):
         limit, what = longest_unscaled(model.config), ""
         if limit is not None and self.recipe.max_length > limit:
             what = (
-                f"its rotary embeddings change above {limit:,} tokens, and completions of up to "
-                f"{self.recipe.max_length:,} may be on both sides"
+                f"its rotary embeddings change above {limit:,} tokens, so completions of up to "
+                f"{self.recipe.max_length:,} may need different ones"
             )
             fix = f"max_length: {limit}"
         elif self.recipe.sequence_parallel_size > 1 and (kind := hybrid_layer(model)) is not None:
-            what = f"{kind} both attends and carries a state, and ranks share its sequences"
+            what = f"{kind} has both attention and a recurrent state, and ranks share its sequences"
             fix = "sequence_parallel_size: 1"
         if what:
             if self.share_prefix == "always":
@@ -358,18 +364,19 @@ class Task(ABC, Generic[R_co]):
         return True
 
     def completions(self, *, share: bool = True) -> Completions | None:
-        """Return the completions of a micro-batch, by length and batch size; None if the loss is on next tokens.
+        """Return a function from length and batch size to the shape of a micro-batch; None for a next-token loss.
 
-        ``share``: the model can share prompts. The recipe may still forbid it.
+        Args:
+            share: True if the model can share prompts. The recipe may still forbid it.
         """
         return None
 
     def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions | None:
-        """Return :meth:`completions` as large as the run's own data makes them."""
+        """Return the function of :meth:`completions`, with shapes that are measured on the run's own rows."""
         return self.completions(share=share)
 
     def planned_length(self, longest: int) -> int:
-        """Return how many tokens the longest sequence of a micro-batch has, for rows of at most ``longest``."""
+        """Return how many tokens the longest sequence of a micro-batch has, for rows of at most ``longest`` tokens."""
         return longest
 
     def check_model(self, handle: StreamHandle) -> None:
@@ -379,22 +386,28 @@ class Task(ABC, Generic[R_co]):
 
     @abstractmethod
     def batches(self, prepared: Any, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Units:
-        """Return the object that makes micro-batches of the data."""
+        """Return the object that makes micro-batches of the prepared rows."""
 
     @abstractmethod
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """Return the loss.
 
         Args:
-            scorer: The handle of the streamed model, or another object that computes log-probs.
-            reference: None where the loss has none.
+            scorer: Handle of the streamed model, or another object that computes log-probs.
+            reference: Reference or teacher; None if the loss uses none.
+            device: Device of the micro-batches.
         """
 
     def count_steps(self, batches: Any, micro_batches: int, world: train.World) -> StepPlan:
-        """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out.
+        """Return the number of optimizer steps. The last step of an epoch may have fewer micro-batches.
 
-        Where steps are counted in tokens epochs differ in steps; ``steps_per_epoch`` is of the first. ``micro_batches``
-        are those of a rank in a step.
+        If the size of a step is counted in tokens, epochs may differ in steps; ``steps_per_epoch`` is the first
+        epoch's.
+
+        Args:
+            batches: The task's batches, from :meth:`batches`.
+            micro_batches: Number of micro-batches of one rank in a step.
+            world: Ranks that share a step.
         """
         recipe = self.recipe
         sampler = make_sampler(batches, recipe)
@@ -406,7 +419,7 @@ class Task(ABC, Generic[R_co]):
         total_steps = recipe.max_steps
         if total_steps < 0:
             total_steps = math.ceil(steps_per_epoch * recipe.num_train_epochs)
-            if isinstance(sampler, data.StepSampler):  # whose epochs have not all as many steps
+            if isinstance(sampler, data.StepSampler):  # epochs may differ in steps
                 whole = int(recipe.num_train_epochs)
                 total_steps = sum(len(sampler.epoch_steps(epoch)) for epoch in range(whole))
                 if part := recipe.num_train_epochs - whole:
@@ -422,7 +435,7 @@ class Task(ABC, Generic[R_co]):
         return data.trained_ends(prepared.train, tokenizer, chat_options(self.recipe))
 
     def training(self, built: Built) -> Training:
-        """Return everything of the objective that the training loop is run with."""
+        """Return all that the objective passes to the training loop."""
         recipe = self.recipe
         held_out = partial(built.batches.held_out, recipe.per_device_eval_batch_size)
         return Training(
@@ -440,12 +453,12 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def token_loss(self) -> TokenLoss:
-        """The loss of a target token of supervised rows."""
+        """Loss of one target token of a supervised row."""
         return TokenLoss()
 
     @property
     def teacher_top_k(self) -> int:
-        """Number of a teacher's likeliest tokens that a file has of each target; 0 without such a file."""
+        """Number of top-k tokens that the teacher file has for each target; 0 without a teacher file."""
         return 0
 
     # --- trials and comparisons --------------------------------------------------------------------------------
@@ -454,8 +467,8 @@ class Task(ABC, Generic[R_co]):
     def random_step(self, trial: TrialStep) -> RandomStep:
         """Return the objective and the micro-batches of a training step of random tokens, in the recipe's shape.
 
-        Gradients are accumulated over two micro-batches where the recipe does so over several. The gradients of the
-        first are there during the second, and more micro-batches add nothing.
+        If the recipe accumulates gradients, the step has two micro-batches. Gradients of the first occupy memory
+        during the second; further micro-batches would add nothing to the peak.
         """
 
     def _micro_batches(self) -> range:
@@ -468,9 +481,11 @@ class Task(ABC, Generic[R_co]):
 def held_out_sets(
     prepared: PreparedRows, make: Callable[[data.EvalSet | None], Iterable[train.MicroBatch]]
 ) -> train.HeldOut:
-    """Return the makers of held-out batches by the name of their set; none where nothing is held out.
+    """Return the name of each held-out set -> function that iterates over its batches; empty without held-out rows.
 
-    ``make`` makes the batches of a set, or of all held-out rows for None.
+    Args:
+        prepared: The rows of the run.
+        make: Iterates over the batches of a set, or of all held-out rows if the set is None.
     """
     if prepared.eval_sets:
         return {each.name: partial(make, each) for each in prepared.eval_sets}
@@ -478,7 +493,7 @@ def held_out_sets(
 
 
 class ScoringTask(Task[ScoringR_co]):
-    """An objective on completions, which are scored token by token."""
+    """Base class of objectives on the log-probs of completions, and on a reference."""
 
     shortest = 4
     scores = True
@@ -496,35 +511,38 @@ class ScoringTask(Task[ScoringR_co]):
 
     @abstractmethod
     def scored(self, share: bool, length: int, batch_size: int) -> Scored:
-        """Return the completions of a micro-batch in the shape that the recipe's keys give it.
+        """Return the shape of a micro-batch of completions, as the recipe's keys set it.
 
         Args:
-            length: Tokens of the longest prompt with its completion.
+            share: True if completions share their prompts.
+            length: Number of tokens of the longest prompt plus completion.
             batch_size: The value of ``per_device_train_batch_size``.
         """
 
     @abstractmethod
     def compared_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
-        """Return a few trees for a verification, of about ``length`` tokens in all rows; and True if they were cut.
+        """Return a few trees for a verification, with about ``length`` tokens in total, and True if any was cut.
 
         Raises:
-            DataError: Prompts have to differ, and all are the same.
+            DataError: The loss needs different prompts, and all prompts are the same.
         """
 
     @abstractmethod
     def compared_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[train.TreeBatch, train.TreeBatch]:
-        """Return the same trees as a batch in the recipe's layout, and as a batch with a row for each completion.
+        """Return two batches of the same trees: one in the recipe's layout, and one with a row for each completion.
 
         Args:
-            plain: Computes log-probs of ``model``, which is not streamed, from ordinary logits.
-            pad_token_id: Token that pads rows of the second.
-            share: True if prompts are shared in the first.
+            trees: Trees to compare on.
+            model: The unstreamed model.
+            plain: Computes log-probs of ``model`` from ordinary logits.
+            pad_token_id: Token id that pads rows.
+            share: True if the first batch shares prompts.
         """
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
-        """Return a batch with the reference's log-probs, where the objective reads them from the batch."""
+        """Return the batch, with the reference's log-probs added if the objective reads them from the batch."""
         return batch
 
 
@@ -541,13 +559,13 @@ def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
 
 
 def row_cache(recipe: CacheKeys) -> data.RowCache | None:
-    """Return the cache of prepared rows; None where a recipe keeps none."""
+    """Return the cache of prepared rows; None if the recipe disables it."""
     return data.RowCache(cache_folder() / "rows") if recipe.cache else None
 
 
 @contextmanager
 def held_back(notify: Notify) -> Iterator[Notify]:
-    """Pass messages on when the context is left."""
+    """Context manager: collect messages, and pass them to ``notify`` at the end, also after an error."""
     messages: list[str] = []
     try:
         yield messages.append

@@ -290,7 +290,7 @@ def test_which_form() -> None:
         ({}, RanksAsked(None, 2), "--nodes 2 without --ranks"),
         ({}, RanksAsked(0), "--ranks must be at least 1, found 0"),
         ({"sequence_parallel_size": 3}, RanksAsked(8), "8 ranks cannot be divided into groups"),
-        ({"train_batch_size": 6}, RanksAsked(4), "train_batch_size is 6"),
+        ({"train_batch_size": 6}, RanksAsked(4), "found 6: 4 ranks with"),
         ({"deepspeed": "zero9"}, RanksAsked(4), "no DeepSpeed configuration zero9"),
     ],
 )

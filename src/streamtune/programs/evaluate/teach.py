@@ -23,7 +23,7 @@ from streamtune.run.data import blame_recipe, make_sources, make_tokenizer
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
 from streamtune.run.reference import load_reference
 from streamtune.tasks import task_of
-from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, reserved, tokenizer_hash
+from streamtune.tasks.teacher_file import TeacherFileWriter, distinct_rows, num_targets, reserve_output, tokenizer_hash
 
 
 def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
     notify, doing = feedback.notify, feedback.doing
     recipe = loaded.recipe
     with blame_recipe(loaded), ExitStack() as stack:
-        partial = stack.enter_context(reserved(output))
+        partial = stack.enter_context(reserve_output(output))
         task = task_of(recipe)
         if recipe.objective != "sft":
             raise ArgumentError(f"teach needs an sft recipe, found objective: {recipe.objective}", where="objective")
@@ -83,7 +83,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
             "teacher": recipe.teacher,
             "tokenizer": tokenizer_hash(tokenizer),
         }
-        writer = TaughtWriter(partial, [num_targets(rows[number]) for number in numbers], facts)
+        writer = TeacherFileWriter(partial, [num_targets(rows[number]) for number in numbers], facts)
         model = train.ModelReference(teacher, handle)
         with writer.finished(output), torch.no_grad(), train.autocast(device, bool(recipe.bf16)):
             for start in range(0, len(numbers), recipe.per_device_eval_batch_size):

@@ -1,18 +1,17 @@
-"""The file of ``streamtune teach``: the likeliest next tokens of a teacher at each target of rows.
+"""The file that ``streamtune teach`` writes: a teacher's top-k next tokens at each target of the rows.
 
-It is in the format of safetensors, with four tensors for R rows of N targets together:
+It is a safetensors file with four tensors, for R rows that have N targets together:
 
-    keys       uint8 [R, 16]      hash of a row's tokens and of which of them are trained on
-    starts     int64 [R + 1]      where its targets begin among all
-    ids        int32 [N, k]       the likeliest tokens, the likeliest first
-    logprobs   fp32 [N, k + 1]    their log-probabilities, and last that of all other tokens together
+    keys       uint8 [R, 16]      hash of a row's tokens, and of which of them are trained
+    starts     int64 [R + 1]      index of the row's first target
+    ids        int32 [N, k]       top-k tokens, the most probable first
+    logprobs   fp32 [N, k + 1]    log-probs of these tokens, then the log-prob of all other tokens together
 
-The metadata has k, the size of the vocabulary, the temperature of the logits, the name of the teacher, a hash of the
-tokenizer and a hash of everything. Rows are written one after the other, and read as they are needed: neither holds the
-file in memory.
+The metadata has k, the vocabulary size, the temperature, the teacher's name, and hashes of the tokenizer and of the
+whole file. Rows are written one by one and read when they are needed, so the file is never in memory as a whole.
 
-While it is written it is ``.NAME.writing/rows``, under a lock; it gets its name when it is whole. A start reads all of
-it once and compares the hash. From then on an error names the file where it changes.
+A partial file is ``.NAME.writing/rows``, under a lock; a complete file is renamed to its name. When a run starts, it
+reads the whole file once and compares the hash. If the file changes after that, an error names it.
 """
 
 from __future__ import annotations
@@ -45,24 +44,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = "streamtune teacher 1"
-AGAIN = "run `streamtune teach` with this recipe again"
+RUN_TEACH_AGAIN = "run `streamtune teach` with this recipe again"
 ATTEMPTS = 100
-"""Another process may remove the folder of its lock just when this one opens it."""
+"""Number of attempts to lock a file. An attempt fails if another process removes the folder of the lock meanwhile."""
 
 
 def row_key(row: data.Example) -> bytes:
-    """Return 16 bytes that tell a row's tokens, and which of them are trained on, from others."""
+    """Return a 16-byte hash of a row's tokens, and of which of them are trained."""
     ids, labels = (np.ascontiguousarray(each, dtype=np.int32) for each in (row.input_ids, row.labels))
     return hashlib.sha256(ids.tobytes() + np.packbits(labels != IGNORE_INDEX).tobytes()).digest()[:16]
 
 
 def num_targets(row: data.Example) -> int:
-    """Return how many tokens of a row are predicted and trained on: not its first."""
+    """Return how many tokens of a row are targets: trained tokens, except for the row's first token."""
     return int((np.asarray(row.labels)[1:] != IGNORE_INDEX).sum())
 
 
 def distinct_rows(rows: Iterable[data.Example]) -> Iterator[int]:
-    """Iterate over the numbers of rows, of equal rows the first."""
+    """Iterate over the indices of rows; of equal rows only the first counts."""
     seen = set()
     for number, row in enumerate(rows):
         if (key := row_key(row)) not in seen:
@@ -75,40 +74,41 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @dataclass(frozen=True)
-class TaughtRows:
-    """A file with the likeliest tokens of a teacher, open for reading."""
+class TeacherFile:
+    """A file with a teacher's top-k tokens, open for reading."""
 
     path: Path
     facts: dict[str, str]
 
     @classmethod
-    def open(cls, path: Path, temperature: float) -> TaughtRows:
+    def open(cls, path: Path, temperature: float) -> TeacherFile:
         """Open a file.
 
         Args:
-            temperature: The temperature that its log-probs must have.
+            path: Path of the file.
+            temperature: Temperature with which its log-probs must have been computed.
 
         Raises:
-            ArgumentError: It is not there, is no such file, or was written with another temperature.
+            ArgumentError: The file does not exist, has another format, or was written with another temperature.
         """
         facts = _facts(path)
         if float(facts["temperature"]) != temperature:
             raise ArgumentError(
-                f"{path} was written with kd_temperature {float(facts['temperature']):g}, and the recipe has "
-                f"{temperature:g}: log-probs of a few tokens cannot be made those of another",
+                f"{path} was written with kd_temperature {float(facts['temperature']):g}, but the recipe has "
+                f"{temperature:g}: top-k log-probs cannot be converted to another temperature",
                 where="kd_temperature",
-                fix=AGAIN,
+                fix=RUN_TEACH_AGAIN,
             )
         return cls(path, facts)
 
     @property
     def k(self) -> int:
-        """Number of tokens of each target."""
+        """Number of top-k tokens per target."""
         return int(self.facts["k"])
 
     @cached_property
     def _watched(self) -> WatchedFile:
-        fix = "put the file that the run began with back, and start again: the run goes on from its checkpoint"
+        fix = "restore the file that the run started with, and start again: the run resumes from its checkpoint"
         with self.path.open("rb") as file:
             return WatchedFile(self.path, file, checksum_of(file), fix)
 
@@ -127,30 +127,35 @@ class TaughtRows:
         return starts
 
     def check(self, rows: Iterable[data.Example], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that the file is whole, and of these rows.
+        """Check that the file is intact and has all of these rows.
 
         Args:
-            rows: All rows that are trained on.
-            tokenizer: The tokenizer that made their tokens.
+            rows: All rows to train on.
+            tokenizer: Tokenizer that made their tokens.
 
         Raises:
-            ArgumentError: It does not fit its hash, was written with another tokenizer, or lacks a row.
-            StorageError: It changed while it was read.
+            ArgumentError: The file does not match its hash, was written with another tokenizer, or lacks a row.
+            StorageError: The file changed while it was read.
         """
         self._check_hash()
         if self.facts["tokenizer"] != tokenizer_hash(tokenizer):
-            raise ArgumentError(f"{self.path} was written with another tokenizer", where="teacher", fix=AGAIN)
+            raise ArgumentError(f"{self.path} was written with another tokenizer", where="teacher", fix=RUN_TEACH_AGAIN)
         for row in rows:
             if row_key(row) not in self._rows:
                 raise ArgumentError(
-                    f"{self.path} has nothing of the row {row.origin}: it was written of other rows, or with other "
-                    "keys that decide what of them is trained on, or held out",
+                    f"{self.path} has no entry for the row {row.origin}: it was written for other rows, or with other "
+                    "values of keys that choose trained tokens or held-out rows",
                     where="teacher",
-                    fix=AGAIN,
+                    fix=RUN_TEACH_AGAIN,
                 )
 
-    def of(self, rows: Sequence[data.Example], targets_BT: torch.Tensor) -> TopKTeacher:
-        """Return the likeliest tokens at the targets ``[B, T]`` of rows, which lie in this order."""
+    def top_k(self, rows: Sequence[data.Example], targets_BT: torch.Tensor) -> TopKTeacher:
+        """Return the top-k tokens at the targets of a batch.
+
+        Args:
+            rows: Rows of the batch, in order.
+            targets_BT: Target token ids ``[B, T]``; -100 where there is no target.
+        """
         found: dict[str, list[torch.Tensor]] = {"ids": [], "logprobs": []}
         self._watched.check()
         for row in rows:
@@ -175,14 +180,14 @@ class TaughtRows:
         self._watched.check()
         if not whole:
             raise ArgumentError(
-                f"{self.path} does not fit its hash: it was changed or damaged after it was written",
+                f"{self.path} does not match its hash: it was changed or damaged after it was written",
                 where="teacher",
-                fix=f"use a whole copy of it, or {AGAIN}",
+                fix=f"use an intact copy of it, or {RUN_TEACH_AGAIN}",
             )
 
 
 def _new_digest(facts: dict[str, str]) -> Any:
-    """Return a hash of the metadata without the hash in it, to be fed with the rows."""
+    """Return a hash object that has read the metadata, with zeros for the digest. The rows are added to it."""
     return hashlib.sha256(json.dumps({**facts, "digest": "0" * 64}).encode())
 
 
@@ -199,43 +204,45 @@ def _facts(path: Path) -> dict[str, str]:
     try:
         with safe_open(path, "pt"):
             pass
-        with path.open("rb") as file:  # the library gives the metadata in no order, and the hash is of one
+        with path.open("rb") as file:  # safetensors returns metadata in any order; the hash needs the order
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         facts: dict[str, str] = header.get("__metadata__") or {}
     except (SafetensorError, OSError, ValueError) as error:
-        raise ArgumentError(f"{path} cannot be read: {error}", where="teacher", fix=AGAIN) from error
+        raise ArgumentError(f"{path} cannot be read: {error}", where="teacher", fix=RUN_TEACH_AGAIN) from error
     if facts.get("format") != FORMAT:
         raise ArgumentError(
-            f"{path} is not a file of `streamtune teach`",
+            f"{path} was not written by `streamtune teach`",
             where="teacher",
-            fix="write one, or name a folder with a model",
+            fix="write a file with `streamtune teach`, or give the folder of a model",
         )
     if missing := sorted({"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - facts.keys()):
-        raise ArgumentError(f"{path} is damaged: its metadata has no '{missing[0]}'", where="teacher", fix=AGAIN)
+        what = f"{path} is damaged: its metadata has no '{missing[0]}'"
+        raise ArgumentError(what, where="teacher", fix=RUN_TEACH_AGAIN)
     try:
         int(facts["k"]), float(facts["temperature"])
     except ValueError as error:
-        raise ArgumentError(f"{path} is damaged: in its metadata {error}", where="teacher", fix=AGAIN) from error
+        what = f"{path} is damaged: its metadata is invalid: {error}"
+        raise ArgumentError(what, where="teacher", fix=RUN_TEACH_AGAIN) from error
     return facts
 
 
-def taught_digest(path: Path) -> str:
-    """Return the hash of everything in a file, from its metadata.
+def teacher_file_digest(path: Path) -> str:
+    """Return the hash of a file's content, from its metadata.
 
     Raises:
-        ArgumentError: It is not there, or no such file.
+        ArgumentError: The file does not exist, or has another format.
     """
     return _facts(path)["digest"]
 
 
 @contextmanager
-def reserved(path: Path) -> Iterator[Path]:
-    """Keep other processes from writing a file; yield the path to write to until it is whole.
+def reserve_output(path: Path) -> Iterator[Path]:
+    """Context manager: lock ``path`` against other processes, and yield the path of the partial file.
 
-    Both are on one file system. What was written is removed when the context is left, or a signal ends the process.
+    Both paths are on the same file system. The partial file is removed at the end, or if a signal ends the process.
 
     Raises:
-        ArgumentError: Another process writes it, or it is there by now.
+        ArgumentError: Another process is writing the file, or it already exists.
         StorageError: The folder cannot be written to.
     """
     folder = path.with_name(f".{path.name}.writing")
@@ -243,7 +250,7 @@ def reserved(path: Path) -> Iterator[Path]:
     interrupts.remove_on_signal(str(folder))
     try:
         if os.path.lexists(path):
-            raise ArgumentError(f"{path} is there already", where="OUT", fix="give another name, or remove it")
+            raise ArgumentError(f"{path} already exists", where="OUT", fix="give another name, or remove it")
         yield folder / "rows"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -260,7 +267,7 @@ def _locked_folder(folder: Path, path: Path) -> int:
             if is_open_at(descriptor, folder / "lock"):
                 return descriptor
         except FileNotFoundError:
-            pass  # removed by the process that had it
+            pass  # removed by the process that had the lock
         except BlockingIOError:
             os.close(descriptor)
             raise ArgumentError(
@@ -271,12 +278,13 @@ def _locked_folder(folder: Path, path: Path) -> int:
             raise StorageError(what, where="OUT", fix="name another folder") from error
         with suppress(OSError):
             os.close(descriptor)
-    raise StorageError(f"{folder} is made and removed again and again", where="OUT", fix="give another name")
+    raise StorageError(f"other processes keep creating and removing {folder}", where="OUT", fix="give another name")
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:
-    """Allocate a file of ``size`` bytes that begins with ``header``: a sparse mapping would end the process on a full
-    disk.
+    """Allocate a file of ``size`` bytes that begins with ``header``.
+
+    If the file were sparse, writing to its memory map on a full disk would end the process.
     """
     try:
         with path.open("wb") as file:
@@ -290,16 +298,16 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
         raise StorageError(
             f"there is no room for {show_size(size)} in {path.parent}: {error.strerror}",
             where="OUT",
-            fix="free some space, name another folder, or ask for fewer tokens (--top-k)",
+            fix="free some space, name another folder, or lower --top-k",
         ) from error
 
 
-class TaughtWriter:
+class TeacherFileWriter:
     """Writes the rows of a file, one after the other.
 
     Args:
-        path: The file while it is written, see :func:`reserved`.
-        counts: Number of targets of each row ``[R]``.
+        path: Path of the partial file, see :func:`reserve_output`.
+        counts: Number of targets of each row, ``[R]``.
         facts: Metadata, with ``k``.
     """
 
@@ -329,7 +337,7 @@ class TaughtWriter:
         self.parts["starts"][:] = self.starts
 
     def _header(self) -> bytes:
-        """Return the header of safetensors: its length, and names, dtypes, shapes and places as JSON."""
+        """Return the header of the safetensors file: its length, then names, dtypes, shapes and offsets as JSON."""
         entries: dict[str, Any] = {"__metadata__": self.facts}
         offset = 0
         for name in self.order:
@@ -342,9 +350,15 @@ class TaughtWriter:
         return len(text).to_bytes(8, "little") + text
 
     def add(self, row: data.Example, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Write the next row: its likeliest tokens ``[n, k]`` and their log-probabilities ``[n, k + 1]``."""
+        """Write the next row.
+
+        Args:
+            row: Row with n targets.
+            ids: Top-k tokens at each target, ``[n, k]``.
+            logprobs: Log-probs of these tokens, then of all other tokens together, ``[n, k + 1]``.
+        """
         start, stop = (int(each) for each in self.starts[self.row : self.row + 2])
-        assert len(ids) == stop - start, "as many as were counted"
+        assert len(ids) == stop - start, "the row has as many targets as were announced"
         key = row_key(row)
         self.parts["keys"][self.row] = np.frombuffer(key, dtype=np.uint8)
         values = [ids.int().cpu().numpy(), logprobs.float().cpu().numpy()]
@@ -354,18 +368,18 @@ class TaughtWriter:
         self.row += 1
 
     @contextmanager
-    def finished(self, path: Path) -> Iterator[TaughtWriter]:
-        """Context manager: on success write the content hash and rename the partial file.
+    def finished(self, path: Path) -> Iterator[TeacherFileWriter]:
+        """Context manager: on success, write the hash and rename the partial file to ``path``.
 
         Raises:
-            ArgumentError: Something else has that name by then; it is left alone.
+            ArgumentError: A file of this name exists by then; it is not overwritten.
         """
         try:
             yield self
         except BaseException:
             self.parts.clear()
             raise
-        assert self.row == len(self.starts) - 1, "all rows that were counted"
+        assert self.row == len(self.starts) - 1, "all announced rows are written"
         for part in self.parts.values():
             part.flush()
         self.parts.clear()
@@ -376,6 +390,6 @@ class TaughtWriter:
             os.fsync(file.fileno())
         if os.path.lexists(path):
             raise ArgumentError(
-                f"{path} was made by another program meanwhile", where="OUT", fix="give another name, or remove it"
+                f"another program has created {path} meanwhile", where="OUT", fix="give another name, or remove it"
             )
         self.path.replace(path)
