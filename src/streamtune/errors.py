@@ -47,6 +47,11 @@ class StreamTuneError(Exception):
         what: Sentence about what is wrong.
         where: ``file:line``, row, key or module; may be empty.
         fix: Advice that solves it; empty if there is none. JSON documents call it ``mend``.
+
+    Example:
+        >>> error = RecipeError("unknown key 'chunksize'", where="recipe.yaml:7", fix="did you mean 'chunk_size'?")
+        >>> error.exit_code, error.fix
+        (2, "did you mean 'chunk_size'?")
     """
 
     exit_code = 1
@@ -120,6 +125,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for the most similar known name, or an empty string.
 
     Case is ignored. Of equally similar names, one with the same first letter is preferred.
+
+    Example:
+        >>> did_you_mean("chunksize", ["chunk_size", "head_chunk_size"])
+        "did you mean 'chunk_size'?"
     """
     names = {each.casefold(): each for each in known}
     folded = name.casefold()

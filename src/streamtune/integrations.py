@@ -31,8 +31,8 @@ class StreamTuneCallback(TrainerCallback):
     tensors.
 
     Example:
-        >>> trainer = Trainer(model, args, train_dataset=rows, callbacks=[StreamTuneCallback()])
-        >>> trainer.train()
+        >>> trainer = Trainer(model, args, train_dataset=rows, callbacks=[StreamTuneCallback()])  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
 
     Attributes:
         handle: Handle of the streamed model during training; None before and after.

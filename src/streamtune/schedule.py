@@ -99,6 +99,10 @@ class Schedule:
 
     Raises:
         ArgumentError: A value is out of range, or two values contradict each other.
+
+    Example:
+        >>> Schedule(chunk_size=4096, offload="host", keep_attention="device").offload
+        'host'
     """
 
     chunk_size: int = 2048
@@ -156,7 +160,7 @@ class Schedule:
 
         Example:
             >>> schedule = Schedule.plan(model, max_length=131072, device_memory="80GiB")
-            >>> streamtune.stream(model, schedule=schedule)
+            >>> handle = streamtune.stream(model, schedule=schedule)
         """
         # Imported by name: the planner imports the engine, so the engine cannot import the planner.
         schedule: Schedule = import_module("streamtune.plan.planner").plan_schedule(

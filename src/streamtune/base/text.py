@@ -49,6 +49,10 @@ def parse_size(text: str, *, where: str = "") -> int:
 
     Raises:
         ArgumentError: The text is not a size; ``where`` is the key or option that has it.
+
+    Example:
+        >>> parse_size("24GiB")
+        25769803776
     """
     text = text.strip()
     if re.match(SIZE_PATTERN, text) is None:
@@ -61,7 +65,12 @@ def parse_size(text: str, *, where: str = "") -> int:
 
 
 def show_size(size: float) -> str:
-    """Return bytes as text with three digits: ``24 KiB``, ``1.50 GiB``, ``139 GiB``."""
+    """Return bytes as text with three digits: ``24 KiB``, ``1.50 GiB``, ``139 GiB``.
+
+    Example:
+        >>> show_size(3 << 30)
+        '3.00 GiB'
+    """
     value, units = float(size), ("B", "KiB", "MiB", "GiB", "TiB")
     for unit in units:
         if abs(value) < 999.5 or unit == units[-1]:  # 1,000 KiB is longer than 0.98 MiB

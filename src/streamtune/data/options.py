@@ -149,6 +149,10 @@ class DataOptions:
     """All options of a recipe for preparing rows, except the sources and the tokenizer.
 
     Each kind of rows reads the options that apply to it, and checks them when it is prepared.
+
+    Example:
+        >>> DataOptions(max_length=4096, overlength="split", packing=True).overlength
+        'split'
     """
 
     max_length: int = 2048

@@ -250,6 +250,13 @@ def prepare(
     Raises:
         DataError: A file is missing, a row is malformed, too long or without trained tokens, or no row is left.
         ArgumentError: ``overlength``, ``train_on`` or another option has an unknown value.
+
+    Example:
+        >>> from streamtune.data import DataOptions, Source
+        >>> options = DataOptions(max_length=128, overlength="split", train_on="all")
+        >>> prepared = prepare([Source("python-stdlib", max_rows=3)], tokenizer, options)
+        >>> max(prepared.train.lengths()).item() <= 128
+        True
     """
     policy, max_length = options.row_policy(), options.max_length
     kind = RowKind(

@@ -78,6 +78,10 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
     A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. If a model has none, layers are the
     members of its module lists that have a cache argument, or take the cache in ``**kwargs`` and pass it on.
+
+    Example:
+        >>> len(decoder_layers(model))
+        2
     """
     return list(_outermost_layers(model, False)) or list(_outermost_layers(model, True))
 

@@ -223,7 +223,8 @@ def chunkwise(hook: Hook) -> Hook:
     The hook is called for each chunk of the sequence, in the forward and again in the backward. Also a decorator.
 
     Example:
-        >>> layer.mlp.register_forward_hook(streamtune.chunkwise(lambda module, args, out: out + direction))
+        >>> mlp, direction = model.model.layers[0].mlp, torch.ones(32)
+        >>> handle = mlp.register_forward_hook(chunkwise(lambda module, args, output: output + direction))
     """
     hook.__dict__["_streamtune_chunkwise"] = True
     return hook

@@ -46,6 +46,10 @@ class RouterLoss:
 
     Raises:
         ArgumentError: A coefficient is negative, or the scope is unknown.
+
+    Example:
+        >>> RouterLoss(balance=0.01, z=0.001).balance
+        0.01
     """
 
     balance: float = 0.0

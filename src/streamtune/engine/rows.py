@@ -152,6 +152,11 @@ class Branches(PackedRows):
 
         Raises:
             ArgumentError: There is no tree, a tree has no branch, or a branch has no token.
+
+        Example:
+            >>> tree = Branches.of([(3, [2, 4])])
+            >>> tree.positions_BT.tolist()
+            [[0, 1, 2, 3, 4, 3, 4, 5, 6]]
         """
         nodes: list[tuple[int, int]] = []
         for trunk, lengths in trees:

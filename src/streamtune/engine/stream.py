@@ -87,7 +87,14 @@ def stream(
 
 
 class StreamHandle(StreamedCalls):
-    """Handle of a streamed model: scores tokens, checks the model, removes the streaming; also a context manager."""
+    """Handle of a streamed model: scores tokens, checks the model, removes the streaming; also a context manager.
+
+    Example:
+        >>> with streamtune.stream(model, chunk_size=16) as handle:
+        ...     model(input_ids=ids, labels=labels).loss.backward()
+        >>> handle.schedule.chunk_size
+        16
+    """
 
     def __init__(
         self,
@@ -133,6 +140,12 @@ class StreamHandle(StreamedCalls):
             ArgumentError: A shape is wrong, or the head is not streamed.
             UnsupportedModelError: The model does not return logits of all tokens, or its rows cannot share their
                 beginning.
+
+        Example:
+            >>> with streamtune.stream(model, chunk_size=16) as handle:
+            ...     scores = handle.logprobs(ids, labels)
+            >>> scores.logprobs.shape == labels.shape
+            True
         """
         request = ScoreRequest(targets, branches, temperature, entropy)
         scores = self._scored_call(request, self.model if model is None else model, input_ids, arguments)
@@ -212,6 +225,10 @@ class StreamHandle(StreamedCalls):
 
         Raises:
             UnsupportedModelError: The results differ; the message names the layer. The model stays streamed.
+
+        Example:
+            >>> with streamtune.stream(model, chunk_size=16) as handle:
+            ...     handle.check()
         """
         with blame_untested():
             check_exact(self)

@@ -65,7 +65,12 @@ class ParameterCount:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Return the number of all and of trained parameters; a quantised parameter counts with its dequantised size."""
+    """Return the number of all and of trained parameters; a quantised parameter counts with its dequantised size.
+
+    Example:
+        >>> count_parameters(torch.nn.Linear(3, 2)).total
+        8
+    """
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
 
@@ -210,6 +215,11 @@ def blueprint(
         vocab_size: Vocabulary size for keys that have none.
         trust_remote_code: True allows Python code in the checkpoint to run.
         new_tokens: Number of tokens added to the vocabulary of a checkpoint.
+
+    Example:
+        >>> shape = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+        >>> blueprint(shape).device.type
+        'meta'
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):

@@ -85,6 +85,11 @@ def build_optimizer(
 
     Raises:
         ArgumentError: No optimizer has this name, its library is not installed, or no parameter requires a gradient.
+
+    Example:
+        >>> optimizer = build_optimizer(OptimChoice("adamw", learning_rate=1e-4), model.named_parameters())
+        >>> optimizer.param_groups[0]["lr"]
+        0.0001
     """
     name = choice.name
     entry = look_up(name, OPTIMIZERS, "optimizer", where="optim")
@@ -126,7 +131,14 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Set the learning rate of each group to ``learning_rate`` times the group's own factor."""
+    """Set the learning rate of each group to ``learning_rate`` times the group's own factor.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> set_learning_rate(optimizer, 0.01)
+        >>> optimizer.param_groups[0]["lr"]
+        0.01
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 

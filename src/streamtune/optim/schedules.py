@@ -166,6 +166,11 @@ def build_schedule(
 
     Raises:
         ArgumentError: The schedule is unknown, or has no such option.
+
+    Example:
+        >>> rate = build_schedule("linear", learning_rate=1.0, total_steps=10, warmup_steps=2)
+        >>> [round(rate(step), 2) for step in (0, 1, 2, 9)]
+        [0.33, 0.67, 1.0, 0.12]
     """
     factor = look_up(name, SCHEDULES, "learning-rate schedule", where="lr_scheduler_type")
     given, known = dict(options or {}), list(inspect.signature(factor).parameters)[1:]

@@ -53,6 +53,11 @@ class Limits(Budget):
         disk_bytes: Bytes of disk space for offloading.
         margin: Fraction of each tier that stays free.
         shared: True if device and host are the same memory, as on the CPU.
+
+    Example:
+        >>> limits = Limits(device_bytes=24 << 30, host_bytes=64 << 30, margin=0.05)
+        >>> limits.device == int(0.95 * (24 << 30))
+        True
     """
 
     device_bytes: int

@@ -73,6 +73,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
 
     Raises:
         RecipeError: The file or a setting is wrong. The error has ``file:line`` and every mistake found.
+
+    Example:
+        >>> loaded = load_recipe("quickstart", ["max_steps=20"])
+        >>> loaded.recipe.max_steps
+        20
     """
     path = _shipped_or_file(Path(path))
     tree, marks, mistakes = read_yaml(read_text(path), str(path))

@@ -162,6 +162,10 @@ def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a recipe file (draft 2020-12), with every key's description.
 
     The recipe of each objective is a definition; the key ``objective`` decides which of them applies to a file.
+
+    Example:
+        >>> "chunk_size" in json_schema()["$defs"]["EngineSpec"]["properties"]
+        True
     """
     definitions: dict[str, Any] = {}
     for kind in RECIPES.values():

@@ -44,7 +44,12 @@ class ShippedRecipe:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """Return all shipped recipes, in the order of :func:`shipped_names`."""
+    """Return all shipped recipes, in the order of :func:`shipped_names`.
+
+    Example:
+        >>> "quickstart" in [recipe.name for recipe in shipped_recipes()]
+        True
+    """
     return [_read_recipe(_recipe_path(name)) for name in shipped_names()]
 
 

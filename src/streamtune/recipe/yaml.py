@@ -288,6 +288,11 @@ def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
 
     Returns:
         YAML that ``load_recipe`` reads as an equal recipe.
+
+    Example:
+        >>> from streamtune.recipe import load_recipe
+        >>> dump_recipe(load_recipe("quickstart").recipe).splitlines()[0]
+        'objective: sft'
     """
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     # mode="json" turns tuples into lists.

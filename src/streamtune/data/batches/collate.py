@@ -69,6 +69,11 @@ def collate(
         pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
         padding_side: Side of the padding.
         pad_to_multiple_of: The length is rounded up to a multiple of this number.
+
+    Example:
+        >>> rows = [Example([5, 6, 7], [-100, 6, 7], "a:1"), Example([8, 9], [-100, 9], "a:2")]
+        >>> collate(rows, pad_token_id=0)["input_ids"].tolist()
+        [[5, 6, 7], [8, 9, 0]]
     """
     assert examples, "a batch has at least one example"
     assert pad_to_multiple_of >= 1, "pad_to_multiple_of is at least 1"
@@ -91,6 +96,11 @@ def collate_packed(
         packs: Examples of each sequence; at least one sequence, each with at least one example.
         pad_token_id: Token id of the padding; padding is masked, so any id of the vocabulary works.
         pad_to_multiple_of: The length is rounded up to a multiple of this number.
+
+    Example:
+        >>> rows = [Example([5, 6], [-100, 6], "a:1"), Example([8, 9], [-100, 9], "a:2")]
+        >>> collate_packed([rows], pad_token_id=0)["position_ids"].tolist()
+        [[0, 1, 0, 1]]
     """
     assert packs, "a batch has at least one pack"
     assert all(packs), "a pack has at least one example"

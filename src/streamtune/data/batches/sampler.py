@@ -119,6 +119,14 @@ class ResumableSampler:
         seed: Seed of the order.
         shuffle: Whether to shuffle the rows.
         mixture: Mixture of these rows, which visits each source by its weight; None visits each row once.
+
+    Example:
+        >>> sampler = ResumableSampler(5, seed=0)
+        >>> first = next(sampler.batches(2))
+        >>> again = ResumableSampler(5, seed=0)
+        >>> again.load_state_dict(sampler.state_dict())
+        >>> next(again.batches(2)) == next(sampler.batches(2))
+        True
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None) -> None:
@@ -246,6 +254,11 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
         lengths: [rows] number of tokens of each row, at most ``max_length``.
         max_length: Maximum number of tokens of a sequence.
         seed: Seed of the random orders.
+
+    Example:
+        >>> packs = pack_rows([700, 300, 600, 400], 1000, seed=0)
+        >>> len(packs)
+        2
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= max_length, "rows were fitted to max_length before"

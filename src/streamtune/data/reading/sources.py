@@ -50,7 +50,12 @@ class SourceWatch(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """An entry of a recipe's ``datasets``."""
+    """An entry of a recipe's ``datasets``.
+
+    Example:
+        >>> Source("rows.jsonl", type="messages", max_rows=100).type
+        'messages'
+    """
 
     path: str
     """file, folder, glob pattern, URL, dataset on the hub, or one of :data:`BUILT_IN`"""

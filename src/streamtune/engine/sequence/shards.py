@@ -348,6 +348,9 @@ class SequenceParallel:
 
     Raises:
         ArgumentError: The form is unknown, or ``torch.distributed`` is not initialised.
+
+    Example:
+        >>> handle = streamtune.stream(model, sequence_parallel=SequenceParallel(group))  # doctest: +SKIP
     """
 
     group: Any = None

@@ -61,7 +61,13 @@ def add_lora(
     target: Sequence[str] | str = "all-linear",
     seed: int = 0,
 ) -> PeftModel:
-    """Freeze ``model`` and add LoRA to it; for the arguments see :class:`AdapterSpec` and :func:`add_adapters`."""
+    """Freeze ``model`` and add LoRA to it; for the arguments see :class:`AdapterSpec` and :func:`add_adapters`.
+
+    Example:
+        >>> adapted = add_lora(model, r=4, target=["q_proj", "v_proj"])
+        >>> sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        896
+    """
     return add_adapters(model, AdapterSpec(r=r, alpha=alpha, dropout=dropout, target=target), seed=seed)
 
 

@@ -62,6 +62,13 @@ def linear_cross_entropy(
 
     Returns:
         The scalar loss in fp32 (fp64 for fp64 inputs).
+
+    Example:
+        >>> hidden, weight = torch.randn(1, 8, 4), torch.randn(10, 4)
+        >>> targets = torch.arange(8).view(1, 8)
+        >>> loss = linear_cross_entropy(hidden, weight, targets, chunk_size=4)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy((hidden @ weight.T)[0], targets[0]), atol=1e-6)
+        True
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     settings = HeadSettings(

@@ -58,6 +58,14 @@ def token_logprobs(
 
     Returns:
         ``[B, T]`` in fp32 (fp64 for fp64 inputs).
+
+    Example:
+        >>> hidden, weight = torch.randn(1, 8, 4), torch.randn(10, 4)
+        >>> targets = torch.arange(8).view(1, 8)
+        >>> found = token_logprobs(hidden, weight, targets, chunk_size=4)
+        >>> whole = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        >>> torch.allclose(found, whole, atol=1e-6)
+        True
     """
     logprobs, _ = token_scores(
         hidden, lm_head_weight, targets, bias_V=lm_head_bias, chunk_size=chunk_size, ignore_index=ignore_index

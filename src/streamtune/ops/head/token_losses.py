@@ -66,6 +66,10 @@ class Divergence:
         beta: Weight of the teacher in the mixture of ``jsd``.
         temperature: Divisor of both models' logits.
         hard_share: Weight of the loss of the target token; the divergence has the weight ``1 - hard_share``.
+
+    Example:
+        >>> TokenLoss(divergence=Divergence(kind="reverse", temperature=2.0, hard_share=0.5)).divergence.kind
+        'reverse'
     """
 
     kind: Literal["forward", "reverse", "jsd"] = "forward"
@@ -148,6 +152,10 @@ class TokenLoss:
         label_smoothing: Fraction of the target that is spread evenly over the vocabulary, with ``nll``.
         z_loss: Factor of the squared logarithm of Z.
         divergence: Divergence from a teacher, with its weight in the loss; None without a teacher.
+
+    Example:
+        >>> TokenLoss(kind="focal", focal_gamma=1.5, label_smoothing=0.1).kind
+        'focal'
     """
 
     kind: Literal["nll", "dft", "focal"] = "nll"

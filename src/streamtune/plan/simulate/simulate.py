@@ -131,6 +131,13 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
 
     Raises:
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
+
+    Example:
+        >>> from streamtune.plan.simulate import Workload
+        >>> from streamtune.schedule import Schedule
+        >>> found = simulate(Workload(lambda: model, length=64, device_type="cpu"), Schedule(chunk_size=16))
+        >>> found.peak_bytes > 0
+        True
     """
     if workload.keep and not full and (key := describe_step(workload, schedule)) is not None:
         fresh = replace(workload, keep=False)
