@@ -284,7 +284,7 @@ def _squares() -> Iterator[list[Tensor]]:
 def _attention_of(handle: StreamHandle, squares: bool) -> str:
     """What a reader should know of the memory of its attention; empty where it is ours in all layers."""
     attending = [layer for layer in handle.layers if takes_cache(layer) != STATE]
-    own = sum(layer.forward.own is not None for layer in attending)
+    own = sum(layer.forward.own_attention is not None for layer in attending)
     if not own:
         return ""
     part = "" if own == len(handle.layers) else f" in {own} of {len(handle.layers)} layers"

@@ -168,12 +168,12 @@ def test_a_recipe_that_holds_one_is_refused_without_repeating_it(secret: str, tm
     ]
     for text in texts:
         path.write_text(text)
-        with pytest.raises(RecipeError, match="copied into every run") as caught:
+        with pytest.raises(RecipeError, match="every run keeps a copy of its recipe") as caught:
             load_recipe(path)
         assert secret not in str(caught.value)
         assert caught.value.where.startswith(str(path))
     path.write_text(base)
-    with pytest.raises(RecipeError, match="copied into every run") as caught:
+    with pytest.raises(RecipeError, match="every run keeps a copy of its recipe") as caught:
         load_recipe(path, [f"output_dir={quoted}"])
     assert secret not in str(caught.value)
 

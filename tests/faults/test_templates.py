@@ -152,5 +152,5 @@ def test_a_template_that_raises_names_the_row_or_the_key(tokenizer: Any, tmp_pat
         sample_text(None, tokenizer, "hello", Decoding(1))  # type: ignore[arg-type]
     big = tmp_path / "big.jinja"
     big.write_text("x" * (2 << 20))
-    with pytest.raises(ArgumentError, match="no chat template"):
+    with pytest.raises(ArgumentError, match="it is not a chat template"):
         set_chat_template(tokenizer, str(big))

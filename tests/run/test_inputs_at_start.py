@@ -47,5 +47,5 @@ def test_weights_that_are_edited_while_they_are_loaded(
             weights.write_bytes(content)
             os.utime(weights, (1, 1))
 
-    with pytest.raises(ArgumentError, match=r"model\.safetensors was written to while the run was being started"):
+    with pytest.raises(ArgumentError, match=r"model\.safetensors was written to while the run was starting"):
         build_run(loaded, doing=doing)

@@ -420,7 +420,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:trl.experimental")
-@pytest.mark.filterwarnings("ignore:router_logits are not returned by a streamed evaluation")
+@pytest.mark.filterwarnings("ignore:a streamed evaluation with labels or gradients returns")
 @pytest.mark.parametrize(("client", "order"), cases())
 def test_trainer(
     client: str,

@@ -339,7 +339,10 @@ def test_the_command_writes_a_page_figures_and_a_picture(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [(["--table", "bptime"], "no table 'bptime'"), (["--table", "memory", "--packed-rows", "4"], "no part of a table")],
+    [
+        (["--table", "bptime"], "unknown table 'bptime'"),
+        (["--table", "memory", "--packed-rows", "4"], "--packed-rows and --table exclude each other"),
+    ],
 )
 def test_what_makes_no_sense_is_refused(options: list[str], match: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"

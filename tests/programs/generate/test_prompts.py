@@ -69,7 +69,7 @@ def test_a_row_is_asked_as_it_is_trained(tmp_path: Path) -> None:
 def test_messages_that_training_refuses_are_refused(tmp_path: Path) -> None:
     for messages, text in (
         ([{"role": "usr", "content": "x"}], "unknown role 'usr'"),
-        ([{"role": "user"}], "content is missing"),
+        ([{"role": "user"}], "content must be a string, found no value"),
     ):
         with pytest.raises(DataError, match=text):
             read_prompts(written(tmp_path, "a.json", {"messages": messages}))

@@ -88,7 +88,7 @@ def ended() -> dict[str, Outcome]:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """What the process of a trial does, in this one."""
-    monkeypatch.setattr(trial_module, "_be_killed_first", lambda: None)
+    monkeypatch.setattr(trial_module, "_raise_oom_score", lambda: None)
 
     def run(function: Callable[[Shape], TrainingStep], shape: Shape = SHAPE, **budget: int) -> Outcome:
         ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -161,15 +161,15 @@ def test_a_crash_is_a_failed_trial_with_its_reason(ended: dict[str, Outcome], se
     assert (wrong.cause, wrong.reason) == ("crash", "ValueError: no such layer")
     assert "prepare_wrong" in wrong.detail
     assert killed.cause == "crash"
-    assert killed.reason == "the process was ended by SIGKILL (the system does that where memory runs out)"
+    assert killed.reason == "the process was killed by SIGKILL (usually because the machine ran out of memory)"
     assert (endless.cause, endless.reason) == ("time", "not finished after 1 s (--trial-timeout)")
     assert not any(outcome.fits for outcome in (wrong, killed, endless))
 
 
 def test_signals_have_names() -> None:
-    assert trial_module._died(-signal.SIGSEGV) == "the process was ended by SIGSEGV"
-    assert trial_module._died(-99) == "the process was ended by signal 99"
-    assert trial_module._died(1) == "the process ended with exit code 1"
+    assert trial_module._describe_exit(-signal.SIGSEGV) == "the process was killed by SIGSEGV"
+    assert trial_module._describe_exit(-99) == "the process was killed by signal 99"
+    assert trial_module._describe_exit(1) == "the process ended with exit code 1"
 
 
 @pytest.mark.full
@@ -229,7 +229,7 @@ def made_up(shape: Shape, tell: Callable[[str], None]) -> Outcome:
     tell("step 1 of 2")
     needed = 100_000 + PER_TOKEN[shape.mode] * shape.length * shape.batch_size
     if shape.mode == "plain" and shape.length > 3000:
-        return Outcome(False, "crash", "the process was ended by SIGSEGV")
+        return Outcome(False, "crash", "the process was killed by SIGSEGV")
     if needed > 1_000_000:
         return Outcome(False, "device memory", "device memory: more", peak_bytes=1_000_001)
     return Outcome(True, peak_bytes=needed, step_seconds=0.5, terms={"weights": 1, "activations": 2})
@@ -246,7 +246,7 @@ def test_every_mode_has_its_longest() -> None:
     assert 22_500 - 256 <= fits["checkpoint"] <= 22_500
     assert 2744 <= fits["plain"] <= 3000
     assert report.limits["plain"].failed is not None
-    assert report.limits["plain"].failed.outcome.reason == "the process was ended by SIGSEGV"
+    assert report.limits["plain"].failed.outcome.reason == "the process was killed by SIGSEGV"
     assert "stream, 4,096 tokens: step 1 of 2 (fits: 2,048 tokens)" in said
     assert len(tried) == len(report.trials)
 
@@ -259,7 +259,7 @@ def test_the_document_has_the_promised_keys() -> None:
     assert document["baseline"] == {mode: report.limits[mode].fits for mode in ("checkpoint", "plain")}
     assert {"length", "fits", "peak_bytes", "step_seconds"} <= document["trials"][0].keys()
     assert (document["objective"], document["complete"], document["batch_size"]) == ("sft", True, 1)
-    assert document["limited_by"]["plain"] == "the process was ended by SIGSEGV"
+    assert document["limited_by"]["plain"] == "the process was killed by SIGSEGV"
 
 
 def test_the_batch_scales_instead() -> None:

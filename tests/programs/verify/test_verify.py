@@ -415,7 +415,7 @@ def test_every_schedule_cuts_the_sequence(length: int, own: int) -> None:
 
 
 def test_three_tokens_cannot_be_cut() -> None:
-    with pytest.raises(ArgumentError, match="cannot be cut"):
+    with pytest.raises(ArgumentError, match="cannot be split into chunks"):
         verify_schedules(3, Schedule())
 
 

@@ -105,7 +105,7 @@ def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model
         return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
     with autocast(batch.input_ids.device, bf16), warnings.catch_warnings():
         # The argument asks for the balance loss; nobody reads the router logits.
-        warnings.filterwarnings("ignore", message="router_logits are not returned")
+        warnings.filterwarnings("ignore", message="a streamed evaluation with labels or gradients returns")
         output = output_of(model, batch, num_targets=batch.target_weight, **arguments)
     loss: Tensor = output.loss + (balance - balance_coefficient(base_of(model))) * output.aux_loss
     return loss
