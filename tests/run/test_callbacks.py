@@ -116,7 +116,7 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
         ("audit.py:Audi", "has no class 'Audi'", "did you mean 'Audit'?"),
         ("audit.py:Slip", "has 'on_steps', which is never called", "on_step"),
         ("audit.py:Nothing", "has none of the methods of a callback", "on_start, on_step, on_evaluate, on_end"),
-        ("nowhere.py:Audit", "there is no file", "paths start at"),
+        ("nowhere.py:Audit", "there is no file", "paths are relative to"),
         ("audit.py", "the callback must be file.py:Name or module:Name, found 'audit.py'", "file.py:Name"),
         ("audit.py:Unmakeable", "making the callback", ""),
     ],

@@ -156,7 +156,7 @@ def test_batches_that_teach_nothing_are_drawn_anew_counted_and_end_the_run(tmp_p
     assert counted == len(events) > 0
     assert {event["event"] for event in events} == {"skip"}
     hopeless = steps(tmp_path / "hopeless", Lengths(flat=frozenset(range(6))), skip_limit=4)
-    with pytest.raises(RunError, match="4 batches in a row taught nothing"):
+    with pytest.raises(RunError, match="4 rollouts in a row had no gradient"):
         hopeless.next_step()
 
 
@@ -210,7 +210,7 @@ def test_running_out_of_memory_while_writing_says_what_to_lower(tmp_path: Path) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     stream.tools.writer.write = write  # type: ignore[method-assign]
-    with pytest.raises(OutOfMemoryError, match="6 at a time of up to 514 tokens") as raised:
+    with pytest.raises(OutOfMemoryError, match="writing 6 completions at a time, with up to 514 tokens each") as raised:
         stream.next_step()
     assert "per_device_generation_batch_size" in raised.value.fix
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ragged_kit import make_rows
 
+from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives import (
     ADVANTAGES,
@@ -105,7 +106,7 @@ def test_kl_is_taken_off_the_reward() -> None:
 
 
 def test_every_policy_loss_has_its_advantages() -> None:
-    assert list(ADVANTAGES) == list(POLICY_LOSSES)
+    assert list(ADVANTAGES) == list(POLICY_LOSSES) == list(POLICY_LOSS_FACTS)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_every_policy_loss_has_its_advantages() -> None:
     [
         ("rlo", None, "did you mean 'rloo'"),
         ("grpo", "groups", "did you mean 'group'"),
-        ("rloo", "group", "not divided by a standard deviation"),
+        ("rloo", "group", "does not divide advantages by a standard deviation"),
         ("remax", None, "reward of the greedy completion"),
     ],
 )

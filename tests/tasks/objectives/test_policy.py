@@ -11,6 +11,7 @@ from ragged_kit import LENGTHS, Rows, make_rows
 from tests.precision_kit import assert_as_precise
 from torch import Tensor
 
+from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives import (
     POLICY_LOSSES,
@@ -68,7 +69,7 @@ CASES = [
     (name, level, beta, delta)
     for name, loss in POLICY_LOSSES.items()
     for level in loss.levels
-    for beta in ((0.0,) if loss.kl_in_reward else (0.0, 0.04))
+    for beta in ((0.0,) if POLICY_LOSS_FACTS[name].kl_in_reward else (0.0, 0.04))
     for delta in (None, 1.3)
 ]
 
@@ -212,8 +213,8 @@ def test_kl_is_zero_at_the_reference_and_positive_elsewhere() -> None:
         ("grpo", {"delta": 1.1}, "delta", "undo the upper clip"),
         ("grpo", {"beta": -0.1}, "beta", "not negative"),
         ("grpo", {"importance_level": "sequnce"}, "importance_sampling_level", "did you mean 'sequence'"),
-        ("gspo", {"importance_level": "token"}, "importance_sampling_level", "no importance ratio"),
-        ("rloo", {"beta": 0.1}, "beta", "belongs to the reward"),
+        ("gspo", {"importance_level": "token"}, "importance_sampling_level", "is not defined for the importance level"),
+        ("rloo", {"beta": 0.1}, "beta", "has its KL in the reward"),
         ("dr_grpo", {"max_completion_length": 0}, "max_completion_length", "divides by"),
     ],
 )

@@ -91,7 +91,7 @@ def test_wrong_arguments() -> None:
     policy = row_logps(rows, rows.logp_NL)
     with pytest.raises(ArgumentError, match="did you mean 'kto'"):
         check_unpaired("ktoo")
-    with pytest.raises(ArgumentError, match="compares with a KL baseline"):
+    with pytest.raises(ArgumentError, match="needs a KL baseline"):
         unpaired_loss("kto", policy, policy, DESIRABLE)
     for key in ("beta", "desirable_weight", "undesirable_weight"):
         for value in (0.0, math.inf):

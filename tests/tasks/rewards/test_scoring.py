@@ -176,10 +176,10 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
         ),
         ("raises_together", "raised RuntimeError: one at a time", "own.py:{one at a time}"),
         ("short", "returned 1 scores for 3 completions", "own.py:{def short}"),
-        ("nan", "gave the score nan", "own.py:{def nan}, rows.jsonl:2"),
-        ("text", "gave the score 'good'", "own.py:{def text}, rows.jsonl:1"),
+        ("nan", "must be a finite number or None, found nan", "own.py:{def nan}, rows.jsonl:2"),
+        ("text", "must be a finite number or None, found 'good'", "own.py:{def text}, rows.jsonl:1"),
         ("number", "returned 1.0, not a list", "own.py:{def number}"),
-        ("huge", "gave the score 10000", "own.py:{def huge}, rows.jsonl:1"),
+        ("huge", "must be a finite number or None, found 10000", "own.py:{def huge}, rows.jsonl:1"),
         ("leaves", "'leaves' raised SystemExit: 0", "own.py:{raise SystemExit}, rows.jsonl:1"),
         ("cancels", "'cancels' raised CancelledError", "own.py:{raise asyncio}, rows.jsonl:1"),
     ],
@@ -255,19 +255,19 @@ def test_a_column_that_is_missing_is_found_before_the_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "says", "fix"),
     [
-        ("exact_mach", "no built-in reward is called 'exact_mach'", "did you mean 'exact_match'?"),
-        ("something_else", "no built-in reward", "choose one of: exact_match"),
+        ("exact_mach", "unknown built-in reward 'exact_mach'", "did you mean 'exact_match'?"),
+        ("something_else", "unknown built-in reward", "choose one of: exact_match"),
         ("exact_match(ignore=True)", "no option 'ignore'", "did you mean 'ignore_case'?"),
-        ("exact_match(True)", "cannot read the options", "Python literals by keyword"),
-        ("exact_match(tag=answer)", "cannot read the options", ""),
-        ("exact_match(tag='a'", "names no reward function", "module:function"),
-        ("", "names no reward function", ""),
+        ("exact_match(True)", "invalid options of the reward", "Python literals by keyword"),
+        ("exact_match(tag=answer)", "invalid options of the reward", ""),
+        ("exact_match(tag='a'", "invalid reward function", "module:function"),
+        ("", "invalid reward function", ""),
         ("unit_tests", "runs code that the model writes", "allow_code: true"),
-        ("no.py:length", "there is no file no.py", "paths start at"),
+        ("no.py:length", "there is no file no.py", "paths are relative to"),
         ("own.py:lenght", "has no function 'lenght'", "did you mean 'length'?"),
-        ("own.py:LIMIT", "is no function, it is int", ""),
+        ("own.py:LIMIT", "must be a function, found int", ""),
         ("own.py:later", "is an async function", "asyncio.run"),
-        ("own.py:positional", "cannot be given by name", ""),
+        ("own.py:positional", "is positional-only", ""),
         ("own.py:matches(scales=2)", "no option 'scales'", "did you mean 'scale'?"),
         ("no_such_module_of_mine:score", "there is no module 'no_such_module_of_mine'", "install it"),
         ("no_such_module_of_mine.part:score", "there is no module", "install it"),
@@ -298,7 +298,8 @@ def test_files_that_cannot_be_imported(tmp_path: Path, source: str, says: str, w
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"), [([1.0, 2.0], "1 reward functions and 2 weights"), ([float("inf")], "a weight is inf")]
+    ("weights", "says"),
+    [([1.0, 2.0], "each of 1 functions, found 2 weights"), ([float("inf")], "must be finite, found inf")],
 )
 def test_wrong_weights(folder: Path, weights: list[float], says: str) -> None:
     with pytest.raises(ArgumentError, match=says) as error:
@@ -307,5 +308,5 @@ def test_wrong_weights(folder: Path, weights: list[float], says: str) -> None:
 
 
 def test_no_function_at_all() -> None:
-    with pytest.raises(ArgumentError, match="there is no reward function"):
+    with pytest.raises(ArgumentError, match="reward_funcs is empty"):
         load_rewards([])

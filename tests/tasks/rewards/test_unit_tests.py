@@ -153,12 +153,12 @@ def test_the_last_block_counts() -> None:
 
 @pytest.mark.parametrize("tests", [[], "", [1], ["pass", " "]])
 def test_rows_without_tests_are_an_error(tests: object) -> None:
-    with pytest.raises(RunError, match="neither Python text nor a list"):
+    with pytest.raises(RunError, match="must be Python text, or a list of Python texts"):
         load_rewards(["unit_tests"], allow_code=True)(["?"], [ADD], {"tests": [tests]}, origins=["rows.jsonl:1"])
 
 
 def test_no_time_is_an_error() -> None:
-    with pytest.raises(RunError, match="are no limits"):
+    with pytest.raises(RunError, match="timeout and memory limit must be positive and finite"):
         load_rewards(["unit_tests(timeout=0)"], allow_code=True)(["?"], [ADD], {"tests": [TESTS]})
 
 

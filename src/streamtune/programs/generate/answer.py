@@ -140,7 +140,9 @@ class _ReusingWriter(TransformersWriter):
     read_tokens = 0
     reading: Callable[[int, int], None] = staticmethod(lambda done, total: None)
 
-    def _read(self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0) -> DynamicCache:
+    def _prefill(
+        self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0
+    ) -> DynamicCache:
         ids = ids_PT[0].tolist()
         same = 0
         if self.cache is not None and self._can_truncate(self.cache):
@@ -152,7 +154,7 @@ class _ReusingWriter(TransformersWriter):
                 cache.crop(same - cache.get_seq_length())
         self.cache, self.known = None, ids
         self.read_tokens = len(ids) - same
-        self.cache = super()._read(ids_PT, mask_PT, cache if same else None, same)
+        self.cache = super()._prefill(ids_PT, mask_PT, cache if same else None, same)
         return self.cache
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
+from streamtune.base.policy_losses import KL_IN_REWARD
 from streamtune.recipe.keys.loss import LossKeys
 from streamtune.recipe.rules import GIVEN, Clash, Custom, NotNegative, OneOf, Positive, Refusal, Rows, Rules, Text
 
@@ -111,7 +112,7 @@ POLICY_RULES: Rules = (
         "delete the line, or write a beta above 0",
     ),
     Clash(
-        {"use_bias_correction_kl": True, "loss_type": OneOf("rloo", "remax")},
+        {"use_bias_correction_kl": True, "loss_type": OneOf(*KL_IN_REWARD)},
         "'use_bias_correction_kl' corrects a divergence in the loss, and '{loss_type}' has it in its rewards",
         "delete the line",
     ),

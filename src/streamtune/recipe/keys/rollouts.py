@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamtune.base.policy_losses import KL_IN_REWARD
 from streamtune.recipe.keys.batching import StepKeys
 from streamtune.recipe.keys.optimizer import ONE_BLOCK
 from streamtune.recipe.keys.policy import UNREAD_WITH_GKD
@@ -244,7 +245,7 @@ ALLOCATION_RULES: Rules = (
             "write num_generations: 8",
         ),
         Clash(
-            {"beta": GIVEN, "loss_type": Not("rloo", "remax")},
+            {"beta": GIVEN, "loss_type": Not(*KL_IN_REWARD)},
             "makes prompts count the same by scaling advantages, and 'beta' adds a divergence without one",
             "delete the line, or write loss_type: rloo, which has the divergence in its rewards",
         ),

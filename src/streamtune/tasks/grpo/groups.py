@@ -1,8 +1,8 @@
 """Groups of completions, their micro-batches, and the division of a rollout among ranks.
 
-Each rank completes and scores a part of the prompts, and all ranks get all results. What follows (advantages,
-completions left out, rollouts drawn anew) is then decided alike on every rank, and a step's micro-batches are divided
-among the ranks again. Random draws differ between ranks, as the draws of different prompts do.
+Each rank completes and scores a part of the prompts, and all ranks get all results. So all ranks make the same later
+decisions: advantages, completions that are left out, rollouts that are repeated. The micro-batches of a step are then
+divided among the ranks again. Each rank draws its own random numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Settings = TypeVar("Settings", bound=RolloutSettings)
 
-Row = tuple[int, int]
-"""A completion: the number of its group, and its own in the group."""
+CompletionIndex = tuple[int, int]
+"""Index of a completion: of its group, then within its group."""
 
 
 @dataclass
@@ -41,55 +41,55 @@ class Group:
     """The completions of one prompt, scored. All fields are plain JSON values."""
 
     prompt: int
-    """Number of the prompt among those that are trained on."""
+    """Index of the prompt among the training prompts."""
     completions: list[list[int]]
-    """G lists of token ids"""
+    """Token ids of each completion."""
     truncated: list[bool]
-    """True for each that was cut off."""
+    """True for each completion that was cut off at the largest length."""
     rewards: list[float | None]
-    """The weighted sum for each; None where no function said anything."""
+    """Weighted sum of the scores of each completion; None if no reward function scored it."""
     scores: dict[str, list[float | None]]
-    """The same by reward function, without weights."""
+    """Reward function -> its score of each completion, without weights."""
     advantages: list[float] = field(default_factory=list)
     flat: bool = False
-    """True if nothing is to be learnt from it: all its advantages are 0."""
+    """True if all advantages are 0, so that the group teaches nothing."""
     std: float = 0.0
     """Standard deviation of its rewards."""
     old: list[list[float]] | None = None
-    """Log-probs of each completion's tokens under the policy that wrote it; empty where nothing reads them."""
+    """Log-probs of each completion's tokens under the policy that wrote it; an empty list if nothing reads them."""
     ref: list[list[float]] | None = None
-    """The same under the reference."""
+    """The same log-probs under the reference."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, not copied: groups do not change while a rollout is in use."""
+        """Return all fields without copying them: groups do not change while their rollout is in use."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The way in which completions are divided into micro-batches."""
+    """Settings for dividing completions into micro-batches."""
 
     batch_size: int
-    """Completions of a micro-batch at most."""
+    """Most completions in a micro-batch."""
     pad_token_id: int
     share: bool
-    """True if completions of a prompt share it."""
+    """True if the completions of a prompt share its tokens."""
     leave_out: bool
-    """Leave completions without a gradient out; not where a loss is a mean over a micro-batch, as bnpo's is."""
+    """True to leave out completions without a gradient; False if the loss is a mean over a micro-batch (bnpo)."""
     mask_truncated: bool
+    """True if completions that were cut off are not trained on."""
     flat_has_gradient: bool
-    """True if a completion whose advantage is 0 has a gradient all the same: that of a KL in the loss, or of a
-    teacher."""
+    """True if a completion whose advantage is 0 still has a gradient, from a KL in the loss or from a teacher."""
     prompts: int | None = None
-    """Prompts of a micro-batch at most: as many as meet in it where no completion is left out, so that its memory is
-    what was planned. None sets no limit."""
+    """Most prompts in a micro-batch; None: no limit. If completions are left out, more prompts would fit, and the
+    micro-batch would need more memory than was planned."""
 
     def counts(self, group: Group, index: int) -> bool:
         """Return True if a completion's tokens are trained on."""
         return not (self.mask_truncated and group.truncated[index])
 
     def silent(self, group: Group, index: int) -> bool:
-        """Return True if a completion has no gradient, for any log-probs."""
+        """Return True if a completion has no gradient, whatever its log-probs are."""
         return not self.counts(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
 
 
@@ -103,9 +103,10 @@ def passing_completion(
     """Return the first completion of a group that passed and is trained on, as a batch; None if there is none.
 
     Args:
-        group: The group, with its advantages.
-        pass_reward: The least reward of a completion that passes.
-        prompts: All prompts that are trained on.
+        group: Group with its advantages.
+        pass_reward: Smallest reward with which a completion passes.
+        prompts: All training prompts.
+        layout: Settings of the batch.
     """
     for index, reward in enumerate(group.rewards):
         if reward is not None and reward >= pass_reward and layout.counts(group, index):
@@ -114,16 +115,17 @@ def passing_completion(
 
 
 def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: BatchLayout) -> list[PolicyBatch]:
-    """Return the micro-batches of one optimizer step; none if no completion has a gradient.
+    """Return the micro-batches of one optimizer step; an empty list if no completion has a gradient.
 
     Args:
-        groups: The groups of the step, with their advantages.
-        prompts: All prompts that are trained on.
+        groups: Groups of the step, with their advantages.
+        prompts: All training prompts.
+        layout: Settings of the micro-batches.
     """
     if not any_gradient(groups, layout):
         return []
-    rows, kept = _rows(groups, layout)
-    parts = _parts(groups, kept, layout)
+    rows, computed_rows = _rows(groups, layout)
+    parts = _parts(groups, computed_rows, layout)
     computed = {row for part in parts for row in part}
     left_out = [row for row in rows if row not in computed]
     tokens = sum(len(groups[g].completions[i]) for g, i in left_out if layout.counts(groups[g], i))
@@ -139,11 +141,15 @@ def remember_logprobs(
     prompts: Sequence[data.Prompt],
     layout: BatchLayout,
 ) -> None:
-    """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time.
+    """Compute the log-probs ``old`` or ``ref`` of the groups, for completions with a gradient.
 
     Args:
-        logprobs: Given a number of micro-batches and a function that makes one of them, returns the log-probs of each.
-        prompts: All prompts that are trained on.
+        name: Field of :class:`Group` that is set, ``old`` or ``ref``.
+        logprobs: Function of a number of micro-batches and of a function that makes one of them by its index. It
+            returns the log-probs of each micro-batch.
+        groups: Groups of an optimizer step.
+        prompts: All training prompts.
+        layout: Settings of the micro-batches.
     """
     found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
     parts = _parts(groups, _rows(groups, layout)[1], layout)
@@ -157,26 +163,28 @@ def remember_logprobs(
         setattr(group, name, values)
 
 
-def _rows(groups: Sequence[Group], layout: BatchLayout) -> tuple[list[Row], list[Row]]:
-    """Return all completions, and those that are to be computed."""
+def _rows(groups: Sequence[Group], layout: BatchLayout) -> tuple[list[CompletionIndex], list[CompletionIndex]]:
+    """Return all completions, and the completions that are not left out."""
     rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
     return rows, [row for row in rows if not (layout.leave_out and layout.silent(groups[row[0]], row[1]))]
 
 
-def _parts(groups: Sequence[Group], rows: Sequence[Row], layout: BatchLayout) -> list[list[Row]]:
-    """Divide rows into micro-batches; those without a single target are left out."""
-    parts: list[list[Row]] = []
+def _parts(
+    groups: Sequence[Group], rows: Sequence[CompletionIndex], layout: BatchLayout
+) -> list[list[CompletionIndex]]:
+    """Return completions divided into micro-batches. A micro-batch without any target is left out."""
+    parts: list[list[CompletionIndex]] = []
     for row in rows:
         part = parts[-1] if parts else []
-        met = {place for place, _ in part} | {row[0]}
-        if not part or len(part) == layout.batch_size or len(met) > (layout.prompts or len(met)):
+        prompts = {place for place, _ in part} | {row[0]}
+        if not part or len(part) == layout.batch_size or len(prompts) > (layout.prompts or len(prompts)):
             parts.append([])
         parts[-1].append(row)
     return [part for part in parts if any(layout.counts(groups[place], index) for place, index in part)]
 
 
 def _batch(
-    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: BatchLayout
+    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> PolicyBatch:
     trees = list(_trees(groups, prompts, rows, layout))
     read = [(groups[g], i) for g, i in rows if layout.counts(groups[g], i)]
@@ -189,16 +197,16 @@ def _batch(
 
 
 def _tokens(values: Sequence[list[float] | None]) -> torch.Tensor | None:
-    """Return ``[K]`` fp32: the numbers of all tokens, completion after completion; None if a completion has none."""
+    """Return the values of all tokens, one completion after another: fp32 ``[K]``; None if a completion has none."""
     if any(row is None for row in values):
         return None
     return torch.tensor([value for row in values if row is not None for value in row], dtype=torch.float32)
 
 
 def _trees(
-    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: BatchLayout
+    groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> Iterator[data.Tree]:
-    """Iterate over the rows as trees: adjacent rows of one prompt are one tree."""
+    """Iterate over the completions as trees: adjacent completions of one prompt are one tree."""
     start = 0
     while start < len(rows):
         place = rows[start][0]
@@ -209,13 +217,16 @@ def _trees(
         indices = [index for _, index in rows[start:stop]]
         completions = [group.completions[index] for index in indices]
         counts = [layout.counts(group, index) for index in indices]
-        masks = None if all(counts) else [[kept] * len(c) for kept, c in zip(counts, completions, strict=True)]
+        masks = None if all(counts) else [[counted] * len(c) for counted, c in zip(counts, completions, strict=True)]
         yield data.Tree(prompt.input_ids, completions, masks, prompt.origin)
         start = stop
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Return the metrics of the completions of a step, under TRL's names: sums and counts; rewards where there are."""
+    """Return metrics of the completions of a step: name -> (sum, count), under TRL's names.
+
+    Without reward functions there are no metrics of rewards.
+    """
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]
@@ -238,17 +249,17 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 ScoreCompletions = Callable[[Sequence[data.Prompt], Sequence[list[int]]], rewards.RewardScores]
-"""Scores completions, each for the prompt of the same index."""
+"""Returns the scores of completions. Each completion belongs to the prompt of the same index."""
 
 
 class RewardScorer:
-    """Calls the reward functions on completions, as text, or as messages where the prompt is messages."""
+    """Calls the reward functions on decoded completions: on messages if the prompt has messages, else on text."""
 
     def __init__(self, functions: rewards.Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
         self.functions, self.tokenizer = functions, tokenizer
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> rewards.RewardScores:
-        """Score completions, each for the prompt of the same index."""
+        """Return the scores of completions. Each completion belongs to the prompt of the same index."""
         texts = self.tokenizer.batch_decode(list(completions), skip_special_tokens=True)
         said: list[Any] = [
             text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
@@ -259,29 +270,31 @@ class RewardScorer:
         return self.functions([prompt.prompt for prompt in prompts], said, columns, origins=origins)
 
     def check(self, prompts: Sequence[data.Prompt]) -> None:
-        """Check that the rows have the columns that the functions read."""
+        """Raise ``ArgumentError`` if the rows lack a column that a reward function reads."""
         self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
 
 
 def load_functions(
     recipe: RewardKeys, folder: Path, notify: Callable[[str], None] = lambda message: None
 ) -> rewards.Rewards:
-    """Load the reward functions of a recipe; modules of the user's own are looked for in ``folder``.
+    """Return the reward functions of a recipe.
 
     Args:
-        notify: Called before the recipe's own code runs, with the names of it.
+        recipe: Recipe that names the functions.
+        folder: Folder of the user's own modules, and of relative paths.
+        notify: Called with the names of the user's own functions before their code runs.
 
     Raises:
-        ArgumentError: A function does not exist, or is code that is not allowed to run.
+        ArgumentError: A function does not exist, or is code that the recipe does not allow to run.
     """
     if not recipe.reward_funcs:
         return rewards.Rewards({}, ())
     own = user_rewards(recipe)
     if own and not recipe.allow_code:
         raise ArgumentError(
-            f"the reward '{own[0]}' is Python code that the recipe names, and it would run here",
+            f"the recipe names the reward '{own[0]}', which is Python code that would run on this machine",
             where="reward_funcs",
-            fix="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
+            fix="read the code; if you trust it, run with --allow-code or set allow_code: true",
         )
     if own:
         notify(f"running the code of {', '.join(own)}")
@@ -291,10 +304,10 @@ def load_functions(
 
 
 def of_all_ranks(recipe: Settings, world: train.World) -> Settings:
-    """Return the recipe with the micro-batches of all ranks together, as one rank would need them for the same steps.
+    """Return settings with which a single rank would make the same steps as all ranks together.
 
     Raises:
-        ArgumentError: Completions that are written at once do not make whole steps of all ranks.
+        ArgumentError: The completions of a rollout do not fill whole optimizer steps of all ranks, or whole groups.
     """
     if world.size == 1 and recipe.train_batch_size is None:
         return recipe
@@ -305,18 +318,18 @@ def of_all_ranks(recipe: Settings, world: train.World) -> Settings:
     written, a_step = whole.completions_per_generation, whole.completions_per_step
     if written % whole.num_generations or written % a_step:
         raise ArgumentError(
-            f"{written} completions written at once do not make whole optimizer steps of {a_step} on {world.data_size} "
-            f"ranks, or not whole groups of {whole.num_generations}",
+            f"the completions of a rollout must be a multiple of an optimizer step ({a_step} on {world.data_size} "
+            f"rank{'s' * (world.data_size > 1)}) and of a group ({whole.num_generations}), found {written}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
             fix="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )
     return whole
 
 
-def _dealt(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
-    """Return the results of ``work`` for every number below ``count``, each from one rank; each rank computes as many.
+def _divide_work(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
+    """Return the results of ``work`` for all numbers below ``count``, which are divided among the ranks.
 
-    A rank that has one less does the first once more: where weights are shared it has to take part.
+    A rank with one number less computes number 0 again: if ranks share the weights, all of them must take part.
     """
     size = world.data_size
     mine = list(range(world.data_rank, count, size))
@@ -341,11 +354,11 @@ class SharedWriter:
             try:
                 counts = count if isinstance(count, int) else [count[i] for i in mine]
                 written = self.writer.write([prompts[i] for i in mine], counts, sampling)
-            except rollout.WritingStopped:  # no failure: it is to reach every rank as what it is
+            except rollout.WritingStopped:  # not a failure: every rank raises it below
                 return [None] * len(mine)
             return [[(each.token_ids, each.truncated) for each in completions] for completions in written]
 
-        found = _dealt(self.world, len(prompts), complete)
+        found = _divide_work(self.world, len(prompts), complete)
         written = [
             [rollout.Completion(token_ids, truncated) for token_ids, truncated in completions]
             for completions in found
@@ -357,7 +370,7 @@ class SharedWriter:
 
 
 class SharedRewards:
-    """Scores completions, each on one rank: a reward that is random is computed once and is the same on all ranks."""
+    """Scores each completion on one rank, so that a random reward is the same on all ranks."""
 
     def __init__(self, score: ScoreCompletions, world: train.World) -> None:
         self.score, self.world = score, world
@@ -373,7 +386,7 @@ class SharedRewards:
                 for place, total in enumerate(scores.total)
             ]
 
-        found = _dealt(self.world, len(completions), score)
+        found = _divide_work(self.world, len(completions), score)
         names = found[0][1] if found else {}
         return RewardScores(
             total=[total for total, _ in found],
@@ -382,7 +395,7 @@ class SharedRewards:
 
 
 class SharedLogprobs:
-    """Computes the log-probs of micro-batches, each on one rank."""
+    """Computes the log-probs of each micro-batch on one rank."""
 
     def __init__(self, world: train.World) -> None:
         self.world = world
@@ -390,5 +403,5 @@ class SharedLogprobs:
     def __call__(
         self, logprobs: Callable[[PolicyBatch], list[float]], count: int, batch: Callable[[int], PolicyBatch]
     ) -> list[list[float]]:
-        """Return ``logprobs(batch(number))`` of every number below ``count``."""
-        return _dealt(self.world, count, lambda mine: [logprobs(batch(number)) for number in mine])
+        """Return ``logprobs(batch(number))`` for every number below ``count``."""
+        return _divide_work(self.world, count, lambda mine: [logprobs(batch(number)) for number in mine])

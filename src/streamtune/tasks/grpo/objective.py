@@ -1,4 +1,4 @@
-"""The objectives of the training loop on completions: a policy gradient, or the divergence from a teacher.
+"""Objectives on completions for the training loop: a policy gradient, or the divergence from a teacher.
 
 Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.objective``.
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import train
+from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.engine import StreamHandle
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.settings import PolicySettings
@@ -33,21 +34,21 @@ Metrics = Mapping[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBatch(train.TreeBatch):
-    """Completions the policy wrote, with everything that their loss reads except their log-probs."""
+    """Completions that the policy wrote, with all that the loss reads except the log-probs of the trained policy."""
 
     advantages_N: Tensor  # noqa: N815
-    """fp32 ``[N]``"""
+    """fp32 ``[N]``: advantage of each completion"""
     old_K: Tensor | None = None  # noqa: N815
-    """fp32 ``[K]`` log-probs under the policy that wrote them; None: it is the one that is trained now"""
+    """fp32 ``[K]``: log-probs under the policy that wrote the completions; None if it is the trained policy itself"""
     ref_K: Tensor | None = None  # noqa: N815
-    """fp32 ``[K]`` log-probs under the reference"""
+    """fp32 ``[K]``: log-probs under the reference"""
     silent_rows: int = 0
-    """Completions of the step that have no gradient and so are in none of its micro-batches. They count in what the
-    loss is a mean over, which makes leaving them out change nothing."""
+    """Number of completions without a gradient that are in no micro-batch of the step. The loss divides by them too,
+    so that leaving them out does not change it."""
     silent_tokens: int = 0
-    """Their target tokens."""
+    """Number of target tokens of these completions."""
     metrics: Metrics = field(default_factory=dict)
-    """Of the whole step; carried by its first micro-batch."""
+    """Metrics of the whole step; only its first micro-batch has them."""
 
     def to(self, device: torch.device) -> PolicyBatch:
         moved = super().to(device)
@@ -56,9 +57,10 @@ class PolicyBatch(train.TreeBatch):
         return replace(moved, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
     def rows(self, weight: float) -> train.MicroBatch:
-        """Return the same sequences as rows of next tokens; the targets of each completion weigh ``weight`` together.
+        """Return the same sequences as a supervised batch, in which each completion has the total weight ``weight``.
 
-        A target that several completions begin with has the sum of their weights.
+        The weight is divided evenly among the targets of a completion. A target that several completions share has the
+        sum of their weights.
         """
         share_K = weight / counts(self.row_K, self.num_rows)[self.row_K].double()
         flat = torch.zeros(self.input_ids.numel(), dtype=share_K.dtype, device=share_K.device)
@@ -78,7 +80,7 @@ class PolicyBatch(train.TreeBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBatch(train.MicroBatch):
-    """Metrics of held-out prompts that the model has answered: nothing is left to compute."""
+    """Metrics of held-out prompts that are already completed and scored. There is nothing left to compute."""
 
     metrics: Metrics
 
@@ -87,10 +89,11 @@ class MeasuredBatch(train.MicroBatch):
 
 
 class RolloutObjective(ABC):
-    """A loss on completions; before it, in the steps of ``sft_steps``, supervised fine-tuning.
+    """Base class of losses on completions. The supervised steps of ``sft_steps`` have the loss of fine-tuning.
 
     Args:
-        handle: The handle of the streamed policy; None where it is not streamed.
+        handle: Handle of the streamed policy; None if it is not streamed.
+        recipe: Settings of the loss.
     """
 
     def __init__(self, handle: StreamHandle | None, recipe: PolicySettings) -> None:
@@ -98,8 +101,9 @@ class RolloutObjective(ABC):
         self.supervised = train.SupervisedObjective(handle)
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> StepTotals | float:
-        """Return how many completions and target tokens the step has, with those without gradient; if supervised, its
-        targets.
+        """Return how many completions and target tokens the step has, including completions without a gradient.
+
+        For a supervised step, return how many targets it has.
         """
         policy = [batch for batch in train.counted(micro_batches) if isinstance(batch, PolicyBatch)]
         if not world.any(bool(policy)):
@@ -132,7 +136,7 @@ class PolicyObjective(RolloutObjective):
         self.knobs = policy_knobs(recipe)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
-        assert totals is not None, "held-out prompts come with what was measured"
+        assert totals is not None, "held-out prompts are in a MeasuredBatch"
         scores = self.handle.logprobs(
             targets=batch.shift_labels,
             temperature=self.recipe.temperature,
@@ -153,68 +157,69 @@ class PolicyObjective(RolloutObjective):
 
 
 class DistillationObjective(RolloutObjective):
-    """On-policy distillation: GKD with the model's own completions alone (arXiv 2306.13649, algorithm 1, lambda = 1).
+    """On-policy distillation: GKD on the model's own completions only (arXiv 2306.13649, algorithm 1, lambda = 1).
 
         loss = 1 / N  sum_n  1 / |o_n|  sum_t  D(teacher, model)(. | prompt, o_n,<t)
 
-    with D a divergence of the distributions of the next token. No gradient goes through the drawing of completions. The
-    logits of both models exist for a chunk of the head at a time (``ops.head.token_losses``).
+    D is a divergence between distributions of the next token. Sampling of completions has no gradient. Logits of both
+    models exist for one chunk of the head at a time (``ops.head.token_losses``).
 
     Args:
-        handle: The handle of the streamed policy; None computes it from ordinary logits.
+        handle: Handle of the streamed policy; None computes the divergence from ordinary logits.
+        recipe: Settings of the loss.
         loss: The divergence, as the loss of a token.
-        teacher: The teacher, streamed as the policy is.
+        teacher: Teacher, which is streamed if the policy is.
     """
 
     def __init__(
         self, handle: StreamHandle | None, recipe: PolicySettings, loss: TokenLoss, teacher: train.ModelReference
     ) -> None:
         super().__init__(handle, recipe)
-        self.of_tokens = train.SupervisedObjective(handle, loss, teacher)
+        self.token_objective = train.SupervisedObjective(handle, loss, teacher)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
-        """Score completions; held-out completions by their mean divergence."""
+        """Return the loss of completions; for held-out completions, also the sum of their mean divergences."""
         completions = 1 if totals is None else totals.completions
-        score = self.of_tokens.score(model, batch.rows(1 / completions), 1.0)
+        score = self.token_objective.score(model, batch.rows(1 / completions), 1.0)
         if totals is not None:
             return replace(score, metrics={**batch.metrics, **score.metrics})
         return train.Score(score.loss, metrics=batch.metrics, held_out=[(score.loss.item(), batch.num_rows)])
 
 
 class CompletionLoss(ABC):
-    """A kind of loss on completions, and everything that a run, a plan and a verification ask of it."""
+    """A kind of loss on completions, with the facts that a run, a plan and a verification need."""
 
     reference_key: ClassVar[str]
-    """Key that names the reference."""
+    """Recipe key that names the reference or the teacher."""
     reads_logprobs: ClassVar[bool]
-    """True if the loss reads the reference's log-probs from its batches; else it calls the reference."""
+    """True if the loss reads the reference's log-probs from its batches; False if it calls a teacher."""
     entropy: ClassVar[bool]
     """True if entropies are computed at the targets."""
     scores_held_out: ClassVar[bool]
-    """True if the loss is computed on held-out completions as well."""
-    nothing_learnt: ClassVar[tuple[str, str]]
-    """Why a rollout may have no gradient, and the fix where several in a row have none."""
+    """True if the loss is computed on held-out completions too."""
+    no_gradient: ClassVar[tuple[str, str]]
+    """Reason why a rollout has no gradient, and the fix if several in a row have none."""
 
     def __init__(self, recipe: PolicySettings) -> None:
         self.recipe = recipe
 
     @abstractmethod
     def check(self) -> None:
-        """Check that the settings of the loss go together.
+        """Check that the settings of the loss are compatible.
 
         Raises:
-            ArgumentError: They do not; it names the key.
+            ArgumentError: They are not; the error names the key.
         """
 
     @property
     @abstractmethod
     def compares(self) -> bool:
-        """True if the loss has a reference."""
+        """True if the loss compares with a reference or a teacher."""
 
     @property
     @abstractmethod
     def reference_name(self) -> str | None:
-        """The model that the recipe names as reference, if it names one."""
+        """The recipe's name of the reference or the teacher; None if the recipe names none."""
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -223,7 +228,7 @@ class CompletionLoss(ABC):
     @property
     @abstractmethod
     def forwards(self) -> float:
-        """Forwards without gradient of the same tokens before each optimizer step."""
+        """Number of forwards without gradient over the tokens of a step, before each step; may be a fraction."""
 
     @property
     @abstractmethod
@@ -240,23 +245,22 @@ class CompletionLoss(ABC):
         """Return the objective of the training loop.
 
         Args:
-            scorer: The handle of the streamed policy, or another object that computes log-probs.
-            reference: None where the loss has none.
+            scorer: Handle of the streamed policy, or another object that computes log-probs.
+            reference: Reference or teacher; None if the loss uses none.
         """
 
 
 class RewardLoss(CompletionLoss):
-    """A policy-gradient loss of advantages, with a KL to the reference where ``beta`` says so."""
+    """A policy-gradient loss on advantages, with a KL with the reference if ``beta`` is above 0."""
 
     reference_key = "ref_model_name_or_path"
     reads_logprobs = True
     entropy = True
     scores_held_out = False
-    nothing_learnt = (
+    no_gradient = (
         "all completions of a prompt have the same reward",
-        "look at completions.jsonl: is the task far too hard or too easy, or does a reward say the same of "
-        "everything? More num_generations, another temperature, easier prompts or sft_steps help; skip_limit says "
-        "how long to try",
+        "check in completions.jsonl whether the task is too hard or too easy, or a reward is constant. Raise "
+        "num_generations, change temperature, use easier prompts or sft_steps, or raise skip_limit",
     )
 
     def check(self) -> None:
@@ -277,7 +281,7 @@ class RewardLoss(CompletionLoss):
 
     @property
     def forwards(self) -> float:
-        """Forwards of the reference, and of the old policy where needed; the iterations of a rollout share them."""
+        """Number of forwards of the reference and of the old policy per step; iterations of a rollout share them."""
         return (self.compares + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
 
     @property
@@ -286,7 +290,7 @@ class RewardLoss(CompletionLoss):
 
     @property
     def flat_has_gradient(self) -> bool:
-        return self.compares and not POLICY_LOSSES[self.recipe.loss_type].kl_in_reward
+        return self.compares and not POLICY_LOSS_FACTS[self.recipe.loss_type].kl_in_reward
 
     def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
         return PolicyObjective(scorer, self.recipe)
@@ -299,17 +303,17 @@ class TeacherLoss(CompletionLoss):
     reads_logprobs = False
     entropy = False
     scores_held_out = True
-    nothing_learnt = (
-        "all completions were cut off, and mask_truncated_completions leaves them out",
+    no_gradient = (
+        "all completions were truncated, and mask_truncated_completions excludes them",
         "raise max_completion_length, or delete mask_truncated_completions",
     )
     compares = True
     leaves_out = True
     flat_has_gradient = True
-    forwards = 0.0  # the teacher's is one of each step
+    forwards = 0.0  # the teacher's forward is part of the step
 
     def check(self) -> None:
-        """Check nothing: the keys are checked where the recipe is read."""
+        """Do nothing: the keys are checked when the recipe is read."""
 
     @property
     def reference_name(self) -> str | None:
@@ -331,12 +335,12 @@ def completion_loss(recipe: PolicySettings) -> CompletionLoss:
 
 
 def policy_knobs(recipe: PolicySettings) -> PolicyKnobs:
-    """Return the parameters of the policy-gradient loss that a recipe sets."""
+    """Return the parameters of the policy-gradient loss from the keys of a recipe."""
     return PolicyKnobs(
         epsilon_low=recipe.epsilon,
         epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
         delta=recipe.delta,
-        beta=0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
+        beta=0.0 if POLICY_LOSS_FACTS[recipe.loss_type].kl_in_reward else recipe.beta,
         kl_by_ratio=recipe.use_bias_correction_kl,
         importance_level=recipe.importance_sampling_level,
     )

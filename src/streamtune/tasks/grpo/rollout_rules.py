@@ -2,8 +2,8 @@
 
     prompts --counts of every rule--> completions --score--> rewards --scored of every rule, in order--> advantages
 
-:data:`ROLLOUT_RULES` has one class for each method; a rule that does not apply to a recipe is not made. All ranks call
-the rules alike and get the same results.
+:data:`ROLLOUT_RULES` has one class for each method. Rules that do not apply to a recipe are not created. All ranks call
+the rules in the same way and get the same results.
 
 Shape suffixes: N completions, n completions of one prompt, K target tokens.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from streamtune import data, train
+from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.engine import StreamHandle
 from streamtune.errors import OutOfMemoryError
 from streamtune.recipe.settings import RolloutSettings
@@ -32,30 +33,30 @@ from streamtune.tasks.grpo.groups import (
     passing_completion,
     remember_logprobs,
 )
-from streamtune.tasks.objectives import POLICY_LOSSES, Advantages, group_advantages, reward_with_kl
+from streamtune.tasks.objectives import Advantages, group_advantages, reward_with_kl
 from streamtune.train.objective import autocast
 from streamtune.train.sketch import value_weights
 
 UNSEEN = 0.5
-"""Pass rate of a prompt that was not completed yet."""
+"""Assumed pass rate of a prompt that has no completions yet."""
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
 class RolloutTools:
-    """The parts of a run that write, score and measure completions; each rank calls them with the same arguments."""
+    """The parts of a run that write, score and measure completions. All ranks call them with the same arguments."""
 
     recipe: RolloutSettings
-    """The recipe, with the micro-batches of all ranks together."""
+    """The settings of all ranks together, from :func:`of_all_ranks`."""
     prompts: data.PreparedPrompts
-    """The prompts to train on, and the held-out ones."""
+    """Training prompts and held-out prompts."""
     writer: rollout.Writer
     score: ScoreCompletions
     policy: train.Reference
     """The current policy."""
     reference: train.Reference | None
-    """None where no log-probs of a reference are read."""
+    """The reference; None if the loss does not read its log-probs."""
     layout: BatchLayout
     gradient: Callable[[train.TreeBatch], float]
     """Computes the gradient norm of a completion."""
@@ -63,11 +64,11 @@ class RolloutTools:
     """The device of the policy and the reference."""
     world: train.World = field(default_factory=train.World)
     activity: Callable[[str], None] = lambda text: None
-    """Called with what is being done."""
+    """Called with a short text on what is being computed."""
 
     @property
     def sampling(self) -> rollout.Sampling:
-        """Settings for drawing the completions that are trained on."""
+        """Sampling settings of training completions."""
         recipe = self.recipe
         return rollout.Sampling(
             max_completion_length=recipe.max_completion_length,
@@ -79,21 +80,26 @@ class RolloutTools:
         )
 
     def part(self, groups: Sequence[T], part: int) -> list[T]:
-        """Return the groups, or values of each, of one optimizer step of a rollout."""
+        """Return the groups, or values of groups, that belong to optimizer step ``part`` of a rollout."""
         parts = self.recipe.steps_per_rollout
         return list(groups[len(groups) * part // parts : len(groups) * (part + 1) // parts])
 
     def parts(self, groups: Sequence[T]) -> list[list[T]]:
-        """Return the groups, or values of each, by optimizer step."""
+        """Return the groups, or values of groups, of each optimizer step of a rollout."""
         return [self.part(groups, part) for part in range(self.recipe.steps_per_rollout)]
 
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Return ``count`` completions of each prompt: the same number, or one number for each.
+        """Return completions of each prompt.
+
+        Args:
+            prompts: Prompts to complete.
+            count: Number of completions, either one for all prompts or one per prompt.
+            sampling: Sampling settings.
 
         Raises:
-            OutOfMemoryError: Their keys and values do not fit.
+            OutOfMemoryError: The keys and values do not fit into memory.
         """
         try:
             return self.writer.write([prompt.input_ids for prompt in prompts], count, sampling)
@@ -104,7 +110,7 @@ class RolloutTools:
             recipe = self.recipe
             at_once = recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size
             raise OutOfMemoryError(
-                f"out of memory while writing completions, {at_once} at a time of up to {longest:,} tokens",
+                f"out of memory while writing {at_once} completions at a time, with up to {longest:,} tokens each",
                 where="per_device_generation_batch_size",
                 fix="lower per_device_generation_batch_size, or max_completion_length",
             ) from error
@@ -113,15 +119,15 @@ class RolloutTools:
         return [group[0] for group in self.write(prompts, 1, replace(self.sampling, temperature=0.0))]
 
     def remember_logprobs(self, groups: Sequence[Group], *, old: bool) -> None:
-        """Put missing log-probs into the groups: the reference's, and with ``old`` the policy's."""
+        """Compute the missing log-probs of the groups: the reference's and, with ``old``, the policy's."""
         wanted = {"old": self.policy if old else None, "ref": self.reference}
         for name, model in wanted.items():
             if model is None or all(getattr(group, name) is not None for group in groups):
                 continue
             self.activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
             for part in self.parts(groups):
-                asked = partial(SharedLogprobs(self.world), partial(self._logprobs, model))
-                remember_logprobs(name, asked, part, self.prompts.train, self.layout)
+                logprobs = partial(SharedLogprobs(self.world), partial(self._logprobs, model))
+                remember_logprobs(name, logprobs, part, self.prompts.train, self.layout)
 
     def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
         with autocast(self.device, bool(self.recipe.bf16)):
@@ -131,15 +137,15 @@ class RolloutTools:
 
 @dataclass
 class ScoredRollout:
-    """Completions with their rewards, which the rules change one after the other."""
+    """Completions with their rewards. The rules change them one after the other."""
 
     prompts: Sequence[data.Prompt]
     groups: Sequence[Group]
-    """One of each prompt."""
+    """The group of each prompt."""
     rewards_N: Tensor  # noqa: N815
-    """fp32 ``[N]``, NaN where no function said anything"""
+    """fp32 ``[N]``; NaN if no reward function scored the completion"""
     greedy_N: Tensor | None = None  # noqa: N815
-    """fp32 ``[N]``: reward of the greedy completion of the prompt; None where no rule asks for it"""
+    """fp32 ``[N]``: reward of the greedy completion of the prompt; None unless a rule computes it"""
 
     @property
     def group_N(self) -> Tensor:  # noqa: N802
@@ -147,7 +153,7 @@ class ScoredRollout:
         return self.of_completions(torch.arange(len(self.groups)))
 
     def of_completions(self, values_G: Tensor) -> Tensor:
-        """Repeat a value of each group for each of its completions ``[N]``."""
+        """Return the value of each completion's group, ``[N]``."""
         return values_G.repeat_interleave(torch.tensor([len(group.completions) for group in self.groups]))
 
     def split(self, values_N: Tensor) -> Iterator[Tensor]:
@@ -156,10 +162,10 @@ class ScoredRollout:
 
 
 class RolloutRule(ABC):
-    """A method's part in a rollout; what is not overridden changes nothing."""
+    """Base class of the rules. Methods that are not overridden change nothing."""
 
     reads_pass_rates: ClassVar[bool] = False
-    """True if pass rates of prompts are to be kept for it."""
+    """True if the rule reads the pass rates of prompts."""
 
     def __init__(self, tools: RolloutTools) -> None:
         self.tools = tools
@@ -167,18 +173,19 @@ class RolloutRule(ABC):
     @classmethod
     @abstractmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
-        """Return True if runs of this recipe follow the rule."""
+        """Return True if the rule applies to runs of this recipe."""
 
     @classmethod  # noqa: B027 (most rules read nothing of it)
     def check_model(cls, handle: StreamHandle) -> None:
-        """Check that the model has what the rule reads of it; raise ``UnsupportedModelError`` if not."""
+        """Raise ``UnsupportedModelError`` if the model lacks something that the rule reads."""
 
     def counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
-        """Return the number of completions of each prompt of an optimizer step; their sum stays.
+        """Return the number of completions of each prompt of an optimizer step. A rule must not change their sum.
 
         Args:
-            numbers: Number of each prompt among those that are trained on.
-            counts: Number of completions so far.
+            numbers: Indices of the prompts among the training prompts.
+            counts: Number of completions of each prompt, as earlier rules left it.
+            rates: Pass rates of the prompts.
         """
         return counts
 
@@ -191,15 +198,15 @@ class RolloutRule(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have none)
-        """Load the entries of a checkpoint, which may lack them."""
+        """Load the entries of a checkpoint. A checkpoint may lack them."""
 
 
 class KlInReward(RolloutRule):
-    """Subtract the KL of the whole completion from its reward, for losses that have it there."""
+    """Rule that subtracts the KL of a whole completion from its reward, for the losses with ``kl_in_reward``."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
-        return recipe.beta > 0 and not recipe.distils and POLICY_LOSSES[recipe.loss_type].kl_in_reward
+        return recipe.beta > 0 and not recipe.distils and POLICY_LOSS_FACTS[recipe.loss_type].kl_in_reward
 
     def scored(self, scored: ScoredRollout) -> None:
         groups = scored.groups
@@ -217,7 +224,7 @@ class KlInReward(RolloutRule):
 
 
 class GreedyBaseline(RolloutRule):
-    """Score the greedy completion of each prompt, the baseline of ``remax``."""
+    """Rule that scores the greedy completion of each prompt, the baseline of ``remax``."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -230,7 +237,7 @@ class GreedyBaseline(RolloutRule):
 
 
 class GroupAdvantages(RolloutRule):
-    """Set the advantages that ``loss_type`` and ``scale_rewards`` say."""
+    """Rule that computes the advantages that ``loss_type`` and ``scale_rewards`` define."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -251,7 +258,7 @@ class GroupAdvantages(RolloutRule):
 
 
 class RewardSpread(RolloutRule):
-    """Keep the spread of rewards to show it: a loss of a teacher (``gkd``) has no advantages."""
+    """Rule that computes the spread of rewards for metrics only: the loss of a teacher (``gkd``) has no advantages."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -264,9 +271,9 @@ class RewardSpread(RolloutRule):
 
 
 class Allocation(RolloutRule):
-    """Divide the completions of an optimizer step so that its gradient varies least: see ``rollout.variance_score``.
+    """Rule that divides the completions of a step among its prompts so that the gradient has the least variance.
 
-    Gradient norms of a completion that passed are measured for later rollouts.
+    See ``rollout.variance_score``. Gradient norms of completions that passed are measured for later rollouts.
     """
 
     reads_pass_rates = True
@@ -325,16 +332,16 @@ ROLLOUT_RULES: tuple[type[RolloutRule], ...] = (
     RewardSpread,
     Allocation,
 )
-"""All rules, in the order in which they see a scored rollout."""
+"""All rules, in the order in which they change a scored rollout."""
 
 
 def rules_of(recipe: RolloutSettings) -> list[type[RolloutRule]]:
-    """Return the rules that runs of a recipe follow, in their order."""
+    """Return the rules that apply to a recipe, in order."""
     return [rule for rule in ROLLOUT_RULES if rule.applies(recipe)]
 
 
 def rewards_of(values: Sequence[float | None]) -> Tensor:
-    """Return rewards in fp32 ``[N]``, NaN where there is none."""
+    """Return rewards as fp32 ``[N]``, with NaN for None."""
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
 
 

@@ -1,16 +1,16 @@
 """The optimizer steps of a grpo run: prompts are drawn, completed and scored, and become micro-batches.
 
-    next_step()   supervised, while sft_steps last;
-                  else the next part of the current rollout, and a new rollout where that is used up
+    next_step()   a supervised step, for the first sft_steps steps;
+                  then the next part of the current rollout, or the first part of a new rollout
 
     a rollout     prompts -> completions -> rewards -> rules, in order -> old and reference log-probs
-                  in steps_per_rollout parts, gone through num_iterations times
+                  split into steps_per_rollout parts, which are trained on num_iterations times
 
-A rollout that teaches nothing is counted and drawn anew. The state has the current rollout with its log-probs, so that
-a run can be resumed in the middle of its inner epochs.
+A rollout without any gradient is counted, and another one is drawn. A checkpoint has the current rollout with its
+log-probs, so that a run can resume in the middle of a rollout.
 
-The supervised steps train on the rows of the training prompts, with their own answers: a model that never solves a task
-cannot learn it from rewards. Held-out prompts are not used.
+Supervised steps train on the answers that the rows of the training prompts have, because a model that never solves a
+task cannot learn it from rewards. They do not use held-out prompts.
 """
 
 from __future__ import annotations
@@ -41,24 +41,26 @@ from streamtune.train.records import append_records, cut_rotated, rotate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OF_GROUPS = ("reward_std", "frac_reward_zero_std")
-"""Metrics of several completions of a prompt, which one completion does not have."""
+GROUP_METRICS = ("reward_std", "frac_reward_zero_std")
+"""Metrics that need several completions of a prompt."""
 
 
 @dataclass
 class _Rollout:
     groups: list[Group]
     next_part: int = 0
-    """Parts handed out so far, those without a gradient included; over all iterations."""
+    """Number of parts used so far, over all iterations. Parts without a gradient count too."""
     skipped: int = 0
-    """Rollouts that were drawn before it and taught nothing."""
+    """Number of rollouts without a gradient that were drawn just before this one."""
 
 
 class GrpoSteps:
     """The :class:`streamtune.train.StepStream` of a grpo run.
 
     Args:
-        warm: The supervised steps before the first rollout; None where there are none.
+        tools: Parts of the run that write, score and measure completions.
+        warm: Supervised steps before the first rollout; None without any.
+        log: Writes completions to a file.
     """
 
     def __init__(self, tools: RolloutTools, *, warm: train.StepStream | None, log: CompletionLog) -> None:
@@ -73,18 +75,18 @@ class GrpoSteps:
             counts=any(rule.reads_pass_rates for rule in self.rules),
         )
         self.taken = 0
-        """Steps handed out."""
+        """Number of returned steps."""
         self.on_first_rollout: Callable[[], None] = lambda: None
-        """Called when supervised steps are over."""
+        """Called when the supervised steps are over."""
         self.current: _Rollout | None = None
 
     # --- steps -------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Sequence[train.MicroBatch]:
-        """Return this rank's micro-batches; none if writing was stopped early: the run is to stop.
+        """Return this rank's micro-batches of the next step; an empty list if a stop was requested during a rollout.
 
         Raises:
-            RunError: ``skip_limit`` rollouts in a row taught nothing.
+            RunError: ``skip_limit`` rollouts in a row had no gradient.
         """
         try:
             return list(share_out(self._next_step(), self.tools.world))
@@ -112,9 +114,12 @@ class GrpoSteps:
                 return batches
 
     def held_out(self, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Measure the greedy completion of each held-out prompt, or of each prompt of a set, a batch at a time.
+        """Iterate over batches with the metrics of greedy completions of held-out prompts.
 
-        With a teacher they are micro-batches, whose divergence is the held-out loss.
+        With a teacher the batches also have the completions, whose divergence from the teacher is the held-out loss.
+
+        Args:
+            part: Set of held-out prompts; None takes all of them.
         """
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
         first, stop = (0, len(prompts)) if part is None else (part.start, part.stop)
@@ -134,14 +139,14 @@ class GrpoSteps:
                 rewards=scores.total,
                 scores=scores.by_function,
             )
-            metrics = {name: value for name, value in group_metrics([whole]).items() if name not in OF_GROUPS}
+            metrics = {name: value for name, value in group_metrics([whole]).items() if name not in GROUP_METRICS}
             nothing = torch.zeros(1, 1, dtype=torch.int64)
             yield MeasuredBatch(nothing, nothing, nothing, tuple(prompt.origin for prompt in asked), metrics=metrics)
 
     def _held_out_completions(
         self, numbers: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
     ) -> Iterator[PolicyBatch]:
-        """Return micro-batches of one completion of each held-out prompt, with their metrics."""
+        """Iterate over micro-batches with one completion of each held-out prompt, and with their metrics."""
         groups = [
             Group(
                 prompt=number,
@@ -155,20 +160,20 @@ class GrpoSteps:
         ]
         layout = replace(self.tools.layout, mask_truncated=False)
         for batch in micro_batches(groups, self.prompts.validation, layout):
-            metrics = {name: value for name, value in batch.metrics.items() if name not in OF_GROUPS}
+            metrics = {name: value for name, value in batch.metrics.items() if name not in GROUP_METRICS}
             yield replace(batch, metrics=metrics)
 
     # --- a rollout ---------------------------------------------------------------------------------------------
 
     def _next_rollout(self) -> _Rollout:
-        why, fix = self.loss.nothing_learnt
+        why, fix = self.loss.no_gradient
         for skipped in range(self.recipe.skip_limit):
             groups = self._write_and_score()
             if any(any_gradient(part, self.tools.layout) for part in self.tools.parts(groups)):
                 self.tools.remember_logprobs(groups, old=self.recipe.needs_old_logprobs)
                 return _Rollout(groups, skipped=skipped)
-            self.log.skipped(self.taken + 1, why)
-        raise RunError(f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {why}", fix=fix)
+            self.log.record_skip(self.taken + 1, why)
+        raise RunError(f"{self.recipe.skip_limit} rollouts in a row had no gradient: in each of them {why}", fix=fix)
 
     def _write_and_score(self) -> list[Group]:
         tools, numbers = self.tools, self.picker.next(self.recipe.prompts_per_generation)
@@ -184,11 +189,11 @@ class GrpoSteps:
         scored = ScoredRollout(prompts, groups, rewards_of(scores.total))
         for rule in self.rules:
             rule.scored(scored)
-        self.log.wrote(self.taken + 1, groups, prompts)
+        self.log.record_rollout(self.taken + 1, groups, prompts)
         return groups
 
     def _counts(self, numbers: Sequence[int]) -> list[int]:
-        """Return the number of completions of each prompt; an optimizer step has as many as if all were equal."""
+        """Return the number of completions of each prompt. Their sum over an optimizer step does not change."""
         found = []
         for part in self.tools.parts(numbers):
             counts = [self.recipe.num_generations] * len(part)
@@ -200,7 +205,7 @@ class GrpoSteps:
     def _groups(
         self, numbers: Sequence[int], written: Sequence[Sequence[rollout.Completion]], scores: rewards.RewardScores
     ) -> list[Group]:
-        """Return the completions of each prompt with their scores, and note how many passed."""
+        """Return the group of each prompt, and record how many of its completions passed."""
         groups = []
         stops = accumulate(map(len, written))
         for number, completions, stop in zip(numbers, written, stops, strict=True):
@@ -218,10 +223,10 @@ class GrpoSteps:
             self.picker.observe(number, passed=passed, tried=len(completions))
         return groups
 
-    # --- where it stands ---------------------------------------------------------------------------------------
+    # --- position ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the stream, as plain JSON values: the current rollout is among them."""
+        """Return the position of the stream and the current rollout, as plain JSON values."""
         current = self.current
         rollout_state = None
         if current is not None:
@@ -238,7 +243,8 @@ class GrpoSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the position saved by ``state_dict``."""
         if type(state["taken"]) is not int or state["taken"] < 0:
-            raise CheckpointError(f"the checkpoint has taken {state['taken']} steps", fix="use another checkpoint")
+            what = f"the number of steps in the checkpoint must be a whole number from 0, found {state['taken']}"
+            raise CheckpointError(what, fix="use another checkpoint")
         self.taken = state["taken"]
         self.picker.load_state_dict(state["picker"])
         for rule in self.rules:
@@ -259,31 +265,31 @@ class CompletionLog:
     run: train.RunDirectory
     tokenizer: PreTrainedTokenizerBase
     count: int
-    """Completions of a rollout to keep."""
+    """Number of completions to write per rollout."""
     writes: bool = True
-    """Whether this rank writes files."""
+    """True if this rank writes files."""
 
     @property
     def path(self) -> Path:
         return self.run.path / "completions.jsonl"
 
-    def wrote(self, step: int, groups: Sequence[Group], prompts: Sequence[data.Prompt]) -> None:
-        """Keep some completions of a rollout that is for ``step``: one of each prompt before a second of any."""
+    def record_rollout(self, step: int, groups: Sequence[Group], prompts: Sequence[data.Prompt]) -> None:
+        """Write some completions of the rollout that begins at ``step``, one of each prompt before a second of any."""
         if not self.writes:
             return
         most = max(len(group.completions) for group in groups)
         rows = [(place, index) for index in range(most) for place in range(len(groups))]
-        there = [(place, index) for place, index in rows if index < len(groups[place].completions)]
+        existing = [(place, index) for place, index in rows if index < len(groups[place].completions)]
         rotate(self.path)
-        kept = there[: self.count]
-        append_records(self.path, [self._record(step, groups[place], prompts[place], index) for place, index in kept])
+        chosen = existing[: self.count]
+        append_records(self.path, [self._record(step, groups[place], prompts[place], index) for place, index in chosen])
 
-    def skipped(self, step: int, why: str) -> None:
+    def record_skip(self, step: int, why: str) -> None:
         if self.writes:
             train.append_event(self.run.events, "skip", step=step, why=why)
 
     def cut(self, step: int) -> None:
-        """Remove what was kept after ``step``: those steps are taken again."""
+        """Delete the completions that were written after ``step``, because these steps are repeated."""
         if self.writes:
             cut_rotated(self.path, step)
 
@@ -301,10 +307,10 @@ class CompletionLog:
 
 
 class WarmSteps:
-    """Shuffled demonstrations, ``sft_batch_size`` to a step, in micro-batches. A :class:`streamtune.train.StepStream`.
+    """Supervised steps on shuffled demonstrations, ``sft_batch_size`` per step (:class:`streamtune.train.StepStream`).
 
     Raises:
-        DataError: A row has no answer, or is longer than a prompt and its completion may be.
+        DataError: A row has no answer, or has more than ``max_prompt_length + max_completion_length`` tokens.
     """
 
     def __init__(
@@ -320,7 +326,7 @@ class WarmSteps:
     def next_step(self) -> Sequence[train.MicroBatch]:
         """Return the micro-batches of the next demonstrations; fewer at the end of an epoch."""
         while not (step := list(islice(self.sampler.batches(self.step_size), 1))):
-            pass  # The epoch was over; asking has moved the sampler on to the next one.
+            pass  # The epoch is over, and this call has moved the sampler to the next one.
         rows = [self.examples[row] for row in step[0]]
         parts = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
         return [self._batch(part) for part in parts]
@@ -340,19 +346,19 @@ def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) ->
     row = Row(prompt.origin, {"prompt": prompt.prompt, **prompt.columns})
     if "completion" not in row.columns and "messages" not in row.columns:
         raise DataError(
-            "'sft_steps' trains on the rows' own answers, and this row has none",
+            "'sft_steps' trains on the answers in the rows, but this row has none",
             where=prompt.origin,
             fix="give the rows a column 'completion', or delete sft_steps",
         )
     row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
     content = normalise(row, row_type)
     if render.drops_empty(content, row.origin):
-        raise DataError("'sft_steps' trains on the rows' own answers, and this one is empty", where=row.origin)
+        raise DataError("'sft_steps' trains on the answers in the rows, but this row's is empty", where=row.origin)
     rendered = render(content, row.origin)
     if len(rendered.input_ids) > max_length:
         raise DataError(
-            f"the row has {len(rendered.input_ids):,} tokens with its answer, more than max_prompt_length and "
-            f"max_completion_length together: {max_length:,}",
+            f"the row has {len(rendered.input_ids):,} tokens with its answer, more than max_prompt_length + "
+            f"max_completion_length = {max_length:,}",
             where=prompt.origin,
             fix="raise max_completion_length",
         )

@@ -1,7 +1,7 @@
 """Reinforcement learning from rewards, with advantages within groups of completions; or on-policy distillation.
 
-A micro-batch of a plan has ``per_device_train_batch_size`` completions of ``max_completion_length`` tokens, or of half
-the length where that leaves no prompt, over as few prompts as ``num_generations`` says.
+In a plan, a micro-batch has ``per_device_train_batch_size`` completions of ``max_completion_length`` tokens, or of half
+the length if no prompt would fit beside them. They belong to as many prompts as a micro-batch can have.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from streamtune.train.sketch import CompletionGradient
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WRITTEN = 4
-"""Tokens of a completion that a trial writes."""
+TRIAL_TOKENS = 4
+"""Number of tokens that a trial writes of each completion."""
 
 NOISE = 0.1
-"""Standard deviation of the log-ratios of a policy to the one that wrote the completions, in a verification."""
+"""In a verification, the standard deviation of the random log-ratios of the policy to the old policy."""
 
 
 @dataclass(frozen=True)
 class GrpoData(data.PreparedPrompts):
-    """The prompts, each of which is completed as often as the recipe says."""
+    """The prompts of a run, and its supervised steps."""
 
     warm: WarmSteps | None = None
-    """The supervised steps before the first rollout; None where there are none."""
+    """Supervised steps before the first rollout; None without any."""
 
     @property
     def num_train(self) -> int:
@@ -79,7 +79,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
     """The task of ``objective: grpo``.
 
     Args:
-        functions: The reward functions of a run; None where nothing is scored.
+        recipe: Recipe of the run.
+        functions: Reward functions of the run; None if nothing is scored.
     """
 
     def __init__(self, recipe: GrpoRecipe, functions: Rewards | None = None) -> None:
@@ -114,7 +115,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> GrpoData:
-        """Prepare the prompts. In a run the columns that rewards read, and supervised steps, are checked."""
+        """Return the prompts as token ids. In a run, also check the columns that rewards read, and supervised steps."""
         recipe = self.recipe
         with held_back(notify) as notify_later:
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
@@ -143,7 +144,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @property
     def compares(self) -> bool:
-        """True with a teacher too, which is the reference here."""
+        """True if the loss has a KL with the reference, or a teacher."""
         return self.loss.compares
 
     @property
@@ -181,11 +182,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return Scored(trees, share, entropy=self.loss.entropy, forwards=self.loss.forwards)
 
     def prompts_of(self, batch_size: int) -> int:
-        """Return the most prompts whose completions can be together in a micro-batch of ``batch_size`` completions."""
+        """Return the largest number of prompts in a micro-batch of ``batch_size`` completions."""
         group = self.recipe.num_generations
-        # A micro-batch begins at a multiple of its size, so somewhere in a group.
-        met = -(-(batch_size + group - math.gcd(batch_size, group)) // group)
-        return min(met, batch_size)
+        # A micro-batch begins at a multiple of its size, which may be inside of a group.
+        prompts = -(-(batch_size + group - math.gcd(batch_size, group)) // group)
+        return min(prompts, batch_size)
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -197,7 +198,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return self.loss.objective(scorer, reference)
 
     def count_steps(self, batches: GrpoData, micro_batches: int, world: train.World) -> StepPlan:
-        """Count the optimizer steps. In an epoch every prompt is completed once, for ``num_iterations`` passes."""
+        """Return the number of optimizer steps. An epoch has each prompt in one rollout, used ``num_iterations`` times.
+
+        See :meth:`Task.count_steps` for the arguments.
+        """
         recipe = of_all_ranks(self.recipe, world)
         rollouts = -(-batches.num_train // recipe.prompts_per_generation)
         steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
@@ -233,7 +237,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
                 writer.stop = lambda: stop.requested
             log.cut(built.first_step)
             tools.activity = progress.activity
-            # The moments of supervised gradients would scale the first steps of another loss.
+            # Moments of the supervised loss would scale the first steps of the loss on completions.
             steps.on_first_rollout = backend.reset_optimizer
 
         return Training(
@@ -259,10 +263,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     def random_step(self, trial: TrialStep) -> RandomStep:
-        """Return a step that begins with a rollout as large as any, and short.
+        """Return a step that begins with a short rollout of the largest size.
 
-        As many completions are written as are written together in a run, a few tokens each. Their prompts are so long
-        that keys and values come to the length of the trial. With ``use_vllm`` nothing is written.
+        It writes as many completions together as a run does, with a few tokens each. Prompts are so long that keys and
+        values reach the length of the trial. With ``use_vllm`` nothing is written.
         """
         recipe, device = self.recipe, trial.device
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
@@ -291,7 +295,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return self.objective(trial.scorer, trial.reference, device), batches
 
     def _random_rollout(self, trial: TrialStep, draw: RandomTokens) -> Callable[[], None]:
-        """Return a function that writes the last tokens of completions of the trial's length."""
+        """Return a function that writes a few tokens after prompts, up to the length of the trial."""
         recipe, group = self.recipe, self.recipe.num_generations
         if recipe.use_vllm:
             return lambda: None
@@ -304,7 +308,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             max_rows=at_once,
             computing=lambda: autocast(trial.device, bool(recipe.bf16)),
         )
-        written = min(WRITTEN, trial.length - 1)
+        written = min(TRIAL_TOKENS, trial.length - 1)
         prompts = draw.prompts(max(1, min(at_once // group, recipe.prompts_per_generation)), trial.length - written)
         sampling = rollout.Sampling(written, temperature=recipe.temperature)
 
@@ -320,7 +324,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def compared_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PolicyBatch, PolicyBatch]:
-        """Return batches with random advantages and log-ratios; no reward is computed."""
+        """Return two batches with the same random advantages and log-ratios; no reward is computed."""
         device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
@@ -340,7 +344,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
 
 def _learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:
-    """Return the learning rate by step: first of the supervised steps, then the recipe's schedule over the others."""
+    """Return the learning rate of a step: a cosine over the supervised steps, then the recipe's schedule."""
     before = optim.build_schedule(
         "cosine",
         learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,

@@ -1,8 +1,8 @@
-"""Objectives: pure functions of per-token log-probs, however these were computed.
+"""Losses as pure functions of per-token log-probs. How log-probs are computed does not matter here.
 
-advantages  sums over the tokens of a completion, and rewards of a group -> advantages
+advantages  sums over the tokens of a completion; advantages from the rewards of a group
 pairs       losses of preference pairs
-unpaired    KTO: single labelled completions
+unpaired    losses of single labelled completions (KTO)
 policy      policy-gradient losses
 """
 

@@ -1,16 +1,16 @@
-"""Sums over the tokens of each completion without padding, and advantages of completions over others of their prompt.
+"""Sums over the tokens of each completion without padding, and advantages of completions within a group.
 
-A micro-batch holds N completions of any lengths. Their K target tokens lie one after another in ``logp_K``, and
-``row_K`` says which completion a token belongs to:
+A micro-batch has N completions of any lengths. Their K target tokens follow each other in ``logp_K``, and ``row_K`` has
+the completion that each token belongs to:
 
     logp_K   -0.1 -2.3 -0.7 | -1.1 | -0.2 -0.4        row_K   0 0 0 | 1 | 2 2        N = 3
 
-Row sums are float64 whatever the tokens are. A completion of 100,000 tokens has a log-prob near -100,000, where float32
-steps by 0.008; preference losses subtract two such numbers and look at the rest. Gradients come back in the dtype of
-the tokens.
+Row sums are float64, whatever the dtype of the tokens. A completion of 100,000 tokens has a log-prob near -100,000,
+where neighbouring float32 numbers differ by 0.008, and preference losses read the small difference of two such numbers.
+Gradients have the dtype of the tokens.
 
-The completions of one prompt are a group. A reward may be NaN, where no reward function applied to a completion: it
-is left out of its group's baseline, and its advantage is 0.
+The completions of one prompt are a group. A reward is NaN if no reward function scored the completion. Such a
+completion is left out of its group's baseline, and its advantage is 0.
 
 Shape suffixes: K target tokens, N completions (rows), G groups.
 """
@@ -28,9 +28,15 @@ from streamtune.errors import ArgumentError, did_you_mean
 
 
 def sum_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
-    """Add up the tokens of each row: ``sum_N[n] = sum of values_K[k] with row_K[k] == n``.
+    """Return the sum over the tokens of each row: ``sum_N[n] = sum of values_K[k] with row_K[k] == n``.
 
-    Float64 ``[N]``, differentiable; rows without a token sum to 0. ``row_K`` is int64 in ``[0, num_rows)``.
+    Args:
+        values_K: Value of each token, ``[K]``.
+        row_K: Row of each token, int64 ``[K]``, in ``[0, num_rows)``.
+        num_rows: Number of rows, N.
+
+    Returns:
+        Float64 ``[N]``, differentiable; 0 for a row without tokens.
     """
     assert values_K.shape == row_K.shape, f"{tuple(values_K.shape)} values in {tuple(row_K.shape)} rows"
     zeros_N = torch.zeros(num_rows, dtype=torch.float64, device=values_K.device)
@@ -38,12 +44,12 @@ def sum_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
 
 
 def counts(row_K: Tensor, num_rows: int) -> Tensor:
-    """Count the tokens of each row: int64 ``[N]``."""
+    """Return how many tokens each row has: int64 ``[N]``."""
     return torch.bincount(row_K, minlength=num_rows)
 
 
 def mean_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
-    """Average the tokens of each row: float64 ``[N]``, differentiable; rows without a token are 0."""
+    """Return the mean over the tokens of each row: float64 ``[N]``, differentiable; 0 for a row without tokens."""
     return sum_by_row(values_K, row_K, num_rows) / counts(row_K, num_rows).clamp(min=1)
 
 
@@ -53,16 +59,16 @@ SCALES = ("group", "batch", "none")
 
 @dataclass(frozen=True)
 class Advantages:
-    """One advantage for each completion, and statistics of its group."""
+    """The advantage of each completion, and statistics of its group. All tensors are ``[N]``."""
 
     values_N: Tensor  # noqa: N815
-    """in the dtype of the rewards; exactly 0 in flat groups and for completions without a reward"""
+    """advantages, in the dtype of the rewards; exactly 0 in flat groups and for completions without a reward"""
     flat_N: Tensor  # noqa: N815
-    """bool: the completion's group teaches nothing, all its advantages are 0"""
+    """bool: True if all advantages of the completion's group are 0, so that the group teaches nothing"""
     mean_N: Tensor  # noqa: N815
-    """mean reward of the completion's group; NaN where none of it has a reward"""
+    """mean reward of the completion's group; NaN if none of its completions has a reward"""
     std_N: Tensor  # noqa: N815
-    """standard deviation of the rewards of its group (divisor n - 1); 0 where fewer than two have one"""
+    """standard deviation of the rewards of the group (divisor n - 1); 0 if fewer than two completions have a reward"""
 
 
 @dataclass(frozen=True)
@@ -70,12 +76,13 @@ class _Groups:
     """Rewards with their groups. NaN rewards are left out of sizes and sums."""
 
     rewards_N: Tensor  # noqa: N815
-    """float64, 0 in place of NaN"""
+    """float64, with 0 in place of NaN"""
     known_N: Tensor  # noqa: N815
+    """bool: True if the reward is not NaN"""
     index_N: Tensor  # noqa: N815
-    """group of each completion, 0 .. G - 1"""
+    """group of each completion, from 0 to G - 1"""
     size_G: Tensor  # noqa: N815
-    """completions with a reward, float64"""
+    """number of completions with a reward, float64"""
     sum_G: Tensor  # noqa: N815
 
     @classmethod
@@ -98,7 +105,7 @@ class _Groups:
 
     @property
     def equal_N(self) -> Tensor:  # noqa: N802
-        """True where all rewards of the completion's group are the same number (or none is known)."""
+        """bool ``[N]``: True if all known rewards of the completion's group are equal, or none is known."""
         lowest, highest = (
             self.sum_G.new_full((len(self.size_G),), fill).scatter_reduce(0, self.index_N, values_N, how)
             for fill, how, values_N in (
@@ -114,13 +121,13 @@ def _less_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
 
 
 def _less_others(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """Return ``R - mean of the others of the group``; 0 where there is no other."""
+    """Return ``R - mean of the other rewards of the group``; 0 in a group with a single reward."""
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - others_N)
 
 
 def _less_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """Return ``R - reward of the greedy completion of the prompt``."""
+    """Return ``R - reward of the prompt's greedy completion``; 0 if that reward is NaN."""
     if greedy_N is None:
         raise ArgumentError("remax needs the reward of the greedy completion of each prompt", where="loss_type")
     difference_N = groups.rewards_N - greedy_N.double()
@@ -131,7 +138,7 @@ def _less_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
 class _Kind:
     baseline: Callable[[_Groups, Tensor | None], Tensor]
     scale: str
-    """``scale_rewards`` where the user names none"""
+    """default of ``scale_rewards``"""
     scales: tuple[str, ...] = SCALES
 
 
@@ -144,12 +151,16 @@ ADVANTAGES: dict[str, _Kind] = {
     "rloo": _Kind(_less_others, "none", ("none",)),
     "remax": _Kind(_less_greedy, "none", ("none",)),
 }
-"""Policy loss -> its advantages.
+"""Name of a policy loss -> how its advantages are computed.
 
-grpo, dapo, bnpo, gspo   ``(R - mean) / (std + 1e-4)``: arXiv 2402.03300, section 4.1.2
-dr_grpo                  ``R - mean``: arXiv 2503.20783, where the division is the bias that is taken out
-rloo                     ``R - mean of the others``: arXiv 2402.14740
-remax                    ``R - R of the greedy completion``: arXiv 2310.10505
+grpo, dapo, bnpo, gspo
+    ``(R - mean) / (std + 1e-4)``: arXiv 2402.03300, section 4.1.2.
+dr_grpo
+    ``R - mean``: arXiv 2503.20783, which shows that the division is a bias.
+rloo
+    ``R - mean of the other rewards``: arXiv 2402.14740.
+remax
+    ``R - R of the greedy completion``: arXiv 2310.10505.
 """
 
 
@@ -161,18 +172,19 @@ def group_advantages(
     scale_rewards: str | None = None,
     greedy_N: Tensor | None = None,
 ) -> Advantages:
-    """Compute one advantage for each completion.
+    """Return the advantage of each completion.
 
     Args:
-        name: A key of :data:`ADVANTAGES`, the name of the policy loss.
-        rewards_N: Rewards ``[N]``, floating; NaN where a completion has none.
+        name: Name of the policy loss, a key of :data:`ADVANTAGES`.
+        rewards_N: Rewards ``[N]``, floating point; NaN for a completion without a reward.
         group_N: Number of each completion's prompt, int64 ``[N]``; any numbers, in any order.
-        scale_rewards: ``group``, ``batch`` or ``none``: the standard deviation to divide by. None takes the loss's
+        scale_rewards: Standard deviation to divide by: ``group``, ``batch`` or ``none``. None takes the loss's
             published choice.
         greedy_N: Reward of the greedy completion of each completion's prompt ``[N]``, for remax.
 
     Raises:
-        ArgumentError: An unknown name or scale, a scale the loss does not have, or no greedy rewards for remax.
+        ArgumentError: The name or the scale is unknown, the loss does not allow the scale, or remax has no greedy
+            rewards.
     """
     kind = _kind(name, scale_rewards)
     groups = _Groups.of(rewards_N, group_N)
@@ -196,15 +208,15 @@ def _kind(name: str, scale: str | None) -> _Kind:
     kind = look_up(name, ADVANTAGES, "policy loss", where="loss_type")
     if scale is not None and scale not in SCALES:
         raise ArgumentError(
-            f"scale_rewards is '{scale}'",
+            f"scale_rewards must be one of {', '.join(SCALES)}; found '{scale}'",
             where="scale_rewards",
             fix=did_you_mean(scale, SCALES) or f"choose one of: {', '.join(SCALES)}",
         )
     if scale is not None and scale not in kind.scales:
         raise ArgumentError(
-            f"the advantages of '{name}' are not divided by a standard deviation",
+            f"the loss '{name}' does not divide advantages by a standard deviation, found scale_rewards: {scale}",
             where="scale_rewards",
-            fix="leave it out, or set scale_rewards: none",
+            fix="delete the line, or set scale_rewards: none",
         )
     return kind
 
@@ -212,17 +224,19 @@ def _kind(name: str, scale: str | None) -> _Kind:
 def reward_with_kl(
     rewards_N: Tensor, old_K: Tensor, ref_K: Tensor, row_K: Tensor, *, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Subtract the KL with the reference from the rewards: ``R - beta sum_t (log pi_old - log pi_ref)``.
+    """Return rewards minus the KL with the reference: ``R - beta sum_t (log pi_old - log pi_ref)``.
 
-    rloo and remax have their KL here (arXiv 2402.14740, section 2; TRL's RLOO), on the log-probs of the rollout.
+    For rloo and remax the KL is a part of the reward (arXiv 2402.14740, section 2; TRL's RLOO).
 
     Args:
-        old_K: Log-probs of the tokens under the model that drew them ``[K]``.
-        ref_K: Log-probs under the reference ``[K]``.
-        row_K: The completion of each token, int64 ``[K]``.
+        rewards_N: Rewards ``[N]``.
+        old_K: Log-probs of the tokens under the model that sampled them ``[K]``.
+        ref_K: Log-probs of the tokens under the reference ``[K]``.
+        row_K: Completion of each token, int64 ``[K]``.
+        beta: Weight of the KL.
 
     Returns:
-        The rewards in their dtype ``[N]``, and the log-ratio of each completion, float64 ``[N]``. No gradient.
+        Rewards in their dtype ``[N]``, and the log-ratio of each completion, float64 ``[N]``. Neither has a gradient.
     """
     kl_N = sum_by_row((old_K - ref_K).detach(), row_K, rewards_N.numel())
     return (rewards_N.double() - beta * kl_N).to(rewards_N.dtype), kl_N

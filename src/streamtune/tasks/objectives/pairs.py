@@ -1,21 +1,21 @@
-"""Losses of preference pairs, each the formula of its paper: from per-token log-probs to one loss for each pair.
+"""Losses of preference pairs, with the formulas of their papers: from per-token log-probs to one loss for each pair.
 
-    logp_K --sum by completion--> PairLogps --less the reference--> scores --formula--> losses_P
+    logp_K --sum by completion--> PairLogps --minus the reference--> scores --formula--> losses_P
 
-A formula takes two scores of P pairs and returns P losses. A score is
+A formula takes the two scores of each of P pairs and returns P losses. The score of a completion y is
 
-    log pi(y|x) - log pi_ref(y|x)     where the loss has a reference (``needs_reference``)
-    log pi(y|x)                       where it has none
+    log pi(y|x) - log pi_ref(y|x)     if the loss has a reference (``needs_reference``)
+    log pi(y|x)                       if it has none
 
-of a completion y: the sum over its tokens, or the mean where the loss is defined per token (``per_token``) or the user
-asks for it. Below ``w`` and ``l`` are the scores of the chosen (won) and the rejected (lost) completion, ``sigma`` is
-the logistic function.
+This is a sum over the tokens of y. It is a mean if the loss is defined per token (``per_token``), or if the recipe says
+``length_normalization``. In the formulas below ``w`` and ``l`` are the scores of the chosen (won) and the rejected
+(lost) completion, and ``sigma`` is the logistic function.
 
-To add a loss, write a function, a line of the table and its name in ``recipe/keys/preferences.py``; for a parameter of
-its own, a field of :class:`PairKnobs` and a key of the same name there, which ``OF_PAIRS`` lists too. Then add its
+To add a loss, write a function and a line of the table, and add its name to ``recipe/keys/preferences.py``. A parameter
+of its own needs a field of :class:`PairKnobs`, a key of the same name there, and an entry in ``OF_PAIRS``. Then add the
 formula to docs/objectives.md and a case to tests/tasks/objectives/test_preference.py, and run ``make docs``.
 
-Nothing is divided here: the caller sums ``losses_P`` and divides by the pairs of the whole optimizer step.
+Losses are not divided here: the caller sums ``losses_P`` and divides by the number of pairs of the optimizer step.
 
 Shape suffixes: K target tokens, N completions, P pairs (N = 2 P).
 """
@@ -37,26 +37,26 @@ from streamtune.tasks.objectives.advantages import counts, sum_by_row
 
 @dataclass(frozen=True)
 class PairKnobs:
-    """Parameters of the formulas besides the two scores. A field that is a key of the recipe has its value."""
+    """Parameters of the formulas besides the two scores. All but ``reward_gap_P`` are keys of the recipe."""
 
     beta: float = 0.1
-    """strength of the pull to the reference, or the loss's own factor"""
+    """strength of the pull towards the reference, or another factor that the loss defines"""
     label_smoothing: float = 0.0
-    """share of pairs taken to be the wrong way round"""
+    """assumed share of pairs with swapped labels"""
     simpo_gamma: float = 0.5
-    """target margin"""
+    """simpo: target margin"""
     cpo_alpha: float = 1.0
-    """weight of the NLL"""
+    """cpo: weight of the NLL"""
     dpop_lambda: float = 50.0
-    """weight of the penalty"""
+    """dpop: weight of the penalty"""
     rpo_alpha: float | None = None
-    """weight of an NLL that is added to any loss"""
+    """weight of an NLL that is added to any loss; None: no NLL"""
     length_normalization: bool = False
-    """log-probs per token; ipo, simpo and orpo always read these"""
+    """True for log-probs per token; ipo, simpo and orpo always read these"""
     reference_free: bool = False
-    """take the reference as uniform: scores are log-probs"""
+    """True for a uniform reference: scores are log-probs"""
     reward_gap_P: Tensor | float = 0.5  # noqa: N815
-    """copg: reward of the chosen completion minus the rejected completion's"""
+    """copg: reward of the chosen completion minus reward of the rejected completion"""
 
 
 def _sigmoid(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
@@ -72,7 +72,7 @@ def _sigmoid(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
 def _robust(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
     """Return ``(-(1 - eps) log sigma(beta (w - l)) + eps log sigma(-beta (w - l))) / (1 - 2 eps)``.
 
-    Robust DPO (arXiv 2403.00409): unbiased where a share ``eps = label_smoothing`` of the pairs is the wrong way round.
+    Robust DPO (arXiv 2403.00409): unbiased if a share ``eps = label_smoothing`` of the pairs has swapped labels.
     """
     logits_P, smoothing = knobs.beta * (w_P - l_P), knobs.label_smoothing
     return (smoothing * logsigmoid(-logits_P) - (1 - smoothing) * logsigmoid(logits_P)) / (1 - 2 * smoothing)
@@ -86,8 +86,8 @@ def _hinge(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
 def _ipo(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
     """Return ``(w - l - 1 / (2 beta))^2`` with scores per token.
 
-    IPO (arXiv 2310.12036, eq. 17; its tau is beta). The mean over tokens is not in the paper's text, but in the code of
-    its authors, and in TRL.
+    IPO (arXiv 2310.12036, eq. 17; its tau is beta). The mean over tokens is not in the paper, but in the authors' code
+    and in TRL.
     """
     return (w_P - l_P - 1 / (2 * knobs.beta)) ** 2
 
@@ -114,14 +114,17 @@ def _sppo_hard(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
 
 
 def _apo_zero(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
-    """Return ``1 - sigma(beta w) + sigma(beta l)``: APO-zero (arXiv 2408.06266, eq. 7), chosen up, rejected down."""
+    """Return ``1 - sigma(beta w) + sigma(beta l)``.
+
+    APO-zero (arXiv 2408.06266, eq. 7): the chosen completion becomes more likely, the rejected completion less likely.
+    """
     return torch.sigmoid(-knobs.beta * w_P) + torch.sigmoid(knobs.beta * l_P)
 
 
 def _apo_down(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
     """Return ``sigma(beta w) + 1 - sigma(beta (w - l))``.
 
-    APO-down (arXiv 2408.06266, eq. 8): both down, rejected further.
+    APO-down (arXiv 2408.06266, eq. 8): both completions become less likely, the rejected one more strongly.
     """
     return torch.sigmoid(knobs.beta * w_P) + torch.sigmoid(-knobs.beta * (w_P - l_P))
 
@@ -129,7 +132,7 @@ def _apo_down(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
 def _dpop(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
     """Return ``-log sigma(beta (w - l - lambda max(0, -w)))``.
 
-    DPO-positive (arXiv 2402.13228, eq. 3): a penalty where the chosen completion is less likely than under the
+    DPO-positive (arXiv 2402.13228, eq. 3): DPO with a penalty if the chosen completion is less likely than under the
     reference.
     """
     return -logsigmoid(knobs.beta * (w_P - l_P - knobs.dpop_lambda * torch.relu(-w_P)))
@@ -138,9 +141,9 @@ def _dpop(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
 def _copg(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
     """Return ``-(R_w - R_l - beta / 2 (w - l)) (w - l)``.
 
-    Contrastive policy gradient (arXiv 2406.19185, eqs. 7-9, its objective negated); the gradient is that of eqs. 18-19.
-    R are scores of the completions. Without them ``R_w - R_l = 1/2``, where the gradient is that of IPO over summed
-    log-probs, times beta / 2 (eqs. 21-22).
+    Contrastive policy gradient: the negative objective of arXiv 2406.19185, eqs. 7-9, with the gradient of eqs. 18-19.
+    R are rewards of the completions. Without them ``R_w - R_l = 1/2``, and the gradient is beta / 2 times the gradient
+    of IPO over summed log-probs (eqs. 21-22).
     """
     gap_P = w_P - l_P
     return -(knobs.reward_gap_P - 0.5 * knobs.beta * gap_P) * gap_P
@@ -175,19 +178,19 @@ def _log1mexp(x_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """A loss of pairs: its formula, and what it asks of a recipe and of the scores."""
+    """A loss of pairs: its formula, and what it needs of the recipe and of the scores."""
 
     formula: Callable[[Tensor, Tensor, PairKnobs], Tensor]
     """(scores of chosen ``[P]``, of rejected ``[P]``, knobs) -> losses ``[P]``"""
     reads: frozenset[str]
-    """knobs that this loss reads and some others do not: never ``beta``; ``scores`` are rewards of the completions"""
+    """knobs that this loss reads and not all losses read, so never ``beta``; ``scores`` are rewards of completions"""
     needs_reference: bool = True
     per_token: bool = False
-    """scores are means over tokens, as published"""
+    """True if scores are means over tokens, as published"""
     margin_only: bool = False
-    """only ``w - l`` counts, so that the reference may be taken as uniform (``reference_free``)"""
+    """True if the loss depends only on ``w - l``, so that the reference may be uniform (``reference_free``)"""
     nll: Callable[[PairKnobs], float] = lambda knobs: 0.0
-    """weight of the chosen completion's NLL per token, as published"""
+    """knobs -> weight of the chosen completion's NLL per token, as published"""
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
@@ -209,7 +212,7 @@ PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {
         _sigmoid, frozenset({"label_smoothing", "cpo_alpha"}), needs_reference=False, nll=lambda knobs: knobs.cpo_alpha
     ),
 }
-"""Name -> loss of chosen and rejected completions. Unpaired rows have a table of their own (``UNPAIRED_LOSSES``)."""
+"""Name of a loss -> loss of pairs. Losses of unpaired rows are in ``UNPAIRED_LOSSES``."""
 
 
 @dataclass(frozen=True)
@@ -225,18 +228,19 @@ class PairLogps:
 
     @classmethod
     def of(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
-        """Sum per-token log-probs ``[K]``. Rows ``2 p`` and ``2 p + 1`` are pair p, the chosen one first.
+        """Return sums of per-token log-probs. Completions ``2 p`` (chosen) and ``2 p + 1`` (rejected) are pair p.
 
         Args:
-            row_K: The completion of each token ``[K]``, int64.
-            num_rows: N, an even number.
+            logp_K: Log-prob of each token ``[K]``.
+            row_K: Completion of each token ``[K]``, int64.
+            num_rows: Number of completions N, an even number.
         """
-        assert num_rows % 2 == 0, f"{num_rows} completions are no pairs"
+        assert num_rows % 2 == 0, f"the number of completions must be even, found {num_rows}"
         logp_N, tokens_N = sum_by_row(logp_K, row_K, num_rows), counts(row_K, num_rows)
         return cls(logp_N[0::2], logp_N[1::2], tokens_N[0::2], tokens_N[1::2])
 
     def per_token(self) -> PairLogps:
-        """Return means over tokens in place of sums."""
+        """Return log-probs that are means over the tokens instead of sums."""
         return PairLogps(
             self.chosen_P / self.chosen_tokens_P.clamp(min=1),
             self.rejected_P / self.rejected_tokens_P.clamp(min=1),
@@ -251,16 +255,16 @@ class PreferenceTerms:
 
     losses_P: Tensor  # noqa: N815
     chosen_rewards_P: Tensor  # noqa: N815
-    """beta times the score the loss reads: log-ratio to the reference, or log-prob where there is none"""
+    """beta times the score: the log-ratio of policy and reference, or the log-prob without a reference"""
     rejected_rewards_P: Tensor  # noqa: N815
     chosen_logps_P: Tensor  # noqa: N815
-    """log-prob under the policy: per token where the loss reads it per token, else summed"""
+    """log-prob under the policy: per token if the loss reads it per token, else summed"""
     rejected_logps_P: Tensor  # noqa: N815
     nll_P: Tensor  # noqa: N815
     """mean negative log-likelihood of a token of the chosen completion"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return name -> (sum over the pairs, number of pairs), under TRL's names. Waits for the device once."""
+        """Return name -> (sum over pairs, number of pairs), under TRL's names. Synchronises with the device once."""
         margins_P = self.chosen_rewards_P - self.rejected_rewards_P
         columns: Mapping[str, Tensor] = {
             "rewards/chosen": self.chosen_rewards_P,
@@ -283,18 +287,22 @@ def preference_loss(
     *,
     scores: tuple[Tensor, Tensor] | None = None,
 ) -> PreferenceTerms:
-    """Compute one loss for each pair: the formula of :data:`PREFERENCE_LOSSES`, plus NLL terms.
+    """Return the loss of each pair: the formula of :data:`PREFERENCE_LOSSES`, plus NLL terms.
 
-    The NLL is the mean over the tokens of the chosen completion, pair by pair: it does not depend on which pairs share
-    a micro-batch. orpo adds it with weight 1, cpo with ``cpo_alpha``, and ``rpo_alpha`` adds it to any loss (arXiv
+    The NLL of a pair is the mean over the tokens of its chosen completion, so it does not depend on the other pairs of
+    a micro-batch. Its weight is 1 in orpo and ``cpo_alpha`` in cpo. ``rpo_alpha`` adds it to any loss (arXiv
     2404.19733, eq. 1).
 
     Args:
-        reference: Log-probs under the reference; None where the loss needs none. Not differentiated.
-        scores: Rewards for copg (chosen ``[P]``, rejected ``[P]``); None reads +1/4 and -1/4.
+        name: Name of the loss, a key of :data:`PREFERENCE_LOSSES`.
+        policy: Log-probs under the policy.
+        reference: Log-probs under the reference, which get no gradient; None if the loss needs no reference.
+        knobs: Parameters of the loss.
+        scores: Rewards for copg (chosen ``[P]``, rejected ``[P]``). None: +1/4 and -1/4.
 
     Raises:
-        ArgumentError: An unknown name, a value out of range, a value the loss would not read, or no reference.
+        ArgumentError: The name is unknown, a value is out of range, the loss does not read a value that is given, or
+            the reference is missing.
     """
     loss = check_preference(name, knobs)
     if scores is not None and "scores" not in loss.reads:
@@ -302,7 +310,7 @@ def preference_loss(
     reads_reference = loss.needs_reference and not knobs.reference_free
     if reads_reference and reference is None:
         raise ArgumentError(
-            f"the loss '{name}' compares with a reference, and there is none",
+            f"the loss '{name}' needs a reference, found None",
             where="loss_type",
             fix="give the log-probs of a reference, or use orpo, simpo or cpo",
         )
@@ -333,9 +341,11 @@ def _terms(loss: PreferenceLoss, policy: PairLogps, reference: PairLogps | None,
 
 
 def check_preference(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLoss:
-    """Return the loss of this name if it can be computed with these values and reads all of them, else raise.
+    """Return the loss of this name.
 
-    A value that the loss would not read is an error unless it is the default: it would change nothing.
+    Raises:
+        ArgumentError: The name is unknown, a value is out of range, or the loss does not read a value that is not the
+            default.
     """
     loss = look_up(name, PREFERENCE_LOSSES, "loss of preference pairs", where="loss_type")
     _check_ranges(knobs)
@@ -343,7 +353,7 @@ def check_preference(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLos
         readers = [other for other, one in PREFERENCE_LOSSES.items() if key in one.reads]
         if readers and name not in readers and getattr(knobs, key) != getattr(PairKnobs, key):
             raise ArgumentError(
-                f"the loss '{name}' does not read {key}", where=key, fix=f"leave it out, or use {' or '.join(readers)}"
+                f"the loss '{name}' does not read {key}", where=key, fix=f"delete it, or use {' or '.join(readers)}"
             )
     _check_combination(name, loss, knobs)
     return loss
@@ -353,19 +363,19 @@ def _check_ranges(knobs: PairKnobs) -> None:
     for field in fields(knobs):
         value = getattr(knobs, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ArgumentError(f"{field.name} is {value}", where=field.name, fix="give a finite number")
+            raise ArgumentError(f"{field.name} must be finite, found {value}", where=field.name)
     if knobs.beta <= 0:
-        raise ArgumentError(f"beta is {knobs.beta}: it must be positive", where="beta", fix="0.1 is usual")
+        raise ArgumentError(f"beta must be positive, found {knobs.beta}", where="beta", fix="0.1 is usual")
     if not 0 <= knobs.label_smoothing < 0.5:
         raise ArgumentError(
-            f"label_smoothing is {knobs.label_smoothing}: it must be in [0, 0.5)",
+            f"label_smoothing must be in [0, 0.5), found {knobs.label_smoothing}",
             where="label_smoothing",
-            fix="at 0.5 half of the pairs would be the wrong way round, and nothing could be learnt from them",
+            fix="use a smaller value: at 0.5 half of the labels would be swapped, and nothing could be learnt",
         )
     for field in fields(knobs):
         value = getattr(knobs, field.name)
         if isinstance(value, int | float) and value < 0:
-            raise ArgumentError(f"{field.name} is {value}: it must not be negative", where=field.name)
+            raise ArgumentError(f"{field.name} must not be negative, found {value}", where=field.name)
 
 
 def _check_combination(name: str, loss: PreferenceLoss, knobs: PairKnobs) -> None:
@@ -378,7 +388,7 @@ def _check_combination(name: str, loss: PreferenceLoss, knobs: PairKnobs) -> Non
     if knobs.reference_free and loss.needs_reference and not loss.margin_only:
         able = [other for other, one in PREFERENCE_LOSSES.items() if one.margin_only]
         raise ArgumentError(
-            f"the loss '{name}' weighs each completion against the reference: it has no reference-free form",
+            f"the loss '{name}' compares each completion with the reference, so reference_free is undefined for it",
             where="reference_free",
-            fix=f"leave it out, or use one of: {', '.join(able)}",
+            fix=f"delete reference_free, or use one of: {', '.join(able)}",
         )

@@ -1,11 +1,11 @@
 """Policy-gradient losses: from per-token log-probs and advantages to one scalar for each micro-batch.
 
-    ratio  = pi / pi_old          a token's, or one for its completion          (importance level)
+    ratio  = pi / pi_old          of a token, or of its whole completion         (importance level)
     term   = -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL      for every token
-    loss   = sum of the terms, weighted as the loss has it                       (aggregation)
+    loss   = weighted sum of the terms; each loss has its own weights            (aggregation)
 
-Divisors count the whole optimizer step and come in as arguments, so that the losses of its micro-batches add up
-to the loss of the step, however it is split.
+Divisors are arguments and count the whole optimizer step. So the losses of its micro-batches add up to the loss of the
+step, however the step is split.
 
 Shape suffixes: K target tokens, N completions.
 """
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.tasks.objectives.advantages import counts, mean_by_row, sum_by_row
@@ -28,14 +29,14 @@ LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The divisors of a step's losses, over all its micro-batches (and processes)."""
+    """The divisors of the losses of a step, over all its micro-batches and ranks."""
 
     completions: int
-    """completions of the step; one without a gradient may be left out of the micro-batches and counts all the same"""
+    """number of completions of the step, including completions without a gradient that micro-batches leave out"""
     tokens: int
-    """their target tokens"""
+    """number of their target tokens"""
     max_completion_length: int = 0
-    """longest completion a rollout may have; dr_grpo divides by it"""
+    """most tokens of a completion in a rollout; dr_grpo divides by it"""
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,15 @@ class TokenLogps:
     """Log-probs of the K target tokens of N completions."""
 
     policy_K: Tensor  # noqa: N815
-    """under the model that is trained ``[K]``, with graph"""
+    """log-probs under the trained policy ``[K]``, with graph"""
     row_K: Tensor  # noqa: N815
-    """the completion of each token, int64 ``[K]``"""
+    """completion of each token, int64 ``[K]``"""
     old_K: Tensor | None = None  # noqa: N815
-    """under the model that sampled the tokens ``[K]``; None: the same model, so every ratio is 1"""
+    """log-probs under the policy that sampled the tokens ``[K]``; None: the trained policy, so every ratio is 1"""
     ref_K: Tensor | None = None  # noqa: N815
-    """under the reference ``[K]``; required where ``beta > 0``, otherwise only logged as ``kl``"""
+    """log-probs under the reference ``[K]``; required if ``beta > 0``, otherwise only logged as ``kl``"""
     entropy_K: Tensor | None = None  # noqa: N815
-    """entropy of each token's distribution ``[K]``, only logged"""
+    """entropy of each token's distribution ``[K]``; only logged"""
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class PolicyKnobs:
     epsilon_high: float = 0.2
     """ratios above ``1 + epsilon_high`` are clipped if the advantage is positive"""
     delta: float | None = None
-    """largest ratio anywhere (arXiv 2505.07291): bounds the loss if the advantage is negative"""
+    """upper bound of all ratios (arXiv 2505.07291): bounds the loss if the advantage is negative; None: no bound"""
     beta: float = 0.0
     """weight of the KL with the reference"""
     kl_by_ratio: bool = False
-    """multiply a token's KL by its ratio, with gradient. At a ratio of 1 the value is the same, and the gradient is the
-    unbiased gradient of the reverse KL (arXiv 2512.02556, eq. 7)"""
+    """True to multiply a token's KL by its ratio, with gradient. At a ratio of 1 the value does not change, and the
+    gradient is the unbiased gradient of the reverse KL (arXiv 2512.02556, eq. 7)"""
     importance_level: str | None = None
-    """``token`` or ``sequence``; None: the loss's own level"""
+    """``token`` or ``sequence``; None takes the default level of the loss"""
 
 
 @dataclass(frozen=True)
@@ -78,28 +79,32 @@ class PolicyTerms:
     """The loss of a micro-batch and its metrics."""
 
     loss: Tensor
-    """float64 scalar with graph, already divided"""
+    """float64 scalar with graph, already divided by the divisors of the step"""
     metrics: dict[str, tuple[float, float]]
     """name -> (sum, count), under TRL's names"""
 
 
 def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
-    """Estimate the KL of policy to reference token by token: ``exp(ref - logp) - (ref - logp) - 1``, ``[K]``.
+    """Return an estimate of the KL of policy and reference at each token: ``exp(ref - logp) - (ref - logp) - 1``.
 
-    GRPO (arXiv 2402.03300, eq. 4), the k3 of J. Schulman's "Approximating KL divergence" (2020): never negative, and
-    unbiased over tokens drawn from the policy.
+    GRPO (arXiv 2402.03300, eq. 4); the estimator k3 of J. Schulman's "Approximating KL divergence" (2020). It is never
+    negative, and is unbiased over tokens that the policy samples.
+
+    Args:
+        logp_K: Log-probs under the policy ``[K]``.
+        ref_K: Log-probs under the reference ``[K]``.
     """
     gap_K = ref_K - logp_K
     return torch.exp(gap_K) - gap_K - 1
 
 
 def _mean_of_means(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / N sum_n 1 / |o_n| sum_t``: every completion counts the same."""
+    """Return ``1 / N sum_n 1 / |o_n| sum_t``: every completion has the same weight."""
     return mean_by_row(term_K, row_K, rows).sum() / totals.completions
 
 
 def _mean_of_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / (tokens of the step) sum_n sum_t``: every token counts the same."""
+    """Return ``1 / (tokens of the step) sum_n sum_t``: every token has the same weight."""
     return term_K.double().sum() / totals.tokens
 
 
@@ -109,32 +114,31 @@ def _mean_of_local_tokens(term_K: Tensor, row_K: Tensor, rows: int, totals: Step
 
 
 def _per_token_of_longest(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / (N max_completion_length) sum_n sum_t``: a constant divisor, so that length has no weight."""
+    """Return ``1 / (N max_completion_length) sum_n sum_t``: the divisor does not depend on lengths of completions."""
     return term_K.double().sum() / (totals.completions * totals.max_completion_length)
 
 
 def _mean_of_sums(term_K: Tensor, row_K: Tensor, rows: int, totals: StepTotals) -> Tensor:
-    """Return ``1 / N sum_n sum_t``: a completion is one action, its log-prob the sum over tokens."""
+    """Return ``1 / N sum_n sum_t``: a completion is one action, whose log-prob is the sum over its tokens."""
     return term_K.double().sum() / totals.completions
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One loss of :data:`POLICY_LOSSES`."""
+    """A policy-gradient loss, see :data:`POLICY_LOSSES`. ``streamtune.base.policy_losses`` has more facts about it."""
 
     aggregate: Callable[[Tensor, Tensor, int, StepTotals], Tensor]
     """(term of each token ``[K]``, rows ``[K]``, N, totals) -> scalar"""
     level: str = "token"
-    """importance level where the user names none"""
+    """default importance level"""
     levels: tuple[str, ...] = LEVELS
-    """importance levels it is defined for"""
+    """importance levels for which the loss is defined"""
     whole: bool = False
-    """a sequence's ratio is the product of its tokens' ratios, and its term counts once; else the ratio is their
-    geometric mean, and its term counts at every token"""
-    kl_in_reward: bool = False
-    """as published, KL with the reference is taken off the reward (``reward_with_kl``), not added to the loss"""
+    """True if the ratio of a sequence is the product of its tokens' ratios, and its term counts once. False if it is
+    their geometric mean, and its term counts at every token"""
     by_micro_batch: bool = False
-    """a mean over the tokens of a micro-batch: completions without a gradient change it, so none is left out"""
+    """True if the loss is a mean over the tokens of a micro-batch. Completions without a gradient change this mean, so
+    they are not left out"""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -143,32 +147,37 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dapo": PolicyLoss(_mean_of_tokens),
     "bnpo": PolicyLoss(_mean_of_local_tokens, by_micro_batch=True),
     "gspo": PolicyLoss(_mean_of_means, level="sequence", levels=("sequence",)),
-    "rloo": PolicyLoss(_mean_of_sums, level="sequence", whole=True, kl_in_reward=True),
-    "remax": PolicyLoss(_mean_of_sums, level="sequence", whole=True, kl_in_reward=True),
+    "rloo": PolicyLoss(_mean_of_sums, level="sequence", whole=True),
+    "remax": PolicyLoss(_mean_of_sums, level="sequence", whole=True),
 }
-"""Name -> loss.
+"""Name of a loss -> loss.
 
-==========  ===============================================================================================
-grpo        arXiv 2402.03300, eq. 3: tokens averaged in a completion, completions averaged
-dr_grpo     arXiv 2503.20783: sum over tokens by the constant ``max_completion_length``
-dapo        arXiv 2503.14476: every token of the step weighs the same
-bnpo        as TRL has it: every token of a micro-batch weighs the same; with one completion each it is grpo
-gspo        arXiv 2507.18071, eqs. 5 and 7: one ratio a completion, the geometric mean of its tokens' ratios
-rloo        arXiv 2402.14740: a completion is one action; its ratio is clipped as TRL's
-remax       arXiv 2310.10505: the same, with the greedy completion's reward as the baseline of advantages
-==========  ===============================================================================================
+grpo
+    arXiv 2402.03300, eq. 3: the mean over completions of the mean over their tokens.
+dr_grpo
+    arXiv 2503.20783: the sum over tokens is divided by the constant ``max_completion_length``.
+dapo
+    arXiv 2503.14476: every token of the step has the same weight.
+bnpo
+    As in TRL: every token of a micro-batch has the same weight. With one completion in each it is grpo.
+gspo
+    arXiv 2507.18071, eqs. 5 and 7: one ratio for a completion, the geometric mean of its tokens' ratios.
+rloo
+    arXiv 2402.14740: a completion is one action; its ratio is clipped as in TRL.
+remax
+    arXiv 2310.10505: as rloo, but the baseline of an advantage is the reward of the greedy completion.
 """
 
 
 def policy_loss(
     name: str, logps: TokenLogps, advantages_N: Tensor, totals: StepTotals, knobs: PolicyKnobs = PolicyKnobs()
 ) -> PolicyTerms:
-    """Compute the loss of a micro-batch: ``sum of -min(ratio A, clip(ratio) A) + beta KL``, as the loss weighs tokens.
+    """Return the loss of a micro-batch: the weighted sum of ``-min(ratio A, clip(ratio) A) + beta KL`` over tokens.
 
     Args:
-        name: A key of :data:`POLICY_LOSSES`.
+        name: Name of the loss, a key of :data:`POLICY_LOSSES`.
         logps: Log-probs of the target tokens.
-        advantages_N: One advantage for each completion ``[N]``.
+        advantages_N: Advantage of each completion ``[N]``.
         totals: Divisors of the whole step.
         knobs: Parameters of the loss.
 
@@ -208,7 +217,10 @@ def policy_loss(
 def _clipped(
     ratio_U: Tensor, advantages_U: Tensor, knobs: PolicyKnobs
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
-    """Compute the clipped surrogate of PPO (arXiv 1707.06347, eq. 7), negated; U is tokens or completions."""
+    """Return the negative clipped surrogate of PPO (arXiv 1707.06347, eq. 7), and metrics of the clipping.
+
+    U is the number of tokens or of completions, by importance level.
+    """
     low, high = 1 - knobs.epsilon_low, 1 + knobs.epsilon_high
     clipped_U = ratio_U.clamp(low, high)
     bounded_U = ratio_U if knobs.delta is None else ratio_U.clamp(max=knobs.delta)
@@ -227,38 +239,43 @@ def _sum_and_count(values: Tensor) -> tuple[float, float]:
 
 
 def check_policy(name: str, knobs: PolicyKnobs = PolicyKnobs(), *, max_completion_length: int = 1) -> PolicyLoss:
-    """Return the loss of this name; raise :class:`ArgumentError` if it cannot be computed with these values."""
+    """Return the loss of this name.
+
+    Raises:
+        ArgumentError: The name is unknown, a value is out of range, or the combination is undefined.
+    """
     epsilon_low, epsilon_high = knobs.epsilon_low, knobs.epsilon_high
     delta, beta, level = knobs.delta, knobs.beta, knobs.importance_level
     loss = look_up(name, POLICY_LOSSES, "policy loss", where="loss_type")
     if not 0 < epsilon_low <= 1:
-        raise ArgumentError(f"epsilon is {epsilon_low}: it must be in (0, 1]", where="epsilon", fix="0.2 is usual")
+        raise ArgumentError(f"epsilon must be in (0, 1], found {epsilon_low}", where="epsilon", fix="0.2 is usual")
     if not (epsilon_high > 0 and math.isfinite(epsilon_high)):
-        raise ArgumentError(f"epsilon_high is {epsilon_high}: it must be positive and finite", where="epsilon_high")
+        raise ArgumentError(f"epsilon_high must be positive and finite, found {epsilon_high}", where="epsilon_high")
     if delta is not None and not delta > 1 + epsilon_high:
         raise ArgumentError(
-            f"delta is {delta}: below 1 + epsilon_high = {1 + epsilon_high:g} it would undo the upper clip",
+            f"delta must be above 1 + epsilon_high = {1 + epsilon_high:g}, found {delta}: it would undo the upper clip",
             where="delta",
-            fix=f"give a value above {1 + epsilon_high:g}, or leave it out",
+            fix=f"give a value above {1 + epsilon_high:g}, or delete the line",
         )
     if not (beta >= 0 and math.isfinite(beta)):
-        raise ArgumentError(f"beta is {beta}: it must be finite and not negative", where="beta")
+        raise ArgumentError(f"beta must be finite and not negative, found {beta}", where="beta")
     if level is not None and level not in loss.levels:
         raise ArgumentError(
-            f"'{name}' has no importance ratio at the level '{level}'",
+            f"the loss '{name}' is not defined for the importance level '{level}'",
             where="importance_sampling_level",
             fix=did_you_mean(level, loss.levels) or f"choose one of: {', '.join(loss.levels)}",
         )
-    if loss.kl_in_reward and beta > 0:
+    if POLICY_LOSS_FACTS[name].kl_in_reward and beta > 0:
         raise ArgumentError(
-            f"the KL of '{name}' belongs to the reward",
+            f"the loss '{name}' has its KL in the reward, so beta must be 0 here, found {beta}",
             where="beta",
-            fix="take it off the rewards (reward_with_kl) before their advantages, and give the loss beta = 0",
+            fix="subtract the KL from the rewards (reward_with_kl) before computing advantages",
         )
     if loss.aggregate is _per_token_of_longest and max_completion_length < 1:
         raise ArgumentError(
-            f"'{name}' divides by max_completion_length, which is {max_completion_length}",
+            f"the loss '{name}' divides by max_completion_length, which must be at least 1; "
+            f"found {max_completion_length}",
             where="max_completion_length",
-            fix="give the most tokens a rollout may have",
+            fix="give the largest number of tokens of a completion",
         )
     return loss

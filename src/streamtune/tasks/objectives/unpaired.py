@@ -3,8 +3,8 @@
     z0 = max(0, mean of log pi - log pi_ref over mismatched completions)          kto_baseline
     loss_n = weight_n (1 - sigma(+-beta (log-ratio_n - z0)))                      unpaired_loss
 
-A mismatched completion is one that belongs to another prompt: TRL gives each prompt of a batch the completion of its
-neighbour. Their log-probs, M rows of a batch of their own and without gradient, come in as arguments.
+A mismatched completion belongs to another prompt: TRL gives each prompt of a batch the completion of its neighbour.
+Mismatched completions are M rows of another batch. Their log-probs are arguments, and have no gradient.
 
 Shape suffixes: K target tokens, N completions, M mismatched completions.
 """
@@ -25,17 +25,17 @@ from streamtune.tasks.objectives.advantages import counts, sum_by_row
 
 @dataclass(frozen=True)
 class UnpairedKnobs:
-    """Parameters of the losses, each a key of the recipe."""
+    """Parameters of the losses, each of which is a key of the recipe."""
 
     beta: float = 0.1
-    """strength of the pull to the reference"""
+    """strength of the pull towards the reference"""
     desirable_weight: float = 1.0
-    """factor of the losses of desirable completions"""
+    """factor of the loss of a desirable completion"""
     undesirable_weight: float = 1.0
-    """factor of the others. The paper wants ``desirable_weight * desirable rows : undesirable_weight * undesirable
-    rows`` between 1:1 and 4:3"""
+    """factor of the loss of an undesirable completion. The paper recommends a ratio ``desirable_weight * desirable rows
+    : undesirable_weight * undesirable rows`` between 1:1 and 4:3"""
     length_normalization: bool = False
-    """log-probs per token"""
+    """True to divide the log-prob of a completion by its number of tokens"""
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class RowLogps:
     """Log-probs of N completions under one model."""
 
     logp_N: Tensor  # noqa: N815
-    """summed over the tokens of a completion: float64 ``[N]``"""
+    """log-prob of each completion, summed over its tokens: float64 ``[N]``"""
     tokens_N: Tensor  # noqa: N815
-    """its target tokens: int64 ``[N]``"""
+    """number of target tokens of each completion: int64 ``[N]``"""
 
     @classmethod
     def of(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> RowLogps:
-        """Sum per-token log-probs ``[K]`` over the completions ``row_K`` ``[K]``."""
+        """Return sums of per-token log-probs ``logp_K`` over completions; ``row_K`` is the completion of each token."""
         return cls(sum_by_row(logp_K, row_K, num_rows), counts(row_K, num_rows))
 
     def per_token(self) -> RowLogps:
-        """Return means over tokens in place of sums."""
+        """Return log-probs that are means over the tokens instead of sums."""
         return RowLogps(self.logp_N / self.tokens_N.clamp(min=1), self.tokens_N)
 
 
@@ -62,16 +62,16 @@ class UnpairedTerms:
     """The losses of N completions and their terms. All ``[N]``; only ``losses_N`` has a gradient."""
 
     losses_N: Tensor  # noqa: N815
-    """float64, desirable and undesirable weights applied"""
+    """loss of each completion, with its desirable or undesirable weight: float64"""
     rewards_N: Tensor  # noqa: N815
-    """beta times the log-ratio to the reference: float64"""
+    """beta times the log-ratio of policy and reference: float64"""
     logps_N: Tensor  # noqa: N815
-    """log-prob under the policy, per token where asked for: float64"""
+    """log-prob under the policy, per token with ``length_normalization``: float64"""
     desirable_N: Tensor  # noqa: N815
-    """bool"""
+    """True for a desirable completion: bool"""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return name -> (sum, number of rows) under TRL's names; chosen are desirable rows, rejected the others."""
+        """Return name -> (sum, number of rows), under TRL's names: desirable rows are chosen, the others rejected."""
         found: dict[str, tuple[float, float]] = {}
         for group, rows_N in (("chosen", self.desirable_N), ("rejected", ~self.desirable_N)):
             count = float(rows_N.sum())
@@ -82,7 +82,7 @@ class UnpairedTerms:
 
 
 def _kto(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """Return ``1 - sigma(beta (r - z0))`` where desirable, ``1 - sigma(beta (z0 - r))`` where not.
+    """Return ``1 - sigma(beta (r - z0))`` for a desirable completion, else ``1 - sigma(beta (z0 - r))``.
 
     KTO (arXiv 2402.01306, eq. 7).
     """
@@ -91,9 +91,9 @@ def _kto(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float)
 
 
 def _apo_zero_unpaired(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
-    """Return ``1 - sigma(beta r)`` where desirable, ``sigma(beta r)`` where not.
+    """Return ``1 - sigma(beta r)`` for a desirable completion, else ``sigma(beta r)``.
 
-    APO-zero (arXiv 2408.06266, eq. 7), by row.
+    APO-zero (arXiv 2408.06266, eq. 7), for single completions.
     """
     return _kto(logratio_N, desirable_N, torch.zeros_like(baseline), beta)
 
@@ -104,20 +104,25 @@ class UnpairedLoss:
     """(log-ratios ``[N]``, desirable ``[N]``, baseline scalar, beta) -> losses ``[N]`` before weights"""
     needs_reference: bool = True
     needs_baseline: bool = True
-    """reads log-probs of mismatched completions"""
+    """True if the loss reads a baseline, from log-probs of mismatched completions"""
 
 
 UNPAIRED_LOSSES: dict[str, UnpairedLoss] = {
     "kto": UnpairedLoss(_kto),
     "apo_zero_unpaired": UnpairedLoss(_apo_zero_unpaired, needs_baseline=False),
 }
-"""Name -> loss of single labelled completions."""
+"""Name of a loss -> loss of single labelled completions."""
 
 
 def kto_baseline(policy: RowLogps, reference: RowLogps) -> Tensor:
-    """Estimate the KL to the reference from mismatched completions: ``z0 = max(0, mean(log pi - log pi_ref))``.
+    """Return an estimate of the KL with the reference: ``z0 = max(0, mean(log pi - log pi_ref))``.
 
-    A float64 scalar without gradient, as in the paper. Average both per token first where the loss does.
+    Args:
+        policy: Log-probs of mismatched completions; means over tokens if the loss has ``length_normalization``.
+        reference: The same log-probs under the reference.
+
+    Returns:
+        Float64 scalar without gradient, as in the paper.
     """
     return (policy.logp_N - reference.logp_N).detach().mean().clamp(min=0)
 
@@ -131,23 +136,25 @@ def unpaired_loss(
     *,
     baseline: Tensor | None = None,
 ) -> UnpairedTerms:
-    """Compute one loss for each completion.
+    """Return the loss of each completion.
 
     Args:
-        name: A key of :data:`UNPAIRED_LOSSES`.
-        reference: Log-probs under the reference. Not differentiated.
+        name: Name of the loss, a key of :data:`UNPAIRED_LOSSES`.
+        policy: Log-probs under the policy.
+        reference: Log-probs under the reference. They get no gradient.
         desirable_N: True for a desirable completion: bool ``[N]``.
-        baseline: The result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
+        knobs: Parameters of the loss.
+        baseline: Result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
 
     Raises:
-        ArgumentError: An unknown name, a value out of range, or a missing baseline.
+        ArgumentError: The name is unknown, a value is out of range, or the baseline is missing.
     """
     loss = check_unpaired(name, knobs)
     if loss.needs_baseline and baseline is None:
         raise ArgumentError(
-            f"the loss '{name}' compares with a KL baseline, and there is none",
+            f"the loss '{name}' needs a KL baseline, found None",
             where="loss_type",
-            fix="give the log-probs of mismatched completions to kto_baseline",
+            fix="compute it with kto_baseline from the log-probs of mismatched completions",
         )
     if knobs.length_normalization:
         policy, reference = policy.per_token(), reference.per_token()
@@ -159,10 +166,14 @@ def unpaired_loss(
 
 
 def check_unpaired(name: str, knobs: UnpairedKnobs = UnpairedKnobs()) -> UnpairedLoss:
-    """Return the loss of this name if it can be computed with these values, else raise with the key in ``where``."""
+    """Return the loss of this name.
+
+    Raises:
+        ArgumentError: The name is unknown, or a value is out of range; ``where`` is the key.
+    """
     loss = look_up(name, UNPAIRED_LOSSES, "loss of unpaired rows", where="loss_type")
     for key in ("beta", "desirable_weight", "undesirable_weight"):
         value = getattr(knobs, key)
         if not (math.isfinite(value) and value > 0):
-            raise ArgumentError(f"{key} is {value}: it must be positive and finite", where=key)
+            raise ArgumentError(f"{key} must be positive and finite, found {value}", where=key)
     return loss

@@ -1,21 +1,21 @@
-"""Built-in rewards: functions of one completion and one value of its row. To add one, write a function and a line.
+"""Built-in rewards: functions of one completion and one value of its row. A new one needs a function and a table line.
 
-A completion is text, or a list of messages, of which the last one's content counts. A value of None means that the row
-has nothing to compare with: the score is None. A value that cannot be used raises a ``ValueError`` without the
-row's name, which the caller adds.
+A completion is text, or a list of messages, whose last message counts. If the value is None, the row has nothing to
+compare with, and the score is None. An unusable value raises a ``ValueError``, to which the caller adds the name of the
+row.
 
 The reward ``unit_tests`` runs code that a model wrote, with tests, in a subprocess.
 
-    trainer --spec on stdin--> supervisor (run_tests.py) --fork--> code and tests
-            <--which passed--             kills what is left of them, at the latest after the timeout
+    trainer --request on stdin--> supervisor (run_tests.py) --fork--> code and tests
+            <--number passed--               kills what is left of them, after the timeout at the latest
 
-Limits: time of the clock and of the processor, address space, size of files, open files, core dumps, and 64 processes
-at a time. The process works in a temporary directory that is removed, with an environment of its
-own (no tokens or keys of the trainer's), and a session of its own; whatever it started is killed with it.
+Limits: wall-clock and CPU time, address space, file sizes, open files, core dumps, and 64 processes at a time. The
+process works in a temporary directory that is removed. It has its own environment, without the trainer's tokens and
+keys, and its own session. All processes that it starts are killed with it.
 
-It is no sandbox. The code runs as the same user: it can read that user's files and use the network. Someone who trains
-on prompts he does not trust runs the whole trainer in a container. Nor is it proof against code that forges the result
-on purpose: the test program is the same process as the code.
+This is not a sandbox. The code runs as the same user, so it can read the user's files and use the network. If you train
+on prompts that you do not trust, run the whole trainer in a container. Code can also forge the result on purpose,
+because the tests run in the same process.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from streamtune.tasks.rewards.json_check import check_schema, conforms
 
 
 def exact_match(completion: str, answer: Any, *, ignore_case: bool = False, tag: str | None = None) -> float:
-    """Return 1 where the completion is the answer, white space around it aside.
+    """Return 1 if the completion equals the answer, without white space at both ends, else 0.
 
     Args:
-        answer: The right answer, or a list of several.
-        ignore_case: Compare without regard to case.
-        tag: Compare the text in the last ``<tag>...</tag>`` of the completion.
+        completion: Text of the completion.
+        answer: Right answer, or a list of right answers.
+        ignore_case: True to ignore case.
+        tag: Tag whose last content, ``<tag>...</tag>``, is compared instead of the whole completion.
     """
     if tag is not None:
         before, closed, _ = completion.rpartition(f"</{tag}>")
@@ -63,7 +64,7 @@ def exact_match(completion: str, answer: Any, *, ignore_case: bool = False, tag:
     return float(form(completion) in {form(one) for one in answers})
 
 
-SIGN = r"(?:(?<![\w)])[-+])?"  # the 12 of "10-12" is no negative number
+SIGN = r"(?:(?<![\w)])[-+])?"  # the 12 of "10-12" is not negative
 NUMBER = rf"{SIGN}(?:(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 FRACTION = re.compile(
     rf"(?P<sign>-?)\\[dt]?frac\{{\s*({NUMBER})\s*\}}\{{\s*({NUMBER})\s*\}}|({NUMBER})\s*/\s*({NUMBER})|({NUMBER})"
@@ -71,22 +72,23 @@ FRACTION = re.compile(
 
 
 def numeric_answer(completion: str, answer: Any, *, tolerance: float = 1e-6) -> float:
-    r"""Return 1 where the number the completion ends in is the answer's.
+    r"""Return 1 if the final number of the completion equals the number of the answer, else 0.
 
-    The number is looked for in the last ``\boxed{...}``; else after the last ``####``; else it is the last number of
-    all. Thousands may have commas; ``3/4`` and ``\frac{3}{4}`` are read as fractions; a sign of money or per cent is
-    passed over. The answer is read in the same way, so that worked solutions may stand in the column.
+    The final number is the last one in the last ``\boxed{...}``, else after the last ``####``, else in the text. Commas
+    may separate thousands; ``3/4`` and ``\frac{3}{4}`` are fractions; signs of currency and per cent are ignored. The
+    answer is read in the same way, so the column may have worked solutions.
 
     Args:
-        answer: A number, or text that holds one.
-        tolerance: Numbers within ``tolerance * max(1, |answer|)`` are equal.
+        completion: Text of the completion.
+        answer: Number, or text with a number.
+        tolerance: Largest difference of equal numbers, as a fraction of ``max(1, |answer|)``.
 
     Raises:
-        ValueError: The answer holds no number.
+        ValueError: The answer has no number.
     """
     right = float(answer) if isinstance(answer, int | float) else _final_number(str(answer))
     if right is None or not math.isfinite(right):
-        raise ValueError(f"the answer {str(answer)[:60]!r} holds no number")
+        raise ValueError(f"the answer {str(answer)[:60]!r} has no finite number")
     given = _final_number(completion)
     return float(given is not None and abs(given - right) <= tolerance * max(1.0, abs(right)))
 
@@ -109,7 +111,7 @@ def _final_number(text: str) -> float | None:
 
 
 def _in_braces(text: str, start: int) -> str:
-    """Return the text between the brace at ``start`` and the one that closes it, or the end."""
+    """Return the text between the brace at ``start`` and its closing brace, or the end of the text."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -119,11 +121,12 @@ def _in_braces(text: str, start: int) -> str:
 
 
 def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
-    """Return 1 where the pattern matches somewhere in the completion.
+    """Return 1 if the pattern matches somewhere in the completion, else 0.
 
     Args:
-        pattern: A regular expression of Python's ``re``.
-        whole: It has to match the whole completion, white space around it aside.
+        completion: Text of the completion.
+        pattern: Regular expression of Python's ``re``.
+        whole: True if it must match the whole completion, without white space at both ends.
 
     Raises:
         ValueError: The pattern is malformed, or takes more than two seconds on this completion.
@@ -132,9 +135,10 @@ def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
 
 
 def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
-    """Return 1 where the completion is ``<think>...</think> <answer>...</answer>``.
+    """Return 1 if the completion is ``<think>...</think> <answer>...</answer>``, else 0.
 
-    Every tag opens and closes once, in this order, with something in it and nothing but white space outside.
+    Every tag must open and close once, in this order, and must not be empty. Outside of tags only white space may
+    occur.
     """
     position = 0
     for tag in tags:
@@ -149,22 +153,26 @@ def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -
 
 
 def json_schema(completion: str, schema: Any) -> float:
-    """Return 1 where the completion is a JSON document that conforms to the schema, an object or JSON text.
+    """Return 1 if the completion is a JSON document that conforms to the schema, else 0.
 
-    The document may stand in one fence (three backticks). :mod:`json_check` lists the keywords that are read.
+    The document may be inside one code fence (three backticks). :mod:`json_check` lists the supported keywords.
+
+    Args:
+        completion: Text of the completion.
+        schema: JSON Schema, as an object or as JSON text.
 
     Raises:
-        ValueError: The schema is malformed or uses what is not read, or its pattern takes too long on a text.
+        ValueError: The schema is malformed or has an unsupported keyword, or its pattern takes too long on a text.
     """
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except json.JSONDecodeError as error:
-            raise ValueError(f"the schema is no JSON: {error}") from error
+            raise ValueError(f"the schema is not valid JSON: {error}") from error
     check_schema(schema)
     fenced = re.fullmatch(r"\s*```(?:json)?[^\S\n]*\n(.*?)```\s*", completion, re.DOTALL)
     try:
-        document = json.loads(fenced[1] if fenced else completion, parse_constant=_no_json)
+        document = json.loads(fenced[1] if fenced else completion, parse_constant=_reject_constant)
         return float(conforms(document, schema))
     except PatternError:
         raise
@@ -172,8 +180,8 @@ def json_schema(completion: str, schema: Any) -> float:
         return 0.0
 
 
-def _no_json(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"JSON does not allow {name}")
 
 
 def unit_tests(
@@ -184,23 +192,25 @@ def unit_tests(
     memory_mib: int = 1024,
     partial: bool = False,
 ) -> float:
-    """Return 1 where the completion's code passes all tests.
+    """Return 1 if the completion's code passes all tests, else 0.
 
-    The code is the last fenced block of the completion (three backticks), or all of it. It runs in a subprocess.
+    The code is the last fenced block of the completion (three backticks), or the whole completion if it has none. It
+    runs in a subprocess.
 
     Args:
-        tests: Python that raises where the code is wrong (``assert add(1, 2) == 3``), or a list of such texts, each of
-            which is run after the code.
+        completion: Text of the completion.
+        tests: Python text that raises if the code is wrong (``assert add(1, 2) == 3``), or a list of such texts. Each
+            text is run after the code.
         timeout: Seconds for code and tests together.
-        memory_mib: Address space of the process, in MiB.
-        partial: Return the share of tests that pass.
+        memory_mib: Limit of the process's address space, in MiB.
+        partial: True to return the share of tests that pass.
 
     Raises:
-        ValueError: There are no tests.
+        ValueError: There are no tests, or a limit is not positive.
     """
     texts = [tests] if isinstance(tests, str) else list(tests)
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ValueError("the tests are neither Python text nor a list of Python texts")
+        raise ValueError("the tests must be Python text, or a list of Python texts")
     blocks = re.findall(r"```[^\n`]*\n(.*?)```", completion, re.DOTALL)
     passed = count_passed(blocks[-1] if blocks else completion, texts, CodeLimits(timeout, memory_mib))
     return passed / len(texts) if partial else float(passed == len(texts))
@@ -209,11 +219,12 @@ def unit_tests(
 @dataclass(frozen=True)
 class Builtin:
     function: Callable[..., float]
-    """of a completion's text, then the value of its row, if any; options by keyword"""
+    """function of a completion's text and, if ``reads`` is set, a value; options are keyword arguments"""
     reads: str | None = None
-    """name of the value: a column of the rows, unless an option of the same name gives it for all of them, or the
-    option ``column`` names another"""
+    """name of the value. The value is a column of the rows: the column of this name, or the one that the option
+    ``column`` names. An option of this name sets the value for all rows instead"""
     runs_code: bool = False
+    """True if the reward runs code that a model wrote"""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -229,14 +240,18 @@ BUILTINS: dict[str, Builtin] = {
     "json_schema": Builtin(json_schema, "schema"),
     "unit_tests": Builtin(unit_tests, "tests", runs_code=True),
 }
-"""Name -> reward."""
+"""Name of a reward -> reward."""
 
 
 def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., list[float | None]], frozenset[str]]:
-    """Return the reward as a function of (prompts, completions, columns), and the columns it needs.
+    """Return a function of (prompts, completions, columns) that computes the reward, and the columns that it needs.
+
+    Args:
+        builtin: Built-in reward.
+        options: Options from the recipe.
 
     Raises:
-        ArgumentError: The options give the value and name a column as well, or the reward cannot use a value.
+        ArgumentError: The options give both the value and a column, or the reward cannot use an option's value.
     """
     rest = dict(options)
     column = rest.pop("column", builtin.reads)
@@ -276,30 +291,29 @@ def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
         if not isinstance(value, wider.get(kind, (kind,))) or (isinstance(value, bool) and kind is not bool):
             names = " or ".join(one.__name__ for one in wider.get(kind, (kind,)))
             raise ArgumentError(
-                f"the option '{key}' of the reward '{builtin.function.__name__}' is {value!r}",
+                f"the option '{key}' of the reward '{builtin.function.__name__}' must be {names}, found {value!r}",
                 where="reward_funcs",
-                fix=f"give {names}",
             )
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of a completion: itself, or the content of its last message."""
+    """Return a completion if it is text, else the text of its last message."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else ""
-    if isinstance(content, list):  # parts, of which text counts
+    if isinstance(content, list):  # parts of a message; only their text counts
         return "".join(part.get("text", "") for part in content)
     return content or ""
 
 
 SUPERVISOR = Path(__file__).with_name("run_tests.py")
 GRACE = 10.0
-"""seconds beyond its timeout that the supervisor has to start and to clear up; it never needs them all"""
+"""seconds in addition to the timeout for the supervisor to start and to clean up; it never needs all of them"""
 
 
 @dataclass(frozen=True)
 class CodeLimits:
-    """The resources that code and tests of one completion may use."""
+    """Limits on the resources that code and tests of one completion may use."""
 
     seconds: float = 5.0
     memory_mib: int = 1024
@@ -307,12 +321,21 @@ class CodeLimits:
 
 
 def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
-    """Run the code, then each test in a copy of what the code left behind, and count the tests that did not raise.
+    """Run the code, then each test on a copy of the code's variables, and return how many tests did not raise.
 
-    The count is 0 where the code itself raises, exits, or takes too long. Never raises for what the code does.
+    The result is 0 if the code itself raises, exits, or takes too long. Errors of the code are not raised here.
+
+    Args:
+        code: Python code.
+        tests: Python text of each test.
+        limits: Limits on the resources of the subprocess.
+
+    Raises:
+        ValueError: A limit is not positive and finite.
     """
     if not (math.isfinite(limits.seconds) and limits.seconds > 0 and limits.memory_mib > 0):
-        raise ValueError(f"a timeout of {limits.seconds} s and {limits.memory_mib} MiB are no limits")
+        what = f"found {limits.seconds} s and {limits.memory_mib} MiB"
+        raise ValueError(f"timeout and memory limit must be positive and finite, {what}")
     request = {
         "code": code,
         "tests": list(tests),
@@ -336,7 +359,7 @@ def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
             answer = b""
         finally:
             process.kill()
-            if not answer:  # the code may have killed the supervisor, which can then kill nothing
+            if not answer:  # the code may have killed the supervisor before it could kill the code's processes
                 _kill_session(process.pid)
             process.communicate()
     passed = json.loads(answer)["passed"] if answer else 0
@@ -345,7 +368,7 @@ def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
 
 
 def _kill_session(session: int) -> None:
-    """Kill every process of a session, as long as there are any (Linux; elsewhere the group of its leader)."""
+    """Kill all processes of a session until none is left. Without Linux, kill the process group of its leader."""
     with suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
     alive = True
@@ -361,7 +384,7 @@ def _kill_session(session: int) -> None:
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """Return an environment just enough for Python; one thread, as numerical thread pools reserve address space."""
+    """Return a minimal environment for Python. Numerical libraries get one thread, since more reserve address space."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.environ.get("PATH", os.defpath)
     return {"PATH": path, "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", **one}

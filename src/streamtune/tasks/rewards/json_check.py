@@ -1,10 +1,11 @@
-"""Check a JSON document against a JSON Schema, for the part of JSON Schema that scoring needs.
+"""Check a JSON document against a JSON Schema. A subset of JSON Schema is supported.
 
-Read (draft 2020-12, https://json-schema.org): ``type``, ``enum``, ``const``, ``properties``, ``required``,
-``additionalProperties``, ``items``, ``minItems``, ``maxItems``, ``uniqueItems``, ``minLength``, ``maxLength``,
-``pattern``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``, ``multipleOf``, ``allOf``, ``anyOf``,
-``oneOf``, ``not``; ``true`` and ``false`` as schemas. Keywords that only describe are ignored. Anything
-else, ``$ref`` included, is a ``ValueError``: every document would meet a constraint that is not read.
+Supported keywords (draft 2020-12, https://json-schema.org): ``type``, ``enum``, ``const``, ``properties``,
+``required``, ``additionalProperties``, ``items``, ``minItems``, ``maxItems``, ``uniqueItems``, ``minLength``,
+``maxLength``, ``pattern``, ``minimum``, ``maximum``, ``exclusiveMinimum``, ``exclusiveMaximum``, ``multipleOf``,
+``allOf``, ``anyOf``, ``oneOf``, ``not``. The schemas ``true`` and ``false`` are supported too. Keywords that only
+describe are ignored. Any other keyword, such as ``$ref``, raises a ``ValueError``: if it were ignored, every document
+would pass it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 
 
 def _key(value: Any) -> Hashable:
-    """Return a hashable value, equal for values that are the same in JSON: 1 is 1.0, but true is not 1."""
+    """Return a hashable form of a JSON value. Equal JSON values have equal forms: 1 equals 1.0, but true is not 1."""
     if isinstance(value, list):
         return ("list", tuple(map(_key, value)))
     if isinstance(value, dict):
@@ -48,7 +49,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """Check ``properties``, ``required`` and ``additionalProperties`` together: they depend on each other."""
+    """Return True if an object passes ``properties``, ``required`` and ``additionalProperties``."""
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     return all(key in value for key in schema.get("required", ())) and all(
         conforms(item, known.get(key, others)) for key, item in value.items()
@@ -60,7 +61,7 @@ def _distinct(items: list[Any]) -> bool:
 
 
 def _divides(value: float, step: float) -> bool:
-    """Return True if a number is a multiple of another, both as they are written: 0.3 is three times 0.1."""
+    """Return True if ``value`` is a multiple of ``step`` in decimal notation: 0.3 is a multiple of 0.1."""
     return (Fraction(str(value)) / Fraction(str(step))).denominator == 1
 
 
@@ -85,15 +86,15 @@ CHECKS: dict[str, tuple[Callable[[Any], bool] | None, Callable[[Any, Any], bool]
     "oneOf": (None, lambda value, schemas: sum(conforms(value, one) for one in schemas) == 1),
     "not": (None, lambda value, schema: not conforms(value, schema)),
 }
-"""Word -> (the values it speaks of, None for all; whether a value meets it)."""
+"""Keyword -> (test of the type that it constrains, None for all types; test of a value against the keyword)."""
 
 
 def conforms(value: Any, schema: Any) -> bool:
     """Return True if a parsed JSON value conforms to a schema that :func:`check_schema` accepted."""
     if isinstance(schema, bool):
         return schema
-    for word, (speaks_of, meets) in CHECKS.items():
-        if word in schema and (speaks_of is None or speaks_of(value)) and not meets(value, schema[word]):
+    for word, (constrains, passes) in CHECKS.items():
+        if word in schema and (constrains is None or constrains(value)) and not passes(value, schema[word]):
             return False
     return not isinstance(value, dict) or _properties(value, schema)
 
@@ -104,11 +105,19 @@ BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipl
 
 
 def check_schema(schema: Any, path: str = "the schema") -> None:
-    """Check that a schema is well formed and that all of it is read; a ``ValueError`` names the place."""
+    """Check that a schema is well formed and has only supported keywords.
+
+    Args:
+        schema: Parsed schema.
+        path: Name of the schema in errors.
+
+    Raises:
+        ValueError: The schema is malformed or has another keyword; the error names the place.
+    """
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise ValueError(f"{path} is neither an object nor true or false")
+        raise ValueError(f"{path} must be an object, true or false, found {type(schema).__name__}")
     for word, value in schema.items():
         if word in ("items", "not", "additionalProperties"):
             check_schema(value, f"{path}.{word}")
@@ -117,12 +126,13 @@ def check_schema(schema: Any, path: str = "the schema") -> None:
         elif word in CHECKS or word == "required":
             _check_word(word, value, path)
         elif word not in DESCRIBES:
-            raise ValueError(f"{path} uses '{word}', which is not read")
+            raise ValueError(f"{path} has '{word}', which is not supported")
 
 
 def _check_schemas(word: str, value: Any, path: str) -> None:
     if not isinstance(value, dict if word == "properties" else list):
-        raise ValueError(f"{path} is no {'object' if word == 'properties' else 'list'}")
+        wanted = "an object" if word == "properties" else "a list"
+        raise ValueError(f"{path} must be {wanted}, found {type(value).__name__}")
     for key, one in value.items() if isinstance(value, dict) else enumerate(value):
         check_schema(one, f"{path}.{key}")
 

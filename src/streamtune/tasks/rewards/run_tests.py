@@ -1,8 +1,8 @@
-"""The program of the subprocess that runs code with tests: started by path, with nothing but the standard library.
+"""The program of the subprocess that runs code with tests. It is started by path and imports only the standard library.
 
-It forks. The child takes on the limits and runs the code, then the tests one by one, and writes a secret and the number
-of tests that passed to a pipe; the parent waits for the clock, kills every process that descends from it, and prints
-the result. Code that exits early has not written the secret, so that ``sys.exit(0)`` passes no test.
+It forks. The child sets the limits and runs the code, then the tests one by one. It writes a secret and the number of
+passed tests to a pipe. The parent waits until then or until the timeout, kills all of its descendants, and prints the
+result. Code that exits early has not written the secret, so ``sys.exit(0)`` passes no test.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ DIGITS, MESSAGE = 8, 40  # of a number of tests; with 32 of the secret before it
 
 
 def main() -> None:
-    """Read the request from stdin, print ``{"passed": n}``."""
+    """Read the request from stdin, and print ``{"passed": n}``."""
     request = json.load(sys.stdin)
-    # Orphans of the code come to this process, not to init, so that it finds them all.
+    # Orphans of the code become children of this process, not of init, so that it finds all of them.
     _prctl(SET_CHILD_SUBREAPER, 1)
     _prctl(SET_PDEATHSIG, signal.SIGKILL)
     secret = secrets.token_hex(16)
@@ -41,7 +41,7 @@ def main() -> None:
         os.setpgid(0, 0)
         os.close(reading)
         _run(request, secret, writing)
-    with contextlib.suppress(OSError):  # both do it, so that it is done whichever goes on first
+    with contextlib.suppress(OSError):  # both processes do it, because either may run first
         os.setpgid(child, child)
     os.close(writing)
     message = _read(reading, deadline, child)
@@ -72,7 +72,7 @@ def _run(request: dict[str, Any], secret: str, writing: int) -> None:
         exec(compile(code, "<completion>", "exec"), space)
         passed = sum(_passes(test, dict(space)) for test in tests)
         os.write(writing, f"{secret}{passed:0{DIGITS}}".encode())
-    except BaseException:  # whatever the code raised, SystemExit and MemoryError too: no test has passed
+    except BaseException:  # anything that the code raises, SystemExit and MemoryError too: no test has passed
         pass
     finally:
         os._exit(0)
@@ -105,7 +105,7 @@ def _limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
 
 
 def _read(reading: int, deadline: float, child: int) -> bytes:
-    """Return the child's message; empty if it ends without one, has too many processes, or the deadline comes first."""
+    """Return the child's message; empty if the child ends without one, has too many processes, or takes too long."""
     message = b""
     while len(message) < MESSAGE:  # not until the pipe is closed: a process that the code left behind may hold it
         left = deadline - time.monotonic()
@@ -127,12 +127,12 @@ def _readable(descriptor: int, seconds: float) -> bool:
 
 
 def _has_ended(child: int) -> bool:
-    """Return True if the child has ended, without reaping it: its process group is still to be killed."""
+    """Return True if the child has ended. It is not reaped, because its process group must be killed first."""
     return hasattr(os, "waitid") and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _kill_descendants() -> None:
-    """Kill and reap all descendants until none is left: a killed process's own children become children of this one."""
+    """Kill and reap descendants until none is left: the children of a killed process become children of this one."""
     while True:
         for process in _descendants():
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""Several reward functions with weights: every completion gets one number, or an error names the function at fault.
+"""Several reward functions with weights: every completion gets one number, or an error names the faulty function.
 
-Nothing a reward function does may reach the gradient unchecked: a NaN among rewards makes all advantages of its group
-NaN, a score too few pairs every later completion with its neighbour's.
+Results of reward functions are checked, because an error would spoil the gradient without notice. A NaN makes all
+advantages of its group NaN. If a score is missing, all later completions get the score of another completion.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.tasks.rewards.spec import RewardFunction, load_reward, shielded
 
 COMPLETION_IDS = "completion_ids"
-"""The column of token ids, which functions get besides the rows' own."""
-FIX = "fix the function; where it has nothing to say of a completion, let it return None"
+"""Name of the column of token ids, which functions get besides the columns of the rows."""
+FIX = "fix the function; it may return None for a completion to which it does not apply"
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class RewardScores:
     """The scores of N completions."""
 
     total: list[float | None]
-    """weighted sum by completion; None where no function applied"""
+    """weighted sum of each completion's scores; None if no function applied"""
     by_function: dict[str, list[float | None]]
-    """name of a function -> its scores before weights; None where it did not apply"""
+    """name of a function -> its scores without weights; None if it did not apply"""
 
 
 def load_rewards(
@@ -41,36 +41,36 @@ def load_rewards(
     allow_code: bool = False,
     directory: Path | None = None,
 ) -> Rewards:
-    """Load reward functions by name.
+    """Return the reward functions that the entries of ``reward_funcs`` name.
 
     Args:
-        specs: ``module:function``, ``path/to/file.py:function`` or a name of :data:`BUILTINS` for each, with options in
-            parentheses, if any: ``regex_match(pattern="^[0-9]+$")``.
-        weights: One weight a function; None: all 1.
-        allow_code: Whether rewards may run code that a model wrote (``unit_tests``).
-        directory: Folder of relative paths and of modules; None is the current one.
+        specs: Entries: ``module:function``, ``path/to/file.py:function`` or a name of :data:`BUILTINS`. Options may
+            follow in parentheses: ``regex_match(pattern="^[0-9]+$")``.
+        weights: Weight of each function; None: all are 1.
+        allow_code: True if rewards may run code that a model wrote (``unit_tests``).
+        directory: Folder of relative paths and of modules; None: the working directory.
 
     Raises:
-        ArgumentError: A spec or the weights are wrong, or a reward would run code and may not.
+        ArgumentError: An entry or the weights are wrong, or a reward would run code without permission.
     """
     if not specs:
-        raise ArgumentError("there is no reward function", where="reward_funcs", fix="name at least one")
+        raise ArgumentError("reward_funcs is empty", where="reward_funcs", fix="name at least one reward function")
     functions = [load_reward(spec, allow_code=allow_code, directory=directory or Path.cwd()) for spec in specs]
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if len(weights) != len(functions):
         raise ArgumentError(
-            f"there are {len(functions)} reward functions and {len(weights)} weights",
+            f"reward_weights must have one weight for each of {len(functions)} functions, found {len(weights)} weights",
             where="reward_weights",
             fix="give one weight for each function, in the same order",
         )
     for weight in weights:
         if not math.isfinite(weight):
-            raise ArgumentError(f"a weight is {weight}", where="reward_weights", fix="give finite numbers")
+            raise ArgumentError(f"reward_weights must be finite, found {weight}", where="reward_weights")
     return Rewards(dict(zip(_unique_names(functions), functions, strict=True)), tuple(weights))
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """Return the functions' names for the log; a second function of the same name is ``name_2``."""
+    """Return names of the functions for the log. A second function of the same name is called ``name_2``."""
     names: list[str] = []
     for function in functions:
         same = sum(earlier.name == function.name for earlier in functions[: len(names)])
@@ -83,16 +83,16 @@ class Rewards:
     """Reward functions with their weights, ready to be called."""
 
     functions: dict[str, RewardFunction]
-    """by the name they have in the log"""
+    """name in the log -> function"""
     weights: tuple[float, ...]
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Check before a run that the rows have the columns that the functions read."""
+        """Raise ``ArgumentError`` if the rows lack a column that a function reads."""
         in_rows = ", ".join(column for column in columns if column != COMPLETION_IDS) or "no other columns"
         for name, function in self.functions.items():
             for column in sorted(function.needs - set(columns)):
                 raise ArgumentError(
-                    f"the reward function '{name}' reads the column '{column}', and the rows have none",
+                    f"the reward function '{name}' reads the column '{column}', which the rows do not have",
                     where=function.where or "reward_funcs",
                     fix=did_you_mean(column, columns) or f"the rows have: {in_rows}",
                 )
@@ -105,17 +105,17 @@ class Rewards:
         *,
         origins: Sequence[str] | None = None,
     ) -> RewardScores:
-        """Score N completions with every function; without one, none has a reward.
+        """Return the scores of N completions by every function. Without functions, no completion has a reward.
 
         Args:
-            prompts: One a completion, text or a list of messages.
-            completions: Text, or a list of messages ``{"role", "content"}``.
-            columns: The other columns of the rows, one value a completion each.
+            prompts: Prompt of each completion: text or a list of messages.
+            completions: Completions: text, or a list of messages ``{"role", "content"}``.
+            columns: Other columns of the rows, each with one value per completion.
             origins: ``file:line`` of each completion's row, for errors.
 
         Raises:
-            ArgumentError: A function reads a column that there is not.
-            RunError: A function raised, or did not return one finite number or None for each completion.
+            ArgumentError: A function reads a column that does not exist.
+            RunError: A function raised, or did not return a finite number or None for each completion.
         """
         for name, values in {"prompts": prompts, **columns}.items():
             assert len(values) == len(completions), f"{len(completions)} completions, {len(values)} {name}"
@@ -146,7 +146,7 @@ class _Batch:
         return _Batch(self.prompts[own], self.completions[own], columns, self.origins and self.origins[own])
 
     def where(self, number: int) -> str:
-        """Return the name of a completion in errors: its row if that is known, else its number."""
+        """Return the name of a completion in errors: its row if it is known, else its number."""
         return self.origins[number] if self.origins else f"completion {number + 1} of {len(self.completions)}"
 
 
@@ -156,13 +156,13 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
         returned = _call(function, batch)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too: a function ends no run, and least of all as if it were done
-        where = _culprit(function, batch)
+    except BaseException as error:  # SystemExit too: a function must not end a run as if it were complete
+        where = _find_failing(function, batch)
         if function.built_in and isinstance(error, ValueError):
             raise RunError(
                 f"the reward '{name}' cannot be computed: {error}",
                 where=where,
-                fix="fix the row; where there is nothing to compare with, leave its value out (null)",
+                fix="fix the row; if it has nothing to compare with, set the value to null",
             ) from error
         raise RunError(
             f"the reward function '{name}' raised {_named(error)}",
@@ -180,7 +180,7 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
         raise RunError(
             f"the reward function '{name}' returned {len(values)} scores for {count} completions",
             where=function.where,
-            fix="return one number for each completion, None where it has nothing to say",
+            fix="return one number for each completion, or None for a completion to which it does not apply",
         )
     return [_number(name, function, batch, number, value) for number, value in enumerate(values)]
 
@@ -191,18 +191,18 @@ def _number(name: str, function: RewardFunction, batch: _Batch, number: int, val
         return None
     if not isinstance(value, Real) and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         value = value.item()  # a tensor of one number
-    with suppress(OverflowError):  # of a whole number that no float holds
-        if isinstance(value, Real) and math.isfinite(number_given := float(value)):
-            return number_given
+    with suppress(OverflowError):  # a whole number that is too large for a float
+        if isinstance(value, Real) and math.isfinite(score := float(value)):
+            return score
     raise RunError(
-        f"the reward function '{name}' gave the score {_shown(value)}",
+        f"a score of the reward function '{name}' must be a finite number or None, found {_shown(value)}",
         where=", ".join(part for part in (function.where, batch.where(number)) if part),
         fix=FIX,
     )
 
 
-def _culprit(function: RewardFunction, batch: _Batch) -> str:
-    """Return the first completion that makes the function raise when alone; empty where only the batch fails."""
+def _find_failing(function: RewardFunction, batch: _Batch) -> str:
+    """Return the name of the first completion on which the function raises; empty if it raises on none alone."""
     if len(batch.completions) == 1:
         return batch.where(0)
     for number in range(len(batch.completions)):
@@ -217,7 +217,7 @@ def _culprit(function: RewardFunction, batch: _Batch) -> str:
 
 
 def _call(function: RewardFunction, batch: _Batch) -> Any:
-    """Call a function with copies of its arguments: its changes must not reach the training and the next function."""
+    """Return the result of a function on copies of the arguments: its changes must not affect training or others."""
     prompts, completions, columns = copy.deepcopy((batch.prompts, batch.completions, dict(batch.columns)))
     with shielded():
         return function.call(prompts, completions, columns)
@@ -228,7 +228,7 @@ def _named(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException, function: RewardFunction) -> str:
-    """Return the innermost line of the user's file in the traceback, else the function's; empty for a built-in one."""
+    """Return ``file:line`` of the innermost frame in the user's file, else of the function; empty if it is built in."""
     file = function.where.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else function.where

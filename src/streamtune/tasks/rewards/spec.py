@@ -1,17 +1,18 @@
 """The entries of ``reward_funcs`` in a recipe, and the functions that they name.
 
-    exact_match                              built in (``builtin.BUILTINS``)
+    exact_match                              a built-in reward (``builtin.BUILTINS``)
     my_rewards:score                         function ``score`` of an importable module
     rewards/length.py:shorter                function ``shorter`` of a file
-    regex_match(pattern="^[0-9]+$")          any of them with options, Python literals by keyword
+    regex_match(pattern="^[0-9]+$")          any of them with options: Python literals by keyword
 
-A function of the user's own is called as TRL calls it, once for a batch:
+A user's function is called as in TRL, once for a batch:
 
     def score(prompts, completions, **columns) -> list[float | None]
 
-``prompts`` and ``completions`` are lists of text, or of lists of messages ``{"role": ..., "content": ...}`` where the
-rows have messages. Every other column of the rows comes as a list by its name; a function without ``**columns`` gets
-those that it names. It returns one number a completion, or None where it does not apply.
+``prompts`` and ``completions`` are lists of text. If the rows have messages, each element is a list of messages
+``{"role": ..., "content": ...}``. Every other column of the rows is a list under its name. A function without
+``**columns`` gets only the columns that it names. It returns a number for each completion, or None if it does not
+apply.
 """
 
 from __future__ import annotations
@@ -43,25 +44,26 @@ OWN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?
 @dataclass(frozen=True)
 class RewardFunction:
     name: str
-    """as it is logged"""
+    """name of the function, as it is logged"""
     call: Call
-    """(prompts, completions, columns) -> what the function returns, not checked"""
+    """(prompts, completions, columns) -> result of the function, unchecked"""
     needs: frozenset[str]
-    """columns it cannot be called without"""
+    """columns without which the function cannot be called"""
     where: str = ""
-    """``file:line`` of a function of the user's own"""
+    """``file:line`` of a user's function; empty for a built-in reward"""
     built_in: bool = False
 
 
 def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFunction:
-    """Load one reward function.
+    """Return the reward function that an entry of ``reward_funcs`` names.
 
     Args:
-        allow_code: Whether it may run code that a model wrote.
+        spec: Entry of ``reward_funcs``, see the module.
+        allow_code: True if the function may run code that a model wrote.
         directory: Folder of relative paths and of modules.
 
     Raises:
-        ArgumentError: There is no such function, its options are wrong, or it would run code and may not.
+        ArgumentError: The function does not exist, its options are wrong, or it would run code without permission.
     """
     spec = spec.strip()
     if match := BUILTIN.fullmatch(spec):
@@ -70,14 +72,14 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
         function = _own(match["target"], match["name"], directory)
         return _bound(match["name"], function, _options(spec, match["options"]))
     raise ArgumentError(
-        f"'{spec}' names no reward function",
+        f"invalid reward function '{spec}'",
         where=WHERE,
         fix=f"write module:function, path/to/file.py:function, or one of: {', '.join(BUILTINS)}",
     )
 
 
 def _options(spec: str, text: str | None) -> dict[str, Any]:
-    """Return ``(a=1, b="x")`` as a dict."""
+    """Return options such as ``(a=1, b="x")`` as a dict; None is an empty dict."""
     if text is None:
         return {}
     try:
@@ -87,7 +89,7 @@ def _options(spec: str, text: str | None) -> dict[str, Any]:
     except (SyntaxError, ValueError):
         pass
     raise ArgumentError(
-        f"cannot read the options of the reward '{spec}'",
+        f"invalid options of the reward '{spec}'",
         where=WHERE,
         fix='write Python literals by keyword, like regex_match(pattern="^[0-9]+$", whole=True)',
     )
@@ -96,18 +98,18 @@ def _options(spec: str, text: str | None) -> dict[str, Any]:
 def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> RewardFunction:
     if name not in BUILTINS:
         raise ArgumentError(
-            f"no built-in reward is called '{name}'",
+            f"unknown built-in reward '{name}'",
             where=WHERE,
             fix=did_you_mean(name, BUILTINS)
-            or f"choose one of: {', '.join(BUILTINS)}; a function of your own is module:function or file.py:function",
+            or f"choose one of: {', '.join(BUILTINS)}; or write module:function or file.py:function",
         )
     builtin = BUILTINS[name]
     if builtin.runs_code and not allow_code:
         raise ArgumentError(
             f"the reward '{name}' runs code that the model writes",
             where=WHERE,
-            fix="set allow_code: true, or run with --allow-code, if you accept that: it runs in a subprocess with "
-            "limits on time and memory, as your user and with your network",
+            fix="to allow it, set allow_code: true or run with --allow-code. The code runs in a subprocess with limits "
+            "on time and memory, but with your user's rights and network",
         )
     _check_options(name, options, builtin.options, builtin.options)
     call, needs = bind(builtin, options)
@@ -120,7 +122,7 @@ def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], s
             raise ArgumentError(
                 f"the reward '{name}' has no option '{option}'",
                 where=WHERE,
-                fix=did_you_mean(option, shown) or f"it has: {', '.join(shown) or 'none'}",
+                fix=did_you_mean(option, shown) or f"its options: {', '.join(shown) or 'none'}",
             )
 
 
@@ -132,10 +134,10 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
         raise ArgumentError(
             f"{target} has no function '{name}'",
             where=WHERE,
-            fix=did_you_mean(name, callables) or f"it has: {', '.join(callables) or 'none'}",
+            fix=did_you_mean(name, callables) or f"its functions: {', '.join(callables) or 'none'}",
         )
     if not callable(found):
-        raise ArgumentError(f"'{name}' of {target} is no function, it is {type(found).__name__}", where=WHERE)
+        raise ArgumentError(f"'{name}' of {target} must be a function, found {type(found).__name__}", where=WHERE)
     if inspect.iscoroutinefunction(found):
         raise ArgumentError(
             f"'{name}' of {target} is an async function",
@@ -146,15 +148,15 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
 
 
 def import_target(target: str, directory: Path) -> ModuleType:
-    """Import ``path.py`` or ``package.module``; only once, even if the file has changed since."""
+    """Return the module ``path.py`` or ``package.module``. It is imported once, even if the file changes later."""
     return _file(target, directory) if target.endswith(".py") else _module(target, directory)
 
 
 def _file(target: str, directory: Path) -> ModuleType:
     path = directory / Path(target).expanduser()
     if not path.is_file():
-        raise ArgumentError(f"there is no file {target}", where=WHERE, fix=f"paths start at {directory}")
-    # A name of its own, so that the file shadows no module and two files of one name are two modules.
+        raise ArgumentError(f"there is no file {target}", where=WHERE, fix=f"paths are relative to {directory}")
+    # A unique name, so that the file shadows no module, and two files of the same name are two modules.
     name = f"_streamtune_reward_{re.sub(r'[^A-Za-z0-9]', '_', str(path.resolve()))}"
     if name in sys.modules:
         return sys.modules[name]
@@ -200,7 +202,7 @@ def _import_failed(target: str, error: BaseException) -> ArgumentError:
 
 
 def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
-    """Return the function with its options; its call passes only the arguments that it accepts."""
+    """Return a user's function with its options; only arguments that the function accepts are passed to it."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except ValueError:  # written in C: it has to take everything
@@ -215,7 +217,7 @@ def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> 
     for key, one in parameters.items():
         if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
             raise ArgumentError(
-                f"the parameter '{key}' of the reward function '{name}' cannot be given by name",
+                f"the parameter '{key}' of the reward function '{name}' is positional-only",
                 where=WHERE,
                 fix="declare def name(prompts, completions, **columns)",
             )
@@ -240,10 +242,13 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
-    """Return the files of the user's own functions, and those these import from beside them.
+    """Return the files of the user's functions, and the files that these import from the same folder.
 
-    What is installed is not followed, nor is what a function imports only when it is called, or reads. The names do not
-    change where the folder is moved.
+    Installed packages are left out. So are modules that a function imports only when it is called, and files that it
+    reads.
+
+    Returns:
+        Name of a file -> its path. Names do not change if the folder is moved.
     """
     found: dict[str, Path] = {}
     for spec in specs:
@@ -265,7 +270,7 @@ def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
 
 
 def _reached(module: ModuleType, root: Path) -> Iterator[Path]:
-    """Yield the file of a module, and of the modules below ``root`` that its names come from."""
+    """Iterate over the file of a module, and the files below ``root`` of the modules that define its names."""
     seen, waiting = set[str](), [module]
     while waiting:
         each = waiting.pop()
@@ -280,7 +285,7 @@ def _reached(module: ModuleType, root: Path) -> Iterator[Path]:
             if isinstance(value, ModuleType):
                 waiting.append(value)
                 continue
-            with suppress(Exception):  # an object may answer to a name as it likes
+            with suppress(Exception):  # reading an attribute may raise anything
                 name = value.__module__
                 if isinstance(name, str) and name in sys.modules:
                     waiting.append(sys.modules[name])
@@ -299,12 +304,12 @@ def _file_of(module: ModuleType | None) -> Path | None:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Put back torch's generators, grad mode and default dtype, the working directory and the standard streams.
+    """Context manager: at the end, restore torch's global state, the working directory and the standard streams.
 
-    A function that calls ``torch.manual_seed`` would have every rollout draw the same numbers. Within, torch's
-    generators start from a number drawn of the state outside. So a function draws from another stream than the
-    rollouts, and the same after a resumption. The generators of ``random`` and numpy are the functions' own: no
-    training step draws from them during a rollout.
+    The global state is torch's generators, grad mode and default dtype. If a function's call of ``torch.manual_seed``
+    had an effect, every rollout would sample the same numbers. Inside, torch's generators are seeded with a number that
+    is drawn outside. So functions draw other numbers than rollouts do, and the same numbers after a resume. The
+    generators of ``random`` and numpy are not restored: training does not draw from them during a rollout.
     """
     streams, folder = (sys.stdout, sys.stderr), _working_directory()
     with _own_generators():
@@ -319,7 +324,7 @@ def shielded() -> Iterator[None]:
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Keep torch as it is; nothing is to be kept where it is not imported yet."""
+    """Context manager: restore torch's generators, grad mode and default dtype, if torch is imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         yield

@@ -1,4 +1,4 @@
-"""Completions of a policy and the choice of their prompts: the part of reinforcement learning before the gradient."""
+"""Rollouts: choosing prompts, dividing completions among them, and writing the completions."""
 
 from __future__ import annotations
 

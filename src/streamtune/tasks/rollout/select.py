@@ -1,32 +1,33 @@
-"""Choose the prompts that the policy completes next, and divide the completions of a batch among them.
+"""Choose the prompts of the next rollout, and divide its completions among them.
 
-Prompts: each in turn, or more often those that the policy solves now and then. The choice depends on the seed, the
-number of prompts drawn so far and, except for ``uniform``, the pass rates.
+The choice of prompts depends on the seed, the number of prompts drawn so far and, except for ``uniform``, on their pass
+rates:
 
-``uniform``     every prompt once an epoch, in a shuffled order
-``pass_rate``   drawn with a weight of ``p (1 - p)``, p the prompt's running pass rate. Where all completions pass, or
-                none does, a group's advantages are zero and teach nothing. The weight is the variance of a pass, which
-                a group's gradient grows with. A floor lets every prompt be drawn: it may no longer be too hard.
-``middle``      drawn evenly from those with a pass rate of 1/4 to 3/4, and with a small weight from the others: the
-                variance of a pass is at least three quarters of the largest there (arXiv 2504.03380)
+``uniform``     Every prompt once per epoch, in shuffled order.
+``pass_rate``   The weight of a prompt is ``p (1 - p)``, where p is its running pass rate. This is the variance of a
+                pass, with which the gradient of a group grows. If all completions pass, or none, the advantages of a
+                group are zero and it teaches nothing. A floor is added to the weight, because a prompt that was too
+                hard may have become easier.
+``middle``      All prompts with a pass rate from 1/4 to 3/4 have the same weight, and the others a small one. Between
+                1/4 and 3/4 the variance of a pass is at least three quarters of its maximum (arXiv 2504.03380).
 
-Completions: so that their gradient varies least. Of n completions of a prompt with pass rate p and gradient norm G, n p
-pass, and their mean gradient has a variance of about ``G^2 / (n p)``. The sum
+Completions are divided so that the variance of the gradient is least. Of n completions of a prompt with pass rate p and
+gradient norm G, n p pass. The variance of their mean gradient is about ``G^2 / (n p)``. GVM (arXiv 2505.02391) gives
+less weight to prompts that are hardly ever solved, and minimises, for a given sum of all n,
 
     sum  G^2 / (n p) / (1 + alpha / p^beta)
 
-in which prompts that hardly any completion solves count less, is least for a given sum of all n (GVM, arXiv 2505.02391)
-at
+The minimum is at
 
-    n  proportional to  G / sqrt(p + alpha / p^(beta - 1))           gvm; 0 where none has passed
+    n  proportional to  G / sqrt(p + alpha / p^(beta - 1))           gvm; 0 if no completion has passed
 
-With advantages, from which the mean of a large group is subtracted, the variance is about ``G^2 p (1 - p) / n``. Its
-sum is least, by Neyman's rule (1934), at
+If the mean reward of a large group is subtracted (advantages), the variance is about ``G^2 p (1 - p) / n``. Its sum is
+least, by Neyman's rule (1934), at
 
     n  proportional to  G sqrt(p (1 - p))                            neyman
 
-G is the norm of the gradient of ``-log p`` of a completion that passed. G and p are running estimates from the
-completions that a run writes anyway. A prompt that was not asked yet counts as p = 1/2 and the mean G.
+G is the gradient norm of ``-log p`` of a completion that passed. G and p are running estimates from the completions of
+the run. A prompt without completions has p = 1/2 and the mean G.
 """
 
 from __future__ import annotations
@@ -41,35 +42,35 @@ from streamtune.errors import CheckpointError
 PromptChoice = Literal["uniform", "pass_rate", "middle"]
 PROMPT_CHOICES: tuple[str, ...] = get_args(PromptChoice)
 FLOOR = 0.02
-"""Of a weight, beside p (1 - p) of at most 1/4."""
+"""Floor that is added to a weight p (1 - p), which is at most 1/4."""
 MIDDLE = (0.25, 0.75)
-"""Pass rates of prompts that are neither too easy nor too hard."""
+"""Range of pass rates of prompts that are neither too easy nor too hard."""
 ALPHA, BETA = 1e-3, 2.0
-"""The penalty, as in the authors' code."""
+"""Parameters of GVM's weights, as in the authors' code."""
 LEAST = 2
-"""Completions of a prompt at least: fewer have no mean to be better than, and tell nothing of its pass rate."""
-MEMORY = 0.5
-"""Factor of earlier counts and weight of earlier norms at each visit: the policy changes, so these count less."""
+"""Fewest completions of a prompt: a single one cannot be compared with a mean, and says little about the pass rate."""
+DECAY = 0.5
+"""Factor of earlier counts, and weight of earlier norms, at each visit. They count less because the policy changes."""
 
 
 class PassRates:
-    """The pass rate of each prompt's completions: counts that decay, begun with one pass and one failure."""
+    """Running pass rates of the prompts: decaying counts of completions, with a prior of one pass and one failure."""
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[float, float]] = {}
 
     def rate(self, prompt: int) -> float:
-        """Return the estimate for a prompt by its number; 1/2 for a prompt not seen yet."""
+        """Return the estimated pass rate of the prompt with this index; 1/2 if it has no completions yet."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return (passed + 1.0) / (tried + 2.0)
 
     def passed(self, prompt: int) -> float | None:
-        """Return the share of a prompt's completions that passed, without the prior of a rate; None if not seen yet."""
+        """Return the share of a prompt's completions that passed, without the prior; None if it has no completions."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return passed / tried if tried else None
 
     def weight(self, prompt: int, *, middle: bool = False) -> float:
-        """Return the weight with which a prompt is drawn; with ``middle`` the same for all rates in the middle."""
+        """Return the weight with which a prompt is drawn. With ``middle`` it is equal for all rates in ``MIDDLE``."""
         rate = self.rate(prompt)
         if middle:
             return 0.25 if MIDDLE[0] <= rate <= MIDDLE[1] else FLOOR
@@ -77,7 +78,7 @@ class PassRates:
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
         before_passed, before_tried = self._counts.get(prompt, (0.0, 0.0))
-        self._counts[prompt] = (MEMORY * before_passed + passed, MEMORY * before_tried + tried)
+        self._counts[prompt] = (DECAY * before_passed + passed, DECAY * before_tried + tried)
 
     def state_dict(self) -> dict[str, Any]:
         return {str(prompt): list(counts) for prompt, counts in self._counts.items()}
@@ -87,11 +88,13 @@ class PassRates:
 
 
 class PromptPicker:
-    """Chooses the next prompts, without end.
+    """Chooses the next prompts, any number of times.
 
     Args:
+        num_prompts: Number of prompts to choose from.
         choice: ``uniform``, ``pass_rate`` or ``middle``.
-        counts: Keep pass rates where the choice does not read them, too.
+        seed: Seed of the random numbers.
+        counts: True to record pass rates even if the choice does not read them.
     """
 
     def __init__(self, num_prompts: int, *, choice: str, seed: int, counts: bool = False) -> None:
@@ -99,11 +102,11 @@ class PromptPicker:
         self.num_prompts, self.choice, self.seed = num_prompts, choice, seed
         self.counts = counts or choice != "uniform"
         self.drawn = 0
-        """Prompts drawn so far."""
+        """Number of prompts drawn so far."""
         self.rates = PassRates()
 
     def next(self, count: int) -> list[int]:
-        """Return the numbers of the next ``count`` prompts, each at most once among them where there are that many."""
+        """Return the indices of the next ``count`` prompts. They are all different, unless there are fewer prompts."""
         picked = self._in_turn(count) if self.choice == "uniform" else self._by_rate(count)
         self.drawn += count
         return picked
@@ -128,7 +131,10 @@ class PromptPicker:
         return order
 
     def _by_rate(self, count: int) -> list[int]:
-        """Draw without replacement by the largest ``u ** (1 / weight)`` (Efraimidis and Spirakis, 2006)."""
+        """Return prompts drawn by weight without replacement: those with the largest ``u ** (1 / weight)``.
+
+        Efraimidis and Spirakis (2006).
+        """
         draw, middle = random.Random(f"{self.seed} draw {self.drawn}"), self.choice == "middle"
         weights = [self.rates.weight(prompt, middle=middle) for prompt in range(self.num_prompts)]
         keys = [(draw.random() ** (1.0 / weight), prompt) for prompt, weight in enumerate(weights)]
@@ -151,14 +157,20 @@ class PromptPicker:
             if state[key] != mine[key]:
                 raise CheckpointError(
                     f"the checkpoint draws its prompts with {key} = {state[key]}, this run with {mine[key]}",
-                    fix="resume with the data and the settings the checkpoint was made with",
+                    fix="resume with the data and the settings of the checkpoint",
                 )
         self.drawn = int(state["drawn"])
         self.rates.load_state_dict(state["rates"])
 
 
 def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
-    """Return the number that completions of a prompt are proportional to; ``rule`` is ``gvm`` or ``neyman``."""
+    """Return the score to which the number of a prompt's completions is proportional.
+
+    Args:
+        rate: Pass rate of the prompt.
+        norm: Gradient norm of a passing completion.
+        rule: ``gvm`` or ``neyman``, see the module.
+    """
     if rate <= 0:
         return 0.0
     if rule == "neyman":
@@ -167,14 +179,17 @@ def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
 
 
 def allocate(scores: Sequence[float], total: int, least: int = LEAST) -> list[int]:
-    """Divide ``total`` in proportion to scores, none below ``least``; the remainder by the largest fractions.
+    """Return ``total`` divided in proportion to the scores, with at least ``least`` for each prompt.
+
+    Shares are rounded down; what remains goes to the largest fractions.
 
     Args:
-        scores: Score of each prompt, at least 0; where all are 0 they count as equal.
-        total: At least ``least`` for each.
+        scores: Score of each prompt, at least 0. If all are 0, all shares are equal.
+        total: Sum to divide, at least ``least`` times the number of prompts.
+        least: Smallest share.
     """
     places = range(len(scores))
-    assert total >= least * len(scores), "each has the least"
+    assert total >= least * len(scores), "the total is enough for the smallest shares"
     shares = [1.0] * len(scores) if not sum(scores) > 0 else list(map(float, scores))
     free = set(places)
     while True:  # those below the least get it, and the others share what is left
@@ -198,15 +213,15 @@ class GradientNorms:
         self._norms: dict[int, float] = {}
 
     def norm(self, prompt: int) -> float:
-        """Return the running norm of a prompt; the mean of all for an unseen prompt, 1 without any."""
+        """Return the running norm of a prompt. Without one, return the mean of all norms, or 1 if there are none."""
         if prompt in self._norms:
             return self._norms[prompt]
         return math.fsum(self._norms.values()) / len(self._norms) if self._norms else 1.0
 
     def observe(self, prompt: int, norm: float) -> None:
-        """Add the norm of one completion, unless it is not finite."""
+        """Update the running norm of a prompt with the norm of a completion; ignore a norm that is not finite."""
         if math.isfinite(norm):
-            self._norms[prompt] = MEMORY * self._norms.get(prompt, norm) + (1 - MEMORY) * norm
+            self._norms[prompt] = DECAY * self._norms.get(prompt, norm) + (1 - DECAY) * norm
 
     def state_dict(self) -> dict[str, Any]:
         return {str(prompt): norm for prompt, norm in self._norms.items()}

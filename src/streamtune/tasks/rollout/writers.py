@@ -2,15 +2,15 @@
 
 With ``transformers`` a prompt is read once for all of its completions. Its trunk, ``prompt[:-1]``, goes through the
 decoder once, ``prefill_chunk_size`` tokens at a time and without the head. Its keys and values are then repeated for
-the G completions, and ``generate`` goes on from the prompt's last token.
+the G completions, and ``generate`` continues from the prompt's last token.
 
-Layers that keep a state instead of keys and values do not allow that: their caches cannot be repeated, and many of them
-lose the state where a second chunk has more than one token. There the prompt is repeated, in batches of one length,
-because padding would run through the state.
+This is impossible for layers with a recurrent state instead of keys and values. Their caches cannot be repeated, and
+many of them lose the state if a second chunk has more than one token. For such models the prompt is repeated, and all
+prompts of a batch have the same length, because padding would change the state.
 
-vLLM runs in this process and on this device, with the policy's weights handed over before each batch. It keeps its own
-copy of the model and is optional: it is imported only where it is asked for. It rounds differently from the policy, so
-a token's old log-prob is never taken from it; the trainer computes its own.
+vLLM runs in this process on the same device, and gets the policy's weights before each batch. It has its own copy of
+the model. It is optional, and imported only if a recipe uses it. Its rounding differs from the policy's, so old
+log-probs never come from vLLM: the trainer computes them.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from streamtune.models.generation import with_generation
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing the next token. The defaults draw from the model's own distribution."""
+    """Sampling settings. The defaults sample from the model's own distribution."""
 
     max_completion_length: int
-    """Tokens of a completion at most, its end token included."""
+    """Most tokens of a completion, including its end token."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the likeliest token each time."""
+    """Temperature by which logits are divided; 0 is greedy decoding."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that have this probability together; 1 is all of them."""
+    """Nucleus sampling: total probability of the tokens to sample from, the most probable ones; 1: all tokens."""
     top_k: int = 0
-    """Draw from this many of the likeliest tokens; 0 is all of them."""
+    """Number of tokens to sample from, the most probable ones; 0: all tokens."""
     min_p: float = 0.0
-    """Leave out tokens less likely than this fraction of the likeliest one's probability."""
+    """Smallest probability of a token to sample, as a fraction of the largest probability."""
     repetition_penalty: float = 1.0
-    """Logits of tokens seen before, in prompt or completion, are divided by it (multiplied where negative)."""
+    """Divisor of positive logits, and factor of negative logits, of tokens that prompt or completion already have."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Completion:
     """The tokens written after a prompt."""
 
     token_ids: list[int]
-    """At least one; the end token, where one was written, is the last."""
+    """At least one token id. If an end token was written, it is the last."""
     truncated: bool
-    """True if it was cut off at the longest length allowed: no end token was written."""
+    """True if the completion was cut off at the largest length, without an end token."""
 
 
 class WritingStopped(Exception):  # noqa: N818 (nothing is wrong: somebody asked for it)
@@ -75,13 +75,13 @@ class Writer(Protocol):
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Return ``count`` completions of each prompt.
+        """Return completions of each prompt.
 
         Args:
-            prompts: Token ids, each at least one.
-            count: Completions of each prompt: the same number, or one number for each.
-            sampling: Settings for drawing. Random numbers come from torch's global generators: a resumed run draws the
-                same.
+            prompts: Token ids of each prompt, at least one.
+            count: Number of completions, either one for all prompts or one per prompt.
+            sampling: Sampling settings. Random numbers come from torch's global generators, so a resumed run samples
+                the same completions.
 
         Raises:
             WritingStopped: A stop was requested before the last token.
@@ -90,7 +90,7 @@ class Writer(Protocol):
 
 
 def ended(token_ids: Sequence[int], end_token_ids: frozenset[int]) -> Completion:
-    """Return the completion up to its first end token. All tokens after that are padding."""
+    """Return the completion up to its first end token. All later tokens are padding."""
     for index, token in enumerate(token_ids):
         if token in end_token_ids:
             return Completion(list(token_ids[: index + 1]), truncated=False)
@@ -101,15 +101,16 @@ class TransformersWriter:
     """Writes completions with a model of ``transformers``, streamed or not, with or without adapters.
 
     Args:
-        model: The policy. It is in evaluation mode while it writes and in its own mode afterwards.
-        pad_token_id: Fills rows that are shorter or done; never in what is returned.
-        prefill_chunk_size: Tokens of prompts read at a time.
-        max_rows: Completions written at a time: their keys and values are in memory together.
-        computing: A context for everything the model computes, such as autocast.
-        stop: Called before each token; True stops the writing early, as completions may take minutes.
-        streamer: Gets the tokens of a single row as they are written, as ``generate`` passes them.
-        longest: The largest of a number over the ranks, where ranks share the weights. All ranks call it together and
-            have as many prompts each. None where each rank writes by itself.
+        model: Policy. It is in evaluation mode while it writes, and in its former mode afterwards.
+        end_token_ids: Ids of the tokens that end a completion.
+        pad_token_id: Id of the token that pads shorter and finished rows. Padding is never returned.
+        prefill_chunk_size: Number of tokens of a prompt that are read at a time.
+        max_rows: Number of completions that are written at a time. Their keys and values are in memory together.
+        computing: Returns a context for all that the model computes, such as autocast.
+        stop: Called before each token. If it returns True, writing stops: completions may take minutes.
+        streamer: Streamer for ``generate``, which gets the tokens of a single row as they are written.
+        longest: Returns the maximum of a number over all ranks, if ranks share the weights. All ranks call it together
+            and have the same number of prompts. None if each rank writes alone.
     """
 
     def __init__(
@@ -131,16 +132,16 @@ class TransformersWriter:
         self.prefill_chunk_size = prefill_chunk_size
         self.max_rows = max_rows
         self.computing, self.stop, self.longest, self.streamer = computing, stop, longest, streamer
-        self.shares_prompts = _keeps_only_keys(self.model)
-        """True if a prompt is read once; False if it is repeated for each of its completions."""
+        self.shares_prompts = _can_repeat_cache(self.model)
+        """True if a prompt is read once for all of its completions; False if it is read for each of them."""
 
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Return ``count`` completions of each prompt. Bit for bit the same on the CPU from the same random state."""
+        """Return completions of each prompt. On a CPU, the same random state gives bit-identical completions."""
         written: list[list[Completion]] = [[] for _ in prompts]
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
-        # A penalty on what stands in a row already would count its padding.
+        # A repetition penalty would count padding tokens.
         padded = self.longest is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
         with torch.no_grad(), self._writing(sampling) as model, self.computing():
             for batch in _batches(prompts, counts, max_rows=self.max_rows, padded=padded):
@@ -151,9 +152,9 @@ class TransformersWriter:
         return written
 
     def _rows(self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]) -> list[Completion]:
-        """Return so many completions of each prompt, completions of one prompt next to each other."""
+        """Return ``repeats`` completions of each prompt, in the order of the prompts."""
         ids_PT, mask_PT = self._padded(prompts)
-        cache = self._read(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
+        cache = self._prefill(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
         given: dict[str, Any] = {}
         repeats_P: Any = torch.tensor(repeats, device=ids_PT.device)
         if cache is not None:
@@ -164,8 +165,8 @@ class TransformersWriter:
         output: Any = model.generate(
             input_ids=ids_NT,
             attention_mask=mask_NT,
-            # In step, a rank whose rows are done goes on computing and asks nobody.
-            stopping_criteria=StoppingCriteriaList([_WhenAsked(self.stop)] if self.longest is None else []),
+            # Ranks that share weights compute until all of them are done, so no rank may stop early.
+            stopping_criteria=StoppingCriteriaList([_StopRequested(self.stop)] if self.longest is None else []),
             synced_gpus=self.longest is not None,
             streamer=self.streamer,
             **given,
@@ -175,7 +176,7 @@ class TransformersWriter:
         return [ended(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
 
     def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Return ``[P, T]`` token ids padded on the left, and their mask."""
+        """Return token ids ``[P, T]``, padded on the left, and their mask."""
         length = max(map(len, prompts))
         if self.longest is not None:
             length = self.longest(length)
@@ -184,12 +185,16 @@ class TransformersWriter:
         device = model_device(self.model)
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
-    def _read(self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0) -> DynamicCache:
+    def _prefill(
+        self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0
+    ) -> DynamicCache:
         """Return a cache with the keys and values of all tokens but the last.
 
         Args:
-            mask_PT: 0 at padding.
-            cache: A cache that has the first ``done`` tokens; None makes one.
+            ids_PT: Token ids ``[P, T]``.
+            mask_PT: Mask ``[P, T]``, 0 at padding.
+            cache: Cache that already has the first ``done`` tokens; None makes a new one.
+            done: Number of tokens in the cache.
         """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         takes_positions = "position_ids" in inspect.signature(type(decoder).forward).parameters
@@ -202,7 +207,7 @@ class TransformersWriter:
             self.on_read(start, last)
             stop = min(start + self.prefill_chunk_size, last)
             given = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
-            # Where ranks share the weights, those outside of the layers are whole only in a call of the whole model.
+            # If ranks share the weights, weights outside of the layers are gathered only in a call of the whole model.
             reads = decoder if self.longest is None else partial(self.model, logits_to_keep=1)
             reads(
                 input_ids=ids_PT[:, start:stop],
@@ -215,11 +220,16 @@ class TransformersWriter:
         return cache
 
     def on_read(self, done: int, total: int) -> None:
-        """Do nothing; called before each chunk of prompts and after the last, with the tokens read so far and all."""
+        """Do nothing. Called before each chunk of the prompts and after the last chunk; subclasses may show progress.
+
+        Args:
+            done: Number of tokens read so far.
+            total: Number of tokens to read.
+        """
 
     @contextmanager
     def _writing(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
-        """Put the model in evaluation mode; yield it with our settings in place of its own."""
+        """Context manager: put the model in evaluation mode, and yield it with ``sampling`` as generation settings."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=sampling.max_completion_length,
@@ -240,7 +250,7 @@ class TransformersWriter:
                 module.training = training
 
 
-class _WhenAsked(StoppingCriteria):
+class _StopRequested(StoppingCriteria):
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop = stop
 
@@ -251,10 +261,10 @@ class _WhenAsked(StoppingCriteria):
 def _batches(
     prompts: Sequence[list[int]], counts: Sequence[int], *, max_rows: int, padded: bool
 ) -> Iterator[list[tuple[int, int]]]:
-    """Yield batches of at most ``max_rows`` rows: numbers of prompts, each with how many of its completions.
+    """Iterate over batches of (index of a prompt, number of its completions), with at most ``max_rows`` completions.
 
-    The longest prompts come first. Prompts of a batch have one length unless ``padded``, and there are no more than fit
-    if all have the mean count. A prompt may be in several batches.
+    The longest prompts come first. Prompts of a batch have the same length unless ``padded``. A batch has no more
+    prompts than would fit if all had the mean number of completions. A prompt may be in several batches.
     """
     batch: list[tuple[int, int]] = []
     at_a_time = max(1, max_rows * len(prompts) // max(1, sum(counts)))
@@ -274,8 +284,8 @@ def _parts(count: int, at_most: int) -> Iterator[int]:
         yield min(at_most, count - start)
 
 
-def _keeps_only_keys(model: PreTrainedModel) -> bool:
-    """Return True if the model keeps nothing of a token but keys and values in the ordinary cache."""
+def _can_repeat_cache(model: PreTrainedModel) -> bool:
+    """Return True if the cache of the model has only keys and values, which can be repeated for several rows."""
     if is_stateful(model):
         return False
     layers = DynamicCache(config=model.config).layers
@@ -285,39 +295,40 @@ def _keeps_only_keys(model: PreTrainedModel) -> bool:
 
 
 def check_vllm(device: torch.device) -> None:
-    """Raise an error if vLLM is not installed or has no accelerator."""
+    """Raise ``ArgumentError`` if vLLM is not installed, or ``device`` is not a CUDA device."""
     if find_spec("vllm") is None:
         raise ArgumentError(
             "'use_vllm: true' needs vLLM, which is not installed",
             where="use_vllm",
-            fix="pip install vllm, or delete the line: transformers writes the completions then",
+            fix="pip install vllm, or delete the line: then transformers writes the completions",
         )
     if device.type != "cuda":
         raise ArgumentError(
-            f"'use_vllm: true' needs a CUDA device, and this run is on {device.type}",
+            f"'use_vllm: true' needs a CUDA device, but this run is on {device.type}",
             where="use_vllm",
-            fix="delete the line: transformers writes the completions then",
+            fix="delete the line: then transformers writes the completions",
         )
 
 
 class VllmWriter:
-    """Writes with vLLM.
+    """Writes completions with vLLM.
 
     Args:
-        model: The policy; its weights, with adapters merged into a copy, are handed over at each call.
-        folder: Configuration and tokenizer in Hugging Face format; positions are the configuration's.
-        max_length: Tokens of a prompt and its completion together.
-        memory_fraction: Part of the device's memory that vLLM may take; the rest is for training.
+        model: Policy. vLLM gets its weights at each call, with adapters merged into a copy.
+        folder: Folder with configuration and tokenizer in Hugging Face format. The configuration sets the positions.
+        end_token_ids: Ids of the tokens that end a completion.
+        max_length: Most tokens of a prompt plus its completion.
+        memory_fraction: Fraction of the device memory that vLLM may use; the rest is for training.
 
     Raises:
-        ArgumentError: vLLM is not installed, or there is no accelerator.
+        ArgumentError: vLLM is not installed, or the model is not on a CUDA device.
     """
 
     def __init__(
         self, model: nn.Module, folder: Path, *, end_token_ids: Sequence[int], max_length: int, memory_fraction: float
     ) -> None:
         check_vllm(model_device(model))
-        # Otherwise the engine runs in a process of its own, which the weights would have to be copied to by hand.
+        # Otherwise vLLM runs in another process, to which the weights would have to be copied.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm  # type: ignore[import-not-found, unused-ignore]
 
@@ -333,11 +344,11 @@ class VllmWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """Return ``count`` completions of each prompt. The seed comes from torch's generator."""
+        """Return completions of each prompt. The seed of vLLM comes from torch's generator."""
         with torch.no_grad():
             weights = policy_weights(self.model)
             self._engine.apply_model(lambda module: module.load_weights(weights) and None)
-        self._engine.reset_prefix_cache()  # what it remembers of prompts is of the weights before
+        self._engine.reset_prefix_cache()  # cached keys and values belong to the previous weights
         common: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -359,9 +370,9 @@ class VllmWriter:
 
 
 def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names as in a checkpoint, and weights with the adapters' update added to a copy; the model is left as it is.
+    """Iterate over names as in a checkpoint, and weights with adapters merged into a copy.
 
-    Merging in place and taking it back would leave the frozen weights rounded.
+    The model does not change. Merging in place and undoing it would leave rounding errors in the frozen weights.
     """
     base: nn.Module = base_of(model)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}

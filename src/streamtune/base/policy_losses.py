@@ -1,0 +1,32 @@
+"""Facts about policy-gradient losses that a recipe is checked against; neither torch nor a formula is imported.
+
+``streamtune.tasks.objectives.policy`` has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PolicyLossFacts:
+    """Facts about a policy-gradient loss."""
+
+    kl_in_reward: bool = False
+    """True if the KL with the reference is subtracted from the reward, as published, and not added to the loss."""
+
+
+POLICY_LOSS_FACTS: Mapping[str, PolicyLossFacts] = {
+    "grpo": PolicyLossFacts(),
+    "dr_grpo": PolicyLossFacts(),
+    "dapo": PolicyLossFacts(),
+    "bnpo": PolicyLossFacts(),
+    "gspo": PolicyLossFacts(),
+    "rloo": PolicyLossFacts(kl_in_reward=True),
+    "remax": PolicyLossFacts(kl_in_reward=True),
+}
+"""Name of a loss (``loss_type``) -> its facts."""
+
+KL_IN_REWARD = tuple(name for name, facts in POLICY_LOSS_FACTS.items() if facts.kl_in_reward)
+"""Names of the losses whose KL is subtracted from the reward."""
