@@ -22,7 +22,7 @@ from streamtune import Schedule, train
 from streamtune.data import Tree
 from streamtune.engine import StreamHandle
 from streamtune.recipe import DpoRecipe
-from streamtune.tasks.preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched, tree_batch
+from streamtune.tasks.preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched_tree, tree_batch
 from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
 from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error
 
@@ -201,7 +201,7 @@ def collated(trees: Sequence[Tree], layout: Layout, recipe: DpoRecipe, others: S
     if recipe.loss_type != "kto":
         return batch
     indices = [next(i for i, other in enumerate(others) if other is tree) for tree in trees]
-    beside = [mismatched(tree, others, index + 1, MAX_LENGTH) for tree, index in zip(trees, indices, strict=True)]
+    beside = [mismatched_tree(tree, others, index + 1, MAX_LENGTH) for tree, index in zip(trees, indices, strict=True)]
     return PreferenceBatch(**{**vars(batch), "mismatched": made(beside)})
 
 

@@ -70,7 +70,7 @@ def test_completions_that_make_no_whole_steps_of_the_ranks_are_refused_before_an
     lines = f"{GRPO}num_generations: 6\nper_device_train_batch_size: 6\ntrain_batch_size: 18\ngeneration_batch_size: 24"
     loaded = load_recipe(write(lines))
     task = TASKS["grpo"].of_run(loaded.recipe, loaded.path.parent, print)
-    with pytest.raises(ArgumentError, match=r"must be a multiple of an optimizer step \(18 on 1 rank\)") as caught:
+    with pytest.raises(ArgumentError, match=r"must be a multiple of completions per step \(18 on 1 rank\)") as caught:
         task.check_ranks(torch.device("cpu"), train.World())
     assert caught.value.where == "generation_batch_size"
 

@@ -37,7 +37,7 @@ from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.plan.calibrate import correct_rates
 from streamtune.plan.planner import Plan
 from streamtune.plan.simulate.workload import FlopCount, Span
-from streamtune.tasks.rewards.spec import import_target, shielded
+from streamtune.tasks.rewards.spec import import_target, restore_globals
 from streamtune.train.progress import Listener, RunFacts
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_end")
@@ -72,7 +72,7 @@ class Callback(Listener):
         if method is None:
             return
         try:
-            with train.preserve_rng(), shielded():
+            with train.preserve_rng(), restore_globals():
                 method(payload)
         except (Exception, SystemExit) as error:
             raise RunError(
@@ -147,7 +147,7 @@ def _make_callback(spec: str, target: Any, where: str) -> Any:
     if not isinstance(target, type):
         return target  # an object of the module
     try:
-        with train.preserve_rng(), shielded():
+        with train.preserve_rng(), restore_globals():
             return target()
     except (Exception, SystemExit) as error:
         raise ArgumentError(

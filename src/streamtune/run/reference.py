@@ -29,7 +29,14 @@ from streamtune.run.start import Doing, Start
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 from streamtune.tasks.preference import PreferenceBatches
-from streamtune.tasks.reference import CachedLogps, computation, compute_logps, configuration, read_logps, row_key
+from streamtune.tasks.reference import (
+    CachedLogps,
+    computation_hash,
+    compute_logps,
+    configuration_hash,
+    read_logps,
+    row_key,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,10 +123,10 @@ def cached_logps(
     # If the reference was allowed to change, its log-probs are computed again.
     same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}
     known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
-    how = computation(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
+    how = computation_hash(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
     own = start.task.reference_name is None
     if known is not None:
-        parts = [how, *([configuration(model, adapters=False)] if own else [])]
+        parts = [how, *([configuration_hash(model, adapters=False)] if own else [])]
         kept = read_logps(known, notify) if str(known).split("-")[: len(parts)] == parts else None
         if not world.any(kept is None):
             assert kept is not None
@@ -136,7 +143,7 @@ def cached_logps(
         weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
         adapters = asked is not model
         rows = world.collect(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
-        key = f"{how}-{configuration(asked, adapters=adapters)}-{rows}"
+        key = f"{how}-{configuration_hash(asked, adapters=adapters)}-{rows}"
     start.identity["reference"] = key
     kept = None if key == known else read_logps(key, notify)  # read above, and unusable
     if not world.any(kept is None):

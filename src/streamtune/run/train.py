@@ -32,7 +32,7 @@ from streamtune.run.engine import Streamed
 from streamtune.run.listeners import StepFlops, StepTimes
 from streamtune.run.samples import write_samples
 from streamtune.schedule import Schedule
-from streamtune.tasks.steps import StepPlan, share_out
+from streamtune.tasks.steps import StepPlan, divide_among_ranks
 from streamtune.tasks.task import Built, Training
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
 
 
 def _share_batches(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
-    return share_out(make(), world)
+    return divide_among_ranks(make(), world)
 
 
 def _facts(run: Run) -> train.RunFacts:

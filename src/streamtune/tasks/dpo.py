@@ -25,7 +25,7 @@ from streamtune.tasks.preference import (
     PreferenceBatch,
     PreferenceBatches,
     UnpairedObjective,
-    mismatched,
+    mismatched_tree,
     pair_knobs,
     preference_batch,
     unpaired_knobs,
@@ -37,7 +37,7 @@ from streamtune.tasks.task import (
     RandomStep,
     ScoringTask,
     TrialStep,
-    held_back,
+    delay_messages,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         val_size: float | None = None,
     ) -> data.PreparedTrees:
         prepare = data.prepare_unpaired if self.recipe.unpaired else data.prepare_preferences
-        with held_back(notify) as notify_later:
+        with delay_messages(notify) as notify_later:
             return prepare(sources, tokenizer, self.data_options(val_size), notify_later)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
@@ -102,7 +102,10 @@ class Dpo(ScoringTask[DpoRecipe]):
         return self._count_forwards(share, ((prompt - 1, branches),) * batch_size)
 
     def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
-        """Return shapes of copies of the longest tree. Without sharing, its completions fill the longest row."""
+        """Return the function of :meth:`completions` for micro-batches of copies of the run's longest tree.
+
+        Without sharing, each completion fills a row of ``longest`` tokens.
+        """
         tree = prepared.train[int(prepared.train.lengths().argmax())]  # type: ignore[attr-defined]
         common = tree.num_common if share else 0
         trunk = len(tree.prompt) - 1 + common
@@ -112,7 +115,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         return in_proportion(scored, ((trunk, branches),) * count, longest, (common,) * count)
 
     def _count_forwards(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
-        """Return the shape of a micro-batch, with its number of forwards besides the forward that has a backward."""
+        """Return the shape of a micro-batch, with its number of forwards without a backward."""
         forwards = float(self.compares and not self.precomputes)
         if self.measures:
             forwards += 1 + forwards  # on the mismatched completions: the policy, and the reference
@@ -168,7 +171,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         others = None
         if self.measures:
             others = make(
-                [mismatched(tree, trees, place, self.recipe.max_length) for place, tree in enumerate(trees, 1)]
+                [mismatched_tree(tree, trees, place, self.recipe.max_length) for place, tree in enumerate(trees, 1)]
             )
         return replace(make(trees), mismatched=others)
 

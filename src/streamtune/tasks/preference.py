@@ -83,7 +83,7 @@ def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bo
     )
 
 
-def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
+def mismatched_tree(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
     """Return a tree that has the prompt of ``tree`` and the completions of another tree.
 
     Args:
@@ -191,16 +191,16 @@ class PreferenceBatches:
         if self.measures:
             total = self.num_train + len(self.prepared.validation)
             others = [self._mismatched(split, unit) for unit in units]
-            beside = self._batch(others, self._reference_logps(units, total + before))
+            beside = self._make_batch(others, self._reference_logps(units, total + before))
         trees = [split[unit] for unit in units]
-        return replace(self._batch(trees, self._reference_logps(units, before)), mismatched=beside)
+        return replace(self._make_batch(trees, self._reference_logps(units, before)), mismatched=beside)
 
-    def _batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
+    def _make_batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
         batch = preference_batch(trees, pad_token_id=self.pad_token_id, share=self.share)
         return replace(batch, reference_K=reference_K)
 
     def _mismatched(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
-        return mismatched(split[unit], self.prepared.train, unit + 1, self.recipe.max_length)
+        return mismatched_tree(split[unit], self.prepared.train, unit + 1, self.recipe.max_length)
 
     def _reference_logps(self, units: Sequence[int], before: int) -> Tensor | None:
         return None if self.reference_logps is None else self.reference_logps.of(before + unit for unit in units)
@@ -220,10 +220,10 @@ class PairObjective:
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
         """Return the number of pairs of the step."""
-        return world.count(sum(_tree(batch).num_rows // 2 for batch in train.counted(micro_batches)))
+        return world.count(sum(_as_preference_batch(batch).num_rows // 2 for batch in train.counted(micro_batches)))
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: int | None) -> train.Score:
-        batch, recipe = _tree(batch), self.recipe
+        batch, recipe = _as_preference_batch(batch), self.recipe
         ref_K = None if self.reference is None else self.reference.logprobs(batch)
         logp_K, router_loss = _policy_logps(self.handle, model, batch)
         row_K, rows = batch.row_K, batch.num_rows
@@ -270,13 +270,13 @@ class UnpairedObjective:
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
         """Return the number of completions of the step, and its baseline, over all ranks."""
-        batches = [_tree(batch) for batch in micro_batches]
+        batches = [_as_preference_batch(batch) for batch in micro_batches]
         with self._autocast():
             baseline = self._baseline(batches, world)
         return _UnpairedTotals(world.count(sum(batch.num_rows for batch in train.counted(batches))), baseline)
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: _UnpairedTotals | None) -> train.Score:
-        batch, recipe = _tree(batch), self.recipe
+        batch, recipe = _as_preference_batch(batch), self.recipe
         assert batch.desirable_N is not None
         baseline = self._baseline([batch]) if totals is None else totals.baseline
         ref_K = self.reference.logprobs(batch)
@@ -316,9 +316,9 @@ class UnpairedObjective:
                 if not batch.filler:
                     policy.append(objectives.RowLogps.of(logp_K, row_K, rows))
                     reference.append(objectives.RowLogps.of(ref_K, row_K, rows))
-        return objectives.kto_baseline(self._joined(policy, world), self._joined(reference, world))
+        return objectives.kto_baseline(self._gather_logps(policy, world), self._gather_logps(reference, world))
 
-    def _joined(self, parts: Sequence[objectives.RowLogps], world: train.World) -> objectives.RowLogps:
+    def _gather_logps(self, parts: Sequence[objectives.RowLogps], world: train.World) -> objectives.RowLogps:
         if world.size > 1:
             mine = [(part.logp_N.tolist(), part.tokens_N.tolist()) for part in parts]
             parts = [
@@ -348,6 +348,6 @@ def unpaired_knobs(recipe: PreferenceSettings) -> objectives.UnpairedKnobs:
     )
 
 
-def _tree(batch: train.MicroBatch) -> PreferenceBatch:
+def _as_preference_batch(batch: train.MicroBatch) -> PreferenceBatch:
     assert isinstance(batch, PreferenceBatch)
     return batch

@@ -63,33 +63,33 @@ class RandomTokens:
 
         The first completion of a pair is the chosen one. Of unpaired completions every second one is desirable.
         """
-        batch = self._preferences(recipe, scored)
+        batch = self._draw_preferences(recipe, scored)
         if recipe.unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline:
-            return PreferenceBatch(**{**vars(batch), "mismatched": self._preferences(recipe, scored)})
+            return PreferenceBatch(**{**vars(batch), "mismatched": self._draw_preferences(recipe, scored)})
         return batch
 
     def completions(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
         """Return a batch of completions whose advantages alternate between 1 and -1."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
-        return PolicyBatch(**self._trees(scored), advantages_N=torch.tensor(signs))
+        return PolicyBatch(**self._draw_trees(scored), advantages_N=torch.tensor(signs))
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        return [self._ids(length) for _ in range(count)]
+        return [self._draw_ids(length) for _ in range(count)]
 
-    def _preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
-        fields = self._trees(scored)
+    def _draw_preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
+        fields = self._draw_trees(scored)
         known = torch.zeros(len(fields["row_K"])) if recipe.precompute_ref_log_probs else None
         labels = torch.arange(scored.completions) % 2 == 0 if recipe.unpaired else None
         return PreferenceBatch(**fields, reference_K=known, desirable_N=labels)
 
-    def _trees(self, scored: Scored) -> dict[str, Any]:
+    def _draw_trees(self, scored: Scored) -> dict[str, Any]:
         trees = [
-            data.Tree(self._ids(trunk + 1), [self._ids(branch - 1) for branch in branches], origin=ORIGIN)
+            data.Tree(self._draw_ids(trunk + 1), [self._draw_ids(branch - 1) for branch in branches], origin=ORIGIN)
             for trunk, branches in scored.trees
         ]
         return tree_batch(trees, pad_token_id=0, share=scored.share)
 
-    def _ids(self, count: int) -> list[int]:
+    def _draw_ids(self, count: int) -> list[int]:
         ids: list[int] = torch.randint(0, self._vocabulary, (count,), generator=self._generator).tolist()
         return ids
 
@@ -123,11 +123,11 @@ def choose_trees(trees: Sequence[data.Tree], length: int, *, differing: bool) ->
         raise DataError(
             "the first rows have the same prompt, but this loss needs two different prompts", where=trees[0].origin
         )
-    cut = [_cut(tree, length // len(chosen)) for tree in chosen]
+    cut = [_cut_tree(tree, length // len(chosen)) for tree in chosen]
     return cut, cut != chosen
 
 
-def _cut(tree: data.Tree, length: int) -> data.Tree:
+def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
     """Return a tree cut to about ``length`` tokens.
 
     The end of the prompt stays, and the part of each completion that begins shortly before the first two differ.

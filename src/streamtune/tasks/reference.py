@@ -46,14 +46,14 @@ class CachedLogps:
         return torch.cat(parts)
 
 
-def computation(device: torch.device, *, bf16: bool, temperature: float) -> str:
+def computation_hash(device: torch.device, *, bf16: bool, temperature: float) -> str:
     """Return a hash of how log-probs are computed: versions and code, device, precision, temperature."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
     return hash_of([versions(), name, precision, bf16, temperature])[:PART_LENGTH]
 
 
-def configuration(model: nn.Module, *, adapters: bool) -> str:
+def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
     """Return a hash of a model's resolved configuration, its buffers, and its custom code if it has any.
 
     Args:
@@ -63,9 +63,9 @@ def configuration(model: nn.Module, *, adapters: bool) -> str:
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
     used = {key: value for key, value in settings.items() if key not in UNUSED and not key.endswith("_token_id")}
-    digest = hashlib.blake2b(repr(_sorted(used)).encode(), digest_size=20)
+    digest = hashlib.blake2b(repr(_sort_keys(used)).encode(), digest_size=20)
     for name, added in sorted(getattr(model, "peft_config", {}).items()) if adapters else ():
-        digest.update(repr((name, _sorted(added.to_dict()))).encode())
+        digest.update(repr((name, _sort_keys(added.to_dict()))).encode())
     for name, buffer in sorted(model.named_buffers()):
         if (adapters or not is_adapter_name(name)) and not buffer.is_meta:
             digest.update(f"{name.rpartition('.')[2]} {buffer.dtype} {tuple(buffer.shape)}".encode())
@@ -76,11 +76,11 @@ def configuration(model: nn.Module, *, adapters: bool) -> str:
     return digest.hexdigest()[:PART_LENGTH]
 
 
-def _sorted(value: Any) -> Any:
+def _sort_keys(value: Any) -> Any:
     """Return a value in which every mapping is a list of its items, sorted by key."""
     if isinstance(value, dict):
-        return sorted((str(key), _sorted(item)) for key, item in value.items())
-    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
+        return sorted((str(key), _sort_keys(item)) for key, item in value.items())
+    return [_sort_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool) -> str:
@@ -144,7 +144,7 @@ def compute_logps(
     """Return the reference's log-probs of every tree, and cache them under ``key``.
 
     Args:
-        key: Cache key: the results of :func:`computation`, :func:`configuration` and :func:`row_key`.
+        key: Cache key: the results of :func:`computation_hash`, :func:`configuration_hash` and :func:`row_key`.
         reference: Reference that computes the log-probs.
         batches: Batches of a single tree each, in the order of the trees.
         device: Device of the reference.

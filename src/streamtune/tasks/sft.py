@@ -35,7 +35,7 @@ from streamtune.tasks.task import (
     Training,
     TrialStep,
     chat_options,
-    held_back,
+    delay_messages,
 )
 from streamtune.tasks.teacher_file import TeacherFile
 from streamtune.train.sketch import RowSketch, value_weights
@@ -82,7 +82,7 @@ class Sft(Task[Recipe]):
                 f"a micro-batch has {recipe.per_device_train_batch_size} pieces, however short they are; "
                 "packing: true joins pieces into sequences of max_length tokens"
             )
-        return self._cut(prepared)
+        return self._cut_into_pieces(prepared)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
         options = super().data_options(val_size)
@@ -98,7 +98,7 @@ class Sft(Task[Recipe]):
         if self.recipe.streaming and any(not source.evaluates for source in sources):
             # The key of cached rows is a hash of whole files, which is slow to read for the first rows of a stream.
             options = replace(options, cache=None)
-        with held_back(notify) as notify_later:
+        with delay_messages(notify) as notify_later:
             return data.prepare(sources, tokenizer, options, notify_later)
 
     def prepare_training(
@@ -130,7 +130,7 @@ class Sft(Task[Recipe]):
             fingerprint=contents if held_out is None else f"{contents} {held_out.fingerprint}",
         )
 
-    def _cut(self, prepared: data.PreparedData) -> data.PreparedData:
+    def _cut_into_pieces(self, prepared: data.PreparedData) -> data.PreparedData:
         """Return the data with its training rows cut into pieces, which are added to the fingerprint."""
         recipe = self.recipe
         least = (recipe.buckets or BucketSpec()).min_length
@@ -416,7 +416,7 @@ class Batches:
     def training(self, units: Sequence[int]) -> train.MicroBatch:
         prepared = self.prepared
         if prepared.pieces is None:
-            sequences = [self._unit(prepared.train, prepared.packs, unit) for unit in units]
+            sequences = [self._unit_examples(prepared.train, prepared.packs, unit) for unit in units]
             batch = self.collate(sequences, packed=self.packed)
             if self.teacher is None:
                 return batch
@@ -459,8 +459,10 @@ class Batches:
         units = rows if packs is None else packs.of_rows(rows.start, rows.stop)
         for start in range(0, len(units), batch_size):
             chosen = units[start : start + batch_size]
-            yield self.collate([self._unit(examples, packs, unit) for unit in chosen], packed=packs is not None)
+            yield self.collate(
+                [self._unit_examples(examples, packs, unit) for unit in chosen], packed=packs is not None
+            )
 
     @staticmethod
-    def _unit(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:
+    def _unit_examples(examples: Sequence[data.Example], packs: data.Packs | None, unit: int) -> list[data.Example]:
         return [examples[row] for row in ([unit] if packs is None else packs[unit])]

@@ -91,7 +91,7 @@ def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float
     return share * models.count_weights(parameter)
 
 
-def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
+def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
     """Iterate over this rank's share of the batches. All ranks get the same number; fillers replace missing batches."""
     together = iter(batches)
     while at_once := list(islice(together, world.data_size)):
@@ -173,12 +173,12 @@ class Steps:
     def next_step(self) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of the next step. A step never spans two epochs."""
         if self._pool is None:
-            step = self._make(self._draw())
+            step = self._make_batches(self._draw())
             self._position = self.sampler.state_dict()
             return step
         while len(self._coming) <= self.workers:
             drawn = self._draw()
-            self._coming.append((self._pool.submit(self._make, drawn), self.sampler.state_dict()))
+            self._coming.append((self._pool.submit(self._make_batches, drawn), self.sampler.state_dict()))
         prepared, self._position = self._coming.popleft()
         return prepared.result()
 
@@ -189,7 +189,7 @@ class Steps:
             pass  # The epoch is over, and this call has moved the sampler to the next one.
         return step
 
-    def _make(self, units: Sequence[int]) -> list[train.MicroBatch]:
+    def _make_batches(self, units: Sequence[int]) -> list[train.MicroBatch]:
         shares = data.assign_rows(
             units,
             self._cost_of,
@@ -367,10 +367,10 @@ class SelectedSteps(Steps):
         count = -(-len(drawn) // self.times)
         points = self._sketches(drawn)
         if points is None:
-            return self._make(drawn[:count])
+            return self._make_batches(drawn[:count])
         sources = (np.searchsorted(self.bounds, drawn, side="right") - 1).tolist()
         places, kept, gap, chance = self.world.main(
-            lambda: _plain(data.choose_rows(points, sources, count, self.small))
+            lambda: _choice_values(data.choose_rows(points, sources, count, self.small))
         )
         chosen = [drawn[place] for place in places]
         self.taken += 1
@@ -378,7 +378,7 @@ class SelectedSteps(Steps):
             rows = [self.origin(row) for row in chosen]
             record = {"step": self.taken, "of": len(drawn), "kept": kept, "gap": gap, "chance": chance, "rows": rows}
             append_record(self.path, record)
-        step = self._make(chosen)
+        step = self._make_batches(chosen)
         self._position = self.sampler.state_dict()
         return step
 
@@ -401,5 +401,5 @@ class SelectedSteps(Steps):
         return np.array([point for _, point in sorted(found, key=lambda each: each[0])], dtype=np.float64)
 
 
-def _plain(choice: data.Choice) -> tuple[list[int], int, float, float]:
+def _choice_values(choice: data.Choice) -> tuple[list[int], int, float, float]:
     return list(choice.places), choice.kept, choice.gap, choice.chance

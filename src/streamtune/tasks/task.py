@@ -160,7 +160,7 @@ class Task(ABC, Generic[R_co]):
     """An objective and its recipe. Methods that are not abstract fit a next-token loss on rows."""
 
     shortest: ClassVar[int] = 2
-    """Fewest tokens of a row: 2; or 4 if completions are scored, two of the prompt and two of the completion."""
+    """Fewest tokens that a row may have: 2; for completions 4, two of the prompt and two of the completion."""
     scores: ClassVar[bool] = False
     """True if the objective reads the score of each token of a completion; False for a next-token loss on rows."""
 
@@ -244,7 +244,7 @@ class Task(ABC, Generic[R_co]):
     def prepare_training(
         self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
     ) -> PreparedRows:
-        """Return the rows of a run. Rows that the recipe streams are not among them: training reads these."""
+        """Return the prepared rows of a run. With ``streaming: true`` rows are read later, during training."""
         return self.prepare(sources, tokenizer, notify)
 
     def longest(self, prepared: PreparedRows) -> int:
@@ -293,7 +293,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def reference_key(self) -> str:
-        """The key that names the reference."""
+        """Recipe key that names the reference or the teacher."""
         return "ref_model_name_or_path"
 
     @property
@@ -481,7 +481,9 @@ class Task(ABC, Generic[R_co]):
 def held_out_sets(
     prepared: PreparedRows, make: Callable[[data.EvalSet | None], Iterable[train.MicroBatch]]
 ) -> train.HeldOut:
-    """Return the name of each held-out set -> function that iterates over its batches; empty without held-out rows.
+    """Return a mapping from the name of each held-out set to a function that iterates over its batches.
+
+    Without held-out rows it is empty. Without named sets it has a single entry with an empty name.
 
     Args:
         prepared: The rows of the run.
@@ -493,7 +495,7 @@ def held_out_sets(
 
 
 class ScoringTask(Task[ScoringR_co]):
-    """Base class of objectives on the log-probs of completions, and on a reference."""
+    """Base class of tasks whose loss reads the log-probs of completions."""
 
     shortest = 4
     scores = True
@@ -564,7 +566,7 @@ def row_cache(recipe: CacheKeys) -> data.RowCache | None:
 
 
 @contextmanager
-def held_back(notify: Notify) -> Iterator[Notify]:
+def delay_messages(notify: Notify) -> Iterator[Notify]:
     """Context manager: collect messages, and pass them to ``notify`` at the end, also after an error."""
     messages: list[str] = []
     try:

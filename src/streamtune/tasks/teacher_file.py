@@ -91,7 +91,7 @@ class TeacherFile:
         Raises:
             ArgumentError: The file does not exist, has another format, or was written with another temperature.
         """
-        facts = _facts(path)
+        facts = _read_facts(path)
         if float(facts["temperature"]) != temperature:
             raise ArgumentError(
                 f"{path} was written with kd_temperature {float(facts['temperature']):g}, but the recipe has "
@@ -198,7 +198,7 @@ def _add_row(digest: Any, key: bytes, ids: npt.NDArray[Any], logprobs: npt.NDArr
         digest.update(logprobs.tobytes())
 
 
-def _facts(path: Path) -> dict[str, str]:
+def _read_facts(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}", where="teacher", fix="write it with `streamtune teach`")
     try:
@@ -232,7 +232,7 @@ def teacher_file_digest(path: Path) -> str:
     Raises:
         ArgumentError: The file does not exist, or has another format.
     """
-    return _facts(path)["digest"]
+    return _read_facts(path)["digest"]
 
 
 @contextmanager

@@ -84,17 +84,17 @@ class BatchLayout:
     """Most prompts in a micro-batch; None: no limit. If completions are left out, more prompts would fit, and the
     micro-batch would need more memory than was planned."""
 
-    def counts(self, group: Group, index: int) -> bool:
+    def is_trained(self, group: Group, index: int) -> bool:
         """Return True if a completion's tokens are trained on."""
         return not (self.mask_truncated and group.truncated[index])
 
-    def silent(self, group: Group, index: int) -> bool:
+    def has_no_gradient(self, group: Group, index: int) -> bool:
         """Return True if a completion has no gradient, whatever its log-probs are."""
-        return not self.counts(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
+        return not self.is_trained(group, index) or (group.advantages[index] == 0 and not self.flat_has_gradient)
 
 
-def any_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
-    return not all(layout.silent(group, index) for group in groups for index in range(len(group.completions)))
+def has_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
+    return not all(layout.has_no_gradient(group, index) for group in groups for index in range(len(group.completions)))
 
 
 def passing_completion(
@@ -109,8 +109,8 @@ def passing_completion(
         layout: Settings of the batch.
     """
     for index, reward in enumerate(group.rewards):
-        if reward is not None and reward >= pass_reward and layout.counts(group, index):
-            return _batch([group], prompts, [(0, index)], layout)
+        if reward is not None and reward >= pass_reward and layout.is_trained(group, index):
+            return _make_batch([group], prompts, [(0, index)], layout)
     return None
 
 
@@ -122,14 +122,14 @@ def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layou
         prompts: All training prompts.
         layout: Settings of the micro-batches.
     """
-    if not any_gradient(groups, layout):
+    if not has_gradient(groups, layout):
         return []
-    rows, computed_rows = _rows(groups, layout)
-    parts = _parts(groups, computed_rows, layout)
+    rows, computed_rows = _completion_indices(groups, layout)
+    parts = _split_into_batches(groups, computed_rows, layout)
     computed = {row for part in parts for row in part}
     left_out = [row for row in rows if row not in computed]
-    tokens = sum(len(groups[g].completions[i]) for g, i in left_out if layout.counts(groups[g], i))
-    batches = [_batch(groups, prompts, part, layout) for part in parts]
+    tokens = sum(len(groups[g].completions[i]) for g, i in left_out if layout.is_trained(groups[g], i))
+    batches = [_make_batch(groups, prompts, part, layout) for part in parts]
     batches[0] = replace(batches[0], silent_rows=len(left_out), silent_tokens=tokens, metrics=group_metrics(groups))
     return batches
 
@@ -152,24 +152,26 @@ def remember_logprobs(
         layout: Settings of the micro-batches.
     """
     found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
-    parts = _parts(groups, _rows(groups, layout)[1], layout)
-    scored = logprobs(len(parts), lambda number: _batch(groups, prompts, parts[number], layout))
+    parts = _split_into_batches(groups, _completion_indices(groups, layout)[1], layout)
+    scored = logprobs(len(parts), lambda number: _make_batch(groups, prompts, parts[number], layout))
     for part, left in zip(parts, scored, strict=True):
         for place, index in part:
-            if layout.counts(groups[place], index):
+            if layout.is_trained(groups[place], index):
                 size = len(groups[place].completions[index])
                 found[place][index], left = left[:size], left[size:]
     for group, values in zip(groups, found, strict=True):
         setattr(group, name, values)
 
 
-def _rows(groups: Sequence[Group], layout: BatchLayout) -> tuple[list[CompletionIndex], list[CompletionIndex]]:
+def _completion_indices(
+    groups: Sequence[Group], layout: BatchLayout
+) -> tuple[list[CompletionIndex], list[CompletionIndex]]:
     """Return all completions, and the completions that are not left out."""
     rows = [(place, index) for place, group in enumerate(groups) for index in range(len(group.completions))]
-    return rows, [row for row in rows if not (layout.leave_out and layout.silent(groups[row[0]], row[1]))]
+    return rows, [row for row in rows if not (layout.leave_out and layout.has_no_gradient(groups[row[0]], row[1]))]
 
 
-def _parts(
+def _split_into_batches(
     groups: Sequence[Group], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> list[list[CompletionIndex]]:
     """Return completions divided into micro-batches. A micro-batch without any target is left out."""
@@ -180,30 +182,30 @@ def _parts(
         if not part or len(part) == layout.batch_size or len(prompts) > (layout.prompts or len(prompts)):
             parts.append([])
         parts[-1].append(row)
-    return [part for part in parts if any(layout.counts(groups[place], index) for place, index in part)]
+    return [part for part in parts if any(layout.is_trained(groups[place], index) for place, index in part)]
 
 
-def _batch(
+def _make_batch(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> PolicyBatch:
-    trees = list(_trees(groups, prompts, rows, layout))
-    read = [(groups[g], i) for g, i in rows if layout.counts(groups[g], i)]
+    trees = list(_make_trees(groups, prompts, rows, layout))
+    read = [(groups[g], i) for g, i in rows if layout.is_trained(groups[g], i)]
     return PolicyBatch(
         **tree_batch(trees, pad_token_id=layout.pad_token_id, share=layout.share),
         advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
-        old_K=_tokens([group.old[i] if group.old else None for group, i in read]),
-        ref_K=_tokens([group.ref[i] if group.ref else None for group, i in read]),
+        old_K=_concatenate([group.old[i] if group.old else None for group, i in read]),
+        ref_K=_concatenate([group.ref[i] if group.ref else None for group, i in read]),
     )
 
 
-def _tokens(values: Sequence[list[float] | None]) -> torch.Tensor | None:
+def _concatenate(values: Sequence[list[float] | None]) -> torch.Tensor | None:
     """Return the values of all tokens, one completion after another: fp32 ``[K]``; None if a completion has none."""
     if any(row is None for row in values):
         return None
     return torch.tensor([value for row in values if row is not None for value in row], dtype=torch.float32)
 
 
-def _trees(
+def _make_trees(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> Iterator[data.Tree]:
     """Iterate over the completions as trees: adjacent completions of one prompt are one tree."""
@@ -216,7 +218,7 @@ def _trees(
         group, prompt = groups[place], prompts[groups[place].prompt]
         indices = [index for _, index in rows[start:stop]]
         completions = [group.completions[index] for index in indices]
-        counts = [layout.counts(group, index) for index in indices]
+        counts = [layout.is_trained(group, index) for index in indices]
         masks = None if all(counts) else [[counted] * len(c) for counted, c in zip(counts, completions, strict=True)]
         yield data.Tree(prompt.input_ids, completions, masks, prompt.origin)
         start = stop
@@ -303,7 +305,7 @@ def load_functions(
     )
 
 
-def of_all_ranks(recipe: Settings, world: train.World) -> Settings:
+def settings_of_all_ranks(recipe: Settings, world: train.World) -> Settings:
     """Return settings with which a single rank would make the same steps as all ranks together.
 
     Raises:
@@ -318,8 +320,8 @@ def of_all_ranks(recipe: Settings, world: train.World) -> Settings:
     written, a_step = whole.completions_per_generation, whole.completions_per_step
     if written % whole.num_generations or written % a_step:
         raise ArgumentError(
-            f"the completions of a rollout must be a multiple of an optimizer step ({a_step} on {world.data_size} "
-            f"rank{'s' * (world.data_size > 1)}) and of a group ({whole.num_generations}), found {written}",
+            f"completions per rollout must be a multiple of completions per step ({a_step} on {world.data_size} "
+            f"rank{'s' * (world.data_size > 1)}) and of num_generations ({whole.num_generations}), found {written}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
             fix="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )

@@ -89,7 +89,7 @@ class MeasuredBatch(train.MicroBatch):
 
 
 class RolloutObjective(ABC):
-    """Base class of losses on completions. The supervised steps of ``sft_steps`` have the loss of fine-tuning.
+    """Base class of losses on completions. The steps of ``sft_steps`` have the loss of supervised fine-tuning.
 
     Args:
         handle: Handle of the streamed policy; None if it is not streamed.

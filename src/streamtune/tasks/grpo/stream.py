@@ -31,10 +31,10 @@ from streamtune.data.row_types import detect_type, normalise
 from streamtune.errors import CheckpointError, DataError, RunError
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
-from streamtune.tasks.grpo.groups import Group, any_gradient, group_metrics, micro_batches
+from streamtune.tasks.grpo.groups import Group, group_metrics, has_gradient, micro_batches
 from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completion_loss
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_of, rules_of
-from streamtune.tasks.steps import share_out
+from streamtune.tasks.steps import divide_among_ranks
 from streamtune.tasks.task import chat_options
 from streamtune.train.records import append_records, cut_rotated, rotate
 
@@ -89,7 +89,7 @@ class GrpoSteps:
             RunError: ``skip_limit`` rollouts in a row had no gradient.
         """
         try:
-            return list(share_out(self._next_step(), self.tools.world))
+            return list(divide_among_ranks(self._next_step(), self.tools.world))
         except rollout.WritingStopped:
             return []
 
@@ -169,7 +169,7 @@ class GrpoSteps:
         why, fix = self.loss.no_gradient
         for skipped in range(self.recipe.skip_limit):
             groups = self._write_and_score()
-            if any(any_gradient(part, self.tools.layout) for part in self.tools.parts(groups)):
+            if any(has_gradient(part, self.tools.layout) for part in self.tools.parts(groups)):
                 self.tools.remember_logprobs(groups, old=self.recipe.needs_old_logprobs)
                 return _Rollout(groups, skipped=skipped)
             self.log.record_skip(self.taken + 1, why)
@@ -178,21 +178,21 @@ class GrpoSteps:
     def _write_and_score(self) -> list[Group]:
         tools, numbers = self.tools, self.picker.next(self.recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
-        counts = self._counts(numbers)
+        counts = self._completion_counts(numbers)
         tools.activity(f"writing {sum(counts)} completions")
         written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling)
         tools.activity("scoring completions")
         asked = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
         scores = tools.score(asked, [completion.token_ids for group in written for completion in group])
         tools.activity("advantages")
-        groups = self._groups(numbers, written, scores)
+        groups = self._make_groups(numbers, written, scores)
         scored = ScoredRollout(prompts, groups, rewards_of(scores.total))
         for rule in self.rules:
             rule.scored(scored)
         self.log.record_rollout(self.taken + 1, groups, prompts)
         return groups
 
-    def _counts(self, numbers: Sequence[int]) -> list[int]:
+    def _completion_counts(self, numbers: Sequence[int]) -> list[int]:
         """Return the number of completions of each prompt. Their sum over an optimizer step does not change."""
         found = []
         for part in self.tools.parts(numbers):
@@ -202,7 +202,7 @@ class GrpoSteps:
             found += counts
         return found
 
-    def _groups(
+    def _make_groups(
         self, numbers: Sequence[int], written: Sequence[Sequence[rollout.Completion]], scores: rewards.RewardScores
     ) -> list[Group]:
         """Return the group of each prompt, and record how many of its completions passed."""
@@ -317,7 +317,7 @@ class WarmSteps:
         self, recipe: RolloutSettings, prompts: Sequence[data.Prompt], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         render = RowRenderer(tokenizer, train_on="completion", notify=lambda text: None, chat=chat_options(recipe))
-        self.examples = [_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
+        self.examples = [_make_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
         render.log.finish()
         self.pad_token_id = tokenizer.pad_token_id
         self.step_size, self.batch_size = recipe.sft_batch_size, recipe.per_device_train_batch_size
@@ -342,7 +342,7 @@ class WarmSteps:
         self.sampler.load_state_dict(state)
 
 
-def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) -> data.Example:
+def _make_demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) -> data.Example:
     row = Row(prompt.origin, {"prompt": prompt.prompt, **prompt.columns})
     if "completion" not in row.columns and "messages" not in row.columns:
         raise DataError(

@@ -30,7 +30,7 @@ from streamtune.tasks.grpo.groups import (
     SharedRewards,
     SharedWriter,
     load_functions,
-    of_all_ranks,
+    settings_of_all_ranks,
 )
 from streamtune.tasks.grpo.objective import CompletionLoss, PolicyBatch, completion_loss
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, rules_of
@@ -47,7 +47,7 @@ from streamtune.tasks.task import (
     ScoringTask,
     Training,
     TrialStep,
-    held_back,
+    delay_messages,
     held_out_sets,
 )
 from streamtune.train.objective import autocast
@@ -93,7 +93,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return cls(recipe, load_functions(recipe, folder, notify))
 
     def check_ranks(self, device: torch.device, world: train.World) -> None:
-        of_all_ranks(self.recipe, world)
+        settings_of_all_ranks(self.recipe, world)
         if self.recipe.use_vllm:
             rollout.check_vllm(device)
 
@@ -115,9 +115,9 @@ class Grpo(ScoringTask[GrpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> GrpoData:
-        """Return the prompts as token ids. In a run, also check the columns that rewards read, and supervised steps."""
+        """Return the prompts as token ids. In a run, also check columns of rewards, and render supervised rows."""
         recipe = self.recipe
-        with held_back(notify) as notify_later:
+        with delay_messages(notify) as notify_later:
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
         warm = None
         if self.functions is not None:
@@ -202,7 +202,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
         See :meth:`Task.count_steps` for the arguments.
         """
-        recipe = of_all_ranks(self.recipe, world)
+        recipe = settings_of_all_ranks(self.recipe, world)
         rollouts = -(-batches.num_train // recipe.prompts_per_generation)
         steps_per_epoch = rollouts * recipe.steps_per_rollout * recipe.num_iterations
         steps = recipe.max_steps if recipe.max_steps > 0 else math.ceil(steps_per_epoch * recipe.num_train_epochs)
@@ -212,7 +212,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def training(self, built: Built) -> Training:
         assert self.functions is not None, "made by of_run"
         world, device = built.world, built.device
-        recipe = of_all_ranks(self.recipe, world)
+        recipe = settings_of_all_ranks(self.recipe, world)
         log = CompletionLog(built.directory, built.tokenizer, recipe.num_completions_to_print, writes=world.is_main)
         writer = _make_writer(recipe, built)
         temperature = self.temperature
@@ -244,7 +244,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             objective=self.objective(built.handle, built.reference, device),
             steps=steps,
             held_out=held_out_sets(built.prepared, steps.held_out),
-            learning_rate_at=_learning_rate(recipe, built.plan, built.world),
+            learning_rate_at=_build_learning_rate(recipe, built.plan, built.world),
             begin=begin,
         )
 
@@ -343,7 +343,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return replace(batch, ref_K=reference.logprobs(batch)) if reads else batch
 
 
-def _learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:
+def _build_learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:
     """Return the learning rate of a step: a cosine over the supervised steps, then the recipe's schedule."""
     before = optim.build_schedule(
         "cosine",

@@ -116,17 +116,17 @@ class _Groups:
         return (lowest >= highest)[self.index_N]
 
 
-def _less_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
+def _minus_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - groups.mean_N)
 
 
-def _less_others(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
+def _minus_others(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     """Return ``R - mean of the other rewards of the group``; 0 in a group with a single reward."""
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - others_N)
 
 
-def _less_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
+def _minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     """Return ``R - reward of the prompt's greedy completion``; 0 if that reward is NaN."""
     if greedy_N is None:
         raise ArgumentError("remax needs the reward of the greedy completion of each prompt", where="loss_type")
@@ -135,21 +135,21 @@ def _less_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _AdvantageKind:
     baseline: Callable[[_Groups, Tensor | None], Tensor]
     scale: str
     """default of ``scale_rewards``"""
     scales: tuple[str, ...] = SCALES
 
 
-ADVANTAGES: dict[str, _Kind] = {
-    "grpo": _Kind(_less_mean, "group"),
-    "dr_grpo": _Kind(_less_mean, "none"),
-    "dapo": _Kind(_less_mean, "group"),
-    "bnpo": _Kind(_less_mean, "group"),
-    "gspo": _Kind(_less_mean, "group"),
-    "rloo": _Kind(_less_others, "none", ("none",)),
-    "remax": _Kind(_less_greedy, "none", ("none",)),
+ADVANTAGES: dict[str, _AdvantageKind] = {
+    "grpo": _AdvantageKind(_minus_mean, "group"),
+    "dr_grpo": _AdvantageKind(_minus_mean, "none"),
+    "dapo": _AdvantageKind(_minus_mean, "group"),
+    "bnpo": _AdvantageKind(_minus_mean, "group"),
+    "gspo": _AdvantageKind(_minus_mean, "group"),
+    "rloo": _AdvantageKind(_minus_others, "none", ("none",)),
+    "remax": _AdvantageKind(_minus_greedy, "none", ("none",)),
 }
 """Name of a policy loss -> how its advantages are computed.
 
@@ -186,7 +186,7 @@ def group_advantages(
         ArgumentError: The name or the scale is unknown, the loss does not allow the scale, or remax has no greedy
             rewards.
     """
-    kind = _kind(name, scale_rewards)
+    kind = _find_kind(name, scale_rewards)
     groups = _Groups.of(rewards_N, group_N)
     values_N = torch.where(groups.known_N, kind.baseline(groups, greedy_N), 0.0)
     scale = scale_rewards or kind.scale
@@ -204,7 +204,7 @@ def group_advantages(
     )
 
 
-def _kind(name: str, scale: str | None) -> _Kind:
+def _find_kind(name: str, scale: str | None) -> _AdvantageKind:
     kind = look_up(name, ADVANTAGES, "policy loss", where="loss_type")
     if scale is not None and scale not in SCALES:
         raise ArgumentError(

@@ -316,10 +316,12 @@ def preference_loss(
         )
     if scores is not None:
         knobs = replace(knobs, reward_gap_P=(scores[0] - scores[1]).to(policy.chosen_P))
-    return _terms(loss, policy, reference if reads_reference else None, knobs)
+    return _compute_terms(loss, policy, reference if reads_reference else None, knobs)
 
 
-def _terms(loss: PreferenceLoss, policy: PairLogps, reference: PairLogps | None, knobs: PairKnobs) -> PreferenceTerms:
+def _compute_terms(
+    loss: PreferenceLoss, policy: PairLogps, reference: PairLogps | None, knobs: PairKnobs
+) -> PreferenceTerms:
     nll_P = -policy.per_token().chosen_P
     nll_weight = loss.nll(knobs) + (knobs.rpo_alpha or 0.0)
     if loss.per_token or knobs.length_normalization:

@@ -199,7 +199,7 @@ def policy_loss(
         log_ratio_U, advantages_U = gap_K, advantages_N.to(gap_K)[row_K]
     # e^80 is far outside any clip and finite in float32: an infinite ratio times an advantage of 0 would be NaN
     ratio_U = torch.exp(log_ratio_U.clamp(max=80.0))
-    term_U, metrics = _clipped(ratio_U, advantages_U, knobs)
+    term_U, metrics = _clipped_surrogate(ratio_U, advantages_U, knobs)
     if by_sequence and loss.whole:  # the tokens of a completion share its one term
         term_U = term_U / counts(row_K, rows).clamp(min=1)
     term_K = term_U[row_K] if by_sequence else term_U
@@ -214,7 +214,7 @@ def policy_loss(
     return PolicyTerms(loss.aggregate(term_K, row_K, rows, totals), metrics)
 
 
-def _clipped(
+def _clipped_surrogate(
     ratio_U: Tensor, advantages_U: Tensor, knobs: PolicyKnobs
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
     """Return the negative clipped surrogate of PPO (arXiv 1707.06347, eq. 7), and metrics of the clipping.

@@ -368,7 +368,7 @@ def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
 
 
 def _kill_session(session: int) -> None:
-    """Kill all processes of a session until none is left. Without Linux, kill the process group of its leader."""
+    """Kill all processes of a session until none is left (Linux). On other systems, kill the leader's process group."""
     with suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
     alive = True

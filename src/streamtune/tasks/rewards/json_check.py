@@ -35,20 +35,20 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _key(value: Any) -> Hashable:
+def _hashable(value: Any) -> Hashable:
     """Return a hashable form of a JSON value. Equal JSON values have equal forms: 1 equals 1.0, but true is not 1."""
     if isinstance(value, list):
-        return ("list", tuple(map(_key, value)))
+        return ("list", tuple(map(_hashable, value)))
     if isinstance(value, dict):
-        return ("object", frozenset((key, _key(item)) for key, item in value.items()))
+        return ("object", frozenset((key, _hashable(item)) for key, item in value.items()))
     return (isinstance(value, bool), value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return _key(one) == _key(other)
+def _equal(one: Any, other: Any) -> bool:
+    return _hashable(one) == _hashable(other)
 
 
-def _properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
+def _check_properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
     """Return True if an object passes ``properties``, ``required`` and ``additionalProperties``."""
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     return all(key in value for key in schema.get("required", ())) and all(
@@ -56,23 +56,23 @@ def _properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
     )
 
 
-def _distinct(items: list[Any]) -> bool:
-    return len({_key(item) for item in items}) == len(items)
+def _all_distinct(items: list[Any]) -> bool:
+    return len({_hashable(item) for item in items}) == len(items)
 
 
-def _divides(value: float, step: float) -> bool:
+def _is_multiple(value: float, step: float) -> bool:
     """Return True if ``value`` is a multiple of ``step`` in decimal notation: 0.3 is a multiple of 0.1."""
     return (Fraction(str(value)) / Fraction(str(step))).denominator == 1
 
 
 CHECKS: dict[str, tuple[Callable[[Any], bool] | None, Callable[[Any, Any], bool]]] = {
     "type": (None, lambda value, names: any(TYPES[n](value) for n in ([names] if isinstance(names, str) else names))),
-    "enum": (None, lambda value, allowed: any(_same(value, one) for one in allowed)),
-    "const": (None, _same),
+    "enum": (None, lambda value, allowed: any(_equal(value, one) for one in allowed)),
+    "const": (None, _equal),
     "items": (TYPES["array"], lambda value, schema: all(conforms(item, schema) for item in value)),
     "minItems": (TYPES["array"], lambda value, least: len(value) >= least),
     "maxItems": (TYPES["array"], lambda value, most: len(value) <= most),
-    "uniqueItems": (TYPES["array"], lambda value, wanted: not wanted or _distinct(value)),
+    "uniqueItems": (TYPES["array"], lambda value, wanted: not wanted or _all_distinct(value)),
     "minLength": (TYPES["string"], lambda value, least: len(value) >= least),
     "maxLength": (TYPES["string"], lambda value, most: len(value) <= most),
     "pattern": (TYPES["string"], lambda value, pattern: search_within_limit(pattern, value)),
@@ -80,7 +80,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool] | None, Callable[[Any, Any], bool]
     "maximum": (_is_number, lambda value, most: value <= most),
     "exclusiveMinimum": (_is_number, lambda value, least: value > least),
     "exclusiveMaximum": (_is_number, lambda value, most: value < most),
-    "multipleOf": (_is_number, _divides),
+    "multipleOf": (_is_number, _is_multiple),
     "allOf": (None, lambda value, schemas: all(conforms(value, one) for one in schemas)),
     "anyOf": (None, lambda value, schemas: any(conforms(value, one) for one in schemas)),
     "oneOf": (None, lambda value, schemas: sum(conforms(value, one) for one in schemas) == 1),
@@ -96,7 +96,7 @@ def conforms(value: Any, schema: Any) -> bool:
     for word, (constrains, passes) in CHECKS.items():
         if word in schema and (constrains is None or constrains(value)) and not passes(value, schema[word]):
             return False
-    return not isinstance(value, dict) or _properties(value, schema)
+    return not isinstance(value, dict) or _check_properties(value, schema)
 
 
 LISTS = {"allOf", "anyOf", "oneOf"}

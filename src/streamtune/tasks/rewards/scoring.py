@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.errors import ArgumentError, RunError, did_you_mean
-from streamtune.tasks.rewards.spec import RewardFunction, load_reward, shielded
+from streamtune.tasks.rewards.spec import RewardFunction, load_reward, restore_globals
 
 COMPLETION_IDS = "completion_ids"
 """Name of the column of token ids, which functions get besides the columns of the rows."""
@@ -121,14 +121,14 @@ class Rewards:
             assert len(values) == len(completions), f"{len(completions)} completions, {len(values)} {name}"
         self.check_columns(list(columns))
         batch = _Batch(prompts, completions, columns, origins)
-        by_function = {name: _scores(name, function, batch) for name, function in self.functions.items()}
+        by_function = {name: _call_and_check(name, function, batch) for name, function in self.functions.items()}
         if not by_function:
             return RewardScores([None] * len(completions), {})
-        total = [_weighted(scores, self.weights) for scores in zip(*by_function.values(), strict=True)]
+        total = [_weighted_sum(scores, self.weights) for scores in zip(*by_function.values(), strict=True)]
         return RewardScores(total, by_function)
 
 
-def _weighted(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
+def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
     known = [weight * score for weight, score in zip(weights, scores, strict=True) if score is not None]
     return math.fsum(known) if known else None
 
@@ -150,10 +150,10 @@ class _Batch:
         return self.origins[number] if self.origins else f"completion {number + 1} of {len(self.completions)}"
 
 
-def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | None]:
+def _call_and_check(name: str, function: RewardFunction, batch: _Batch) -> list[float | None]:
     count = len(batch.completions)
     try:
-        returned = _call(function, batch)
+        returned = _call_on_copies(function, batch)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: a function must not end a run as if it were complete
@@ -165,14 +165,14 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
                 fix="fix the row; if it has nothing to compare with, set the value to null",
             ) from error
         raise RunError(
-            f"the reward function '{name}' raised {_named(error)}",
+            f"the reward function '{name}' raised {_describe_error(error)}",
             where=", ".join(part for part in (_line_of(error, function), where) if part),
             fix=FIX,
         ) from error
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, list | tuple):
         raise RunError(
-            f"the reward function '{name}' returned {_shown(values)}, not a list",
+            f"the reward function '{name}' returned {_shorten(values)}, not a list",
             where=function.where,
             fix="return a list with one number for each completion",
         )
@@ -182,10 +182,10 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
             where=function.where,
             fix="return one number for each completion, or None for a completion to which it does not apply",
         )
-    return [_number(name, function, batch, number, value) for number, value in enumerate(values)]
+    return [_check_score(name, function, batch, number, value) for number, value in enumerate(values)]
 
 
-def _number(name: str, function: RewardFunction, batch: _Batch, number: int, value: Any) -> float | None:
+def _check_score(name: str, function: RewardFunction, batch: _Batch, number: int, value: Any) -> float | None:
     """Return one score as a float; None stays None."""
     if value is None:
         return None
@@ -195,7 +195,7 @@ def _number(name: str, function: RewardFunction, batch: _Batch, number: int, val
         if isinstance(value, Real) and math.isfinite(score := float(value)):
             return score
     raise RunError(
-        f"a score of the reward function '{name}' must be a finite number or None, found {_shown(value)}",
+        f"a score of the reward function '{name}' must be a finite number or None, found {_shorten(value)}",
         where=", ".join(part for part in (function.where, batch.where(number)) if part),
         fix=FIX,
     )
@@ -208,7 +208,7 @@ def _find_failing(function: RewardFunction, batch: _Batch) -> str:
     for number in range(len(batch.completions)):
         alone = batch.row(number)
         try:
-            _call(function, alone)
+            _call_on_copies(function, alone)
         except KeyboardInterrupt:
             raise
         except BaseException:
@@ -216,14 +216,14 @@ def _find_failing(function: RewardFunction, batch: _Batch) -> str:
     return ""
 
 
-def _call(function: RewardFunction, batch: _Batch) -> Any:
+def _call_on_copies(function: RewardFunction, batch: _Batch) -> Any:
     """Return the result of a function on copies of the arguments: its changes must not affect training or others."""
     prompts, completions, columns = copy.deepcopy((batch.prompts, batch.completions, dict(batch.columns)))
-    with shielded():
+    with restore_globals():
         return function.call(prompts, completions, columns)
 
 
-def _named(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -234,6 +234,6 @@ def _line_of(error: BaseException, function: RewardFunction) -> str:
     return f"{file}:{lines[-1]}" if lines else function.where
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -67,10 +67,10 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
     """
     spec = spec.strip()
     if match := BUILTIN.fullmatch(spec):
-        return _built_in(match["name"], _options(spec, match["options"]), allow_code=allow_code)
+        return _load_builtin(match["name"], _parse_options(spec, match["options"]), allow_code=allow_code)
     if match := OWN.fullmatch(spec):
-        function = _own(match["target"], match["name"], directory)
-        return _bound(match["name"], function, _options(spec, match["options"]))
+        function = _load_own(match["target"], match["name"], directory)
+        return _bind_options(match["name"], function, _parse_options(spec, match["options"]))
     raise ArgumentError(
         f"invalid reward function '{spec}'",
         where=WHERE,
@@ -78,7 +78,7 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
     )
 
 
-def _options(spec: str, text: str | None) -> dict[str, Any]:
+def _parse_options(spec: str, text: str | None) -> dict[str, Any]:
     """Return options such as ``(a=1, b="x")`` as a dict; None is an empty dict."""
     if text is None:
         return {}
@@ -95,7 +95,7 @@ def _options(spec: str, text: str | None) -> dict[str, Any]:
     )
 
 
-def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> RewardFunction:
+def _load_builtin(name: str, options: dict[str, Any], *, allow_code: bool) -> RewardFunction:
     if name not in BUILTINS:
         raise ArgumentError(
             f"unknown built-in reward '{name}'",
@@ -126,7 +126,7 @@ def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], s
             )
 
 
-def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
+def _load_own(target: str, name: str, directory: Path) -> Callable[..., Any]:
     module = import_target(target, directory)
     found = getattr(module, name, None)
     if found is None:
@@ -149,10 +149,10 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
 
 def import_target(target: str, directory: Path) -> ModuleType:
     """Return the module ``path.py`` or ``package.module``. It is imported once, even if the file changes later."""
-    return _file(target, directory) if target.endswith(".py") else _module(target, directory)
+    return _import_file(target, directory) if target.endswith(".py") else _import_module(target, directory)
 
 
-def _file(target: str, directory: Path) -> ModuleType:
+def _import_file(target: str, directory: Path) -> ModuleType:
     path = directory / Path(target).expanduser()
     if not path.is_file():
         raise ArgumentError(f"there is no file {target}", where=WHERE, fix=f"paths are relative to {directory}")
@@ -166,21 +166,21 @@ def _file(target: str, directory: Path) -> ModuleType:
     module = importlib.util.module_from_spec(loaded)
     sys.modules[name] = module
     try:
-        with shielded():
+        with restore_globals():
             loaded.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module that calls sys.exit() too
         del sys.modules[name]
-        raise _import_failed(target, error) from error
+        raise _import_error(target, error) from error
     return module
 
 
-def _module(target: str, directory: Path) -> ModuleType:
+def _import_module(target: str, directory: Path) -> ModuleType:
     if str(directory) not in sys.path:
         sys.path.append(str(directory))  # at the end: a file beside the recipe shadows no installed module
     try:
-        with shielded():
+        with restore_globals():
             return importlib.import_module(target)
     except ModuleNotFoundError as error:
         if error.name and (target == error.name or target.startswith(f"{error.name}.")):
@@ -189,19 +189,19 @@ def _module(target: str, directory: Path) -> ModuleType:
                 where=WHERE,
                 fix=f"install it, put it into {directory}, or write path/to/file.py:function",
             ) from error
-        raise _import_failed(target, error) from error
+        raise _import_error(target, error) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise _import_failed(target, error) from error
+        raise _import_error(target, error) from error
 
 
-def _import_failed(target: str, error: BaseException) -> ArgumentError:
+def _import_error(target: str, error: BaseException) -> ArgumentError:
     line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) and error.filename else WHERE
     return ArgumentError(f"importing {target} raised {type(error).__name__}: {error}", where=line)
 
 
-def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
+def _bind_options(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
     """Return a user's function with its options; only arguments that the function accepts are passed to it."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
@@ -263,13 +263,13 @@ def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
         top = _file_of(package) if package is not None and "." in module.__name__ else None
         above = directory.resolve()
         root = above if file.is_relative_to(above) else (top or file).parent
-        for path in _reached(module, root):
+        for path in _reached_files(module, root):
             name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
             found[f"{match['target'].rpartition('/')[2]}: {name}"] = path
     return found
 
 
-def _reached(module: ModuleType, root: Path) -> Iterator[Path]:
+def _reached_files(module: ModuleType, root: Path) -> Iterator[Path]:
     """Iterate over the file of a module, and the files below ``root`` of the modules that define its names."""
     seen, waiting = set[str](), [module]
     while waiting:
@@ -303,7 +303,7 @@ def _file_of(module: ModuleType | None) -> Path | None:
 
 
 @contextmanager
-def shielded() -> Iterator[None]:
+def restore_globals() -> Iterator[None]:
     """Context manager: at the end, restore torch's global state, the working directory and the standard streams.
 
     The global state is torch's generators, grad mode and default dtype. If a function's call of ``torch.manual_seed``
@@ -312,7 +312,7 @@ def shielded() -> Iterator[None]:
     generators of ``random`` and numpy are not restored: training does not draw from them during a rollout.
     """
     streams, folder = (sys.stdout, sys.stderr), _working_directory()
-    with _own_generators():
+    with _restore_torch():
         try:
             yield
         finally:
@@ -323,7 +323,7 @@ def shielded() -> Iterator[None]:
 
 
 @contextmanager
-def _own_generators() -> Iterator[None]:
+def _restore_torch() -> Iterator[None]:
     """Context manager: restore torch's generators, grad mode and default dtype, if torch is imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None:

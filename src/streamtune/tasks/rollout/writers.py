@@ -89,7 +89,7 @@ class Writer(Protocol):
         ...
 
 
-def ended(token_ids: Sequence[int], end_token_ids: frozenset[int]) -> Completion:
+def cut_at_end_token(token_ids: Sequence[int], end_token_ids: frozenset[int]) -> Completion:
     """Return the completion up to its first end token. All later tokens are padding."""
     for index, token in enumerate(token_ids):
         if token in end_token_ids:
@@ -143,17 +143,19 @@ class TransformersWriter:
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A repetition penalty would count padding tokens.
         padded = self.longest is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
-        with torch.no_grad(), self._writing(sampling) as model, self.computing():
+        with torch.no_grad(), self._generation_mode(sampling) as model, self.computing():
             for batch in _batches(prompts, counts, max_rows=self.max_rows, padded=padded):
                 repeats = [own for _, own in batch]
-                rows = iter(self._rows(model, [prompts[index] for index, _ in batch], repeats))
+                rows = iter(self._write_batch(model, [prompts[index] for index, _ in batch], repeats))
                 for index, own in batch:
                     written[index] += islice(rows, own)
         return written
 
-    def _rows(self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]) -> list[Completion]:
+    def _write_batch(
+        self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]
+    ) -> list[Completion]:
         """Return ``repeats`` completions of each prompt, in the order of the prompts."""
-        ids_PT, mask_PT = self._padded(prompts)
+        ids_PT, mask_PT = self._pad_prompts(prompts)
         cache = self._prefill(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
         given: dict[str, Any] = {}
         repeats_P: Any = torch.tensor(repeats, device=ids_PT.device)
@@ -173,9 +175,9 @@ class TransformersWriter:
         )
         if self.stop():
             raise WritingStopped
-        return [ended(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
+        return [cut_at_end_token(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
 
-    def _padded(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    def _pad_prompts(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """Return token ids ``[P, T]``, padded on the left, and their mask."""
         length = max(map(len, prompts))
         if self.longest is not None:
@@ -228,7 +230,7 @@ class TransformersWriter:
         """
 
     @contextmanager
-    def _writing(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
+    def _generation_mode(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
         """Context manager: put the model in evaluation mode, and yield it with ``sampling`` as generation settings."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
@@ -269,7 +271,7 @@ def _batches(
     batch: list[tuple[int, int]] = []
     at_a_time = max(1, max_rows * len(prompts) // max(1, sum(counts)))
     for index in sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index)):
-        for part in _parts(counts[index], max_rows):
+        for part in _split_count(counts[index], max_rows):
             full = len(batch) == at_a_time or sum(own for _, own in batch) + part > max_rows
             if batch and (full or not (padded or len(prompts[index]) == len(prompts[batch[0][0]]))):
                 yield batch
@@ -279,7 +281,7 @@ def _batches(
         yield batch
 
 
-def _parts(count: int, at_most: int) -> Iterator[int]:
+def _split_count(count: int, at_most: int) -> Iterator[int]:
     for start in range(0, count, at_most):
         yield min(at_most, count - start)
 
@@ -366,7 +368,9 @@ class VllmWriter:
             else [self._parameters(n=own, **common) for own in count]
         )
         answers = self._engine.generate(asked, each, use_tqdm=False)
-        return [[ended(list(one.token_ids), self.end_token_ids) for one in answer.outputs] for answer in answers]
+        return [
+            [cut_at_end_token(list(one.token_ids), self.end_token_ids) for one in answer.outputs] for answer in answers
+        ]
 
 
 def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
