@@ -1,4 +1,4 @@
-"""The stream of a grpo run by itself, with completions drawn without a model: what is kept, skipped and resumed."""
+"""The stream of a grpo run, with random completions in place of a model: records, skipped rollouts and resumption."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PROMPTS = [data.Prompt([10 + number, 9], f"prompt {number}", {}, f"rows:{number}
 
 
 class Letters:
-    """Stands for a tokenizer: a letter an id."""
+    """Replaces the tokenizer: each id is one letter."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(97 + token % 26) for token in ids)
 
 
 class Dice:
-    """Writes completions of one to four tokens from torch's generator: a real draw, without a model."""
+    """Writes random completions of one to four tokens, drawn from torch's generator without a model."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int | tuple[int, ...], float]] = []
@@ -48,7 +48,7 @@ class Dice:
 
 
 class Lengths:
-    """Rewards length; prompts in ``flat`` get the same for every completion."""
+    """Rewards length. For prompts in ``flat`` every completion has the reward 0."""
 
     def __init__(self, flat: frozenset[int] = frozenset()) -> None:
         self.flat = flat
@@ -92,13 +92,13 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
 
 
 def norm_of(batch: train.TreeBatch) -> float:
-    """Another number for each prompt, and a little of its completion."""
+    """Return a norm that depends on the prompt and, slightly, on the length of the completion."""
     assert batch.num_rows == 1
     return float(batch.input_ids[0, 0] - 9) + 0.01 * len(batch.row_K)
 
 
 def seen(batches: Sequence[train.MicroBatch]) -> list[Any]:
-    """What a step is made of."""
+    """Return token ids, advantages, old log-probs and metrics of each micro-batch of a step."""
     found = []
     for batch in batches:
         assert isinstance(batch, PolicyBatch)
@@ -161,7 +161,7 @@ def test_batches_that_teach_nothing_are_drawn_anew_counted_and_end_the_run(tmp_p
 
 
 def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(tmp_path: Path) -> None:
-    """Its name begins with "scoring": there a rank may wait for something outside."""
+    """The name of the phase begins with "scoring", where a rank may wait for another service."""
     phases = ["evaluating"]
 
     class Judge(Lengths):
@@ -219,7 +219,7 @@ GVM = {"allocation": "gvm", "num_generations": 4, "per_device_train_batch_size":
 
 
 def test_completions_are_divided_by_what_was_seen(tmp_path: Path) -> None:
-    """Of six prompts two with passes; after the first visits the one with the larger gradient has more."""
+    """Two of six prompts have passes. After the first visits, the prompt with the larger gradient gets more."""
     stream = steps(tmp_path / "run", **GVM, gradient_accumulation_steps=3)
     stream.tools.score = lambda prompts, ids: RewardScores(
         scores := [
@@ -246,7 +246,7 @@ def test_completions_are_divided_by_what_was_seen(tmp_path: Path) -> None:
 
 
 def test_every_prompt_counts_the_same_however_many_completions_it_has(tmp_path: Path) -> None:
-    """The mean over the completions of a step is the mean over prompts of their means."""
+    """The mean over all completions of a step equals the mean over prompts of their means."""
     stream = steps(tmp_path / "run", **GVM, gradient_accumulation_steps=3, loss_type="rloo")
     torch.manual_seed(1)
     for _ in range(4):
@@ -262,7 +262,7 @@ def test_every_prompt_counts_the_same_however_many_completions_it_has(tmp_path: 
 
 
 def test_unequal_groups_resume_anywhere(tmp_path: Path) -> None:
-    """In the middle of a rollout of several steps, each of as many completions as with equal groups."""
+    """A rollout of several steps is resumed in its middle. Each step has as many completions as with equal groups."""
     settings = {**GVM, "num_iterations": 2, "steps_per_generation": 3}
     whole = steps(tmp_path / "whole", **settings)
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""What a micro-batch of a recipe looks like at a length, and that a run's own micro-batches are no larger."""
+"""Shapes of micro-batches by recipe and length. The micro-batches of a run must not be larger."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_whether_a_second_model_is_held(keys: dict[str, Any], held: bool) -> Non
 def test_the_step_that_is_planned_where_tokens_are_counted(
     keys: dict[str, Any], ranks: int, micro_batches: int
 ) -> None:
-    """Of rows of ``max_length``; two micro-batches at least where shorter rows make several."""
+    """The planned step has rows of ``max_length``; at least two micro-batches if shorter rows would make several."""
     recipe = Recipe(**COMMON, max_length=1024, **keys)
     assert accumulation(recipe, World(0, ranks)) == micro_batches
     assert task_of(recipe).planned_length(700) == (1024 if recipe.packing else 700)
@@ -159,7 +159,7 @@ def test_the_step_that_is_planned_where_tokens_are_counted(
 
 @pytest.mark.parametrize(("group", "size"), [(8, 8), (8, 4), (4, 8), (4, 6), (3, 5), (2, 3), (5, 4)])
 def test_a_micro_batch_meets_no_more_prompts_than_are_planned_for(group: int, size: int) -> None:
-    """Whether completions are left out or not: those of more prompts go into the next one."""
+    """Completions of further prompts go into the next micro-batch, also if completions are left out."""
     recipe = grpo().model_copy(update={"num_generations": group})
     most = Grpo(recipe).prompts_of(size)
     prompts = [data.Prompt([1, 2, number + 3], "ask", origin="rows:1") for number in range(12)]

@@ -1,4 +1,4 @@
-"""Random completions twice: padded tensors with a mask, and the ragged form of the same numbers."""
+"""Random completions in two forms: padded tensors with a mask, and ragged tensors of the same numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTHS = (5, 3, 1, 7, 4, 4, 2, 6)
 @dataclass(frozen=True)
 class Rows:
     logp_NL: Tensor  # noqa: N815
-    """requires a gradient; junk where the mask is 0"""
+    """log-probs that require a gradient; arbitrary numbers where the mask is 0"""
     mask_NL: Tensor  # noqa: N815
     row_K: Tensor  # noqa: N815
 
@@ -27,7 +27,7 @@ class Rows:
         return len(self.logp_NL)
 
     def other(self, seed: int, spread: float = 0.4) -> Tensor:
-        """Log-probs of another model over the same tokens, padded, without gradient."""
+        """Return log-probs of another model for the same tokens, padded and without gradient."""
         generator = torch.Generator().manual_seed(seed)
         noise_NL = torch.randn(self.logp_NL.shape, generator=generator, dtype=torch.float64).to(self.logp_NL)
         return (self.logp_NL.detach() + spread * noise_NL).clamp(max=-1e-3)

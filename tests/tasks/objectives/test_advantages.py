@@ -1,4 +1,4 @@
-"""Sums, means and counts of rows against padded tensors; advantages of groups against their formulas."""
+"""Sums, means and counts of rows, compared with padded tensors; advantages, compared with their formulas."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_row_without_tokens_is_zero() -> None:
 
 
 def test_long_rows_keep_what_float32_sums_lose() -> None:
-    """Two log-probs near -100,000 that differ by 0.001: in float32 the difference is rounding."""
+    """Two log-probs near -100,000 differ by 0.001, which float32 would lose to rounding."""
     logp_K = torch.full((200_000,), -1.0)
     logp_K[0] = -1.001
     row_K = torch.arange(2).repeat_interleave(100_000)

@@ -1,4 +1,4 @@
-"""Every policy loss, and its gradient, against its published formula over padded tensors."""
+"""Every policy loss and its gradient, compared with the published formula over padded tensors."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_float32_log_probs_give_the_value_within_1e_6(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_without_old_log_probs_the_gradient_is_that_of_the_policy_gradient(name: str) -> None:
-    """All ratios are 1; what is left is ``-A grad log pi``, weighted as the loss weighs tokens."""
+    """All ratios are 1, so the gradient is ``-A grad log pi`` with the token weights of the loss."""
     rows = make_rows()
     policy_loss(name, TokenLogps(rows.logp_K, rows.row_K), ADVANTAGES, TOTALS).loss.backward()
     length_N = rows.mask_NL.sum(1, keepdim=True).double()

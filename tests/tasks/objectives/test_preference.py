@@ -1,4 +1,4 @@
-"""Every loss of pairs, and its gradient, against its published formula over padded tensors."""
+"""Every loss of pairs and its gradient, compared with the published formula over padded tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BETA = 0.3
 
 
 class Padded:
-    """What the formulas below read, computed from padded log-probs and masks; rows are chosen, rejected, chosen ..."""
+    """Inputs of the formulas below, from padded log-probs and masks. Rows are chosen, rejected, chosen ..."""
 
     def __init__(self, rows: Rows, ref_NL: Tensor | None, average: bool) -> None:
         self.tokens_N = rows.mask_NL.sum(1)
@@ -52,20 +52,20 @@ def smoothed(logits: Tensor, eps: float) -> Tensor:
 
 
 def exo(p: Padded, eps: float) -> Tensor:
-    """KL(p_theta || p_labels) over the two completions, p_theta the softmax of beta times the scores."""
+    """Return KL(p_theta || p_labels) over the two completions; p_theta is the softmax of beta times the scores."""
     p_theta = torch.softmax(BETA * torch.stack([p.w, p.l]), dim=0)
     labels = torch.tensor([[1 - eps], [eps]], dtype=p_theta.dtype)
     return (p_theta * (torch.log(p_theta) - torch.log(labels))).sum(0)
 
 
 def orpo(p: Padded) -> Tensor:
-    """L_SFT + lambda L_OR with odds = P / (1 - P), P the geometric mean of token probabilities."""
+    """Return L_SFT + lambda L_OR with odds = P / (1 - P); P is the geometric mean of token probabilities."""
     odds_w, odds_l = (torch.exp(x) / (1 - torch.exp(x)) for x in (p.pi_w, p.pi_l))
     return p.nll - BETA * torch.log(sigma(torch.log(odds_w / odds_l)))
 
 
 def copg(p: Padded, scores: tuple[Tensor, Tensor]) -> Tensor:
-    """Minus the sample objective, term by term: R_{beta/2}(y) = R(y) - beta / 2 ln(pi / pi_ref)."""
+    """Return minus the sample objective, term by term: R_{beta/2}(y) = R(y) - beta / 2 ln(pi / pi_ref)."""
     regularised_w, regularised_l = scores[0] - BETA / 2 * p.w, scores[1] - BETA / 2 * p.l
     return -((regularised_w - regularised_l) * p.w + (regularised_l - regularised_w) * p.l)
 
@@ -174,7 +174,7 @@ def test_one_pair_of_one_token_each_at_the_reference() -> None:
 
 
 def test_a_certain_completion_has_a_finite_orpo_loss_and_gradient() -> None:
-    """Its log-prob is exactly 0 in float32, its odds are infinite."""
+    """The log-prob of a certain completion is exactly 0 in float32, and its odds are infinite."""
     logp_K = torch.tensor([0.0, 0.0, -1.0], requires_grad=True)
     pairs = PairLogps.of(logp_K, torch.tensor([0, 0, 1]), 2)
     loss = preference_loss("orpo", pairs, None).losses_P.sum()
@@ -264,7 +264,7 @@ def test_a_missing_reference_and_scores_nobody_reads_are_errors() -> None:
 
 
 def test_a_key_of_one_kind_of_loss_is_refused_with_the_other() -> None:
-    """``recipe/`` knows no losses, so it lists the keys that one kind alone reads."""
+    """``recipe/`` cannot import the losses, so it lists the keys that only one kind of loss reads."""
     pairs, single = (
         {field.name for field in fields(knobs)} & set(DpoRecipe.model_fields) for knobs in (PairKnobs, UnpairedKnobs)
     )

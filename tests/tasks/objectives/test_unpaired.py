@@ -1,4 +1,4 @@
-"""Losses of labelled completions against their formulas over padded tensors."""
+"""Losses of labelled completions, compared with their formulas over padded tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Built-in rewards on what models write, right and wrong."""
+"""Built-in rewards on right and wrong completions."""
 
 from __future__ import annotations
 

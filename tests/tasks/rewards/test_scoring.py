@@ -1,4 +1,4 @@
-"""Reward functions of the user's own: found, called with what they name, and checked."""
+"""User-defined reward functions: how they are found and called, and how their results are checked."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ judge = Judge()
 
 
 def line_with(match: re.Match[str]) -> str:
-    """Number of the first line of the functions above that holds a text."""
+    """Return the number of the first line of the functions above that contains a text."""
     return str(next(n for n, line in enumerate(FUNCTIONS.splitlines(), start=1) if match[1] in line))
 
 
@@ -192,7 +192,7 @@ def test_what_a_function_does_wrong_names_it_and_the_row(folder: Path, name: str
 
 
 def test_a_function_changes_its_own_copies(folder: Path) -> None:
-    """What it is given is trained on, and given to the next function."""
+    """The arguments of a function are also training data, and arguments of the next function."""
     levels = [[1, 2], [3], [4]]
     rewards = load(folder, "takes_apart", "takes_inner", "length")
     assert rewards(["p"] * 3, COMPLETIONS, {**COLUMNS, "level": levels}).by_function["length"] == [3.0, 1.0, 0.0]

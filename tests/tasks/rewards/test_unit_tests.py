@@ -1,4 +1,4 @@
-"""Code of a completion in a real subprocess: what passes, what fails, what is stopped and cleared away."""
+"""Code of completions in a real subprocess: what passes, what fails, what is stopped and cleaned up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(code: str, *tests: str, seconds: float = 20.0) -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that init has not reaped yet counts."""
+    """Return True if a process has ended. A process that init has not reaped yet counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -91,7 +91,7 @@ while not (os.path.exists({file!r}) and os.path.getsize({file!r})):
 
 @pytest.mark.parametrize("then", ["", "time.sleep(60)", "os._exit(0)"], ids=["ends", "hangs", "exits"])
 def test_processes_that_it_started_are_killed_with_it(then: str, tmp_path: Path) -> None:
-    """One of a session of its own, whose parent has ended, is found as well."""
+    """A process in its own session whose parent has ended is found too."""
     file = tmp_path / "pid"
     passed = run(SPAWN.format(file=str(file), then=then), seconds=2 * SHORT if "sleep" in then else 20.0)
     assert passed == (1 if then == "" else 0)

@@ -1,4 +1,4 @@
-"""Completions of real tiny models: the way that reads a prompt once writes what plain ``generate`` writes."""
+"""Completions of real tiny models: reading a prompt once gives the same completions as plain ``generate``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def writer(model: torch.nn.Module, **changes: Any) -> TransformersWriter:
 
 
 def plain(model: PreTrainedModel, prompt: list[int], count: int, sampling: Sampling) -> list[list[int]]:
-    """The prompt repeated, and ``generate`` from there: what the fast way must equal."""
+    """Return completions of plain ``generate`` on repeated prompts, the reference of these tests."""
     drawn = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0} if sampling.temperature > 0 else {}
     config = GenerationConfig(
         max_new_tokens=sampling.max_completion_length,
@@ -118,7 +118,7 @@ def test_rows_written_at_a_time_are_bounded() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_each_prompt_has_as_many_completions_as_are_asked_of_it(family: str) -> None:
-    """In one batch of caches that are repeated unevenly, and in several of bounded width."""
+    """Caches are repeated unevenly in one batch, and in several batches of bounded width."""
     model = build(family)
     asked, greedy = prompts(3, 15, 1, 8), Sampling(max_completion_length=7, temperature=0.0)
     counts = [2, 5, 1, 3]
@@ -151,7 +151,7 @@ def test_a_prompt_is_read_once_and_in_chunks() -> None:
 
 
 def test_an_end_token_ends_a_completion_and_padding_is_never_returned() -> None:
-    """The pad token is the end token, as it is in many a tokenizer."""
+    """The pad token is the end token, as in many tokenizers."""
     model = build("qwen3")
     ends = list(range(3, 40))  # many tokens end it, so that rows end at different lengths
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_a_checkpoints_own_generation_settings_do_not_count_and_are_kept() -> No
 
 
 def test_another_thread_sees_the_models_own_settings_while_it_writes() -> None:
-    """Checkpoints are written meanwhile, of the model as it is: config, generation config, which module is which."""
+    """Checkpoints are written meanwhile, so the model's config, generation config and modules must not change."""
     model = build("qwen3")
     own = model.generation_config = GenerationConfig(max_new_tokens=99, eos_token_id=2)
     configuration = model.config.to_dict()
@@ -218,7 +218,7 @@ def test_a_draw_among_one_token_is_greedy(sampling: Sampling) -> None:
 
 
 def test_a_repetition_penalty_does_not_count_padding() -> None:
-    """A prompt writes the same alone as beside a longer one."""
+    """A prompt has the same completions alone and in a batch with a longer prompt."""
     model = build("qwen3")
     asked = prompts(9, 4)
     sampling = Sampling(max_completion_length=8, temperature=0.0, repetition_penalty=1.5)

@@ -1,4 +1,4 @@
-"""The choice of the next prompts; completions divided among prompts with the least variance."""
+"""The choice of the next prompts, and the division of completions among them with the least variance."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_it_does_not_go_on_over_other_prompts() -> None:
 
 
 def variance(counts: tuple[int, ...] | list[int], rates: list[float], norms: list[float]) -> float:
-    """The sum of the variances of the prompts' mean gradients, in which prompts that are hardly solved count less."""
+    """Return the sum of the variances of the prompts' mean gradients; prompts that are hardly solved count less."""
     parts = zip(counts, rates, norms, strict=True)
     return sum(norm**2 / (count * rate) / (1 + ALPHA / rate**BETA) for count, rate, norm in parts)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_other_division_has_less_variance(seed: int) -> None:
-    """But for the rounding to whole numbers, by which one completion may be elsewhere."""
+    """Rounding to whole numbers may move one completion to another prompt."""
     draw = Random(seed)
     rates, norms = [draw.uniform(0.02, 1.0) for _ in range(4)], [draw.uniform(0.2, 3.0) for _ in range(4)]
     total = 24
