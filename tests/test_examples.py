@@ -17,7 +17,7 @@ from streamtune.models.tokenizer import train_tokenizer
 
 SOURCE = Path(streamtune.__file__).parent
 WITH_EXAMPLES = sorted(path for path in SOURCE.rglob("*.py") if ">>> " in path.read_text(encoding="utf-8"))
-FEWEST = 41
+FEWEST = 45
 """Docstrings with an example, at least."""
 
 

@@ -2,7 +2,7 @@
 
 python -m tools.words            where a file has more than ``words.json`` allows; fails if one has
 python -m tools.words FILE ...   every place in these files
-python -m tools.words --write    allow what there is now, where it is less
+python -m tools.words --write    allow what there is now, where it is less; a file without a line may have none
 
     pronoun    "that of", "those of": repeat the noun
     noun       an Args line that begins without a noun: "prefix: Of the names."
@@ -47,9 +47,9 @@ def main(arguments: list[str]) -> int:
     found = {path.relative_to(ROOT).as_posix(): Counter(kind for _, kind, _ in places(path)) for path in texts()}
     if write:
         kept = {
-            name: {kind: min(count, allowed[name].get(kind, 0)) if name in allowed else count for kind, count in by}
-            for name, by in sorted((name, sorted(counts.items())) for name, counts in found.items())
-            if by
+            name: {kind: min(count, allowed[name].get(kind, 0)) for kind, count in sorted(counts.items())}
+            for name, counts in sorted(found.items())
+            if counts and name in allowed
         }
         lines = [f"{json.dumps(name)}: {json.dumps(counts)}" for name, counts in kept.items()]
         ALLOWED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -185,6 +185,11 @@ def group_advantages(
     Raises:
         ArgumentError: The name or the scale is unknown, the loss does not allow the scale, or remax has no greedy
             rewards.
+
+    Example:
+        >>> rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+        >>> group_advantages("grpo", rewards, groups, scale_rewards="none").values_N.tolist()
+        [0.5, -0.5, 0.0, 0.0]
     """
     kind = _find_kind(name, scale_rewards)
     groups = _Groups.of(rewards_N, group_N)

@@ -303,6 +303,13 @@ def preference_loss(
     Raises:
         ArgumentError: The name is unknown, a value is out of range, the loss does not read a value that is given, or
             the reference is missing.
+
+    Example:
+        >>> policy = PairLogps(torch.tensor([-4.0]), torch.tensor([-6.0]), torch.tensor([3]), torch.tensor([3]))
+        >>> reference = PairLogps(torch.tensor([-5.0]), torch.tensor([-5.0]), torch.tensor([3]), torch.tensor([3]))
+        >>> terms = preference_loss("sigmoid", policy, reference, PairKnobs(beta=0.5))
+        >>> torch.allclose(terms.losses_P.float(), -torch.nn.functional.logsigmoid(torch.tensor([0.5 * 2.0])))
+        True
     """
     loss = check_preference(name, knobs)
     if scores is not None and "scores" not in loss.reads:

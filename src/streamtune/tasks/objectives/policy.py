@@ -93,6 +93,10 @@ def kl_estimate(logp_K: Tensor, ref_K: Tensor) -> Tensor:
     Args:
         logp_K: Log-probs under the policy ``[K]``.
         ref_K: Log-probs under the reference ``[K]``.
+
+    Example:
+        >>> kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])).tolist()
+        [0.0, 0.7182817459106445]
     """
     gap_K = ref_K - logp_K
     return torch.exp(gap_K) - gap_K - 1
@@ -184,6 +188,12 @@ def policy_loss(
     Raises:
         ArgumentError: The name is unknown, a value is out of range, a reference is missing, or the combination is
             undefined.
+
+    Example:
+        >>> logps = TokenLogps(torch.tensor([-1.0, -2.0, -0.5]), row_K=torch.tensor([0, 0, 1]))
+        >>> advantages, totals = torch.tensor([1.0, -1.0]), StepTotals(completions=2, tokens=3)
+        >>> policy_loss("dapo", logps, advantages, totals).loss.item()  # all ratios are 1: -(1 + 1 - 1) / 3
+        -0.3333333333333333
     """
     loss = check_policy(name, knobs, max_completion_length=totals.max_completion_length)
     logp_K, ref_K, row_K, beta = logps.policy_K, logps.ref_K, logps.row_K, knobs.beta
