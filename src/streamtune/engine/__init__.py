@@ -1,8 +1,8 @@
 """StreamBP (arXiv 2506.03077): the exact gradient of a decoder layer as a sum over chunks of the sequence.
 
 Read ``vjp`` first (the equation). Then read ``layer`` (the autograd node) and ``passes`` (forward, recompute, project,
-replay). ``kv`` and ``cache`` hold what a chunk reads of earlier chunks. ``head`` computes the loss without full logits.
-``streamed_model`` puts all of it into a model. The other modules:
+replay). ``kv`` and ``cache`` hold the keys, values and states that a chunk reads from earlier chunks. ``head`` computes
+the loss without full logits. ``streamed_model`` installs these parts in a model. The other modules:
 
     stream, call_hooks              the handle; hooks that run before and after a call of the model
     streamed_layer                  one layer, the state that its calls share, and the checks before a call
@@ -11,7 +11,7 @@ replay). ``kv`` and ``cache`` hold what a chunk reads of earlier chunks. ``head`
     chain                           order "chunk": backward through all layers of a chunk, then the chunk before it
     context                         state of a model call, of a chunk and of the last layer call
     attention, masks, own_attention attention and mask functions that a config names; layers with their own attention
-    rows, scan                      packed rows and rows that share their beginning; the state of Mamba-1's scan
+    rows, scan                      packed rows and rows that share their beginning; Mamba-1's scan with a first state
     lazy_logits                     a stand-in for logits that are not computed
     requests                        losses other than cross-entropy; log-probabilities for any objective
     routers                         losses on the routers of a mixture of experts
@@ -24,7 +24,7 @@ replay). ``kv`` and ``cache`` hold what a chunk reads of earlier chunks. ``head`
     inspect_model, sharded          the decoder layers of a model; weights that ZeRO or FSDP2 shard
     hf_names                        names of transformers' internals, by version
     evaluated                       logits of an evaluation, computed when they are read
-    model_call                      arguments of a model call
+    model_call                      arguments of a model call, read and changed by name
     preflight/                      comparison of a model, streamed and unstreamed, before training
 """
 

@@ -1,6 +1,7 @@
 """The two functions that ``transformers`` looks up by name: attention of a chunk, and the lazy mask that it reads.
 
-Both are registered under :data:`NAME` when the engine is imported. A model uses them while its config has this name.
+Both are registered under :data:`NAME` when the engine is imported. A model uses them while its config names this
+attention implementation.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def attention(
 
 
 def _mean_if_all_masked(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Return the output ``[B, H, T, D]``, with the mean of all values for a query whose keys are all masked.
+    """Return ``out`` ``[B, H, T, D]``, in which a query whose keys are all masked gets the mean of all values.
 
-    Softmax gives this mean if the lowest finite number was added to all scores. Only a dense mask ``[B, 1, T, S]`` that
-    the caller built covers all keys, such as the mask of a cross-attention outside the decoder layers.
+    Softmax gives this mean if the mask adds the lowest finite number to all scores. Only a dense mask ``[B, 1, T, S]``
+    built by the caller masks all keys, such as the mask of a cross-attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
     if not bool(hidden.any()):
@@ -116,7 +117,7 @@ def _attend_across_ranks(
     mask: MaskView | LazyMask | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Return the attention output ``[B, H, L, D]`` of this rank's tokens of a sequence that ranks share."""
+    """Return the attention output ``[B, H, L, D]`` of this rank's tokens, for a sequence that several ranks share."""
     if not exchange.in_ring:
         query, key, value = exchange.exchange_heads(*qkv, name)
         options["sinks_H"] = exchange.own_heads(options["sinks_H"])
@@ -131,7 +132,7 @@ def _attend_across_ranks(
 
 
 class BiasError(ForeignAttentionError):
-    """A dense mask is a bias, or differs between heads; the model's eager attention can add it to its scores."""
+    """A dense mask is a bias, or differs between heads; only the model's eager attention supports such a mask."""
 
 
 def _mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
@@ -215,7 +216,7 @@ AttentionMaskInterface.register(NAME, lazy_mask)
 
 
 class SavedAttention:
-    """Output o and log-sum-exp of every attention in one layer call, for each chunk, stored in a tier."""
+    """Stores output o and log-sum-exp (lse) of every attention in one layer call, chunk by chunk, in a tier."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -231,14 +232,14 @@ class SavedAttention:
 class SavedOutputs:
     """Saved attention outputs of one chunk, in the order in which the layer computes them.
 
-    ``last`` is True in the last run on the chunk: outputs are then freed once they are read.
+    If ``last`` is True, this is the last run on the chunk: outputs are freed once they are read.
     """
 
     def __init__(self, saved: SavedAttention, start: int, last: bool) -> None:
         self.saved, self.start, self.last, self.index = saved, start, last, -1
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return the saved o and lse of the layer's next attention; None if it has not run before."""
+        """Return the saved o and lse of the layer's next attention; None if nothing is saved for it."""
         self.index += 1
         blocks = self.saved.blocks.get((self.start, self.index))
         if blocks is None:

@@ -1,17 +1,17 @@
 """The cache that a layer gets for one chunk: it connects the chunk to its prefix.
 
-An attention layer calls ``update(k, v)``. It stores the chunk's keys and values and returns the keys and values of
+An attention layer calls ``update(k, v)``, which stores the chunk's keys and values and returns the keys and values of
 prefix and chunk. A recurrent or convolution layer reads the state after the prefix (``get_recurrent_state``,
-``get_conv_state``) and stores its own. :class:`ChunkCache` does both, in each pass over the chunks:
+``get_conv_state``) and stores the state after the chunk. :class:`ChunkCache` supports both, in each pass:
 
     store      forward: write k_i, v_i and the state after chunk i; return [prefix | chunk] and the state before i
     project    backward, first: write k_i, v_i again; stop the layer after the last update
-    recompute  backward with ``order="chunk"``: as store for keys and values; the states exist already
+    recompute  backward with ``order="chunk"``: like store for keys and values; states were saved in the forward
     replay     backward: return [prefix | chunk] and the state before i. Prefix and state are leaves, so that their
                gradients can be computed
 
-Keys and values are recomputed in the backward by default, because they grow with the sequence. States are saved in the
-forward: one of fixed size for each chunk.
+Keys and values are recomputed in the backward by default, because they grow with the sequence. States have a fixed size
+and are saved in the forward, one per chunk.
 
 Two families take their state as an argument and return it. The cache stores it like other states:
 
@@ -85,7 +85,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
 
     @property
     def prefix_keys(self) -> slice:
-        """Positions of the keys before the chunk that the chunk sees."""
+        """Positions of the keys of earlier chunks that the chunk attends to."""
         return slice(self.first_key, self.chunk.start)
 
     @property
@@ -120,7 +120,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
             self.states.add_grads(self._own_part, *self._positions, parts)
 
     def close(self) -> None:
-        """End the chunk's forward, after the layer has read and written its states."""
+        """Finish the chunk's states after its forward; does nothing in passes other than ``store``."""
         if self.uses_states and self.pass_name == "store":
             self.states.close(*self._positions)
 
@@ -212,8 +212,8 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
     ) -> Tensor:
         """Return the saved inputs followed by the chunk's inputs ``[B, C, T]``; save the last K for the next chunk.
 
-        At the start of a row K is ``conv_kernel_size``, or the number of inputs if that is None, and fewer inputs than
-        K are padded with zeros on the left.
+        K is the number of saved inputs. At the start of a row K is ``conv_kernel_size`` (None: the chunk's number of
+        inputs). If the chunk has fewer than K inputs there, zeros are added on the left.
         """
         key = ("conv", layer_idx, state_idx)
         before = self._before(key)
@@ -238,15 +238,15 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the recurrent state before the chunk (MiniMax's name for it)."""
+        """Return :meth:`get_recurrent_state`; MiniMax calls it by this name."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Save the recurrent state after the chunk (MiniMax's name for it)."""
+        """Call :meth:`update_recurrent_state`; MiniMax calls it by this name."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True if a state of earlier tokens exists."""
+        """Return True if a state of the row's earlier tokens exists."""
         after = self._positions[0]
         return after is not None and (self.exchange is not None or self.states.has_state_after(after))
 
@@ -263,7 +263,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         self.states.note_state(self.pass_name == "whole")
 
     def _before(self, key: StateKey) -> Tensor | None:
-        """Return the state ``key`` before the chunk, as a leaf in ``replay``; None if the chunk has none."""
+        """Return the state ``key`` before the chunk, in ``replay`` as a leaf; None if no state precedes the chunk."""
         self._note_states()
         (after, _), rows = self._positions, self.states.rows
         if after is None:
@@ -308,7 +308,7 @@ class _PrefixGrads:
 
 
 def prefix_of(key: Tensor, value: Tensor) -> _PrefixGrads | None:
-    """Return the prefix gradients of keys and values that :meth:`ChunkCache.update` returned; else None."""
+    """Return the prefix gradients that :meth:`ChunkCache.update` attached to ``key`` and ``value``; None without."""
     prefix: _PrefixGrads | None = getattr(key, "streamtune_prefix", None)
     return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
 
@@ -355,7 +355,7 @@ class _StateViews:
 
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Return keys or values in autocast's dtype: rotary embeddings widen them, attention would narrow them again."""
+    """Return keys or values cast to autocast's dtype, as attention casts them; rotary embeddings may widen them."""
     kind = autocast_kind(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -363,7 +363,7 @@ def _to_autocast_dtype(x: Tensor) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written behind it into the buffer."""
+    """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written to the buffer after the prefix."""
 
     @staticmethod
     def forward(ctx: Any, prefix: Tensor, own: Tensor, place: tuple[Tensor, slice]) -> Tensor:
@@ -406,7 +406,7 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
 
 
 def state_after(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> Any:
-    """Save the state after a chunk; return the layer's output without it.
+    """Save the state after a chunk; return the layer's output with None in place of the state.
 
     ``state`` is the argument that :func:`state_before` returned; RWKV writes into it.
     """
@@ -422,7 +422,7 @@ def state_after(layer: nn.Module, cache: ChunkCache, state: Any, out: Any) -> An
 
 
 class _Column:
-    """Stands in for one layer's column of a state ``[B, C, layers]``; a write replaces it, without an in-place op."""
+    """One layer's column of a state ``[B, C, layers]``; a write replaces the tensor instead of changing it in place."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

@@ -180,7 +180,11 @@ class LayerCall:
             self.inputs[key] = self._dim(key, value, self.length)
 
     def prepend_past(self, past: Past) -> None:
-        """Put keys and values of earlier tokens before the tokens of the call."""
+        """Let the call's tokens attend to ``past``, the keys and values of earlier tokens.
+
+        Raises:
+            UnsupportedModelError: An argument or the layer does not support earlier tokens.
+        """
         name = type(self.layer).__name__
         if self.shards is not None:
             refuse_past("ranks share the sequence", name)
@@ -202,11 +206,15 @@ class LayerCall:
         self.past = past.detached()
 
     def mask_rows(self, rows: PackedRows) -> None:
-        """Restrict the masks to packed rows, or to rows that share their beginning."""
+        """Restrict the masks so that a row sees only its own tokens, including a beginning that it shares."""
         self._change_masks(rows.masked)
 
     def share_sequence(self, shards: SequenceShards) -> None:
-        """Treat the tokens as one rank's shards; replace their masks by masks over the whole sequence."""
+        """Mark the tokens as this rank's shards of a sequence; extend the masks to the whole sequence.
+
+        Raises:
+            UnsupportedModelError: An argument or the layer does not support sequence parallelism.
+        """
         name = type(self.layer).__name__
         for key, value in self.arguments.items():
             dense = isinstance(value, Tensor) and (key in (*KEY_BIASES, *DISTANCES) or key.endswith("mask"))
@@ -291,7 +299,7 @@ class LayerCall:
         return [x for x in tensors if x is not None]
 
     def forget_tensors(self) -> None:
-        """Drop the tensors that need a gradient: autograd saves them, and a second reference would outlive its use."""
+        """Drop the references to tensors that need a gradient; autograd saves them, and frees them after their use."""
         for name in self.inputs:
             if isinstance(name, tuple):
                 self.shared[name] = None
@@ -358,7 +366,7 @@ class LayerCall:
             return chunks
         what, where = "the attention mask lets a token see later tokens", type(self.layer).__name__
         if len(chunks) == 1 or not complete:
-            raise UnsupportedModelError(f"{what}, so its chunk cannot be computed before theirs", where=where)
+            raise UnsupportedModelError(f"{what}, so a chunk needs later chunks", where=where)
         raise UnsupportedModelError(
             f"{what}: {longest:,} consecutive tokens must be one chunk, which is more than twice chunk_size "
             f"({schedule.chunk_size:,})",
@@ -367,12 +375,12 @@ class LayerCall:
         )
 
     def _attention_named(self) -> AbstractContextManager[None]:
-        """Context in which the layer's configs name the attention implementation that the layer uses."""
+        """Context manager: the layer's configs name the attention that the layer uses while active."""
         name = NAME if self.own_attention is None else self.own_attention.name
         return attention_as(list(self.configs), [name] * len(self.configs))
 
     def _chunk_sharing(self, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> ChunkSharing:
-        """Return the shared dictionary that a chunk gets."""
+        """Return the dictionary of shared keys and values for one chunk."""
         full: dict[Any, tuple[Tensor, ...]] = {}
         for name, x in self.shared.items():
             x = x_i.get(name, x)
@@ -381,7 +389,7 @@ class LayerCall:
         return ChunkSharing(cache, full)
 
     def _dim(self, key: str, value: Tensor, length: int) -> Along:
-        """Return the sequence dimension of an argument, or None."""
+        """Return the sequence dimension of an argument; None if the argument does not follow the sequence."""
         if key in (*POSITIONS, *KEY_BIASES) and not _is_square(value, length):
             dim = value.dim() - 1
         elif key == ROTATIONS:
@@ -425,7 +433,10 @@ def _changed(
     change: Callable[[LazyMask], LazyMask],
     own_padding: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return an argument with changed lazy masks and with dense padding masks cut; searches nested dicts."""
+    """Return an argument with lazy masks passed through ``change`` and padding masks through ``own_padding``.
+
+    Nested dictionaries are searched.
+    """
     if isinstance(value, LazyMask):
         return change(value)
     if isinstance(value, Tensor) and is_mask:
@@ -461,7 +472,7 @@ def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -
     """Refuse a layer with cross-attention, or a layer that gets several streams concatenated along the sequence.
 
     Raises:
-        UnsupportedModelError: The arguments show one of the two.
+        UnsupportedModelError: The layer has cross-attention, or gets concatenated streams.
     """
     for key in OTHER_SEQUENCES:
         if arguments.get(key) is not None:

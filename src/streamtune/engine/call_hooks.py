@@ -1,7 +1,7 @@
 """The hooks that run before and after each call of a streamed model.
 
-Attention weights, router logits and static caches need unchunked layers. A call without gradients that asks for them
-runs as in the plain model: unchunked, with the attention that the config names outside of streaming.
+Attention weights, router logits and static caches need unchunked layers. A call without gradients that asks for any of
+these runs as in the plain model: unchunked, with the attention that the config names outside of streaming.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHORT = Schedule(chunk_size=4096, keep_attention="device")
 
 
 class StreamedCalls(StreamedModel):
-    """A streamed model with hooks on its calls; ``short`` is the schedule of short calls, None is ``schedule``."""
+    """A streamed model with hooks on its calls; ``short`` is the schedule of short calls (None: ``schedule``)."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StreamedCalls(StreamedModel):
         self._outer_calls: int | None = None
         """Number of calls around the current call; None outside of calls."""
         self._plain_call = ExitStack()
-        """Context of a call that runs as in the plain model; open during such a call."""
+        """Holds the context manager :meth:`plain` during a call that runs as in the plain model."""
         if has_generate(self.model):
             self.model.generate = Generation(self)
         self._hooks += [
@@ -91,18 +91,18 @@ class StreamedCalls(StreamedModel):
         self._sharing, self._plain_call = Sharing(self), ExitStack()
 
     def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
-        """Context in which a call returns the requested scores instead of its output."""
+        """Context manager: a call returns the requested scores instead of its output while active."""
         return attribute_as(self, "scored", scored)
 
     def laid_out(self, branches: Branches) -> AbstractContextManager[None]:
-        """Context in which the tokens of calls are rows that share their beginning, laid out as ``branches``.
+        """Context manager: while active, calls get rows that share their beginning, laid out as ``branches``.
 
         A call needs ``labels`` or ``shift_labels`` ``[1, T]``, and the arguments ``branches.arguments(input_ids)``.
         """
         return attribute_as(self, "_laid_out", branches)
 
     def plain(self) -> AbstractContextManager[None]:
-        """Context in which calls run as in the plain model, without streaming.
+        """Context manager: calls run as in the plain model, without streaming, while active.
 
         Raises:
             ArgumentError: Gradients are on.
@@ -166,7 +166,10 @@ class StreamedCalls(StreamedModel):
             self.names.end()
 
     def _is_plain(self, call: ModelCall) -> bool:
-        """Return True if a call runs as in the plain model: gradients are off and it needs unchunked layers."""
+        """Return True if a call runs as in the plain model: inside :meth:`plain`, or because its output requires it.
+
+        The output of a call without gradients may need unchunked layers (:func:`needs_unchunked_layers`).
+        """
         self._plain_call.close()  # an interrupted call leaves it open
         if self.context.plain:
             return True
@@ -216,7 +219,7 @@ class StreamedCalls(StreamedModel):
             call.put("use_cache", False)
 
     def _set_context(self, call: ModelCall, with_labels: bool) -> None:
-        """Set the call's rows, row lengths and schedule for the layers, and if they run in one chunk."""
+        """Set the call's rows, row lengths and schedule for the layers, and whether the layers run in one chunk."""
         rows, self._length = call.size
         self.context.one_chunk = with_labels and self._needs_one_chunk(call)
         self.context.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None
@@ -229,7 +232,7 @@ class StreamedCalls(StreamedModel):
         self.context.lengths = None if rows is None else RowLengths.from_rows(rows)
 
     def _keep_one_row(self, call: ModelCall) -> None:
-        """Make a call one row if the ordinary call would be one row because it has a cache."""
+        """Add a mask of ones to a call if the ordinary call would be one row because it has a cache."""
         decoder: Any = owning_models(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
@@ -369,7 +372,7 @@ def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: b
 
 
 class Generation:
-    """Replaces ``generate`` of a streamed model on its instance."""
+    """Replaces ``generate`` on the instance of a streamed model."""
 
     def __init__(self, handle: StreamedCalls) -> None:
         self.handle = handle
@@ -384,7 +387,7 @@ class Generation:
         return generate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate; as in the plain model if the call needs unchunked layers."""
+        """Call the ``generate`` of the model's class; without streaming if the call needs unchunked layers."""
         if not self._needs_unchunked_layers(kwargs):
             return self._class_generate()(*args, **kwargs)
         with torch.no_grad(), self.handle.plain():

@@ -50,7 +50,7 @@ class LayerOutputs:
         return outputs
 
     def restore(self, outputs: list[Tensor]) -> Any:
-        """Return the whole sequence's output in the form in which the layer returns it."""
+        """Return the output for the whole sequence: a tensor, tuple or list, as the layer returns it."""
         items = [outputs[part] if isinstance(part, int) else _join_choices(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)
 

@@ -114,12 +114,12 @@ class _Link:
 
     @property
     def releases(self) -> bool:
-        """True if keys and values are freed on the device between a chunk's replay and its backward."""
+        """True if the device copies of keys and values are freed between a chunk's replay and its backward."""
         schedule = self.stream.settings.schedule
         return self.saved.kv is not None and (schedule.levels, schedule.keep_kv) == (1, "host")
 
     def begin(self) -> None:
-        """Prepare the sums of a new backward; drop what an interrupted backward left."""
+        """Create the gradient sums of a new backward; drop the sums that an interrupted backward left."""
         stream = self.stream
         stream.kv.grads.clear()
         stream.states.grads.clear()
@@ -227,8 +227,8 @@ class LayerChain:
     def continues(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call can be the next link of the chain.
 
-        It cannot if the hidden states in between have gradient hooks or retain their gradient, or if another argument
-        of the layer was computed by the chain.
+        It cannot in these cases: the hidden states that it reads have gradient hooks or retain their gradient; another
+        argument of the layer was computed by the chain; or its chunks or schedule differ.
         """
         hidden, extras = tensors[0], tensors[1:]
         watched = hidden._backward_hooks or hidden.retains_grad

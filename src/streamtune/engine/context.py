@@ -1,4 +1,4 @@
-"""State that layers and attention functions need but do not get as arguments: of a call, a chunk and the last layer.
+"""State of the model call, the chunk and the last layer call, for layers and attention that do not get it as arguments.
 
 A layer looks up which layer call computed its input. ZeRO stage 3 and FSDP2 pass hidden states through autograd
 functions of their own around a layer's call, so the next layer gets another tensor with the same storage. Therefore two
@@ -53,7 +53,7 @@ class ChunkContext:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Context in which :meth:`current` returns this state."""
+        """Context manager: :meth:`current` returns this state while active."""
         token = _chunk.set(self)
         try:
             yield
@@ -92,7 +92,7 @@ class LastLayerCall(Generic[Call]):
     def __init__(self) -> None:
         self._last: tuple[_TensorIdentity, weakref.ref[Call], bool] | None = None
         self._has_reader = False
-        """True once a reader of the last output was told to leave its gradient at the call."""
+        """True once :meth:`grad_target` has returned the last call."""
         self.ends_with_rows = False
         """True once a layer carries states while rows are packed. With ``order="chunk"`` all layers have the same
         chunks, so all chunks then end where rows do.
@@ -116,10 +116,10 @@ class LastLayerCall(Generic[Call]):
         return call() if output.same_values(hidden) else None
 
     def grad_target(self, hidden: Tensor, module: nn.Module) -> Call | None:
-        """Return :meth:`producer` if the gradient of ``hidden`` reaches the call's output unchanged; else None.
+        """Return the call of :meth:`producer` if the gradient of ``hidden`` reaches the call's output unchanged.
 
-        Only the first reader that asks gets the call, because it stores one gradient (dory norms a layer's output
-        twice).
+        Otherwise return None. Only the first reader of an output gets the call, because a call stores one gradient
+        (dory norms a layer's output twice).
         """
         if self._last is None or self._has_reader:
             return None

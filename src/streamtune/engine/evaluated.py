@@ -1,7 +1,7 @@
 """Logits of an evaluation with labels: a tensor whose values are computed only when something reads them.
 
-``Trainer.predict`` and ``compute_metrics`` read the logits of a call with labels. An evaluation that needs only the
-loss must not pay for them. So a call in evaluation mode without gradients returns an :class:`EvaluatedLogits` with the
+``Trainer.predict`` and ``compute_metrics`` read the logits of a call with labels. Other evaluations need only the loss
+and do not read logits. So a call in evaluation mode without gradients returns an :class:`EvaluatedLogits` with the
 shape, dtype and device of the logits. ``detach()`` and a change of dtype do not compute the values; any other operation
 does. A copy to the host and a reduction over the vocabulary (``argmax``) are computed in chunks of tokens, so the full
 logits never exist on the device.
@@ -125,7 +125,7 @@ for _name in (*READERS, "__array__", "__dlpack__", "__dlpack_device__", "__reduc
 class ReadableLogits(Tensor):
     """The logits ``transform(head(hidden))`` with their graph, computed when a torch function first reads their values.
 
-    Shape, dtype and device are available before.
+    Reads of shape, dtype and device do not compute the logits.
 
     Attributes:
         source: Hidden states and head.
@@ -141,7 +141,7 @@ class ReadableLogits(Tensor):
     ) -> ReadableLogits:
         """Return a tensor without memory for its values.
 
-        The arguments are the same as of :class:`EvaluatedLogits`, but ``hidden`` keeps its graph.
+        The arguments are the same as for :class:`EvaluatedLogits`, but ``hidden`` keeps its graph.
         """
         with torch.no_grad():
             first = transform(head(hidden[..., :1, :]))

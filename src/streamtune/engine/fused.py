@@ -89,7 +89,7 @@ class FusedLinears:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context in which the linear modules are fused."""
+        """Context manager: the linear modules are fused while active."""
         for call in self._calls:
             call.module.forward = call  # type: ignore[method-assign]
         try:
@@ -101,7 +101,7 @@ class FusedLinears:
 
 @dataclass(frozen=True)
 class _FusedLinear:
-    """Forward of one linear module during a pass."""
+    """Replaces the forward of one linear module during a pass over the chunks."""
 
     module: nn.Linear
     autocast: Autocast
@@ -218,9 +218,9 @@ class FusedParts:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context in which norms and rotary embeddings are computed by the fused operators.
+        """Context manager: norms and rotary embeddings use the fused operators while active.
 
-        A norm or function that was replaced since is called unchanged.
+        A norm or function that was replaced after this object was created is called unchanged.
         """
         if "_norms" not in self.__dict__:
             self._find()
@@ -255,7 +255,7 @@ class _NormFormula:
 
 @dataclass(frozen=True)
 class _FusedNorm:
-    """Forward of one norm that computes a known formula."""
+    """Replaces the forward of one norm; computes its formula in one fused operator if the arguments fit."""
 
     module: nn.Module
     form: _NormFormula
@@ -263,7 +263,7 @@ class _FusedNorm:
     """The ``forward`` of its class when it was compared with the formula."""
 
     def is_unchanged(self) -> bool:
-        """Return True if ``forward`` was replaced neither on the module nor on its class since."""
+        """Return True if ``forward`` is still ``original``, on the module and on its class."""
         return "forward" not in self.module.__dict__ and type(self.module).forward is self.original
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

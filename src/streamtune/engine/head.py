@@ -69,7 +69,7 @@ class StreamedHead:
         self.shards: SequenceShards | None = None
         """Shards of the current call; if ranks share the sequence, lazy logits cover this rank's tokens."""
         self.asked: LossRequest | None = None
-        """Loss of calls with labels; None is the cross-entropy."""
+        """Loss that a call with labels returns; None: the cross-entropy."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens; only a "
@@ -88,7 +88,7 @@ class StreamedHead:
             name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedModelError(
                 f"the loss of this {type(self.model).__name__} is {name!r}, a function of full logits; streaming would "
-                "replace it by the cross-entropy",
+                "replace it with the cross-entropy",
                 where="model.loss_function",
                 fix="use stream(model, head=False): layers are streamed, head and loss are the model's own; or build "
                 "the loss on handle.logprobs(), which is streamed",
@@ -203,7 +203,7 @@ class StreamedHead:
     def _shared_loss(
         self, shards: SequenceShards, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Return the loss of the whole rows, equal on every rank; each rank computes its share of the gradient."""
+        """Return the loss of the whole rows, equal on every rank; its gradient is only this rank's share."""
         all_targets = shards.targets
         assert all_targets is not None
         targets = shards.cut(all_targets.to(logits.hidden.device), 1, ignore_index)
@@ -238,7 +238,7 @@ class StreamedHead:
 
     @contextmanager
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
-        """Context that yields the teacher's head and hidden states, with the head's weight on the device.
+        """Context manager: yields the teacher's head and hidden states; the head's weight stays on the device.
 
         Raises:
             UnsupportedModelError: The head is sharded, or the teacher's tokens are not the student's ``targets``.

@@ -26,8 +26,8 @@ SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 CACHES = {
-    "past_key_values": "all until 5.23; goes in 5.40",
-    "cache_params": "Mamba and its like until 5.23; goes in 5.40",
+    "past_key_values": "all until 5.23; removed in 5.40",
+    "cache_params": "Mamba and similar models until 5.23; removed in 5.40",
     "layer_past": "layers of bloom, falcon, gpt_bigcode, gpt_neox, imagegpt and mpt",
     "past_key_value": "before 5.17; code of repositories",
     "cache": "since 5.24",
@@ -268,7 +268,7 @@ def cache_names(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def renamed_cache(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the arguments of a call with its cache under ``name``, whichever name it had."""
+    """Return the arguments of a call, with its cache renamed to ``name``."""
     names = cache_names(arguments)
     if len(names) != 1 or names == [name]:
         return dict(arguments)
@@ -296,7 +296,10 @@ def set_attention(config: Any, name: Any) -> None:
 
 
 def chooses_attention(model: PreTrainedModel) -> bool:
-    """Return True if layers call the attention function that their configuration names, not their own code."""
+    """Return True if the model's layers call the attention function named in their configuration.
+
+    Other layers compute attention in their own code.
+    """
     return bool(getattr(model, _CHANGES_ATTENTION)())
 
 
@@ -377,5 +380,5 @@ def _closure_of(maker: Any, inner: str) -> set[str]:
 
 
 def is_whole_cache(cache: Any) -> bool:
-    """Return True if a cache supports only unchunked layers: one of fixed size, or continuous batching's."""
+    """Return True if a cache supports only unchunked layers: a cache of fixed size, or of continuous batching."""
     return bool(getattr(cache, "is_compileable", False)) or type(cache).__name__ == _PAGED_CACHE

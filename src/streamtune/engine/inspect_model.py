@@ -197,7 +197,7 @@ def _check_attention(model: str, name: str | None) -> None:
     )
     if not from_transformers:
         raise UnsupportedModelError(
-            f"{model} uses the registered attention function {name!r}; streaming would replace it by StreamTune's "
+            f"{model} uses the registered attention function {name!r}; streaming would replace it with StreamTune's "
             "attention, which may compute something else",
             fix=f"call model.set_attn_implementation() with one of {', '.join(KNOWN_ATTENTION)}: streaming computes "
             "the same as these",

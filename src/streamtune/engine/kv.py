@@ -113,7 +113,7 @@ class KeysAndValues:
         return k[:, :, at], v[:, :, at]
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Add to dK, dV the gradients from other layers, which share these keys and values."""
+        """Add gradients to dK, dV that come from other layers which read these keys and values."""
         for total, part in zip(self.grad(index, slice(0, self.length)), grads, strict=True):
             if part is not None:
                 total += part
@@ -146,14 +146,14 @@ StateKey = tuple[str, int, int]
 class States:
     """States of one layer call at the chunk borders, and their gradients.
 
-    ``after[t]`` holds the states after the first t tokens. It has no entry if every sequence begins a packed row there.
-    With a tier, states are offloaded once the forward's chunks that read them have run.
+    ``after[t]`` holds the states after the first t tokens; it has no entry if every sequence begins a packed row at t.
+    If ``tier`` is set, states are offloaded once the chunks that read them have run forward.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
         self.rows = rows
         self.exist = False
-        """True if the layer has a state."""
+        """True once the layer has saved a state."""
         self.tier: Tier | None = None
         """Tier that stores states until the backward; None keeps them on the device."""
         self.offloaded: dict[int, dict[StateKey, Block]] = {}
@@ -161,10 +161,10 @@ class States:
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
     def note_state(self, unchunked: bool) -> None:
-        """Note that the layer uses a state; ``unchunked`` is True in the pass ``whole``."""
+        """Handle that the layer uses a state; does nothing here. ``unchunked`` is True in the pass ``whole``."""
 
     def note_keys(self) -> None:
-        """Note that the layer keeps keys and values as well as a state."""
+        """Handle that the layer keeps keys and values as well as a state; does nothing here."""
 
     def positions(self, chunk: slice) -> tuple[int | None, int]:
         """Return the position whose states a chunk reads (None: none), and the position of the states it computes."""
@@ -172,11 +172,11 @@ class States:
         return before, chunk.stop
 
     def run_slice(self, chunk: slice) -> slice:
-        """Return the chunk that the layer runs on: ``chunk``, or two tokens in place of one (see the subclass)."""
+        """Return the tokens that the layer runs on for a chunk: the chunk; ``SharedStates`` may return two for one."""
         return chunk
 
     def begin(self, backward: bool) -> None:
-        """Begin a pass over the chunks, forward or backward."""
+        """Begin a pass over the chunks, forward or backward; does nothing here."""
 
     def end(self) -> None:
         """End a pass; if states are offloaded, free their copies on the device."""
@@ -202,7 +202,7 @@ class States:
             block.prefetch()
 
     def receive(self, after: int | None, key: StateKey) -> None:
-        """Wait for the state ``key`` after the first ``after`` tokens if another rank computes it."""
+        """Wait for the state ``key`` after ``after`` tokens if another rank computes it; does nothing here."""
 
     def keep(self, position: int, key: StateKey, state: Tensor) -> None:
         """Save the state at ``position`` for the chunks that begin with it."""
@@ -218,11 +218,11 @@ class States:
             self.after.pop(after, None)
 
     def sent_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return a tensor whose backward yields the gradient that other ranks compute for ``state``, or None."""
+        """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None here."""
         return None
 
     def watch(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
-        """Register the leaf that a chunk's graph has in place of the state ``key`` after ``after`` tokens."""
+        """Handle the ``leaf`` that replaces the state ``key`` in a chunk's graph; does nothing here."""
 
     def add_grads(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
         """Add ``parts`` to the gradients of the states that ``chunk`` read: the states after ``after`` tokens."""

@@ -2,8 +2,8 @@
 
 The node replaces ``torch.utils.checkpoint``. It saves the layer's inputs, the random state, recurrent states and the
 tensors that the schedule keeps. Everything else is recomputed. The layer's parameters are inputs of the node, which
-returns the gradient of each **once**. So hooks on parameters (DDP, ZeRO, FSDP, an optimizer in the backward) fire once
-per layer and step, for any number of chunks.
+returns each parameter's gradient **once**. So hooks on parameters (DDP, ZeRO, FSDP, an optimizer in the backward) fire
+once per layer and step, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StreamedForward(StreamedLayer):
     """Replaces ``layer.forward`` on one instance; computes the same with the activations of one chunk at a time."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; arguments and result are the same as of the layer's class."""
+        """Run the layer; arguments and result are the same as for the forward of the layer's class."""
         args, kwargs = tuple(map(take_embeddings, args)), {key: take_embeddings(value) for key, value in kwargs.items()}
         context = self.parts.context
         if context.plain:
@@ -77,7 +77,7 @@ class StreamedForward(StreamedLayer):
         4. Unchunked: the schedule keeps this layer's activations (``keep_layers``).
         5. Streamed.
 
-        In all but the first, the call's tokens may come after the tokens of a filled cache.
+        In all ways but the first, the call's tokens may follow the tokens of a filled cache.
         """
         call = self._bind(args, kwargs)
         if call.cache is not None:
@@ -129,7 +129,11 @@ class StreamedForward(StreamedLayer):
         return LayerCall.bind(self.layer, tuple(map(additive, args)), named, OwnAttention("eager"), self.configs)
 
     def _prepend_cache(self, call: LayerCall) -> None:
-        """Put the tokens of the cache that was passed before the tokens of the call, if the cache holds any."""
+        """Let the call's tokens attend to the tokens in the cache that was passed, if the cache holds any.
+
+        Raises:
+            UnsupportedModelError: The layer or its cache does not support this while gradients are on.
+        """
         if call.cache_name == STATE:
             refuse_past("the layer takes a recurrent state as an argument", self.name)
         try:
@@ -148,8 +152,8 @@ class StreamedForward(StreamedLayer):
     def _generate(self, call: LayerCall) -> Any:
         """Run the layer unchunked on the cache that its model passed.
 
-        The first call also runs in chunks, before the cache is written to. This shows if the layer needs its own
-        attention.
+        The first call is also run in chunks, before the cache is written to: this shows whether the engine's attention
+        supports the layer.
         """
         unknown = self.own_attention is None and not self.attention_known
         if unknown and call.mask is not None and call.mask.q_offset == 0:
@@ -174,7 +178,7 @@ class StreamedForward(StreamedLayer):
             return stream.restore(stream.forward(call.tensors()), call.sharing)
 
     def _with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
-        """Run the layer with a graph: unchunked if its placement says so and it can be, else as a streamed node."""
+        """Run the layer with a graph: unchunked if its placement says so and the layer allows it, else streamed."""
         last_call, inputs = self.parts.last_call, [*call.tensors(), *parameters]
         before: LayerStream | None = last_call.producer(call.hidden)
         recompute = before is not None and before.repeatable and not self.place.begins
@@ -194,7 +198,7 @@ BETWEEN_RANKS = ("torch.distributed", "streamtune.ops.messages")
 
 
 def _between_ranks(error: Exception) -> bool:
-    """Return True if a collective raised the error: another rank is gone, and the model is not at fault."""
+    """Return True if a collective raised the error: another rank failed, so the model is not the cause."""
     trace = error.__traceback__
     while trace is not None:
         if str(trace.tb_frame.f_globals.get("__name__")).startswith(BETWEEN_RANKS):

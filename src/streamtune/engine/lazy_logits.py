@@ -38,7 +38,7 @@ class ScoringHead(Protocol):
         ...
 
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
-        """Context that yields the teacher's head and hidden states."""
+        """Context manager that yields the teacher's head and hidden states."""
         ...
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:

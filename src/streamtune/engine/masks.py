@@ -1,9 +1,9 @@
 """Recognises the mask functions of ``transformers`` by the closures they consist of.
 
 ``transformers`` composes a mask from small functions of positions. A recognised function becomes a field of the lazy
-mask (causal, window, packed rows, spans, mutual blocks), with which it can skip whole tiles. Any other stays a
-function, which is always right but must be evaluated for each query and key. Only exact matches are recognised: ids
-that are not runs, or parts whose combination has another meaning, stay a function.
+mask (causal, window, packed rows, spans, mutual blocks), with which the mask can skip whole tiles. Other functions are
+called for each query and key, which is exact but slower. Only exact matches are recognised: ids that are not runs, or
+parts whose combination has another meaning, stay a function.
 
     packed rows          packed_sequence_mask_function(ids), and the mask itself remapped to positions that restart
     spans (Llama 4)      chunked_overlay(size, left padding)
@@ -96,7 +96,7 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
 def _facts(function: Function, position_BT: Tensor) -> Facts:
     """Return the facts of one part of a mask, computed on the host.
 
-    ``position_BT`` are the positions that the part sees; they restart inside a remap.
+    ``position_BT`` are the positions that the part gets; inside a remap, they restart in each row.
     """
     if function is _causal_mask_function:
         return Facts(causal=True)

@@ -1,6 +1,6 @@
 """Arguments of a model call: they are read, and changed if streaming requires it.
 
-Packed rows and masks mean the same as in the ordinary call with the same arguments.
+After a change, packed rows and masks mean the same as in an unstreamed call with the original arguments.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -67,12 +67,12 @@ class ModelCall:
         return None if name is None else self.get(name)
 
     def takes(self, name: str) -> bool:
-        """Return True if the model's forward has a parameter ``name``."""
+        """Return True if the signature of the model's forward has a parameter ``name``."""
         return name in _parameters(type(self.model).forward)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Number of rows B and of tokens T; (0, 0) if no tokens were passed."""
+        """(number of rows B, number of tokens T per row); (0, 0) if no tokens were passed."""
         tokens = next((x for name in TOKENS if isinstance(x := self.get(name), Tensor)), None)
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
@@ -139,7 +139,7 @@ class ModelCall:
 def mark_read(call: ModelCall) -> None:
     """Mark the cache that a call with gradients reads but does not write to; refuse a cache that is marked.
 
-    The plain model would write the call's tokens to the cache. A later call would miss them.
+    The plain model would write the call's tokens to the cache, so a later call would lack these tokens.
 
     Raises:
         UnsupportedModelError: An earlier call with gradients has read this cache.
@@ -181,5 +181,5 @@ def refuse_surroundings(model: nn.Module) -> None:
     if parameter is not None and parameter.device.type == "meta" and not is_in_torch_dispatch_mode():
         raise ArgumentError(
             f"this {type(model).__name__} is on the meta device: it has no weights to compute with",
-            fix="load its weights, or move it by model.to_empty(device=...) and initialise it",
+            fix="load its weights, or move it with model.to_empty(device=...) and initialise it",
         )

@@ -4,8 +4,8 @@ The global state is the random state, autocast settings, training modes and atte
 
 A hook on the model, an embedding, a decoder layer or the final norm is called once, with whole tensors. A module inside
 a decoder layer is called once per chunk. The head is not called for its logits: the loss reads its weight directly. A
-hook there that counts, averages or normalises would see other tensors than in the ordinary call. So it is refused by
-name, unless it declares that it treats each token independently (:func:`chunkwise`).
+hook inside a layer or on the head that counts, averages or normalises would get other tensors than in the ordinary
+call. So such a hook is refused, unless it is marked as one that treats each token independently (:func:`chunkwise`).
 
 Hooks of libraries that take part in the computation (ZeRO, FSDP2, weight norm) are called unchanged.
 """
@@ -45,7 +45,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Context in which the same random numbers are drawn again; the outer state is restored afterwards."""
+        """Context manager: draws the same random numbers again while active; then restores the outer random state."""
         outer = RandomState.current(self.device)
         self.restore()
         try:
@@ -75,7 +75,7 @@ class Autocast:
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Context with these settings. The cache of cast weights is off: it would outlive the chunk's graph."""
+        """Context manager: these settings are active. Autocast's weight cache is off: it would outlive the graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
@@ -98,7 +98,7 @@ class Modes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context with these modes; the modes that ``train()`` or ``eval()`` has set since are restored afterwards."""
+        """Context manager: these modes are active; afterwards, training flags are what they were on entry."""
         entered = function_modes()
         missing = [mode for mode in self.functions if not any(mode is other for other in entered)]
         changed = [module for module, was in self.training if module.training != was]
@@ -122,7 +122,7 @@ def function_modes() -> tuple[TorchFunctionMode, ...]:
 
 @contextmanager
 def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
-    """Context in which the configs have the attention implementations ``names``."""
+    """Context manager: the configs have the attention implementations ``names`` while active."""
     before = [attention_of(config) for config in configs]
     try:
         for config, name in zip(configs, names, strict=True):
@@ -135,7 +135,7 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def attribute_as(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute has ``value``; its old value is restored afterwards."""
+    """Context manager: an attribute has ``value`` while active; then its old value is restored."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -165,7 +165,7 @@ class Observer(Protocol):
         """Handle new tensors; ``kind`` is ``keys and values``, ``attention output``, ``layer input``, ``state``, ..."""
 
     def on_resize(self, x: Tensor) -> None:
-        """Handle a tensor whose storage was resized."""
+        """Handle a change of the size of ``x``'s storage."""
 
 
 _observers: list[Observer] = []  # not a context variable: on an accelerator, backward runs in a thread of autograd
@@ -173,7 +173,7 @@ _observers: list[Observer] = []  # not a context variable: on an accelerator, ba
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Context in which ``observer`` receives the engine's events."""
+    """Context manager: ``observer`` receives the engine's events while active."""
     _observers.append(observer)
     try:
         yield
@@ -240,7 +240,7 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
         fix: Fix, for the message.
 
     Raises:
-        UnsupportedModelError: There is such a hook.
+        UnsupportedModelError: A module of ``root`` has a hook of the user, or a global hook is registered.
     """
     for name, module in root.named_modules():
         if within and module is root:
@@ -265,14 +265,14 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def has_user_backward_hooks(module: nn.Module) -> bool:
-    """Return True if the user has a backward hook on the module itself, or a global backward hook."""
+    """Return True if a backward hook of the user is registered on the module itself, or globally."""
     names = {table: kind for table, kind in TABLES.items() if "backward" in table}
     names_of_all = {table: kind for table, kind in GLOBAL.items() if "backward" in table}
     return any(_hooks(module.__dict__, names)) or any(_hooks(vars(torch_module), names_of_all))
 
 
 def has_chunkwise_hooks(root: nn.Module) -> bool:
-    """Return True if a :func:`chunkwise` hook is inside ``root``: it may read a trainable tensor."""
+    """Return True if a module of ``root`` has a :func:`chunkwise` hook, which may read a trainable tensor."""
     return any(
         hasattr(hook, "_streamtune_chunkwise")
         for module in root.modules()

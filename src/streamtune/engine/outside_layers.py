@@ -81,7 +81,7 @@ class StreamedEmbedding:
         return Embeddings.create(value, recompute)
 
     def _is_watched(self) -> bool:
-        """Return True if the module has hooks of others (ZeRO, FSDP2, the user), or another weight than before."""
+        """Return True if the module has hooks of others (ZeRO, FSDP2, the user), or its weight was replaced."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         ours = [isinstance(getattr(hook, "__self__", None), WaitingWeights) for hook in hooks]
@@ -98,7 +98,7 @@ def _state_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 @dataclass
 class _Content:
-    """The embeddings that a stand-in holds, and how to recompute them."""
+    """The embeddings that a stand-in holds, and a function that recomputes them."""
 
     value: Tensor | None
     """Embeddings ``[B, T, C]``; None once they were taken."""
@@ -110,7 +110,7 @@ class _Content:
     """Autograd node of the stand-in, or None. The reference is weak, because the node holds this object."""
 
     def is_of(self, node: Any) -> bool:
-        """Return True if ``node`` is still the stand-in's own node, not the node of a custom autograd function."""
+        """Return True if ``node`` is the stand-in's original autograd node, not a custom function's node."""
         return node is None if self.node is None else node is not None and node is self.node()
 
 
@@ -153,7 +153,7 @@ class Embeddings(Tensor):
 
 
 class _StandIn(torch.autograd.Function):
-    """Autograd node of a stand-in; only a custom autograd function, which gets the stand-in itself, goes through it."""
+    """Autograd node of a stand-in, reached only through custom autograd functions: others get the embeddings."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
@@ -236,7 +236,7 @@ class StreamedNorm:
         self.pointwise: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the norm; arguments and result are the same as of the norm's class."""
+        """Run the norm; arguments and result are the same as for the forward of the norm's class."""
         args = tuple(map(take_embeddings, args))
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= self.schedule.chunk_size:

@@ -2,9 +2,9 @@
 
 Most models of ``transformers`` pass queries, keys, values and mask to a function that their config names. The engine
 registers its own function there (``attention``). Other layers add the mask to their scores themselves (bloom, falcon,
-gptj), or compute with it before attention (sparse attention with an indexer). Such a layer keeps its attention code. It
-gets a tile of the mask: the rows of the chunk, and the columns of prefix and chunk. The dtype is the one its
-implementation expects:
+gptj), or compute with it before attention (sparse attention with an indexer). Such a layer keeps its attention code and
+gets a tile of the mask: the rows of the chunk, and the columns of prefix and chunk. The tile has the dtype that the
+layer's attention implementation expects:
 
     eager   additive, 0 or the lowest finite number, in the dtype of the hidden states
     sdpa    boolean, True where attention is allowed
@@ -82,7 +82,7 @@ class AttentionNames:
 
     @contextmanager
     def using(self, names: list[Any]) -> Iterator[None]:
-        """Context in which the configs have these names, also during calls."""
+        """Context manager: the configs have these names while active, also during calls."""
         self._depth += 1
         try:
             with attention_as(self.configs, names):
@@ -161,7 +161,7 @@ def sees_future(dense_BHTT: Tensor) -> bool:
 
 @dataclass(eq=False)
 class DensifiedMask(LazyMask):
-    """A lazy mask that builds the dense mask if a model computes with it outside of its layers."""
+    """A lazy mask that becomes a dense mask when a model computes with it outside of its layers."""
 
     dense_dtype: torch.dtype = torch.bool
 

@@ -53,11 +53,11 @@ class CallSettings:
     autocast: Autocast
     modes: Modes
     counted: Tensor | None
-    """``[B, T]``, nonzero for the tokens that the router counts; None counts all."""
+    """Mask ``[B, T]``, nonzero at the tokens that the router loss counts; None counts all."""
 
     @classmethod
     def current(cls, call: LayerCall, owner: StreamedLayer) -> CallSettings:
-        """Return the current settings."""
+        """Return the settings that apply to ``call`` now."""
         context, routers, device = owner.parts.context, owner.parts.routers, call.hidden.device
         rows = call.shards.rows if call.shards is not None and context.rows is None else context.rows
         counted_BT = routers.mask_BT if routers is not None and routers.active else None
@@ -172,7 +172,7 @@ class LayerStream:
         return [*outputs, *sums], cache
 
     def _router_mask(self, chunk: slice, ran: slice) -> Tensor | None:
-        """Return a mask over the tokens the layer ran on, nonzero where the router counts them; None counts all."""
+        """Return a mask over the tokens ``ran``, nonzero where the router loss counts a token; None counts all."""
         counted_BT = self.settings.counted
         if ran == chunk:
             return None if counted_BT is None else counted_BT[:, chunk]
@@ -182,7 +182,7 @@ class LayerStream:
 
     @contextmanager
     def walk(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
-        """Context for one pass over all chunks: weights are fetched, and linear weights cast, once.
+        """Context manager for one pass over all chunks: fetches weights to the device, and casts linear weights, once.
 
         ``sums`` are the gradient accumulators of the parameters, in a backward.
         """
@@ -238,7 +238,7 @@ class LayerStream:
         return z + shared
 
     def _end_with_rows(self) -> None:
-        """From now on, cut this layer's chunks where packed rows begin."""
+        """Cut this layer's chunks where packed rows begin, in this call and in later calls."""
         if keeps_keys(self.call.layer):
             self.states.note_keys()
         self.owner.carries_states = self.owner.parts.last_call.ends_with_rows = True
@@ -265,7 +265,7 @@ class LayerStream:
         return z + [cache.own_kv[2 * index + place] for index in self.filled.values() for place in (0, 1)]
 
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
-        """Return the output in the form the layer returns it; add shared keys and values to ``sharing``."""
+        """Return the output as the layer returns it (tensor or tuple); add shared keys and values to ``sharing``."""
         own_count, output_count = len(self.outputs.along), len(self.along)
         if self.routers is not None:
             self.routers.add(outputs[own_count:output_count])
@@ -293,7 +293,7 @@ class LayerStream:
         return StoredTensor(self._tier(name), like, self.hidden_along)
 
     def _save_kv_and_states(self, for_backward: bool, recomputed: bool, shared: bool = False) -> None:
-        """Free keys, values and states that the backward does not need or will recompute; offload or keep the rest."""
+        """Free keys, values and states that the backward recomputes or does not read; offload or keep the others."""
         if self.chained and for_backward:
             self._save_kv_by_chunk()
             return
@@ -347,7 +347,7 @@ class LayerStream:
         return self.saved.input(self.owner.name)
 
     def grad_out(self, incoming: Tensor | None) -> Source | None:
-        """Return the gradient of the output hidden states: autograd's plus the gradient that the next layer left."""
+        """Return the gradient with respect to the output hidden states: autograd's plus the one the next layer left."""
         left = self.grad_from_next.take()
         if left is None or incoming is None:
             return left if incoming is None else incoming
@@ -435,7 +435,7 @@ class LayerStream:
 
     @contextmanager
     def _restored(self, chunk: slice) -> Iterator[None]:
-        """Context with the random state, autocast settings and modes of the chunk's forward."""
+        """Context manager: random state, autocast settings and modes are the same as in the chunk's forward."""
         with self.random[chunk.start].replayed(), self.settings.autocast.restored(), self.settings.modes.restored():
             yield
 
@@ -453,9 +453,9 @@ class LayerStream:
 
 
 class _NextLayerGradient:
-    """Gradient of a call's output, written by the next layer's backward, and the id of that backward pass.
+    """Gradient with respect to a call's output, written by the next layer's backward, with the id of that pass.
 
-    If a backward pass stops before this layer, its gradient stays here. A later backward pass must not use it.
+    If a backward pass stops before this layer, its gradient stays here, and a later backward pass must not use it.
     """
 
     def __init__(self) -> None:

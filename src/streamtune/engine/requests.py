@@ -26,7 +26,7 @@ from streamtune.ops import TokenLoss, TopKTeacher
 
 @dataclass
 class LossRequest:
-    """Request for the loss of a call; it also receives the sums measured with the loss."""
+    """Request for another loss than the cross-entropy; the call writes sums measured with the loss to ``measured``."""
 
     loss: TokenLoss
     """Loss of each target."""
@@ -75,16 +75,16 @@ class LossRequest:
 
 @dataclass
 class ScoreRequest:
-    """Request for the scores of a call's targets; it also receives the call's router loss."""
+    """Request for the scores of a call's targets; the call writes its router loss to ``router_loss``."""
 
     targets: Tensor
-    """Target ids ``[B, T]``; -100 for none."""
+    """Target ids ``[B, T]``; -100 at a position without target."""
     branches: Branches | None = None
     """Layout of rows that share their beginning; None for other rows."""
     temperature: float = 1.0
     """Divisor of the logits."""
     entropy: bool = False
-    """True computes entropies as well."""
+    """Whether to compute entropies as well."""
     router_loss: Tensor | None = None
     """Router loss of the call, set by the call."""
     shards: SequenceShards | None = None

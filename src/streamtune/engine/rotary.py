@@ -50,7 +50,7 @@ class RowLengths:
 
     @classmethod
     def from_batch(cls, positions: Tensor) -> RowLengths:
-        """Return the longest row's length for every token, given positions ``[B, T]``."""
+        """Return lengths in which every token has the length of the longest row, given positions ``[B, T]``."""
         if positions.dim() != 2:
             raise UnsupportedModelError(
                 "rotary embeddings that depend on the longest position need position_ids [B, T], found "
@@ -76,7 +76,7 @@ class RowLengths:
         return RowLengths(self.shortest_BT.to(device), self.longest_BT.to(device))
 
     def cut(self, cut: Callable[[Tensor], Tensor]) -> RowLengths:
-        """Return the lengths of one rank's tokens, which ``cut`` selects."""
+        """Return the lengths of the tokens that the function ``cut`` selects from a tensor ``[B, T]``."""
         return RowLengths(cut(self.shortest_BT), cut(self.longest_BT))
 
 
@@ -144,7 +144,7 @@ class LengthRotary:
 
 
 def longest_unscaled(config: Any) -> int | None:
-    """Return the largest row length up to which frequencies do not depend on it; None if they never depend on it."""
+    """Return the largest row length up to which rotary frequencies are constant; None if they are always constant."""
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
@@ -154,7 +154,7 @@ def longest_unscaled(config: Any) -> int | None:
 
 @contextmanager
 def rotated_by_row(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[None]:
-    """Context in which an unstreamed model rotates each row with the frequencies that the row would have alone.
+    """Context manager: an unstreamed model rotates each row with the frequencies it would have alone, while active.
 
     ``mask_BT`` has ones at the tokens of each row. Without it, positions show the packed rows.
     """
@@ -175,7 +175,7 @@ def rotated_by_row(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[
 
 
 def _kind_and_limit(module: Any, layer_type: str | None) -> tuple[str, int]:
-    """Return the type of a rotary embedding, and the longest row up to which its frequencies do not change."""
+    """Return the type of a rotary embedding, and the row length up to which its frequencies are constant."""
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
     return _kind(parameters), _limit(module.config, parameters)

@@ -8,8 +8,8 @@ Two losses on a mixture of experts are not sums over chunks: the load-balancing 
 
 But both are functions of sums over tokens, and a sum over tokens is a sum over chunks. So a streamed layer returns its
 sums together with its hidden states. Each chunk's backward gets the gradient of the sums unchanged (``vjp``). The count
-f has no gradient, so its scope can be wider than one backward. It is the micro-batch, or all micro-batches and ranks of
-a step (Qiu et al., arXiv 2501.11873). The wider scope costs one reduction of E numbers.
+f has no gradient, so its scope can be wider than one backward: the micro-batch, or all micro-batches and ranks of a
+step (Qiu et al., arXiv 2501.11873). The wider scope costs one reduction of E + 1 numbers.
 
 Shape suffixes: N tokens, E experts.
 """
@@ -108,7 +108,7 @@ class RouterSums:
 
 @dataclass(frozen=True)
 class RouterTerms:
-    """Terms of the last call's loss: scalars without a gradient."""
+    """Two terms of the last call's loss, to log: scalars without a gradient."""
 
     loss: Tensor
     """Loss before the router losses are added."""
@@ -173,16 +173,16 @@ class RouterWatch:
         return sums
 
     def silenced(self) -> AbstractContextManager[None]:
-        """Context in which calls add no router losses, so that models can be compared by their predictions."""
+        """Context manager: calls add no router losses, so that the loss depends on the model's predictions alone."""
         return attribute_as(self, "silent", True)
 
     def counting(self, tokens_BT: Tensor) -> AbstractContextManager[None]:
-        """Context in which routers count the nonzero tokens of ``tokens_BT`` instead of the attention mask's."""
+        """Context manager: routers count the tokens that are nonzero in ``tokens_BT``, not in the attention mask."""
         return attribute_as(self, "counted_BT", tokens_BT)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context that collects the logits of every router that runs in it, for :meth:`sums`."""
+        """Context manager: collects the logits of every router that runs while active, for :meth:`sums`."""
         self._chunk_logits = []
         try:
             yield
@@ -232,7 +232,7 @@ class RouterWatch:
 
     @property
     def share(self) -> float:
-        """Factor on a call's router losses: ``weight``; 1 with global scope, because the calls' shares add up."""
+        """Factor on a call's router losses: ``weight``, or 1 with global scope, whose terms are shares already."""
         return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
     def _collect(self, index: int, module: nn.Module, args: Any, output: Any) -> None:

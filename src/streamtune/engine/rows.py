@@ -49,7 +49,7 @@ def describes_packed_rows(arguments: dict[str, Any]) -> bool:
 
 @dataclass(eq=False)
 class PackedRows:
-    """Packed rows of a batch; ``positions_BT`` restart where a row begins."""
+    """Packed rows of a batch; positions ``positions_BT`` restart where a row begins."""
 
     positions_BT: Tensor  # noqa: N815
 
@@ -75,7 +75,7 @@ class PackedRows:
 
     @cached_property
     def clean_starts(self) -> frozenset[int]:
-        """Positions at which a row begins in every sequence."""
+        """Positions at which a row begins in every sequence of the batch."""
         return frozenset(int(place) for place in host_copy(self.begins).all(0).nonzero().flatten().tolist())
 
     def masked(self, mask: LazyMask) -> LazyMask:
@@ -104,10 +104,10 @@ class PackedRows:
         return chunks
 
     def refuse_single(self, parts: Iterable[slice]) -> None:
-        """Refuse a part of one token that lies inside a row of another sequence of the batch.
+        """Refuse parts of one token that start inside a row of another sequence of the batch.
 
         Raises:
-            UnsupportedModelError: There is such a part.
+            UnsupportedModelError: One of ``parts`` is such a part.
         """
         for part in parts:
             if part.stop - part.start == 1 and part.start not in self.clean_starts:

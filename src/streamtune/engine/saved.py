@@ -59,7 +59,7 @@ class SavedTensors:
         return self.z_in
 
     def settle(self) -> None:
-        """Let the computation wait for the copies to host or disk."""
+        """Let the computation's stream wait until the saved tensors are copied to the host."""
         if isinstance(self.z_in, StoredTensor):
             self.z_in.tier.settle()
         if self.attention is not None:
@@ -88,7 +88,7 @@ def keep_kv(
 ) -> SavedKV | None:
     """Save the keys and values of a layer's forward by span, and free its buffers.
 
-    Return None if the buffers are kept: spans would copy most of them, or keys of earlier tokens come first in them.
+    Return None if the buffers are kept: spans would copy most of them, or they begin with keys from before the call.
 
     Args:
         kv: Keys and values of the layer call.

@@ -44,7 +44,7 @@ def names_in_forward(kind: type[nn.Module]) -> tuple[str, ...]:
 
 @contextmanager
 def scans_from_state(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
-    """Context in which the scans of ``mixers`` start from the state that ``cache`` holds.
+    """Context manager: while active, the scans of ``mixers`` start from the state that ``cache`` holds.
 
     ``transformers`` is not changed: each mixer gets a copy of its class's forward in which the name of the scan refers
     to another function.

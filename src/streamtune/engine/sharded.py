@@ -1,6 +1,6 @@
 """Sharded parameters (ZeRO stage 3, FSDP2), and the state of a layer's weights at one moment.
 
-A sharded parameter is whole only inside a call of its module: hooks gather it before the call and free it after, and
+A sharded parameter is complete only inside a call of its module: hooks gather it before the call and free it after, and
 again in the backward. So the engine reads a weight only inside that call. A decoder layer's chunks run inside the
 layer's ``forward``, and the head's chunks inside the head's. The exception is a layer that runs forward again in the
 backward of a later layer (``levels: 2``): :func:`gathered` gathers its weights.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 LEAF = "_z3_leaf"
-"""Attribute by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module to be gathered as a whole."""
+"""Attribute with which ``deepspeed.utils.set_z3_leaf_modules`` marks a module to be gathered as a whole."""
 
 DEEPSPEED = "deepspeed.runtime.zero"
 """Package whose hooks gather modules under ZeRO stage 3."""
@@ -109,7 +109,7 @@ def _is_deepspeeds(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
-    """Context in which a layer's sharded weights are gathered, for a forward inside the backward of another layer.
+    """Context manager: gathers a layer's sharded weights, for a forward inside the backward of another layer.
 
     Args:
         layer: Layer to gather.
@@ -133,7 +133,7 @@ def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Ite
 
 @contextmanager
 def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None]:
-    """Gather a layer as ZeRO stage 3's hooks do around its forward, so that DeepSpeed's prefetch order includes it.
+    """Context manager: gathers a layer as ZeRO stage 3's hooks do, so that DeepSpeed's prefetch order includes it.
 
     DeepSpeed's hooks that count expected backwards are left out, because this forward has no backward.
     """
@@ -231,7 +231,7 @@ class Weights:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context in which the layer has these tensors, also after ``torch.func.functional_call`` has ended."""
+        """Context manager: the layer has these tensors, also after ``torch.func.functional_call`` has ended."""
         places = [(*_owner(self.layer, name), tensor) for name, tensor, *_ in self.held]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
@@ -245,7 +245,7 @@ class Weights:
 
 
 def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
-    """Return the weights that peft adapts by ``ParamWrapper``, such as stacked experts; none without peft."""
+    """Return the weights that peft adapts with ``ParamWrapper``, such as stacked experts; none without peft."""
     wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if wrapper is None:
         return ()
@@ -254,7 +254,7 @@ def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
 
 
 def preserved_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
-    """Context that preserves the version counters of ``weights`` (see :func:`adapted_tensors`).
+    """Context manager: preserves the version counters of ``weights`` (see :func:`adapted_tensors`).
 
     In each call peft parametrizes such a weight, and torch then writes the weight's own values into it. Only the
     version changes. Without this context :meth:`Weights.check` would refuse the backward.

@@ -182,7 +182,7 @@ class StreamHandle(StreamedCalls):
             raise ArgumentError("the model is no longer streamed", fix="compute log-probabilities before .remove()")
         if not self.streams_head:
             raise ArgumentError(
-                "log-probabilities need a streamed head; this model was streamed without one",
+                "log-probabilities need a streamed head; this model's head is not streamed",
                 fix="use stream(model, head=True) on a causal language model",
             )
         if input_ids.shape != targets.shape or input_ids.dim() != 2:
@@ -199,7 +199,7 @@ class StreamHandle(StreamedCalls):
             )
 
     def with_loss(self, asked: LossRequest) -> AbstractContextManager[None]:
-        """Context in which calls with labels return the requested loss instead of the cross-entropy.
+        """Context manager: while active, calls with labels return the requested loss instead of the cross-entropy.
 
         Args:
             asked: Loss, and weights of the targets. Its ``measured`` receives the sums measured with the loss.
@@ -208,7 +208,7 @@ class StreamHandle(StreamedCalls):
             ArgumentError: The head is not streamed.
         """
         if self.head is None:
-            raise ArgumentError("another loss needs a streamed head; this model was streamed without one")
+            raise ArgumentError("another loss needs a streamed head; this model's head is not streamed")
         return attribute_as(self.head, "asked", asked)
 
     def check(self, length: int | None = None) -> None:

@@ -83,7 +83,7 @@ class StreamedLayer:
 
     @contextmanager
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:
-        """Context in which the layer's weights are on the device; yields the copies of ``parameters`` there.
+        """Context manager: the layer's weights are on the device while active; yields the copies of ``parameters``.
 
         ``prefetch`` is the offset of the layer to fetch next, as in :meth:`WaitingWeights.used`. None means a backward:
         the layer before this one is fetched.
@@ -123,13 +123,13 @@ class StreamedLayer:
         )
 
     def check_attention(self, length: int) -> None:
-        """Refuse an attention implementation that was set after streaming: it would be wrong on chunks.
+        """Refuse an attention implementation that was set after streaming: its result on chunks would be wrong.
 
         Also refuse an attention that keeps the top-k keys by scores that do not depend on the query (doge). Repeated
         tokens have equal scores, so the choice between them depends on the number of keys, which a chunk changes.
 
         Raises:
-            UnsupportedModelError: One of the two applies to a sequence of ``length`` tokens.
+            UnsupportedModelError: The attention was changed, or keeps fewer than ``length`` keys.
         """
         for config, name in zip(self.configs, self.attention, strict=True):
             kept = getattr(config, KEPT_WINDOW, None)

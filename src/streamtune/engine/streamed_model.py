@@ -40,7 +40,7 @@ from streamtune.schedule import Schedule
 
 
 class StreamedModel:
-    """A streamed model and the parts installed in it. Arguments and errors are the same as for ``stream``."""
+    """A streamed model, and the parts installed in it. Arguments and errors are the same as for ``stream``."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class StreamedModel:
         return bool(self._rotations)
 
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
-        """Context in which the layer's weights are on the device, also if they are offloaded."""
+        """Context manager: the layer's weights are on the device while active, also if they are offloaded."""
         return nullcontext() if self.waiting is None else self.waiting.used(layer)
 
 

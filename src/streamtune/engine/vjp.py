@@ -51,7 +51,7 @@ RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
 
 
 class LayerInput(NamedTuple):
-    """A tensor argument of a layer, in memory or in a storage tier."""
+    """A tensor argument of a layer, in device memory or in a tier."""
 
     x: Source
     along: Along
@@ -68,7 +68,7 @@ def streamed_vjp(
     sums: Sequence[GradientSum],
     widen: bool = True,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the gradients of a layer's inputs and of its parameters, computed one chunk at a time.
+    """Return the gradients with respect to a layer's inputs and parameters, computed one chunk at a time.
 
     Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``. A gradient is None if no chunk
     contributes to it, or if its ``into`` is a :class:`StoredTensor`, which then holds it.
@@ -78,7 +78,7 @@ def streamed_vjp(
         chunks: Positions of the chunks, in order; together they cover the sequence.
         inputs: Arguments of the layer; the first is ``z_in`` ``[B, T, C]``.
         grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``. dL/dz is None if
-            nothing used z.
+            the loss does not depend on z.
         sums: Gradient accumulators of the layer's trainable parameters; fused linears add to them directly.
         widen: True sums the gradients of inputs in fp32 if the tensors are narrower.
     """
@@ -129,7 +129,7 @@ def chunk_vjp(
     cache: Boundary,
     parameters: Sequence[Tensor],
 ) -> Iterator[Tensor | None]:
-    """Return gradients for the chunk's inputs, for the K/V it read, and for the parameters (this chunk's term).
+    """Return gradients with respect to the chunk's inputs, the K/V or states it read, and the parameters (its term).
 
     Equal to ``torch.autograd.grad(outputs, [*x_i, *cache.leaves, *parameters], grad_outputs)``, where the outputs are
     z(i) and the K/V or states that later chunks read from this chunk.
@@ -137,7 +137,7 @@ def chunk_vjp(
     Args:
         x_i: Inputs of the chunk that need a gradient.
         output_grads: Pairs (z(i), dL/dz(i)) of the chunk's outputs.
-        cache: Tensors that cross the borders of the chunk.
+        cache: Tensors that the chunk read from earlier chunks, and tensors that later chunks read from it.
         parameters: Trainable parameters of the layer.
     """
     pairs = [(out, grad) for out, grad in (*output_grads, *cache.passed_on()) if out.requires_grad]
@@ -155,7 +155,7 @@ def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
 
 
 def part(x: Source, along: Along, chunk: slice) -> Tensor:
-    """Return one chunk of a tensor, which may be in memory or in a storage tier."""
+    """Return one chunk of a tensor, which may be in device memory or in a tier."""
     return x.cut(chunk) if isinstance(x, StoredTensor) else cut(x, along, chunk)
 
 

@@ -13,7 +13,7 @@ The weights of decoder layers, embedding and head are offloaded. Trained weights
 head are copied for each of their calls, and an autograd node returns their gradients to the host.
 
 Copies may be narrower than the weights (``fetch_dtype``): W' = bf16(W). Then the whole model computes in that dtype, so
-modules outside the layers get such copies in their calls too. Weights that the model always keeps in float32 stay in
+modules outside the layers get narrow copies in their calls too. Weights that the model always keeps in float32 stay in
 float32. The gradient is dL/dW' of the model with weights W', summed and returned in the dtype of W, so that an
 optimizer steps float32 weights.
 """
@@ -43,7 +43,7 @@ KINDS = (Tensor, nn.Parameter)
 
 
 def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of an unwrapped model that offloading keeps on the host, each once."""
+    """Return the parameters of an unwrapped model that ``weights="host"`` keeps on the host, each once."""
     parameters = {id(p): p for layer in layers for _, _, p in _of_layer(layer)}
     parameters |= {id(p): p for module in _embedding_and_head(model) for _, _, p in _entries(module)}
     return list(parameters.values())
@@ -120,7 +120,7 @@ def _embedding_and_head(model: Any) -> list[nn.Module]:
 
 
 def _modules_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules outside the layers that have parameters themselves."""
+    """Return the modules outside the layers that own parameters, not only through submodules."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [module for module in model.modules() if id(module) not in inside and _entries(module)]
 
@@ -153,7 +153,7 @@ class _Unit:
     places: list[tuple[nn.Module, str, int]]
     """(module, name, index in ``parameters``) of each attribute."""
     following: int | None = None
-    """Index of the next layer; None if it is not a layer."""
+    """Index of the layer after this layer; None for embedding, head and other modules."""
     leaves: list[Tensor] | None = None
     depth: int = 0
     before: list[Tensor | None] = field(default_factory=list)
@@ -204,7 +204,7 @@ class WaitingWeights:
 
     @contextmanager
     def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
-        """Context in which a layer holds copies of its weights on the device; yields them by ``id`` of the parameter.
+        """Context manager: a layer holds device copies of its weights while active; yields them by parameter ``id``.
 
         Each copy is a leaf that requires a gradient if its parameter does. ``prefetch`` begins to copy the weights of
         the next layer (1) or of the layer before (-1); 0 copies none.
@@ -226,7 +226,7 @@ class WaitingWeights:
 
     @contextmanager
     def with_graph(self, module: nn.Module) -> Iterator[None]:
-        """Context in which ``module`` (the head) holds copies on the device; autograd copies their gradients back."""
+        """Context manager: ``module`` (the head) holds device copies while active; autograd copies gradients back."""
         unit = self._units.get(id(module))
         if unit is None or unit.depth:
             yield

@@ -1,8 +1,8 @@
 """Tier in a file: raw pages, written and read by a few threads, without the page cache if the system allows.
 
-The file has no name. If the system cannot create such a file, it is unlinked once it is open. Either way it disappears
-with the process, however that ends. Its blocks are allocated like a stack, so its length is the largest number of bytes
-stored at a time.
+The file has no name. If the system cannot create a file without a name, a named file is unlinked once it is open.
+Either way the file disappears with the process, however the process ends. Blocks in the file are allocated like a
+stack, so the file is about as long as the largest number of bytes stored at a time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from streamtune.engine.memory.tiers import Block, Copies
 from streamtune.errors import StorageError
 
 THREADS = 4
-"""Number of threads that write and read; one alone does not fill the queue of a solid-state disk."""
+"""Number of threads that write and read; a single thread does not fill the queue of a solid-state disk."""
 
 IN_FLIGHT = 4
-"""Largest number of writes in flight, each with its block in host memory."""
+"""Largest number of writes in flight; each holds a block of host memory."""
 
 RETURNING = 2
-"""Largest number of copies to the device in flight, each with its block in host memory."""
+"""Largest number of copies to the device in flight; each holds a block of host memory."""
 
 
 class DiskTier:
@@ -43,7 +43,7 @@ class DiskTier:
         directory: Directory of the file, on a local disk.
         arena: Arena for tensors on their way to or from the file. No other tier may use it: threads fill its blocks at
             once, while copies of another tier might still read a freed block.
-        tally: Count of the bytes in the file.
+        tally: Byte count of the file.
     """
 
     def __init__(self, device: torch.device, directory: str, arena: Arena, tally: Tally) -> None:
@@ -63,7 +63,7 @@ class DiskTier:
         return _OnDisk(self, x)
 
     def settle(self) -> None:
-        """Let the computation wait until all stored tensors are on the host, and drop the originals.
+        """Let the computation's stream wait until all stored tensors are on the host; drop the originals.
 
         Writes to the file continue.
         """
@@ -231,7 +231,7 @@ class _File:
             raise self.storage_error(error, self.length) from error
 
     def storage_error(self, error: OSError, wanted: int) -> StorageError:
-        """Return the error to raise for an ``OSError``, with what the user can do."""
+        """Return the error to raise for an ``OSError``, with a fix; ``wanted`` is the file's size in bytes."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.directory).free
             full = "the file size limit is reached (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"

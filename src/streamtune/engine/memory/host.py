@@ -41,10 +41,10 @@ LIMITS = (
 """Files with a container's memory limit and its usage."""
 
 RESERVE = 1 << 28
-"""Fewest bytes of host memory that are left free."""
+"""Smallest number of bytes of host memory that is left free."""
 
 SHARE = 0.02
-"""Smallest fraction of host memory that is left free."""
+"""Fraction of host memory that is left free, if this is more than ``RESERVE``."""
 
 GIB = 1 << 30
 
@@ -53,7 +53,7 @@ _kept_from_children: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def mark_host_storage(storage: torch.UntypedStorage) -> None:
-    """Mark a storage as host memory until it is freed."""
+    """Mark a storage as belonging to an arena or a pool, until the storage is freed."""
     _host_storages.add(storage._cdata)
     weakref.finalize(storage, _host_storages.discard, storage._cdata)
 
@@ -64,7 +64,7 @@ def is_host_storage(storage: torch.UntypedStorage) -> bool:
 
 
 def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many bytes can be allocated without swapping, within the limit of a container.
+    """Return how many bytes of host memory can be allocated without swapping, within a container's limit.
 
     Args:
         root: Mount point of this process's control group.
@@ -230,24 +230,24 @@ class Span:
         return self.region.bytes[self.offset : self.offset + self.nbytes].view(dtype).view(shape)
 
     def memory(self) -> memoryview:
-        """Return the block as whole pages, to read from or write to a file."""
+        """Return the block's bytes, rounded up to whole pages, to read from or write to a file."""
         assert self.region.map is not None, "simulated memory has no bytes"
         return memoryview(self.region.map)[self.offset : self.offset + pages(self.nbytes)]
 
 
 class Tally:
-    """Counts the bytes stored in one kind of memory, now and at their peak, and the bytes copied there and back."""
+    """Counts the bytes stored in one kind of memory, now and at the peak, and the bytes copied to and from it."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        """Count ``nbytes`` that are stored."""
+        """Add ``nbytes`` to the stored bytes."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def free(self, nbytes: int) -> None:
-        """Count ``nbytes`` that are freed."""
+        """Subtract ``nbytes`` from the stored bytes."""
         self.live_bytes -= nbytes
 
 
@@ -261,7 +261,7 @@ class Arena:
         """Index of the first region that may have a free page; a step allocates thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Map host memory until the arena has ``nbytes``, so that a step need not map any."""
+        """Map host memory until the arena has ``nbytes`` in total, so that a step maps none."""
         held = sum(region.size for region in self.regions)
         if nbytes > held:
             self._grow(nbytes - held, device)
@@ -270,7 +270,7 @@ class Arena:
         """Return a block of ``nbytes`` for a tensor of ``device``.
 
         Raises:
-            OutOfMemoryError: The machine would have to swap.
+            OutOfMemoryError: Too little host memory is free.
         """
         while self._first < len(self.regions) and not self.regions[self._first].fits(PAGE):
             self._first += 1
@@ -335,7 +335,7 @@ class HostPool:
             device: Device that it is copied to and from; ``meta`` simulates the memory.
 
         Raises:
-            OutOfMemoryError: The machine would have to swap.
+            OutOfMemoryError: Too little host memory is free.
         """
         size = pages(shape.numel() * dtype.itemsize)
         if device.type == "meta":

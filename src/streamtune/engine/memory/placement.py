@@ -1,8 +1,8 @@
 """Placement of each layer's input under a schedule: stored in a tier, or recomputed.
 
-With ``levels: 1`` every layer stores its input. With ``levels: 2`` layers 0, k, 2k ... store theirs. The backward of a
-segment first runs the layers in between forward again and stores their inputs. At most ceil(L / k) + k - 1 inputs are
-stored at a time. This is smallest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear
+With ``levels: 1`` every layer stores its input. With ``levels: 2`` layers 0, k, 2k ... store their inputs. The backward
+of a segment first runs the layers in between forward again and stores their inputs. At most ceil(L / k) + k - 1 inputs
+are stored at a time, fewest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear
 Memory Cost, arXiv 1604.06174). With ``order: chunk`` only the first layer's input is stored, and levels apply to the
 layers of one chunk (``engine.chain``).
 """
@@ -65,8 +65,8 @@ def extra_forwards(schedule: Schedule, count: int) -> list[int]:
 def _placement(schedule: Schedule, index: int, count: int, size: int) -> Placement:
     """Return the placement of layer ``index`` of ``count`` streamed layers.
 
-    ``device_layers`` inputs stay on the device: the ones that the backward reads first. These are the recomputed inputs
-    of the current segment, then the stored inputs from the last segment on.
+    The ``device_layers`` inputs that the backward reads first stay on the device: the last recomputed inputs of a
+    segment, then the stored inputs of the last segments.
     """
     inner = index % size
     if inner:
@@ -87,8 +87,8 @@ class Tiers:
     """Host memory and disk space of one streamed model.
 
     Attributes:
-        host: Count of the bytes in host memory, including blocks on their way to or from the file.
-        disk: Count of the bytes in the file.
+        host: Byte count of host memory, including blocks on their way to or from the file.
+        disk: Byte count of the file.
     """
 
     def __init__(self, schedule: Schedule) -> None:

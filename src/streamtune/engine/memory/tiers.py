@@ -30,7 +30,7 @@ class Block(Protocol):
     """One tensor in a tier."""
 
     def read_ahead(self) -> None:
-        """Begin the step before the copy to the device, such as reading the tensor from a file."""
+        """Begin to read the tensor from the file to host memory; does nothing if the tier has no file."""
 
     def prefetch(self) -> None:
         """Begin to copy the tensor back to its device."""
@@ -52,7 +52,7 @@ class Tier(Protocol):
         """Store a tensor."""
 
     def settle(self) -> None:
-        """Let the computation wait until all stored tensors are copied, and drop the originals."""
+        """Let the computation's stream wait until all stored tensors are copied; drop the originals."""
 
 
 class DeviceTier:
@@ -63,7 +63,7 @@ class DeviceTier:
         return _HeldTensor(x)
 
     def settle(self) -> None:
-        """Do nothing, because nothing is copied."""
+        """Do nothing: this tier copies nothing."""
 
 
 class _HeldTensor:
@@ -115,7 +115,7 @@ class Copies:
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Begin to copy ``host`` to a new tensor on the device; return the tensor and the event to wait for.
 
-        The event is None if the tensor is ready. If ``dtype`` is given, the device casts to it.
+        The event is None if the tensor is ready. If ``dtype`` is given, the tensor is cast to it on the device.
         """
         x = torch.empty(host.shape, dtype=dtype or host.dtype, device=device)  # allocated on the stream that reads it
         if self.stream is None:
@@ -132,7 +132,7 @@ class Copies:
         return x, event
 
     def settle(self, most: int = 0) -> None:
-        """Let the computation wait until at most ``most`` copies to the host are in flight.
+        """Let the computation's stream wait until at most ``most`` copies to the host are in flight.
 
         The memory of the copied tensors may then be reused by the computation's stream.
         """
@@ -153,7 +153,7 @@ class HostTier:
         return _OnHost(self, x)
 
     def settle(self) -> None:
-        """Let the computation wait until all stored tensors are on the host, and drop the originals."""
+        """Let the computation's stream wait until all stored tensors are on the host; drop the originals."""
         self.copies.settle()
 
 

@@ -33,10 +33,10 @@ from streamtune.schedule import Schedule
 
 @contextmanager
 def checking_mode(handle: StreamedModel) -> Iterator[None]:
-    """Context in evaluation mode that restores afterwards everything that a check changes.
+    """Context manager: the model is in evaluation mode, with gradients on and the head frozen, while active.
 
-    It restores the training flags, the layers' ``forward``, ``requires_grad`` of the head, the precision of fp32 matrix
-    products and the random state.
+    Afterwards these are restored: training flags, the layers' ``forward``, ``requires_grad`` of the head, precision of
+    fp32 matrix products and random state.
     """
     model = handle.model
     training = [(module, module.training) for module in model.modules()]
@@ -65,9 +65,9 @@ def checking_mode(handle: StreamedModel) -> Iterator[None]:
 
 @contextmanager
 def aliased_parameters(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Context in which a layer's trainable parameters are replaced by leaves on the same storage, without hooks.
+    """Context manager: leaves on the same storage, without hooks, replace a layer's trainable parameters while active.
 
-    Yields the leaves by name.
+    Yields the leaves by parameter name.
     """
     names = {id(p): name for name, p in layer.named_parameters() if p.requires_grad}
     aliases: dict[int, nn.Parameter] = {}
@@ -115,11 +115,11 @@ def hidden_states_of(out: Any) -> Tensor:
 
 
 BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-"""Largest relative difference that rounding explains. In fp64 models some norms, rotations and routers are in fp32."""
+"""Largest relative difference of norms that counts as rounding, by dtype; fp64 models compute some parts in fp32."""
 
 
 def bound_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
-    """Return the dtype that gives a tensor's bound in ``BOUND``: its own, or its layer's if that is coarser.
+    """Return the dtype whose ``BOUND`` applies to a tensor: of the tensor and its layer's weights, the coarsest.
 
     Some models have an fp32 residual stream between layers that compute in bf16.
     """
@@ -179,7 +179,7 @@ def streamed_forward(
 
 
 def trial_batch(model: Any) -> dict[str, Any]:
-    """Return a batch of random tokens, the second row padded on the right; it uses a separate random generator."""
+    """Return call arguments with random tokens, the second row padded on the right; torch's random state stays."""
     head = model.get_output_embeddings()
     ids = ordinary_tokens(model, ROWS, LENGTH)
     mask = torch.ones_like(ids)
@@ -198,7 +198,7 @@ def trial_batch(model: Any) -> dict[str, Any]:
 
 
 def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
-    """Return random tokens ``[rows, length]`` without special tokens; it uses a separate random generator."""
+    """Return random token ids ``[rows, length]`` without special tokens; torch's random state does not change."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     vocabulary = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
     config = model.config.get_text_config(decoder=True)

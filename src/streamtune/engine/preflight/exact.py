@@ -53,8 +53,8 @@ def check_exact(handle: StreamedModel) -> None:
 
     Costs about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
     state, training flags and configuration are left as they were, also after an error. The reference is the model's
-    attention implementation outside of streaming. If it lacks what a layer needs (softcap, sinks), the reference is the
-    model's eager attention.
+    attention implementation outside of streaming. If the results differ, the model's eager attention is the reference
+    of a second comparison: other implementations may lack what a layer needs (softcap, sinks).
 
     Raises:
         ArgumentError: The streaming was removed, or the model is on the meta device.
@@ -79,7 +79,12 @@ def check_exact(handle: StreamedModel) -> None:
 
 
 def check_order(handle: StreamedModel) -> None:
-    """Run a few tokens forward with the handle's schedule if it has ``order="chunk"``, so that it can be refused."""
+    """Run a few tokens forward if the handle's schedule has ``order="chunk"``; layers that do not support it raise.
+
+    Raises:
+        UnsupportedModelError: The layers share keys and values.
+        ArgumentError: The weights are sharded over ranks.
+    """
     if handle.schedule.order == "chunk":
         with checking_mode(handle):
             model: Any = handle.model
@@ -102,7 +107,7 @@ class _Preflight:
         """Index of the current layer; None outside of layers."""
 
     def run(self) -> None:
-        """Run both forwards and compare; raise an error for the first difference."""
+        """Run the plain and the streamed forward, and compare them; raise an error for the first difference."""
         try:
             self.inputs = trial_batch(self.model)
             valid = self.inputs["attention_mask"].bool()
@@ -148,8 +153,8 @@ class _Preflight:
     def _forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
         """Run a forward in which ``step(index, args, kwargs)`` replaces each layer.
 
-        Return the loss, and its gradient for the last layer's output. The gradient of the head's weight is not
-        computed, because it is as large as the head.
+        Return the loss, and its gradient with respect to the last layer's output. The gradient of the head's weight is
+        not computed, because it is as large as the head.
         """
         streamed = step == self._compare
         self.last = None
@@ -215,7 +220,7 @@ class _Preflight:
         return self._pass_on(arguments, used, out, call)
 
     def _pass_on(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
-        """Return the recorded outputs for the next layer."""
+        """Return the recorded outputs in the layer's own form, as inputs of the next layer."""
         result = detached_outputs(arguments, used, out, call)
         self.last = hidden_states_of(result)
         return result

@@ -44,7 +44,7 @@ from streamtune.errors import StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 UNSETTLED_BOUND = 0.3
-"""Relative difference accepted if a layer cannot be copied to a wider dtype (quantised): a few flipped routes."""
+"""Accepted relative difference of a layer without a wider copy (quantised): its router may choose other experts."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 FIX = (
     "its layers mix tokens outside the attention's key/value cache; train this model without streaming, or choose a "
@@ -146,7 +146,7 @@ class LayerCheck:
     def _compare_in_wider_dtype(
         self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float
     ) -> None:
-        """Compare a copy of the layer in a wider dtype; raise :class:`DiffersError` if that differs too."""
+        """Compare a copy of the layer in a wider dtype; raise :class:`DiffersError` if the copy differs too."""
         layer = self.layers[call.index]
         wider = WIDER.get(bound_dtype(call.z_in, layer))
         try:
@@ -190,11 +190,11 @@ class LayerCheck:
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
 
     def bound(self, index: int, z: Tensor) -> float:
-        """Return the relative difference that rounding explains for an input or output of a layer."""
+        """Return the largest relative difference of a layer's input or output that counts as rounding."""
         return BOUND[bound_dtype(z, self.layers[index])]
 
     def where(self, index: int | None) -> str:
-        """Return the location of a layer in the model, for messages; None is outside the layers."""
+        """Return the location of layer ``index`` in the model, for messages; ``index`` None: outside the layers."""
         if index is None:
             return f"{self.name}, outside its decoder layers"
         return f"layer {index} of {len(self.layers)} ({type(self.layers[index]).__name__})"
@@ -224,12 +224,12 @@ SHORT = Schedule(chunk_size=3, head_chunk_size=5)
 
 
 def check_shared(handle: StreamedModel) -> None:
-    """Compare the loss and the first trained layer's gradient of all ranks together with one rank alone.
+    """Compare loss and gradient of the first trained layer between ranks that share a sequence and one rank alone.
 
-    All ranks of the group call it together.
+    All ranks of the group must call this together.
 
     Raises:
-        UnsupportedModelError: They differ by more than rounding explains.
+        UnsupportedModelError: Loss or gradient differs by more than rounding explains.
     """
     ranks = handle.sequence_parallel
     assert ranks is not None
@@ -259,7 +259,7 @@ def check_shared(handle: StreamedModel) -> None:
 
 
 def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[Tensor]:
-    """Return the loss of a trial batch, and its gradients for the tensors ``wanted``."""
+    """Return the loss of a trial batch, and its gradients with respect to the tensors ``wanted``."""
     loss = handle.model(**trial_batch(handle.model)).loss
     grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
     return [
@@ -270,7 +270,7 @@ def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[
 
 @contextmanager
 def _short_chunks(handle: StreamedModel) -> Iterator[None]:
-    """Context with chunks so short that the trial batch has several, and with all layer inputs on the device."""
+    """Context manager: chunks are so short that the trial batch has several; layer inputs stay on the device."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
     schedule, before = handle.schedule, [(forward.schedule, forward.place) for forward in forwards]
     try:

@@ -1,10 +1,10 @@
 """Numerical checks of rows: packed rows, rows that share their beginning, and rows longer than a chunk.
 
-Packed rows must not affect each other. A model learns of packed rows only by positions that restart, and its signature
-does not show whether it respects them. Models that do not respect them take the same arguments, but let a row see the
-row before it. Such models add a bias by distance (ALiBi), carry a state past the end of a row, or number positions
-themselves. So a few short rows go through the streamed model together. Then each layer gets the same inputs again, one
-row at a time, and must add the same to its input:
+Packed rows must not affect each other. A model is told of packed rows only by positions that restart, and its signature
+does not show whether it reads these positions. Models that do not read them take the same arguments, but let a row see
+the row before it. Such models add a bias by distance (ALiBi), carry a state past the end of a row, or number positions
+in their own code. So a few short rows go through the streamed model together. Then each layer gets the same inputs
+again, one row at a time, and must add the same to its input:
 
     fails:  ||z - z_row|| > bound * ||z_row - z_in|| + eps * ||z_row||       (z_row - z_in is what the layer adds)
 
@@ -132,10 +132,10 @@ def check_branches(handle: StreamedModel) -> None:
 
 
 def _refuse_both(handle: StreamedModel, fix: str) -> None:
-    """Refuse layers with both attention and a recurrent state if ranks share sequences with several rows."""
+    """Refuse a model with attention and a recurrent state in one layer if ranks share sequences of several rows."""
     if handle.sequence_parallel is not None and (kind := hybrid_layer(handle.model)) is not None:
         raise UnsupportedModelError(
-            f"{kind} has both attention and a recurrent state; with several rows in a sequence, ranks cannot share it",
+            f"{kind} has both attention and a recurrent state, so ranks cannot share sequences of several rows",
             fix=fix,
         )
 
@@ -213,7 +213,7 @@ class _Trial:
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
     def _note(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
-        """Record a row's error relative to the error that rounding explains; in a narrow dtype of its first token."""
+        """Record a row's error divided by the error that rounding explains; in a narrow dtype, the first token's."""
         dtype = self._dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
             first = slice(self.begin, self.begin + 1)
@@ -238,7 +238,7 @@ class _Trial:
                 )
 
     def _dtype(self, index: int, z: Tensor) -> torch.dtype:
-        """Return the dtype that gives the bound of a layer's tensor; the head has the bound of the last layer."""
+        """Return the dtype whose ``BOUND`` applies to layer ``index``; the head has the last layer's."""
         return bound_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
     @property
@@ -251,13 +251,13 @@ def _hidden_name(bound: Arguments) -> str:
 
 
 SHORT, BEYOND = 256, 64
-"""Chunk size below which a second row is tried, and by how many tokens it is longer than a chunk."""
+"""Chunk size below which a second row is checked, and by how many tokens that row is longer than a chunk."""
 LONGEST = 4096
 """Largest chunk size that is checked by default, because the plain layer runs on the whole row."""
 
 
 def lengths_to_check(handle: StreamedModel) -> list[int]:
-    """Return row lengths slightly above a chunk, without those that cost too much or exceed the model's limit."""
+    """Return the row lengths to check: slightly above a chunk, and not above 4,097 tokens or the model's limit."""
     chunk, longest = handle.schedule.chunk_size, _longest_row(handle)
     lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
     return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
@@ -353,7 +353,10 @@ class _Forwards:
 
 
 def _longest_row(handle: StreamedModel) -> int | None:
-    """Return the longest row that the model supports: it may have learned positions, or select keys above a length."""
+    """Return the largest row length that the model supports, from its configuration; None if there is no limit.
+
+    Models with learned positions have a limit, and models that select among keys above some number of tokens.
+    """
     config = handle.model.config.get_text_config(decoder=True)
     limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", KEPT_WINDOW)]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)

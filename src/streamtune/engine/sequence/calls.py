@@ -30,7 +30,7 @@ from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
-"""Arguments that follow the tokens, each with its sequence dimension."""
+"""Arguments with a sequence dimension, each with the index of that dimension."""
 UNSHARED = "set sequence_parallel_size: 1"
 """Fix for a call that ranks cannot share."""
 
@@ -44,7 +44,11 @@ class Sharing:
         self._min_tokens = 2 if any(map(carries_states, handle.layers)) else 1
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
-        """Return a call's arguments by name: cut to this rank's shards, or unchanged if the call has no targets."""
+        """Return a call's arguments as keywords: cut to this rank's shards, or unchanged if the call has no targets.
+
+        Raises:
+            UnsupportedModelError: Ranks cannot share the call, or it has gradients but no targets.
+        """
         model = self._handle.model
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -58,7 +62,12 @@ class Sharing:
         return kwargs
 
     def share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments cut to this rank's shards; set the shards for layers, head and routers until ``end``."""
+        """Return the arguments cut to this rank's shards; layers, head and routers use these shards until :meth:`end`.
+
+        Raises:
+            ArgumentError: The call has no tokens.
+            UnsupportedModelError: Ranks cannot share the call.
+        """
         handle = self._handle
         ranks, rows = handle.sequence_parallel, handle.context.rows
         if ranks is None:
@@ -109,7 +118,7 @@ class Sharing:
         self._handle.context.rows = self._handle.context.lengths = None
 
     def open_routers(self, attention_mask: Any) -> None:
-        """Begin to count router logits, for the tokens of the rows without the padding behind them."""
+        """Begin to collect router logits of the rows' tokens; padding after the rows is not counted."""
         shards = self._handle.context.shards
         if shards is not None and attention_mask is None:
             device = model_device(self._handle.model)
@@ -204,7 +213,7 @@ def _places_tokens_itself(handle: StreamedModel, padded: bool) -> str | None:
 
 @contextmanager
 def rank_random_state(ranks: SequenceParallel, device: torch.device) -> Iterator[None]:
-    """Context in which each rank draws its own random numbers; the common random state is restored afterwards."""
+    """Context manager: each rank draws different random numbers while active; then the common state is restored."""
     seed = int(torch.randint(1 << 62, ()))
     outer = RandomState.current(device)
     torch.manual_seed((seed + 0x9E3779B97F4A7C15 * (ranks.rank + 1)) % (1 << 63))

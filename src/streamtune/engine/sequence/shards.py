@@ -91,7 +91,7 @@ class SequenceShards:
 
     @cached_property
     def chunks(self) -> list[slice]:
-        """The chunks of a rank's own tokens."""
+        """The chunks of a rank's own tokens, as slices of them; equal on all ranks."""
         own_length, rows = max(self.least, -(-self.length // self.size)), self.trees or self.rows
         if rows is None or self.least < 2:
             return self.schedule.chunks(own_length)
@@ -123,7 +123,7 @@ class SequenceShards:
         return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
 
     def local_chunk_start(self, position: int) -> int:
-        """Return where, among a rank's own tokens, the chunk begins that contains a ``position`` of the sequence."""
+        """Return the index, among a rank's own tokens, of the first token of the chunk that contains ``position``."""
         return next(chunk.start for chunk in reversed(self.chunks) if chunk.start * self.size <= position)
 
     def token_positions(self, rank: int, device: torch.device) -> Tensor:
@@ -199,7 +199,7 @@ class SequenceShards:
 class ChunkExchange:
     """Exchange with the other ranks in one run of a layer on ``part`` of this rank's tokens.
 
-    ``first_key`` is set later: the position in the cache of the first key that the chunk's attention gets.
+    ``first_key``, the position in the cache of the first key that the chunk's attention gets, is set after creation.
     """
 
     def __init__(self, shards: SequenceShards, part: slice) -> None:
@@ -274,7 +274,7 @@ class ChunkExchange:
             _same_tensor(x, cached) for x, cached in zip((k, v), self.returned or (), strict=True)
         ):
             raise UnsupportedModelError(
-                "the layer attends to other keys or values than the cache returned, whose heads no rank knows",
+                "the layer attends to keys or values that its cache did not return, so ranks cannot divide their heads",
                 where=layer,
                 fix="set sequence_parallel: ring",
             )
@@ -328,7 +328,7 @@ def _has_no_blocks(block_start: Tensor | None) -> bool:
 def _same_tensor(x: Tensor, cached: Tensor) -> bool:
     """Return True if ``x`` is the tensor ``cached`` that the cache returned, or equals it in shape and values.
 
-    They differ if a layer repeated heads; then the query heads of each copy are unknown.
+    The two differ if the layer repeated heads: it is then unknown which query heads read which copy.
     """
     return x is cached or (x.shape == cached.shape and torch.equal(x, cached.to(x.dtype)))
 
@@ -384,7 +384,7 @@ class SequenceParallel:
 # several packed sequences continues.
 
 MAX_SHIFT = 16
-"""Largest number of tokens by which the end of a chunk is moved, and by which each rank's tokens are padded."""
+"""Largest number of tokens by which a chunk end is moved, and by which a rank's tokens are padded for this."""
 MAX_TRIALS = 20_000
 """Largest number of chunk ends that are tried."""
 
@@ -433,7 +433,7 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
 def _search(
     stops: list[int], start: int, size: int, forbidden: _ForbiddenBorders, trials: Iterator[int]
 ) -> list[int] | None:
-    """Return ends of chunks from ``start`` on, each near the end in ``stops``, the last one equal; None if none fit."""
+    """Return chunk ends after ``start``, each near its entry in ``stops``, the last equal to it; None if none fit."""
     if not stops:
         return []
     last = len(stops) == 1

@@ -47,7 +47,7 @@ KINDS = ("conv", "recurrent")
 
 
 class NeedsFragments(BaseException):
-    """Raised when a layer reads its first state while its chunks are not the fragments that states need."""
+    """Raised when a layer first reads or writes a state, but its chunks are not fragments."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class StateRoutes:
         }
         """The rank that computes the state at a position, by position."""
         self.readers: dict[int, dict[int, int]] = {}
-        """By position: the ranks that read the state, each with the start of its first fragment that does."""
+        """By position: the ranks that read the state, each with the start of its first fragment that reads it."""
         for rank, fragments in enumerate(self.fragments):
             for fragment in fragments:
                 if fragment.after is not None:
                     self.readers.setdefault(fragment.after, {}).setdefault(rank, fragment.own_slice.start)
 
     def sent(self, producer: int, reader: int) -> list[int]:
-        """Return the positions of the states that ``producer`` sends to ``reader``, in the order it computes them."""
+        """Return the positions of the states that rank ``producer`` sends to rank ``reader``, in order of sending."""
         return self._sent.get((producer, reader), [])
 
     @cached_property
@@ -104,7 +104,7 @@ class StateRoutes:
         return positions
 
     def returned(self, producer: int, reader: int) -> list[int]:
-        """Return the positions whose state gradients ``reader`` sends back, in the order it computes them."""
+        """Return the positions of the state gradients that ``reader`` sends to ``producer``, in order of sending."""
         return sorted(self.sent(producer, reader), key=lambda at: -self.readers[at][reader])
 
 
@@ -113,7 +113,10 @@ def _state_position(position: int, rows: PackedRows | None) -> int | None:
 
 
 def _cut(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
-    """Return the fragments of a shard; ``own_slice`` are its own tokens, ``positions`` its place in the sequence."""
+    """Return the fragments of a shard as slices of the rank's own tokens.
+
+    ``own_slice`` is the shard as a slice of these tokens; ``positions`` are the shard's positions in the sequence.
+    """
     starts = [] if rows is None else rows.starts
     inside = starts[bisect_right(starts, positions.start) : bisect_left(starts, positions.stop)]
     places = [own_slice.start, *(own_slice.start + at - positions.start for at in inside), own_slice.stop]
@@ -165,8 +168,7 @@ class SharedStates(States):
         """Refuse several rows in a layer with both attention and a state: ranks would exchange different fragments."""
         if self.rows is not None:
             raise UnsupportedModelError(
-                "a layer has both attention and a recurrent state; with several rows in a sequence, ranks cannot share "
-                "it",
+                "a layer has both attention and a recurrent state, so ranks cannot share sequences of several rows",
                 fix="set packing: false and share_prefix: never, or sequence_parallel_size: 1",
             )
 
@@ -179,8 +181,8 @@ class SharedStates(States):
         """Return the slice that a layer runs on for a fragment: the fragment, or two tokens if it has one token.
 
         Layers treat a single token with a state as decoding, which may give no gradient and writes the state in place.
-        So the token runs with a copy of itself behind it. The copy changes the last state and nothing else. If another
-        fragment reads that state, the fragment stays as it is.
+        So the token runs followed by a copy of itself. The copy changes only the last state. If another fragment reads
+        that state, the slice is the fragment of one token.
         """
         if chunk.stop - chunk.start > 1 or self.rows is None or not self.in_fragments:
             return chunk
@@ -236,7 +238,7 @@ class SharedStates(States):
     # Backward.
 
     def sent_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return a tensor whose backward yields the gradient that other ranks compute for ``state``, or None."""
+        """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None if none reads it."""
         if not state.requires_grad or not self._other_readers(position):
             return None
         out: Tensor = _GradFromRanks.apply(state, partial(self._await_grad, position, key))
