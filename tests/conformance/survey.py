@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from streamtune import Schedule, StreamHandle, stream
-from streamtune.engine.call import takes_cache
+from streamtune.engine.call import layer_cache_argument
 from streamtune.engine.hf_names import STATE
 from streamtune.engine.own_attention import DensifiedMask
 from streamtune.errors import UnsupportedModelError
@@ -283,7 +283,7 @@ def _squares() -> Iterator[list[Tensor]]:
 
 def _attention_of(handle: StreamHandle, squares: bool) -> str:
     """What a reader should know of the memory of its attention; empty where it is ours in all layers."""
-    attending = [layer for layer in handle.layers if takes_cache(layer) != STATE]
+    attending = [layer for layer in handle.layers if layer_cache_argument(layer) != STATE]
     own = sum(layer.forward.own_attention is not None for layer in attending)
     if not own:
         return ""

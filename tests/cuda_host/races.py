@@ -68,7 +68,7 @@ def copy_without_waiting(self: Any, x: torch.Tensor, host: torch.Tensor) -> Any:
 
 
 MUTANTS = {
-    "get": ((tiers._OnHost, "get", get_without_waiting), (disk._OnDisk, "get", get_without_waiting)),
+    "get": ((tiers._HostBlock, "get", get_without_waiting), (disk._DiskBlock, "get", get_without_waiting)),
     "fetched": ((waiting._Fetched, "wait", fetched_without_waiting),),
     "settle": ((tiers.Copies, "settle", settle_without_waiting),),
     "to_host": ((tiers.Copies, "to_host", copy_without_waiting),),

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import streamtune
 from streamtune.engine.head import StreamedHead
-from streamtune.engine.hf_names import cache_argument, cache_by_name
+from streamtune.engine.hf_names import cache_argument, cache_keyword
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, batch, build, gradients, reference
@@ -91,7 +91,7 @@ def taking_cache(forward: Any) -> Any:
 class CumulativeMean(LlamaDecoderLayer):
     @taking_cache
     def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
-        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        out = super().forward(hidden_states, **cache_keyword(LlamaDecoderLayer.forward, cache), **kwargs)
         seen = torch.arange(1, out.shape[1] + 1, device=out.device)[:, None]
         return out + 0.3 * out.cumsum(1) / seen.to(out.dtype)
 
@@ -101,7 +101,7 @@ class ShiftByOne(LlamaDecoderLayer):
     def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
         return super().forward(
-            hidden_states + 0.1 * before, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs
+            hidden_states + 0.1 * before, **cache_keyword(LlamaDecoderLayer.forward, cache), **kwargs
         )
 
 
@@ -110,7 +110,7 @@ class LosesGradient(LlamaDecoderLayer):
 
     @taking_cache
     def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
-        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        out = super().forward(hidden_states, **cache_keyword(LlamaDecoderLayer.forward, cache), **kwargs)
         return out if cache is None else hidden_states + (out - hidden_states).detach()
 
 
@@ -119,7 +119,7 @@ class Breaks(LlamaDecoderLayer):
     def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         if cache is not None:
             raise KeyError("no such thing")
-        return super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        return super().forward(hidden_states, **cache_keyword(LlamaDecoderLayer.forward, cache), **kwargs)
 
 
 class WantsMore(LlamaDecoderLayer):
@@ -137,7 +137,7 @@ class Shared(LlamaDecoderLayer):
     def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         if self.self_attn.layer_idx == 0:
             self.left[:] = [hidden_states.tanh()]
-        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        out = super().forward(hidden_states, **cache_keyword(LlamaDecoderLayer.forward, cache), **kwargs)
         start = 0 if cache is None else cache.get_seq_length()
         left = self.left[0] if self.left[0].shape[1] == out.shape[1] else self.left[0][:, start : start + out.shape[1]]
         return out + left
@@ -339,7 +339,7 @@ class Explodes(LlamaDecoderLayer):
 
     @taking_cache
     def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
-        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        out = super().forward(hidden_states, **cache_keyword(LlamaDecoderLayer.forward, cache), **kwargs)
         return out if cache is None else out + (hidden_states - hidden_states.detach()).sqrt() * 0
 
 

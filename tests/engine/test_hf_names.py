@@ -21,7 +21,7 @@ import streamtune
 from streamtune.base import libraries
 from streamtune.engine import hf_names
 from streamtune.engine.cache import ChunkCache
-from streamtune.engine.hf_names import cache_argument, cache_by_name
+from streamtune.engine.hf_names import cache_argument, cache_keyword
 from streamtune.errors import UnsupportedModelError, VersionError
 from streamtune.tasks.rollout import Sampling, TransformersWriter
 from tests.exactness.families import build
@@ -41,7 +41,7 @@ def filled(model: Any) -> Any:
     """A cache that has read the first seven tokens."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=IDS[:, :7], use_cache=True, **cache_by_name(type(model).forward, cache))
+        model(input_ids=IDS[:, :7], use_cache=True, **cache_keyword(type(model).forward, cache))
     return cache
 
 
@@ -51,7 +51,7 @@ def test_a_cache_is_taken_by_its_old_and_by_its_new_name(family: str, name: str)
     with Float64():
         model = in_float64(build(family)).train()
         rest = {"input_ids": IDS[:, 7:], "labels": IDS[:, 7:]}
-        plain = gradients(model, **rest, **cache_by_name(type(model).forward, filled(model)))
+        plain = gradients(model, **rest, **cache_keyword(type(model).forward, filled(model)))
         with streamtune.stream(model, chunk_size=4):
             cache = filled(model)
             streamed = gradients(model, **rest, **{name: cache})
@@ -154,7 +154,7 @@ NAMED = {
     for key, value in vars(hf_names).items()
     if key.lstrip("_").isupper() and key not in OURS_TOO
     for name in names_in(value)
-} | {name for held in hf_names.HELD.values() for name in held}
+} | {name for held in hf_names.CLOSURE_VARIABLES.values() for name in held}
 
 
 def test_nothing_else_spells_a_name_of_transformers_inside() -> None:

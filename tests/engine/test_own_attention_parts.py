@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 import streamtune
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.inspect_model import decoder_layers
-from streamtune.engine.own_attention import DensifiedMask, sees_future, tile, tiled_name
+from streamtune.engine.own_attention import DensifiedMask, sees_future, tile, tiled_attention_name
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 from tests.conformance.reducer import build
@@ -26,7 +26,7 @@ PADDING[1, 6:] = 0
 
 def mask_of(own: str, dtype: torch.dtype = torch.float32, lazy: bool = True) -> Any:
     config = AutoConfig.for_model("llama", **SMALL)
-    config._attn_implementation_internal = tiled_name(own) if lazy else own
+    config._attn_implementation_internal = tiled_attention_name(own) if lazy else own
     embeds = torch.zeros(2, LENGTH, 32, dtype=dtype)
     return create_causal_mask(config, embeds, attention_mask=PADDING, past_key_values=None)
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import streamtune
 from streamtune import Schedule
 from streamtune.engine.memory.placement import Tiers
-from streamtune.engine.outside_layers import StreamedNorm, norms_outside
+from streamtune.engine.outside_layers import StreamedNorm, norms_outside_layers
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.errors import ArgumentError
 from tests.conformance.reducer import build as build_any
@@ -172,7 +172,7 @@ def test_norms_outside_the_layers(family: str, names: list[str]) -> None:
     model: Any = build(family) if family != "bloom" else build_any(family)
     decoder = model.base_model
     layers = list(decoder.layers if hasattr(decoder, "layers") else decoder.h)
-    assert norms_outside(decoder, layers) == [getattr(decoder, name) for name in names]
+    assert norms_outside_layers(decoder, layers) == [getattr(decoder, name) for name in names]
 
 
 class TwiceNormed(LlamaModel):

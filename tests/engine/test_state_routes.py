@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from streamtune import Schedule
-from streamtune.engine.inspect_model import hybrid_layer
+from streamtune.engine.inspect_model import hybrid_layer_name
 from streamtune.engine.rows import Branches, PackedRows
 from streamtune.engine.scan import initial_state_terms
 from streamtune.engine.sequence.shards import SequenceShards, chunks_between_rows
@@ -21,7 +21,7 @@ DEEP = [(-1, 13), (0, 5), (1, 7), (1, 2), (0, 9), (-1, 4), (5, 7), (5, 6), (0, 1
 
 def shards(size: int, given: int, rows: PackedRows | None = None, chunk_size: int = 4) -> SequenceShards:
     """The shards of a call, without ranks."""
-    made = SequenceShards(None, "ulysses", Schedule(chunk_size=chunk_size), 1, given, rows, least=2)
+    made = SequenceShards(None, "ulysses", Schedule(chunk_size=chunk_size), 1, given, rows, min_tokens=2)
     vars(made)["size"] = size
     return made
 
@@ -36,9 +36,9 @@ def test_a_state_goes_to_the_next_rank_and_from_the_last_to_the_first() -> None:
     routes = StateRoutes(shards(3, 24), None)
     assert [fragment.positions.stop for fragment in routes.fragments[1]] == [8, 20]
     assert [fragment.after for fragment in routes.fragments[0]] == [None, 12]
-    assert [routes.sent(rank, (rank + 1) % 3) for rank in range(3)] == [[4, 16], [8, 20], [12]]
-    assert routes.returned(0, 1) == [16, 4]
-    assert routes.sent(1, 0) == routes.sent(0, 0) == []
+    assert [routes.sent_positions(rank, (rank + 1) % 3) for rank in range(3)] == [[4, 16], [8, 20], [12]]
+    assert routes.returned_positions(0, 1) == [16, 4]
+    assert routes.sent_positions(1, 0) == routes.sent_positions(0, 0) == []
 
 
 def test_pieces_end_with_rows_and_begin_without_a_state() -> None:
@@ -101,8 +101,8 @@ def test_a_row_behind_a_trunk_of_another_begins_anew() -> None:
 
 
 def test_layers_that_attend_and_carry_a_state_are_known() -> None:
-    assert hybrid_layer(build("falcon_h1")) == "FalconH1DecoderLayer"
-    assert hybrid_layer(build("qwen3_next")) is None
+    assert hybrid_layer_name(build("falcon_h1")) == "FalconH1DecoderLayer"
+    assert hybrid_layer_name(build("qwen3_next")) is None
 
 
 def recurrence(state: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

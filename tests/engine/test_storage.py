@@ -25,9 +25,9 @@ from streamtune.engine.memory.host import (
     Arena,
     Stack,
     Tally,
+    exclude_from_forks,
     free_host_bytes,
     is_host_storage,
-    keep_from_children,
     map_pages,
     reserved_host_bytes,
     touch_pages,
@@ -294,7 +294,7 @@ def test_stored_is_read_in_other_chunks_than_it_was_written_in(name: str, along:
         stored.expect(chunks[::-1])
         for chunk in chunks[::-1]:
             want = x.narrow(along, chunk.start, chunk.stop - chunk.start)
-            assert torch.equal(stored.cut(chunk), want), (chunks, chunk)
+            assert torch.equal(stored.read_chunk(chunk), want), (chunks, chunk)
     stored.free()
     assert not stored.blocks
 
@@ -315,7 +315,7 @@ def test_the_chunk_that_comes_next_is_fetched_meanwhile(tmp_path: Path) -> None:
         stored.expect(order)
         before = tiers.host.moved_bytes
         for place_, chunk in enumerate(order):
-            stored.cut(chunk)
+            stored.read_chunk(chunk)
             assert fetched() == [following.start for following in order[place_ + 1 : place_ + 2]]
             assert tiers.host.moved_bytes == before + min(4, place_ + 2) * each, "each is copied once"
 
@@ -326,11 +326,11 @@ def test_the_chunk_that_comes_next_is_fetched_meanwhile(tmp_path: Path) -> None:
 def held_at_once(schedule: Schedule, count: int) -> list[tuple[int, int]]:
     """Inputs on the device and elsewhere while each segment goes backward: the stored ones before it, and its own."""
     places = place_layers(schedule, count)
-    begins = [index for index, place in enumerate(places) if place.begins and not place.whole]
+    begins = [index for index, place in enumerate(places) if place.begins_segment and not place.unstreamed]
     found = []
     for begin in begins:
         segment = [begin]
-        while not places[segment[-1]].ends:
+        while not places[segment[-1]].ends_segment:
             segment.append(segment[-1] + 1)
         held = [places[index].tier for index in [*(b for b in begins if b < begin), *segment]]
         found.append((held.count("device"), len(held) - held.count("device")))
@@ -341,7 +341,7 @@ def held_at_once(schedule: Schedule, count: int) -> list[tuple[int, int]]:
 def test_one_level_stores_every_input(count: int) -> None:
     for kept in range(count + 3):
         places = place_layers(Schedule(offload="host", device_layers=kept), count)
-        assert all(place.begins and place.ends and not place.whole for place in places)
+        assert all(place.begins_segment and place.ends_segment and not place.unstreamed for place in places)
         on_device = [place.tier == "device" for place in places]
         assert on_device == [index >= count - kept for index in range(count)], "those the backward wants first"
 
@@ -353,8 +353,8 @@ def test_two_levels_hold_what_the_formula_says(count: int) -> None:
         for kept in range(most + 3):
             schedule = Schedule(offload="host", levels=2, segment_size=size, device_layers=kept)
             places = place_layers(schedule, count)
-            assert [place.begins for place in places] == [index % size == 0 for index in range(count)]
-            assert sum(place.ends for place in places) == stored
+            assert [place.begins_segment for place in places] == [index % size == 0 for index in range(count)]
+            assert sum(place.ends_segment for place in places) == stored
             on_device, elsewhere = zip(*held_at_once(schedule, count), strict=True)
             assert max(on_device) <= kept
             assert max(elsewhere) <= max(0, most - kept)
@@ -366,9 +366,9 @@ def test_two_levels_hold_what_the_formula_says(count: int) -> None:
 def test_layers_that_are_kept_whole_are_the_last() -> None:
     for kept in range(8):
         places = place_layers(Schedule(keep_layers=kept, levels=2, segment_size=2), 6)
-        assert [place.whole for place in places] == [index >= 6 - kept for index in range(6)]
-        streamed = [place for place in places if not place.whole]
-        assert [place.begins for place in streamed] == [index % 2 == 0 for index in range(len(streamed))]
+        assert [place.unstreamed for place in places] == [index >= 6 - kept for index in range(6)]
+        streamed = [place for place in places if not place.unstreamed]
+        assert [place.begins_segment for place in streamed] == [index % 2 == 0 for index in range(len(streamed))]
         assert not streamed or streamed[-1].ends
 
 
@@ -388,7 +388,7 @@ def test_a_step_holds_that_many_inputs_on_the_host(kept: int, more: dict[str, An
     schedule = Schedule(chunk_size=8, offload="host", device_layers=kept, **more)
     with streamtune.stream(model, schedule=schedule) as handle:
         gradients(model, inputs)
-    after_forward = sum(place.begins and place.tier == "host" for place in place_layers(schedule, layers))
+    after_forward = sum(place.begins_segment and place.tier == "host" for place in place_layers(schedule, layers))
     norm = 0 if kept else 1  # what the norm behind the layers is given waits where they do, unless some stay
     in_backward = max(elsewhere for _, elsewhere in held_at_once(schedule, layers))
     assert handle.tiers.host.peak_bytes == max(after_forward + norm, in_backward) * each
@@ -398,7 +398,7 @@ def test_a_step_holds_that_many_inputs_on_the_host(kept: int, more: dict[str, An
 def test_pages_are_huge_and_those_of_an_accelerator_not_a_childs() -> None:
     """After a fork a write would give the parent another page than the one that an accelerator copies to."""
     (mapped := map_pages(1 << 22))[0] = 1
-    keep_from_children(mapped)
+    exclude_from_forks(mapped)
     address, flags, inside = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr(), [], False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in (span := line.split()[0]):
@@ -416,11 +416,11 @@ def test_a_child_may_map_what_it_likes_where_an_arena_was(tmp_path: Path) -> Non
     """A child that drops an arena of its parent does not unmap what it has mapped there itself."""
     code = """
 import gc, mmap, os, sys, torch
-from streamtune.engine.memory.host import keep_from_children, map_pages
+from streamtune.engine.memory.host import exclude_from_forks, map_pages
 
 mapped = [map_pages(1 << 24) for _ in range(4)]
 for each in mapped:
-    keep_from_children(each)
+    exclude_from_forks(each)
 regions = [torch.frombuffer(each, dtype=torch.uint8) for each in mapped]
 mapped.clear()
 del each

@@ -11,7 +11,7 @@ import torch
 import streamtune
 from streamtune import Schedule
 from streamtune.engine import Branches
-from streamtune.engine.rotary import RowLengths, longest_unscaled, rotated_by_row
+from streamtune.engine.rotary import RowLengths, longest_unscaled_length, rotated_by_row
 from streamtune.engine.rows import PackedRows
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.reducer import build as build_any
@@ -142,8 +142,8 @@ def test_lengths_of_rows() -> None:
 
 
 def test_up_to_where_frequencies_are_the_same() -> None:
-    assert longest_unscaled(scaled("llama", "dynamic").config) == LIMIT
-    assert longest_unscaled(scaled("phi3", "longrope").config) == LIMIT
-    assert longest_unscaled(scaled("gemma3_text", "longrope").config) == LIMIT
-    assert longest_unscaled(build("llama").config) is None
-    assert longest_unscaled(build_any("gpt2").config) is None
+    assert longest_unscaled_length(scaled("llama", "dynamic").config) == LIMIT
+    assert longest_unscaled_length(scaled("phi3", "longrope").config) == LIMIT
+    assert longest_unscaled_length(scaled("gemma3_text", "longrope").config) == LIMIT
+    assert longest_unscaled_length(build("llama").config) is None
+    assert longest_unscaled_length(build_any("gpt2").config) is None

@@ -90,7 +90,7 @@ def test_equals_each_row_alone(name: str, layout: str) -> None:
         found = gradients(model, SupervisedObjective(handle, loss), batches(layout, rows))
         want.check(found)
         assert handle.head is not None
-        assert handle.head.asked is None
+        assert handle.head.loss_request is None
 
 
 def test_weight_two_is_the_row_twice() -> None:

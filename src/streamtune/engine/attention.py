@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from streamtune.engine.cache import prefix_of
+from streamtune.engine.cache import prefix_grads_of
 from streamtune.engine.context import ChunkContext
 from streamtune.engine.hf_names import CAUSAL_MASK, UNREAD, inside
-from streamtune.engine.masks import recognise
+from streamtune.engine.masks import recognise_mask
 from streamtune.engine.memory.tiers import Block, Tier
 from streamtune.engine.observe import notify_tensors
 from streamtune.engine.sequence.shards import ChunkExchange
@@ -81,7 +81,7 @@ def attention(
         "sinks_H": s_aux,
         "dropout": dropout,
         "memory": chunk.outputs,
-        "prefix": prefix_of(key, value),
+        "prefix": prefix_grads_of(key, value),
     }
     if chunk.exchange is None:
         out = prefix_attention(query, key, value, _mask_view(attention_mask, query, key, bool(causal)), **options)
@@ -144,12 +144,12 @@ def _mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Te
     if isinstance(mask, LazyMask):
         return mask.rows(0, mask.q_length)
     if isinstance(mask, Tensor):
-        return dense_mask(mask).rows(0, queries)
+        return lazy_from_dense(mask).rows(0, queries)
     lazy = LazyMask(batch, queries, keys, q_offset=keys - queries, causal=causal, device=query.device)
     return lazy.rows(0, queries)
 
 
-def dense_mask(mask: Tensor) -> LazyMask:
+def lazy_from_dense(mask: Tensor) -> LazyMask:
     """Return a dense mask ``[B, 1, T, S]`` as a lazy mask.
 
     The dense mask is boolean (True: allowed) or additive (0: allowed, -inf: masked).
@@ -185,7 +185,7 @@ def lazy_mask(
     if isinstance(attention_mask, LazyMask):  # built by an outer model
         return attention_mask
     device = torch.device(device)
-    facts = recognise(mask_function, int(kv_offset) + int(kv_length), device)
+    facts = recognise_mask(mask_function, int(kv_offset) + int(kv_length), device)
     padding = attention_mask
     if padding is not None:
         padding = padding.bool()

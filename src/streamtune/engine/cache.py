@@ -71,10 +71,10 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         self.kv, self.states, self.chunk, self.pass_name = kv, states, chunk, pass_name
         self.first_key = min(first_key, chunk.start)
         self.layers = _LayerViews(proxy(self))  # a cycle would keep the chunk until the next garbage collection
-        self.own_kv: list[Tensor] = []
+        self.chunk_kv: list[Tensor] = []
         """Keys and values that the chunk computed, update by update."""
         self.prefix_leaves: list[Tensor] = []
-        self.own_states: dict[StateKey, Tensor] = {}
+        self.chunk_states: dict[StateKey, Tensor] = {}
         self.sent_states: list[Tensor] = []
         self.state_leaves: dict[StateKey, Tensor] = {}
         self.updates = 0
@@ -93,19 +93,19 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         """Tensors that the chunk read from earlier chunks, in the order of :meth:`add_leaf_grads`."""
         return [*self.prefix_leaves, *self.state_leaves.values()]
 
-    def passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def tensors_passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the tensors that later chunks read from this chunk, each with its gradient.
 
         The gradients are complete because all later chunks have run backward.
         """
         if self.kv.has_grads:
             grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad(index, self.chunk)]
-            for x, grad in zip(self.own_kv, grads, strict=True):
+            for x, grad in zip(self.chunk_kv, grads, strict=True):
                 yield x, grad.to(x.dtype)
         if not self.uses_states:
             return
-        for key, grad in self.states.grads.pop(self._positions[1], {}).items():
-            yield self.own_states[key], grad
+        for key, grad in self.states.grads.pop(self._state_positions[1], {}).items():
+            yield self.chunk_states[key], grad
         for sent in self.sent_states:
             yield sent, torch.zeros_like(sent)
 
@@ -117,21 +117,21 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
                     total += part
         parts = {key: next(grads) for key in self.state_leaves}
         if self.uses_states:
-            self.states.add_grads(self._own_part, *self._positions, parts)
+            self.states.add_grads(self._own_slice, *self._state_positions, parts)
 
     def close(self) -> None:
         """Finish the chunk's states after its forward; does nothing in passes other than ``store``."""
         if self.uses_states and self.pass_name == "store":
-            self.states.close(*self._positions)
+            self.states.close(*self._state_positions)
 
     @property
-    def _own_part(self) -> slice:
+    def _own_slice(self) -> slice:
         """The chunk; if ranks share the sequence, the chunk's slice of this rank's own tokens."""
         return self.chunk if self.exchange is None else self.exchange.part
 
     @cached_property
-    def _positions(self) -> tuple[int | None, int]:
-        return self.states.positions(self._own_part)
+    def _state_positions(self) -> tuple[int | None, int]:
+        return self.states.positions(self._own_slice)
 
     # Methods that an attention layer calls.
 
@@ -149,10 +149,10 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.pass_name == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
-            return self._note_returned(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
-        self.own_kv += [key_states, value_states]
+            return self._record_returned(self.kv.prefix(index, slice(self.first_key, self.chunk.stop)))
+        self.chunk_kv += [key_states, value_states]
         if self.chunk.start == 0:
-            return self._note_returned((key_states, value_states))
+            return self._record_returned((key_states, value_states))
         self.kv.allocate(index, key_states, value_states)
         prefix_grads = _PrefixGrads(self.kv, index, self.prefix_keys, (key_states, value_states))
         trained = key_states.requires_grad or value_states.requires_grad  # else attention has no node of its own
@@ -163,14 +163,14 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
             self.prefix_leaves.append(leaf)
             buffer = self.kv.pairs[index][position]
             place = self.kv.buffer_slice(slice(self.first_key, self.chunk.stop))
-            joined.append(_Join.apply(leaf, x, (buffer, place)))
+            joined.append(_JoinKeys.apply(leaf, x, (buffer, place)))
             if trained or self.kv.past is None:
                 joined[-1].streamtune_prefix = prefix_grads  # read by an attention that gets this very tensor
         return tuple(joined)
 
-    def _note_returned(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _record_returned(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self.exchange is not None:
-            self.exchange.returned = pair
+            self.exchange.returned_kv = pair
         return pair
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -200,7 +200,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a causal convolution's last inputs ``[B, C, K]`` before the chunk; None at the start of a row."""
-        return self._before(("conv", layer_idx, state_idx))
+        return self._state_before(("conv", layer_idx, state_idx))
 
     def update_conv_state(
         self,
@@ -216,25 +216,25 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         inputs). If the chunk has fewer than K inputs there, zeros are added on the left.
         """
         key = ("conv", layer_idx, state_idx)
-        before = self._before(key)
+        before = self._state_before(key)
         if before is None:
             size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
             full = nn.functional.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
         else:
             size = before.shape[-1]
             full = torch.cat([before, conv_states], dim=-1)
-        self._save(key, full[..., full.shape[-1] - size :])
+        self._save_state(key, full[..., full.shape[-1] - size :])
         return full
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the recurrent state before the chunk; None at the start of a row."""
-        return self._before(("recurrent", layer_idx, state_idx))
+        return self._state_before(("recurrent", layer_idx, state_idx))
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Save the recurrent state after the chunk for the next chunk."""
-        self._save(("recurrent", layer_idx, state_idx), recurrent_states)
+        self._save_state(("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -247,7 +247,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return True if a state of the row's earlier tokens exists."""
-        after = self._positions[0]
+        after = self._state_positions[0]
         return after is not None and (self.exchange is not None or self.states.has_state_after(after))
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -262,10 +262,10 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
             self.states.note_keys()
         self.states.note_state(self.pass_name == "whole")
 
-    def _before(self, key: StateKey) -> Tensor | None:
+    def _state_before(self, key: StateKey) -> Tensor | None:
         """Return the state ``key`` before the chunk, in ``replay`` as a leaf; None if no state precedes the chunk."""
         self._note_states()
-        (after, _), rows = self._positions, self.states.rows
+        (after, _), rows = self._state_positions, self.states.rows
         if after is None:
             return None
         if self.pass_name == "store":
@@ -275,21 +275,21 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
             return None
         if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
             state = self.state_leaves[key] = state.detach().requires_grad_()
-            self.states.watch(self._own_part, after, key, state)
+            self.states.watch(self._own_slice, after, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
         return state if rows is None or start not in rows.starts else rows.reset_begun_rows(state, start)
 
-    def _save(self, key: StateKey, state: Tensor) -> None:
+    def _save_state(self, key: StateKey, state: Tensor) -> None:
         """Save the state ``key`` after the chunk."""
         self._note_states()
-        self.states.exist = True
-        position = self._positions[1]
+        self.states.has_states = True
+        position = self._state_positions[1]
         if self.pass_name == "replay":
-            self.own_states[key] = state
-            if (sent := self.states.sent_to_ranks(position, key, state)) is not None:
+            self.chunk_states[key] = state
+            if (sent := self.states.remote_gradient_tensor(position, key, state)) is not None:
                 self.sent_states.append(sent)
         elif self.pass_name == "store":
-            self.states.keep(position, key, state.detach())
+            self.states.save_state(position, key, state.detach())
 
 
 class _PrefixGrads:
@@ -307,7 +307,7 @@ class _PrefixGrads:
             total[place] += grad
 
 
-def prefix_of(key: Tensor, value: Tensor) -> _PrefixGrads | None:
+def prefix_grads_of(key: Tensor, value: Tensor) -> _PrefixGrads | None:
     """Return the prefix gradients that :meth:`ChunkCache.update` attached to ``key`` and ``value``; None without."""
     prefix: _PrefixGrads | None = getattr(key, "streamtune_prefix", None)
     return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
@@ -362,7 +362,7 @@ def _to_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-class _Join(torch.autograd.Function):
+class _JoinKeys(torch.autograd.Function):
     """``cat([prefix, own], dim=2)`` without a copy of the prefix: ``own`` is written to the buffer after the prefix."""
 
     @staticmethod

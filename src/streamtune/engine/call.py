@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.attention import NAME, dense_mask
+from streamtune.engine.attention import NAME, lazy_from_dense
 from streamtune.engine.cache import ChunkCache, state_after, state_before
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
 from streamtune.engine.hf_names import (
@@ -48,12 +48,12 @@ from streamtune.engine.hf_names import (
     renamed_cache,
 )
 from streamtune.engine.kv import Past, refuse_past
-from streamtune.engine.observe import attention_as
+from streamtune.engine.observe import temporary_attention
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import adapted_tensors, preserved_versions
-from streamtune.engine.vjp import Along, cut
+from streamtune.engine.vjp import Along, chunk_view
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.schedule import Schedule
@@ -67,17 +67,17 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(forward)
 
 
-def takes_cache(layer: nn.Module) -> str | None:
+def layer_cache_argument(layer: nn.Module) -> str | None:
     """Return the name of a layer's cache argument; None for an encoder or vision layer."""
     return cache_argument(type(layer).forward)
 
 
-def forwards_cache(layer: nn.Module) -> str | None:
+def forwarded_cache_argument(layer: nn.Module) -> str | None:
     """Return the name of the cache argument, also if the layer takes it in ``**kwargs`` and passes it on."""
     parameters = _signature(type(layer).forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return next((name for module in layer.modules() if (name := takes_cache(module))), None)
-    return takes_cache(layer)
+        return next((name for module in layer.modules() if (name := layer_cache_argument(module))), None)
+    return layer_cache_argument(layer)
 
 
 @dataclass
@@ -121,7 +121,7 @@ class LayerCall:
             UnsupportedModelError: An argument cannot be cut into chunks, or would lose its gradient.
         """
         name = type(layer).__name__
-        cache_name = takes_cache(layer) or forwards_cache(layer)
+        cache_name = layer_cache_argument(layer) or forwarded_cache_argument(layer)
         if cache_name is None:
             raise UnsupportedModelError(
                 f"{name} takes no key/value cache, so its chunks cannot attend to earlier chunks"
@@ -141,14 +141,14 @@ class LayerCall:
             raise UnsupportedModelError(f"the first argument of {name} must be hidden states [B, T, C]")
         named = frozenset(arguments)
         arguments |= others
-        along = _hidden_along(name, hidden, arguments)
+        along = _hidden_sequence_dim(name, hidden, arguments)
         length = hidden.shape[along]
         _refuse_other_sequences(name, arguments, length)
         for key, value in arguments.items():
             if not _is_square(value, length):
                 continue
             if own_attention is None:
-                arguments[key] = dense_mask(value)
+                arguments[key] = lazy_from_dense(value)
             elif sees_future(value):
                 raise UnsupportedModelError(
                     f"{key!r} of {name} must be a causal mask; it lets a token see later tokens, or is not a mask"
@@ -158,10 +158,10 @@ class LayerCall:
             layer, arguments, named, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own_attention, configs
         )
         for key, value in arguments.items():
-            call._classify(key, value)
+            call._add_input(key, value)
         return call
 
-    def _classify(self, key: str, value: Any) -> None:
+    def _add_input(self, key: str, value: Any) -> None:
         """Add an argument to ``inputs`` if it needs a gradient; refuse it if its gradient cannot be returned."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
@@ -177,7 +177,7 @@ class LayerCall:
                 fix="freeze the parameters that this tensor is computed from, or train without streaming",
             )
         elif key != self.hidden_name and isinstance(value, Tensor) and value.requires_grad:
-            self.inputs[key] = self._dim(key, value, self.length)
+            self.inputs[key] = self._sequence_dim(key, value, self.length)
 
     def prepend_past(self, past: Past) -> None:
         """Let the call's tokens attend to ``past``, the keys and values of earlier tokens.
@@ -205,9 +205,9 @@ class LayerCall:
                 self.inputs[PAST, None, place] = None
         self.past = past.detached()
 
-    def mask_rows(self, rows: PackedRows) -> None:
+    def restrict_masks_to_rows(self, rows: PackedRows) -> None:
         """Restrict the masks so that a row sees only its own tokens, including a beginning that it shares."""
-        self._change_masks(rows.masked)
+        self._change_masks(rows.restrict_mask)
 
     def share_sequence(self, shards: SequenceShards) -> None:
         """Mark the tokens as this rank's shards of a sequence; extend the masks to the whole sequence.
@@ -242,7 +242,8 @@ class LayerCall:
         self, change: Callable[[LazyMask], LazyMask], own_padding: Callable[[Tensor], Tensor | None] = lambda mask: None
     ) -> None:
         self.arguments = {
-            key: _changed(value, key.endswith("mask"), change, own_padding) for key, value in self.arguments.items()
+            key: _argument_with_masks(value, key.endswith("mask"), change, own_padding)
+            for key, value in self.arguments.items()
         }
 
     @property
@@ -264,7 +265,7 @@ class LayerCall:
         """True if an indexer in the layer pools the keys of prefix and chunk before it rotates them."""
         return any(hasattr(module, INDEXER_POOLING) for module in self.layer.modules())
 
-    def keys(self, chunk: slice) -> slice:
+    def key_positions(self, chunk: slice) -> slice:
         """Return the positions of a chunk's own keys among all keys; keys of earlier tokens (``past``) come first."""
         before = 0 if self.past is None else self.past.length
         return slice(before + chunk.start, before + chunk.stop)
@@ -277,7 +278,7 @@ class LayerCall:
         if self.mask is None or self.own_attention is not None:
             return 0
         if self.shards is None:
-            start = self.keys(chunk).start
+            start = self.key_positions(chunk).start
             return min(self.mask.first_key(start), start)
         start = self.shards.global_chunk(chunk).start
         first = min(self.mask.first_key(start), start)
@@ -321,7 +322,7 @@ class LayerCall:
             elif key in self.inputs:
                 arguments[key] = x_i[key]
             elif key in self.named or key not in ("use_cache", *KERNEL_ROWS):
-                arguments[key] = self._cut(key, value, chunk, cache.first_key)
+                arguments[key] = self._cut_to_chunk(key, value, chunk, cache.first_key)
         by_state = self.cache_name == STATE
         arguments[self.cache_name] = state_before(self.layer, cache, x_i[self.hidden_name]) if by_state else cache
         if "use_cache" in arguments:
@@ -330,13 +331,13 @@ class LayerCall:
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with self._attention_named(), preserved_versions(self._adapted_tensors):
+            with self._use_layer_attention(), preserved_versions(self._adapted_tensors):
                 out = type(self.layer).forward(self.layer, **arguments)
                 out = state_after(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
             if checkpointing:
                 self.layer.gradient_checkpointing = True  # type: ignore[assignment]
-        return out, {} if sharing is None else sharing.filled
+        return out, {} if sharing is None else sharing.entry_updates
 
     def run_unchunked(self) -> Any:
         """Call the layer's own forward with the original arguments and cache (generation)."""
@@ -346,7 +347,7 @@ class LayerCall:
             for key, value in arguments.items():
                 if isinstance(value, LazyMask):
                     arguments[key] = tile(value.rows(0, value.q_length), dtype)
-        with self._attention_named(), preserved_versions(self._adapted_tensors):
+        with self._use_layer_attention(), preserved_versions(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments)
 
     def chunks(self, schedule: Schedule) -> list[slice]:
@@ -374,10 +375,10 @@ class LayerCall:
             fix=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
         )
 
-    def _attention_named(self) -> AbstractContextManager[None]:
+    def _use_layer_attention(self) -> AbstractContextManager[None]:
         """Context manager: the layer's configs name the attention that the layer uses while active."""
         name = NAME if self.own_attention is None else self.own_attention.name
-        return attention_as(list(self.configs), [name] * len(self.configs))
+        return temporary_attention(list(self.configs), [name] * len(self.configs))
 
     def _chunk_sharing(self, cache: ChunkCache, x_i: dict[str | SharedKey, Tensor]) -> ChunkSharing:
         """Return the dictionary of shared keys and values for one chunk."""
@@ -388,7 +389,7 @@ class LayerCall:
             full[name[1]] = (*full.get(name[1], ()), x)
         return ChunkSharing(cache, full)
 
-    def _dim(self, key: str, value: Tensor, length: int) -> Along:
+    def _sequence_dim(self, key: str, value: Tensor, length: int) -> Along:
         """Return the sequence dimension of an argument; None if the argument does not follow the sequence."""
         if key in (*POSITIONS, *KEY_BIASES) and not _is_square(value, length):
             dim = value.dim() - 1
@@ -402,18 +403,18 @@ class LayerCall:
             return None
         return dim if value.shape[dim] == length else None
 
-    def _cut(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
+    def _cut_to_chunk(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
         """Return an argument cut to a chunk, by the table in the module docstring."""
         if isinstance(value, Tensor):
             if _is_square(value, self.length):
                 return value[..., chunk, first_key : chunk.stop]
-            if key in KEY_BIASES and value.shape[-1] == self.keys(slice(0, self.length)).stop:
-                return value[..., first_key : self.keys(chunk).stop]
-            if key in DISTANCES and value.shape[-2:] == (self.length, self.keys(slice(0, self.length)).stop):
-                return value[..., chunk, first_key : self.keys(chunk).stop]
+            if key in KEY_BIASES and value.shape[-1] == self.key_positions(slice(0, self.length)).stop:
+                return value[..., first_key : self.key_positions(chunk).stop]
+            if key in DISTANCES and value.shape[-2:] == (self.length, self.key_positions(slice(0, self.length)).stop):
+                return value[..., chunk, first_key : self.key_positions(chunk).stop]
             if key == ROTATIONS and self._rotates_pooled_keys and value.shape[-2] == self.length:
                 return value[..., first_key : chunk.stop, :]
-            return cut(value, self._dim(key, value, self.length), chunk)
+            return chunk_view(value, self._sequence_dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
             if self.shards is not None:
                 chunk = self.shards.global_chunk(chunk)
@@ -421,13 +422,13 @@ class LayerCall:
             view = value.chunk(chunk.start, chunk.stop, first_key)
             return view if self.own_attention is None else tile(view, self.own_attention.mask_dtype(self.dtype))
         if isinstance(value, tuple | list):
-            return type(value)(self._cut(key, item, chunk, first_key) for item in value)
+            return type(value)(self._cut_to_chunk(key, item, chunk, first_key) for item in value)
         if isinstance(value, dict):
-            return {name: self._cut(key, item, chunk, first_key) for name, item in value.items()}
+            return {name: self._cut_to_chunk(key, item, chunk, first_key) for name, item in value.items()}
         return value
 
 
-def _changed(
+def _argument_with_masks(
     value: Any,
     is_mask: bool,
     change: Callable[[LazyMask], LazyMask],
@@ -443,10 +444,10 @@ def _changed(
         return value if (padding := own_padding(value)) is None else padding
     if not isinstance(value, dict):
         return value
-    return {name: _changed(item, is_mask, change, own_padding) for name, item in value.items()}
+    return {name: _argument_with_masks(item, is_mask, change, own_padding) for name, item in value.items()}
 
 
-def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
+def _hidden_sequence_dim(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
     """Return the sequence dimension of the hidden states: 1, or 2 for parallel streams [N, B, T, C]."""
     if hidden.dim() == 3:
         return 1

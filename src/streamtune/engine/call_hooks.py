@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.hf_names import CACHES, is_whole_cache
+from streamtune.engine.hf_names import CACHES, is_unchunked_only_cache
 from streamtune.engine.inspect_model import REFUSED_OUTPUTS, owning_models
 from streamtune.engine.lazy_logits import LazyLogits
-from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
-from streamtune.engine.observe import attribute_as
+from streamtune.engine.model_call import ModelCall, mark_cache_read, refuse_unsupported_modes
+from streamtune.engine.observe import temporary_attribute
 from streamtune.engine.outside_layers import read_embeddings
 from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import RowLengths
@@ -49,9 +49,9 @@ class StreamedCalls(StreamedModel):
         short: Schedule | None = None,
     ) -> None:
         super().__init__(model, schedule, head, router_loss, sequence_parallel)
-        self._short = short
+        self._short_schedule = short
         self._sharing = Sharing(self)
-        self._laid_out: Branches | None = None
+        self._branch_layout: Branches | None = None
         self._warned_of_padding = self._warned_of_routers = False
         self._length = 0
         """Number of tokens T of the current call."""
@@ -62,14 +62,14 @@ class StreamedCalls(StreamedModel):
         if has_generate(self.model):
             self.model.generate = Generation(self)
         self._hooks += [
-            self.model.register_forward_pre_hook(self._pre_hook, with_kwargs=True),
-            self.model.register_forward_hook(self._hook, always_call=True),
+            self.model.register_forward_pre_hook(self._before_call, with_kwargs=True),
+            self.model.register_forward_hook(self._after_call, always_call=True),
         ]
         for inner in owning_models(self.model, self.layers):
             if inner is not self.model:  # an inner model may be called directly
                 self._hooks += [
-                    inner.register_forward_pre_hook(self._inner_pre_hook),
-                    inner.register_forward_hook(self._inner_hook, always_call=True),
+                    inner.register_forward_pre_hook(self._before_inner_call),
+                    inner.register_forward_hook(self._after_inner_call, always_call=True),
                 ]
 
     def remove(self) -> None:
@@ -92,14 +92,14 @@ class StreamedCalls(StreamedModel):
 
     def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
         """Context manager: a call returns the requested scores instead of its output while active."""
-        return attribute_as(self, "scored", scored)
+        return temporary_attribute(self, "scored", scored)
 
     def laid_out(self, branches: Branches) -> AbstractContextManager[None]:
         """Context manager: while active, calls get rows that share their beginning, laid out as ``branches``.
 
         A call needs ``labels`` or ``shift_labels`` ``[1, T]``, and the arguments ``branches.arguments(input_ids)``.
         """
-        return attribute_as(self, "_laid_out", branches)
+        return temporary_attribute(self, "_branch_layout", branches)
 
     def plain(self) -> AbstractContextManager[None]:
         """Context manager: calls run as in the plain model, without streaming, while active.
@@ -111,11 +111,11 @@ class StreamedCalls(StreamedModel):
             raise ArgumentError(
                 "plain() computes no gradients, but gradients are on", fix="use torch.no_grad(), or call remove() first"
             )
-        return attribute_as(self.context, "plain", True)
+        return temporary_attribute(self.context, "plain", True)
 
-    def _pre_hook(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        refuse_surroundings(self.model)
-        self._end_names()  # an interrupted call leaves the names set
+    def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        refuse_unsupported_modes(self.model)
+        self._restore_attention_names()  # an interrupted call leaves the names set
         if self.head is not None:
             self.head.close()  # and the head open
         if args and not isinstance(args[0], Tensor | None):  # forward was replaced by another function (TRL)
@@ -125,19 +125,19 @@ class StreamedCalls(StreamedModel):
             if not self.context.plain:
                 self._plain_call.enter_context(self.plain())
             return args, kwargs
-        self._outer_calls = self.names.begin(type(self.model).__name__)
+        self._outer_calls = self.names.begin_call(type(self.model).__name__)
         self._refuse_outputs(kwargs)
         self._stop_checkpointing()
         call = ModelCall(self.model, args, kwargs)
         with_labels = call.get("labels") is not None or self.scored is not None  # a scored call counts as one
-        mark_read(call)
-        self._leave_out_cache(call, with_labels)
+        mark_cache_read(call)
+        self._disable_cache(call, with_labels)
         self._set_context(call, with_labels)
         padding, takes_positions = call.get("attention_mask"), call.takes("position_ids")
         args, kwargs = call.args, call.kwargs
         asked = kwargs.get("output_router_logits")
         if self.sequence_parallel is not None:
-            args, kwargs = (), self._sharing.begin(args, kwargs, with_labels)
+            args, kwargs = (), self._sharing.shard_call(args, kwargs, with_labels)
         if not takes_positions:
             kwargs = {key: value for key, value in kwargs.items() if key != "position_ids"}  # read for the rows only
         if self.head is not None and with_labels:
@@ -151,19 +151,19 @@ class StreamedCalls(StreamedModel):
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
 
-    def _end_names(self) -> None:
+    def _restore_attention_names(self) -> None:
         """Restore the configs' attention names, unless the call is nested in another call."""
         if self._outer_calls is not None:
-            self.names.end(self._outer_calls)
+            self.names.end_call(self._outer_calls)
             self._outer_calls = None
 
-    def _inner_pre_hook(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
+    def _before_inner_call(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
         if not self.context.plain:
-            self.names.begin(type(inner).__name__)
+            self.names.begin_call(type(inner).__name__)
 
-    def _inner_hook(self, inner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after_inner_call(self, inner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.context.plain:
-            self.names.end()
+            self.names.end_call()
 
     def _is_plain(self, call: ModelCall) -> bool:
         """Return True if a call runs as in the plain model: inside :meth:`plain`, or because its output requires it.
@@ -210,7 +210,7 @@ class StreamedCalls(StreamedModel):
                 module.gradient_checkpointing = False
                 self._checkpointing.add(module)  # a set: a trainer may turn it on again for each step
 
-    def _leave_out_cache(self, call: ModelCall, with_labels: bool) -> None:
+    def _disable_cache(self, call: ModelCall, with_labels: bool) -> None:
         """Turn ``use_cache`` off in a call that trains, as gradient checkpointing does."""
         by_default = call.get("use_cache") is None and (with_labels or self.model.training)
         if call.cache is None and (torch.is_grad_enabled() or by_default):
@@ -222,12 +222,12 @@ class StreamedCalls(StreamedModel):
         """Set the call's rows, row lengths and schedule for the layers, and whether the layers run in one chunk."""
         rows, self._length = call.size
         self.context.one_chunk = with_labels and self._needs_one_chunk(call)
-        self.context.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None
-        branches = self._laid_out if self.scored is None else self.scored.branches
+        self.context.schedule = self._short_schedule if 0 < rows * self._length <= SHORT.chunk_size else None
+        branches = self._branch_layout if self.scored is None else self.scored.branches
         self.context.rows = call.packed_rows() if branches is None else branches
-        self._set_lengths()
+        self._set_rope_lengths()
 
-    def _set_lengths(self) -> None:
+    def _set_rope_lengths(self) -> None:
         rows = self.context.rows if self._rotations else None
         self.context.lengths = None if rows is None else RowLengths.from_rows(rows)
 
@@ -236,7 +236,7 @@ class StreamedCalls(StreamedModel):
         decoder: Any = owning_models(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
-        call.keep_one_row(self.names.before, cached)
+        call.keep_one_row(self.names.plain_names, cached)
 
     def _needs_one_chunk(self, call: ModelCall) -> bool:
         """Return True if an output that counts depends on padding queries, which average over all keys.
@@ -248,10 +248,10 @@ class StreamedCalls(StreamedModel):
         Raises:
             UnsupportedModelError: Ranks share the sequence.
         """
-        if "eager" not in {self.own_attention, *self.names.before}:
+        if "eager" not in {self.own_attention, *self.names.plain_names}:
             return False
         mixes = call.pads_left() and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
-        if not mixes and not call.labels_padding(None if self.scored is None else self.scored.targets):
+        if not mixes and not call.has_labelled_padding(None if self.scored is None else self.scored.targets):
             return False
         if self.sequence_parallel is not None:
             raise UnsupportedModelError(
@@ -269,22 +269,22 @@ class StreamedCalls(StreamedModel):
             )
         return True
 
-    def _hook(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after_call(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         try:
             if self.context.plain:
-                return self._with_plain_states(output)
+                return self._with_plain_hidden_states(output)
             if self.scored is not None:
                 return self._score_output(self.scored, output)
             self._check_hidden_states(output)
             return self._with_router_loss(self._without_lazy_logits(output))
         finally:
             self._plain_call.close()
-            self._end_names()
-            self._sharing.end()
+            self._restore_attention_names()
+            self._sharing.end_call()
             self.context.one_chunk, self.context.schedule = False, None
 
     @staticmethod
-    def _with_plain_states(output: Any) -> Any:
+    def _with_plain_hidden_states(output: Any) -> Any:
         if isinstance(states := getattr(output, "hidden_states", None), tuple):
             output.hidden_states = tuple(map(read_embeddings, states))
         return output
@@ -295,7 +295,7 @@ class StreamedCalls(StreamedModel):
         Raises:
             UnsupportedModelError: Hidden states were recorded inside a decoder layer, which runs on chunks.
         """
-        states = getattr(self._with_plain_states(output), "hidden_states", None)
+        states = getattr(self._with_plain_hidden_states(output), "hidden_states", None)
         partial_states = [
             x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length
         ]
@@ -354,9 +354,9 @@ class StreamedCalls(StreamedModel):
         return output
 
 
-OUTPUTS = ("output_attentions", "output_router_logits")
+UNCHUNKED_OUTPUTS = ("output_attentions", "output_router_logits")
 """Arguments that ask for outputs which only unchunked layers compute."""
-GROWING = (None, "dynamic", "dynamic_full")
+GROWING_CACHES = (None, "dynamic", "dynamic_full")
 """Values of ``cache_implementation`` for a cache that grows with the tokens."""
 
 
@@ -365,10 +365,10 @@ def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: b
 
     With labels, ``output_router_logits`` asks for the balance loss, which is streamed.
     """
-    asked = [name for name in OUTPUTS if arguments.get(name)]
+    asked = [name for name in UNCHUNKED_OUTPUTS if arguments.get(name)]
     if with_labels and asked == ["output_router_logits"]:
         return False
-    return bool(asked) or is_whole_cache(cache)
+    return bool(asked) or is_unchunked_only_cache(cache)
 
 
 class Generation:
@@ -399,7 +399,7 @@ class Generation:
         for config in reversed(configs):
             options |= {} if config is None else vars(config)
         options |= kwargs
-        static = options.get("cache_implementation") not in GROWING
+        static = options.get("cache_implementation") not in GROWING_CACHES
         cache = next((options[name] for name in CACHES if options.get(name) is not None), None)
         return static or needs_unchunked_layers(options, cache, with_labels=False)
 

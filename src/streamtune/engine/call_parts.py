@@ -39,7 +39,7 @@ class LayerOutputs:
             if place and _is_key_choice(item, chunk):
                 if keep:
                     self.form[place] = [*(self.form[place] or []), item]  # type: ignore[misc]
-            elif _follows(item, along, chunk):
+            elif _follows_sequence(item, along, chunk):
                 self.form[place] = len(outputs)
                 outputs.append(item)
                 self.along.append(along)
@@ -55,7 +55,7 @@ class LayerOutputs:
         return items[0] if self.wrap is None else self.wrap(items)
 
 
-def _follows(value: Any, along: Along, chunk: slice) -> bool:
+def _follows_sequence(value: Any, along: Along, chunk: slice) -> bool:
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return floating and along is not None and value.dim() > along and value.shape[along] == chunk.stop - chunk.start
 
@@ -95,7 +95,7 @@ class ChunkSharing(UserDict):  # type: ignore[type-arg]
     def __init__(self, cache: ChunkCache, full: dict[Any, tuple[Tensor, ...]]) -> None:
         super().__init__()
         self.cache, self.full = cache, full
-        self.filled: dict[Any, int] = {}
+        self.entry_updates: dict[Any, int] = {}
         """Index of the key/value update that each entry set by the layer holds."""
 
     def __contains__(self, key: object) -> bool:
@@ -106,4 +106,4 @@ class ChunkSharing(UserDict):  # type: ignore[type-arg]
         return tuple(x.narrow(2, start, stop - start) for x in self.full[key])
 
     def __setitem__(self, key: Any, item: Any) -> None:
-        self.filled[key] = self.cache.updates - 1
+        self.entry_updates[key] = self.cache.updates - 1

@@ -38,7 +38,7 @@ from streamtune.engine.routers import RouterSums
 from streamtune.engine.saved import SavedTensors
 from streamtune.engine.sharded import Weights, is_sharded
 from streamtune.engine.streamed_layer import StreamedLayer
-from streamtune.engine.vjp import Along, GradientSum, chunk_vjp, part
+from streamtune.engine.vjp import Along, GradientSum, chunk_vjp, read_chunk
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 
@@ -46,36 +46,37 @@ from streamtune.ops import first_order, graph_is_kept
 def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
     """Run a layer forward, as the next layer of a chain or as the first of a new chain; return its output."""
     weights = Weights.current(owner.layer)
-    _check(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
+    _check_chainable(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
     last_call = owner.parts.last_call
     before = last_call.grad_target(call.hidden, owner.layer)
     chain = None if before is None or before.chain is None else before.chain()
     stream = LayerStream(call, owner)
     tensors = call.tensors()
-    if chain is not None and not chain.continues(before, stream, tensors):
+    if chain is not None and not chain.can_continue(before, stream, tensors):
         chain = None
-    if owner.place.whole and call.past is None and (unchunked := stream.run_unchunked(tensors)) is not None:
+    if owner.placement.unstreamed and call.past is None and (unchunked := stream.run_unchunked(tensors)) is not None:
         return stream.restore(unchunked, None)
     stream.follows_in_chain = chain is not None
-    with stream.walk():
+    with stream.pass_over_chunks():
         outputs = stream.forward(tensors, for_backward=True)
-    _check(owner.layer, list(stream.filled), weights)
+    _check_chainable(owner.layer, list(stream.entry_updates), weights)
     if chain is None or chain.chunks != stream.chunks:  # the forward may have changed the chunks: the layer has states
         if stream.follows_in_chain:
             stream.follows_in_chain = False
             stream.saved.keep_on_device(tensors[0])
         chain = LayerChain(stream, tensors[0])
     results = chain.add(owner, stream, weights, parameters, tensors[1:], outputs)
-    own_count = len(stream.outputs.along)
+    layer_output_count = len(stream.outputs.along)
     last_call.record(results[0], stream, owner.layer)
     stream.chain = weakref.ref(chain)
-    if stream.routers is not None and len(results) > own_count:  # these sums cover all layers of the chain so far
+    if stream.routers is not None and len(results) > layer_output_count:
+        # These sums cover all layers of the chain so far.
         stream.routers.call_sums = chain.sums_before
-        stream.routers.add(results[own_count:])
-    return stream.outputs.restore(results[:own_count])
+        stream.routers.add(results[layer_output_count:])
+    return stream.outputs.restore(results[:layer_output_count])
 
 
-def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
+def _check_chainable(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
     name = type(layer).__name__
     if shared:
         raise UnsupportedModelError(
@@ -113,12 +114,12 @@ class _Link:
         return self.stream.saved
 
     @property
-    def releases(self) -> bool:
+    def frees_kv_early(self) -> bool:
         """True if the device copies of keys and values are freed between a chunk's replay and its backward."""
         schedule = self.stream.settings.schedule
         return self.saved.kv is not None and (schedule.levels, schedule.keep_kv) == (1, "host")
 
-    def begin(self) -> None:
+    def prepare_backward(self) -> None:
         """Create the gradient sums of a new backward; drop the sums that an interrupted backward left."""
         stream = self.stream
         stream.kv.grads.clear()
@@ -135,7 +136,7 @@ class _Link:
         if self.saved.kv is not None:
             call = self.stream.call
             notify_chunk(self.layer, chunk, "load")
-            self.saved.kv.load(call.keys(chunk), call.first_key(chunk))
+            self.saved.kv.load(call.key_positions(chunk), call.first_key(chunk))
 
     def recompute(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
         """Return the output hidden states of one chunk, computed without a graph."""
@@ -151,7 +152,7 @@ class _Link:
         with torch.enable_grad():
             z_i, cache = self.stream.replay(chunk, x_i)
         self.owner.check_leaves(z_i[0], [*x_i, *cache.leaves, *self.parameters])
-        if self.releases:
+        if self.frees_kv_early:
             assert self.saved.kv is not None
             self.saved.kv.release()
         return _ChunkGraph(self, x_i, z_i, cache)
@@ -181,11 +182,11 @@ class _ChunkGraph:
     def backward(self, chunk: slice, grads_z: Sequence[Tensor | None], keep_graph: bool) -> list[Tensor | None]:
         """Add the chunk's terms to the gradient sums; return the gradients of the chunk's inputs."""
         link, kept_kv = self.link, self.link.saved.kv
-        keys = link.stream.call.keys(chunk)
+        keys = link.stream.call.key_positions(chunk)
         if kept_kv is not None:
-            if link.releases:
+            if link.frees_kv_early:
                 notify_chunk(link.layer, chunk, "refill")
-                kept_kv.refill(keys, self.cache.own_kv)
+                kept_kv.refill(keys, self.cache.chunk_kv)
             notify_chunk(link.layer, chunk, "load sums")
             kept_kv.load_sums(keys)
         notify_chunk(link.layer, chunk, "vjp")
@@ -212,7 +213,7 @@ class LayerChain:
         self.extras: list[Tensor] = []
         """Inputs of the layers other than hidden states, each once."""
         self.extras_along: list[Along] = []
-        self.totals: list[Tensor] = []
+        self.router_totals: list[Tensor] = []
         """Router sums of all layers so far."""
         self.sums_before: RouterSums | None = None if first.routers is None else first.routers.call_sums
         """Router sums of the layers before the chain."""
@@ -224,7 +225,7 @@ class LayerChain:
         self.token = _ChainInput.apply(self.grad_input, hidden)
         """Scalar that connects the chain to its first input; its node returns the gradient in ``grad_input``."""
 
-    def continues(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
+    def can_continue(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call can be the next link of the chain.
 
         It cannot in these cases: the hidden states that it reads have gradient hooks or retain their gradient; another
@@ -264,12 +265,14 @@ class LayerChain:
             places.append(place)
         self.links.append(_Link(owner, stream, weights, tuple(parameters), places))
         stream.call.forget_tensors()
-        own_count = len(stream.outputs.along)
+        layer_output_count = len(stream.outputs.along)
         if stream.sums:
-            sums = outputs[own_count:]
-            self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)] if self.totals else sums
+            sums = outputs[layer_output_count:]
+            self.router_totals = (
+                [a + b for a, b in zip(self.router_totals, sums, strict=True)] if self.router_totals else sums
+            )
         trained = [p for link in self.links for p in link.parameters]
-        returned = [*outputs[:own_count], *(total.clone() for total in self.totals)]
+        returned = [*outputs[:layer_output_count], *(total.clone() for total in self.router_totals)]
         return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.extras, *trained))
 
     def is_needed(self, number: int) -> bool:
@@ -285,7 +288,7 @@ class LayerChain:
             link.free(keep_graph)
         if not keep_graph:
             self.freed = True
-            self.links, self.extras, self.totals = [], [], []
+            self.links, self.extras, self.router_totals = [], [], []
 
 
 class _GradientSlot:
@@ -372,27 +375,29 @@ class _ChainBackward:
         The gradient of the first input is left in ``chain.grad_input``.
         """
         chain, last = self.chain, self.links[-1].stream
-        own_count = len(last.outputs.along)
+        layer_output_count = len(last.outputs.along)
         source = self.links[0].stream.stored_input()
         with ExitStack() as stack:
             for link in self.links:
                 notify_chunk(link.layer, slice(0, 0), "prepare")
-                link.begin()
+                link.prepare_backward()
                 stack.enter_context(link.weights.restored())
-                stack.enter_context(link.stream.walk(link.sums))
-            grads_z = [last.grad_out(grad_outputs[0]), *grad_outputs[1:own_count]]
+                stack.enter_context(link.stream.pass_over_chunks(link.sums))
+            grads_z = [last.grad_out(grad_outputs[0]), *grad_outputs[1:layer_output_count]]
             for stored in (source, grads_z[0]):
                 if isinstance(stored, StoredTensor):
                     stored.expect(chain.chunks[::-1])
             grad_input = self._grad_buffer(source, grads_z[0], grad_outputs[0]) if self.needs_input else None
             for chunk in reversed(chain.chunks):
                 grads_z_i = [
-                    None if grad is None else part(grad, along, chunk)
+                    None if grad is None else read_chunk(grad, along, chunk)
                     for grad, along in zip(grads_z, last.outputs.along, strict=True)
                 ]
-                dx_i = self._run_chunk(chunk, part(source, chain.along, chunk), grads_z_i, grad_outputs[own_count:])
+                dx_i = self._run_chunk(
+                    chunk, read_chunk(source, chain.along, chunk), grads_z_i, grad_outputs[layer_output_count:]
+                )
                 if grad_input is not None:
-                    buffer_i = part(grad_input, chain.along, chunk)
+                    buffer_i = read_chunk(grad_input, chain.along, chunk)
                     buffer_i.zero_() if dx_i is None else buffer_i.copy_(dx_i)
         if isinstance(grads_z[0], StoredTensor):
             grads_z[0].free()
@@ -444,12 +449,12 @@ class _ChainBackward:
         for place, grad in extra_grads.items():
             full_grad = self.full_grads[place]
             assert full_grad is not None
-            part(full_grad, self.chain.extras_along[place], chunk).copy_(grad)
+            read_chunk(full_grad, self.chain.extras_along[place], chunk).copy_(grad)
         return grads_z_i[0]
 
     def _extras_of(self, link: _Link, chunk: slice) -> list[Tensor]:
         along = self.chain.extras_along
-        return [part(self.extras[place], along[place], chunk).detach() for place in link.extras]
+        return [read_chunk(self.extras[place], along[place], chunk).detach() for place in link.extras]
 
     def _add_extras(self, link: _Link, grads: Sequence[Tensor | None], chunk_grads: dict[int, Tensor]) -> None:
         """Add a layer's gradients of its extras: to the sum over chunks, or to this chunk's gradients by extra."""

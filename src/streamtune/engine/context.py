@@ -66,8 +66,8 @@ class ChunkContext:
         return _chunk.get()
 
 
-OUTSIDE = ChunkContext(None, None)
-_chunk: ContextVar[ChunkContext] = ContextVar("the chunk that a layer runs on", default=OUTSIDE)
+OUTSIDE_CHUNKS = ChunkContext(None, None)
+_chunk: ContextVar[ChunkContext] = ContextVar("the chunk that a layer runs on", default=OUTSIDE_CHUNKS)
 
 
 Call = TypeVar("Call")
@@ -128,7 +128,7 @@ class LastLayerCall(Generic[Call]):
             passing = (
                 PASS_GRADIENTS if watched or has_user_backward_hooks(module) else (*PASS_GRADIENTS, FULL_BACKWARD_HOOK)
             )
-            if not output.made_by(_origin(hidden, passing)):
+            if not output.made_by(_gradient_receiver(hidden, passing)):
                 return None
         call = self.producer(hidden)
         self._has_reader = call is not None
@@ -168,7 +168,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _origin(tensor: Tensor, passing: tuple[str, ...]) -> Any:
+def _gradient_receiver(tensor: Tensor, passing: tuple[str, ...]) -> Any:
     """Return the autograd node that receives a tensor's gradient after the nodes named in ``passing``.
 
     Return None if the gradient does not arrive at the node's first output.

@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 class EvaluatedLogits(Tensor):
     """The logits ``transform(head(hidden))`` ``[..., T, V]``, computed when they are read.
 
-    The result of :meth:`computed` is kept, so that later reads see in-place changes of it or of its views.
+    The result of :meth:`materialize` is kept, so that later reads see in-place changes of it or of its views.
 
     Args:
         head: Language-model head without adapters.
@@ -42,17 +42,17 @@ class EvaluatedLogits(Tensor):
         """Return a tensor without memory for its values."""
         with torch.no_grad():
             first = transform(head(hidden[..., :1, :]))
-        source = _Source(head, hidden.detach(), transform, chunk_size)
+        source = _LogitsSource(head, hidden.detach(), transform, chunk_size)
         return cls._from_source(source, (*hidden.shape[:-1], first.shape[-1]), (first.dtype,))
 
     @classmethod
-    def _from_source(cls, source: _Source, shape: Any, casts: tuple[torch.dtype, ...]) -> EvaluatedLogits:
+    def _from_source(cls, source: _LogitsSource, shape: Any, casts: tuple[torch.dtype, ...]) -> EvaluatedLogits:
         logits = Tensor._make_wrapper_subclass(cls, shape, dtype=casts[-1], device=source.hidden.device)
         logits._source, logits._casts, logits._computed_logits = source, casts, []
         return logits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._source: _Source
+        self._source: _LogitsSource
         self._casts: tuple[torch.dtype, ...]
         """Dtypes to which the logits are cast, in order; the last is the dtype of this tensor."""
         self._computed_logits: list[Tensor]
@@ -77,9 +77,9 @@ class EvaluatedLogits(Tensor):
                 return logits._compute_full(torch.device(device)).to(dtype)
             if func is _aten.argmax.default and _is_last_dim(logits, args[1:], kwargs):
                 return logits._reduce_in_chunks(func, args[1:], kwargs)
-        return func(*map_nested(_computed, args), **map_nested(_computed, kwargs))
+        return func(*map_nested(_materialize_evaluated, args), **map_nested(_materialize_evaluated, kwargs))
 
-    def computed(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the logits on the model's device, computed at the first call."""
         if not self._computed_logits:
             self._computed_logits.append(self._compute_full(self.device))
@@ -87,12 +87,12 @@ class EvaluatedLogits(Tensor):
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits on the host, computed a chunk at a time."""
-        return self.computed().cpu() if self._computed_logits else self._compute_full(torch.device("cpu"))
+        return self.materialize().cpu() if self._computed_logits else self._compute_full(torch.device("cpu"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.computed().clone()
+        return self.materialize().clone()
 
-    def _chunks(self) -> Iterator[Tensor]:
+    def _iter_chunks(self) -> Iterator[Tensor]:
         for logits in self._source.chunks():
             for dtype in self._casts:
                 logits = logits.to(dtype)
@@ -102,24 +102,24 @@ class EvaluatedLogits(Tensor):
     def _compute_full(self, device: torch.device) -> Tensor:
         full = torch.empty(self.shape, dtype=self.dtype, device=device)
         start = 0
-        for logits in self._chunks():
+        for logits in self._iter_chunks():
             full.narrow(-2, start, logits.shape[-2]).copy_(logits)
             start += logits.shape[-2]
         return full
 
     def _reduce_in_chunks(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         keeps = (len(args) > 1 and args[1]) or kwargs.get("keepdim", False)
-        return torch.cat([func(logits, *args, **kwargs) for logits in self._chunks()], dim=-2 if keeps else -1)
+        return torch.cat([func(logits, *args, **kwargs) for logits in self._iter_chunks()], dim=-2 if keeps else -1)
 
 
-def _of_computed(name: str) -> Any:
-    return lambda logits, *args, **kwargs: getattr(logits.computed(), name)(*args, **kwargs)
+def _materialized_method(name: str) -> Any:
+    return lambda logits, *args, **kwargs: getattr(logits.materialize(), name)(*args, **kwargs)
 
 
 READERS = ("numpy", "tolist", "data_ptr", "untyped_storage")
 """Methods that read a tensor's memory without a torch operation."""
 for _name in (*READERS, "__array__", "__dlpack__", "__dlpack_device__", "__reduce_ex__"):
-    setattr(EvaluatedLogits, _name, _of_computed(_name))
+    setattr(EvaluatedLogits, _name, _materialized_method(_name))
 
 
 class ReadableLogits(Tensor):
@@ -132,7 +132,7 @@ class ReadableLogits(Tensor):
         logits: Logits; None until they are computed.
     """
 
-    source: _Source
+    source: _LogitsSource
     logits: Tensor | None
 
     @staticmethod
@@ -147,7 +147,7 @@ class ReadableLogits(Tensor):
             first = transform(head(hidden[..., :1, :]))
         shape = (*hidden.shape[:-1], first.shape[-1])
         logits: Any = Tensor._make_wrapper_subclass(ReadableLogits, shape, dtype=first.dtype, device=hidden.device)
-        logits.source, logits.logits = _Source(head, hidden, transform, chunk_size), None
+        logits.source, logits.logits = _LogitsSource(head, hidden, transform, chunk_size), None
         return logits
 
     @classmethod
@@ -155,13 +155,13 @@ class ReadableLogits(Tensor):
         if func in SHAPE_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*map_nested(_with_graph, args), **map_nested(_with_graph, kwargs or {}))
+        return func(*map_nested(_materialize_readable, args), **map_nested(_materialize_readable, kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return func(*map_nested(_with_graph, args), **map_nested(_with_graph, kwargs or {}))
+        return func(*map_nested(_materialize_readable, args), **map_nested(_materialize_readable, kwargs or {}))
 
-    def computed(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Return the logits with their graph, computed at the first call."""
         if self.logits is None:
             with torch.enable_grad():
@@ -178,11 +178,11 @@ SHAPE_FUNCTIONS = (
 """Torch functions that read shape, dtype or device, but no values."""
 
 
-def _with_graph(value: Any) -> Any:
-    return value.computed() if isinstance(value, ReadableLogits) else value
+def _materialize_readable(value: Any) -> Any:
+    return value.materialize() if isinstance(value, ReadableLogits) else value
 
 
-class _Source:
+class _LogitsSource:
     """Hidden states, and the head with its weights at the time of the call, from which logits are computed."""
 
     def __init__(self, head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> None:
@@ -205,8 +205,8 @@ class _Source:
             return self.transform(self.head(self.hidden))
 
 
-def _computed(value: Any) -> Any:
-    return value.computed() if isinstance(value, EvaluatedLogits) else value
+def _materialize_evaluated(value: Any) -> Any:
+    return value.materialize() if isinstance(value, EvaluatedLogits) else value
 
 
 def _is_last_dim(logits: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from streamtune.engine.vjp import GradientSum
 from streamtune.ops.devices import autocast_kind
 from streamtune.ops.fused import norm_is_right, rms_norm, rotary
 
-KINDS = (Tensor, nn.Parameter)
+PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types that are fused. Quantised and sharded tensors have other types."""
 
 LINEAR_FORWARD = nn.Linear.forward
@@ -68,8 +68,8 @@ class FusedLinears:
             if not _is_plain_linear(module):
                 continue
             assert isinstance(module, nn.Linear)
-            weight = None if hooked else self._cast(module.weight)
-            bias = None if hooked or module.bias is None else self._cast(module.bias)
+            weight = None if hooked else self._cast_parameter(module.weight)
+            bias = None if hooked or module.bias is None else self._cast_parameter(module.bias)
             if module.bias is not None and (weight is None) != (bias is None):
                 continue  # autocast would cast only one of them
             weight_and_bias_sums = by_owner.get(id(module.weight)), by_owner.get(id(module.bias))
@@ -77,7 +77,7 @@ class FusedLinears:
                 self._calls.append(_FusedLinear(module, autocast, weight, bias, weight_and_bias_sums))
 
     @torch.no_grad()
-    def _cast(self, x: Tensor) -> Tensor | None:
+    def _cast_parameter(self, x: Tensor) -> Tensor | None:
         """Return ``x`` in autocast's dtype, or None if autocast would not cast it."""
         if not self.autocast.enabled or x.dtype != torch.float32:
             return None
@@ -120,7 +120,7 @@ class _FusedLinear:
         bias: Tensor | None = self.module.bias
         if self.weight is not None and now == self.autocast and x.is_floating_point() and x.dtype != torch.float64:
             x, weight, bias = x.to(self.weight.dtype), self.weight, self.bias
-        no_cast = type(x) in KINDS and x.dtype == weight.dtype and (not now.enabled or now.dtype == x.dtype)
+        no_cast = type(x) in PLAIN_TYPES and x.dtype == weight.dtype and (not now.enabled or now.dtype == x.dtype)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
         summed = all(total is not None or not p.requires_grad for p, total in zip(parameters, self.sums, strict=False))
         if not no_cast or (trained and not summed):
@@ -165,7 +165,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
     if type(module).forward is not nn.Linear.forward or "forward" in module.__dict__:
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    return type(weight) in KINDS and (bias is None or type(bias) in KINDS)
+    return type(weight) in PLAIN_TYPES and (bias is None or type(bias) in PLAIN_TYPES)
 
 
 def is_linear_unpatched() -> bool:
@@ -197,12 +197,12 @@ class FusedParts:
         self.layer = layer
         self._norms: list[_FusedNorm] = []
         self._rotary: list[tuple[dict[str, Any], _FusedRotary]] = []
-        self._find()
+        self._find_fusable()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layer": self.layer}  # a copy searches again: functions belong to Python modules, which are not copied
 
-    def _find(self) -> None:
+    def _find_fusable(self) -> None:
         self._norms, self._rotary = [], []
         if any(map(_is_compiled, self.layer.modules())):
             return
@@ -223,7 +223,7 @@ class FusedParts:
         A norm or function that was replaced after this object was created is called unchanged.
         """
         if "_norms" not in self.__dict__:
-            self._find()
+            self._find_fusable()
         norms = [norm for norm in self._norms if norm.is_unchanged()]
         rotary = [(names, fused) for names, fused in self._rotary if names.get(ROTARY) is fused.original]
         for norm in norms:
@@ -268,7 +268,7 @@ class _FusedNorm:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form, weight = self.form, self.module._parameters.get("weight")
-        plain = type(x) in KINDS and x.is_floating_point() and (weight is None or type(weight) in KINDS)
+        plain = type(x) in PLAIN_TYPES and x.is_floating_point() and (weight is None or type(weight) in PLAIN_TYPES)
         if args or kwargs or not plain or not norm_is_right(x.device, x.dtype):  # a gated norm has a second argument
             return self.original(self.module, x, *args, **kwargs)
         if weight is None or (weight.dtype == x.dtype and not form.offset):
@@ -311,7 +311,7 @@ def _norm_formula(module: nn.Module) -> _NormFormula | None:
         return None
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     for offset in (0.0, 1.0) if names else (0.0,):
-        if _close(want, normed * (offset + w) if names else normed):
+        if _is_close(want, normed * (offset + w) if names else normed):
             return _NormFormula(eps, offset, widens=mixed.dtype == torch.float32)
     return None
 
@@ -332,7 +332,9 @@ class _FusedRotary:
 
 def _can_fuse_rotary(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     """Return True if q, k are ``[B, H, T, D]``, cos, sin ``[B, T, D]`` without gradient, all of one dtype."""
-    if not all(type(x) in KINDS for x in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim(), sin.dim()) != (4, 4, 3, 3):
+    if not all(type(x) in PLAIN_TYPES for x in (q, k, cos, sin)):
+        return False
+    if (q.dim(), k.dim(), cos.dim(), sin.dim()) != (4, 4, 3, 3):
         return False
     width, dtype = q.shape[-1], q.dtype
     same = all(x.shape[-1] == width and x.dtype == dtype and x.device == q.device for x in (k, cos, sin))
@@ -349,10 +351,10 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
         with torch.no_grad():
             got = function(q, k, cos, sin)
             want = [rotary(x, cos[:, None], sin[:, None]) for x in (q, k)]
-        return all(_close(a, b) for a, b in zip(got, want, strict=True))
+        return all(_is_close(a, b) for a, b in zip(got, want, strict=True))
     except Exception:  # it has other arguments
         return False
 
 
-def _close(got: Tensor, want: Tensor) -> bool:
+def _is_close(got: Tensor, want: Tensor) -> bool:
     return got.shape == want.shape and bool((got - want).norm() <= 1e-5 * want.norm())

@@ -68,7 +68,7 @@ class StreamedHead:
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
         """Shards of the current call; if ranks share the sequence, lazy logits cover this rank's tokens."""
-        self.asked: LossRequest | None = None
+        self.loss_request: LossRequest | None = None
         """Loss that a call with labels returns; None: the cross-entropy."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
@@ -135,23 +135,23 @@ class StreamedHead:
 
         Return None if ranks share the sequence or the head's weight is sharded.
         """
-        return self._read_later(logits, EvaluatedLogits)
+        return self._readable_tensor(logits, EvaluatedLogits)
 
     def readable_logits(self, logits: LazyLogits) -> Tensor | None:
         """Return logits with a graph that are computed when they are read; if the head has adapters, computed now.
 
         Return None if ranks share the sequence or the head's weight is sharded.
         """
-        return self._read_later(logits, ReadableLogits.create)
+        return self._readable_tensor(logits, ReadableLogits.create)
 
-    def _read_later(self, logits: LazyLogits, make: Callable[..., Tensor]) -> Tensor | None:
+    def _readable_tensor(self, logits: LazyLogits, make: Callable[..., Tensor]) -> Tensor | None:
         if self.sharded or self.shards is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters may be enabled or disabled before a later read
             return logits.transform(self.module(logits.hidden))
         return make(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
-    def _with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
+    def _compute_with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
         """Return ``compute(logits)``, run inside a call of the head if its weight is sharded.
 
         Hooks around that call gather the weight, once in the forward and once in the backward, and reduce its gradient.
@@ -193,20 +193,20 @@ class StreamedHead:
         by_type = _LOSSES.get(getattr(self.model, "loss_type", None))
         self._check_loss(self.loss_before if self.had_loss else by_type)
         if self.shards is not None:
-            return self._shared_loss(self.shards, logits, num_items_in_batch, ignore_index)
+            return self._loss_over_ranks(self.shards, logits, num_items_in_batch, ignore_index)
         if shift_labels is None:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.to(logits.hidden.device)
         return self.cross_entropy(logits, targets, num_items_in_batch, ignore_index)
 
-    def _shared_loss(
+    def _loss_over_ranks(
         self, shards: SequenceShards, logits: LazyLogits, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
         """Return the loss of the whole rows, equal on every rank; its gradient is only this rank's share."""
         all_targets = shards.targets
         assert all_targets is not None
-        targets = shards.cut(all_targets.to(logits.hidden.device), 1, ignore_index)
+        targets = shards.select_tokens(all_targets.to(logits.hidden.device), 1, ignore_index)
         if logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} drops tokens before its loss, so ranks cannot share its sequence",
@@ -221,19 +221,23 @@ class StreamedHead:
     ) -> Tensor:
         """Return the summed loss of targets ``[...]`` divided by ``num_items`` (None: the number of targets)."""
         options: dict[str, Any] = {"num_items": num_items, "ignore_index": ignore_index}
-        if self.asked is None:
+        if self.loss_request is None:
             return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
-        asked, weights = self.asked, self.asked.weights
+        loss_request, weights = self.loss_request, self.loss_request.weights
         if self.shards is not None and weights is not None:
-            weights = self.shards.cut(weights.to(targets.device), 1, 1.0)
-        options |= {"loss": asked.loss, "weights_BT": asked.weights_of(targets, weights, type(self.model).__name__)}
-        of_teacher, top_k = asked.teacher, asked.top_k_of(targets.shape, self.shards, type(self.model).__name__)
+            weights = self.shards.select_tokens(weights.to(targets.device), 1, 1.0)
+        options |= {
+            "loss": loss_request.loss,
+            "weights_BT": loss_request.weights_of(targets, weights, type(self.model).__name__),
+        }
+        of_teacher = loss_request.teacher
+        top_k = loss_request.top_k_of(targets.shape, self.shards, type(self.model).__name__)
         with nullcontext(top_k) if of_teacher is None else of_teacher.owner.as_teacher(of_teacher, targets) as teacher:
             options["teacher"] = teacher
             loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
         if self.shards is not None:
             measured = summed(measured, self.shards.group)
-        asked.measured = dict(zip(MEASURED, measured.unbind(), strict=True))
+        loss_request.measured = dict(zip(MEASURED, measured.unbind(), strict=True))
         return loss
 
     @contextmanager
@@ -292,7 +296,7 @@ class StreamedHead:
             )
 
         options = {"chunk_size": self.schedule.head_chunk_size, **options}
-        return self._with_weight(logits, compute)
+        return self._compute_with_weight(logits, compute)
 
     @property
     def _is_plain(self) -> bool:

@@ -189,7 +189,7 @@ FUNCTIONS = {
     STREAMER: "5.17",
 }
 """Functions and classes of transformers, each with the version that introduced it (5.17: or before)."""
-OF_MODELS = ("cache_utils.", "loss.", "masking_utils.", "modeling_layers.", "modeling_utils.")
+MODEL_MODULES = ("cache_utils.", "loss.", "masking_utils.", "modeling_layers.", "modeling_utils.")
 """Prefixes of the modules that are imported with every model."""
 
 MASKS = {
@@ -202,15 +202,15 @@ MASKS = {
     "or_masks.<locals>.or_mask": "5.17",
 }
 """Qualified names of the closures in ``masking_utils`` from which masks are composed, each with its first version."""
-PACKED, REMAPPED, WINDOW, SPAN, BLOCKS, EVERY, EITHER = MASKS
-HELD = {
+PACKED, REMAPPED, WINDOW, SPAN, BLOCKS, AND_MASKS, OR_MASKS = MASKS
+CLOSURE_VARIABLES = {
     PACKED: ("packed_sequence_mask",),
     REMAPPED: ("mask_function", "position_ids"),
     WINDOW: ("sliding_window",),
     SPAN: ("chunk_size", "left_padding"),
     BLOCKS: ("block_sequence_ids",),
-    EVERY: ("mask_functions",),
-    EITHER: ("mask_functions",),
+    AND_MASKS: ("mask_functions",),
+    OR_MASKS: ("mask_functions",),
 }
 """Variables that each of these closures holds."""
 
@@ -243,7 +243,7 @@ def _import_internal(name: str) -> Any:
         raise missing_name_error("transformers", f"transformers.{name}") from error
 
 
-def replace_inside(name: str, function: Callable[..., Any]) -> None:
+def replace_internal(name: str, function: Callable[..., Any]) -> None:
     """Replace a function listed in :data:`FUNCTIONS` in its module of ``transformers``."""
     module, _, attribute = name.rpartition(".")
     setattr(import_module(f"transformers.{module}"), attribute, function)
@@ -275,7 +275,7 @@ def renamed_cache(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {name if key == names[0] else key: value for key, value in arguments.items() if key != name}
 
 
-def cache_by_name(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
+def cache_keyword(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
     """Return ``cache`` as a keyword argument of ``forward``, under the name that ``forward`` uses."""
     return {cache_argument(forward, state=False) or CACHE: cache}
 
@@ -323,7 +323,7 @@ def set_checkpointing(model: Any, enable: bool, function: Callable[..., Any]) ->
     getattr(model, _CHECKPOINTING)(enable=enable, gradient_checkpointing_func=function)
 
 
-def kept_wide(model: Any) -> set[str]:
+def fp32_weight_names(model: Any) -> set[str]:
     """Return substrings of the names of weights that a model keeps in float32, whatever its dtype."""
     return {each for name in _WIDE for each in getattr(model, name, None) or ()}
 
@@ -343,7 +343,7 @@ def check_names() -> None:
         VersionError: A name is missing.
     """
     for name, since in FUNCTIONS.items():
-        if _is_installed_since(since) and name.startswith(OF_MODELS):
+        if _is_installed_since(since) and name.startswith(MODEL_MODULES):
             inside(name)
     Cache, masking_utils = inside(CACHE_CLASS), import_module("transformers.masking_utils")
     wanted: list[tuple[Any, str, str]] = [
@@ -364,9 +364,11 @@ def check_names() -> None:
     for name, since in MASKS.items():
         maker, _, inner = name.partition(".<locals>.")
         if _is_installed_since(since):
-            closure_variables = _closure_of(getattr(masking_utils, maker, None), inner)
-            if not set(HELD[name]) <= closure_variables:
-                raise missing_name_error("transformers", f"masking_utils.{maker} that holds {' and '.join(HELD[name])}")
+            closure_variables = _closure_variables(getattr(masking_utils, maker, None), inner)
+            if not set(CLOSURE_VARIABLES[name]) <= closure_variables:
+                raise missing_name_error(
+                    "transformers", f"masking_utils.{maker} that holds {' and '.join(CLOSURE_VARIABLES[name])}"
+                )
 
 
 def _is_installed_since(since: str) -> bool:
@@ -374,11 +376,11 @@ def _is_installed_since(since: str) -> bool:
     return tuple(map(int, installed("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
 
 
-def _closure_of(maker: Any, inner: str) -> set[str]:
+def _closure_variables(maker: Any, inner: str) -> set[str]:
     codes = [] if maker is None else inspect.unwrap(maker).__code__.co_consts
     return {name for code in codes if getattr(code, "co_name", None) == inner for name in code.co_freevars}
 
 
-def is_whole_cache(cache: Any) -> bool:
+def is_unchunked_only_cache(cache: Any) -> bool:
     """Return True if a cache supports only unchunked layers: a cache of fixed size, or of continuous batching."""
     return bool(getattr(cache, "is_compileable", False)) or type(cache).__name__ == _PAGED_CACHE

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from transformers import PreTrainedModel
 
-from streamtune.engine.call import forwards_cache, takes_cache
+from streamtune.engine.call import forwarded_cache_argument, layer_cache_argument
 from streamtune.engine.hf_names import (
     ATTENTIONS,
     CHECKPOINTED_LAYER,
@@ -31,7 +31,7 @@ from streamtune.engine.hf_names import (
     inside,
     names_attention,
 )
-from streamtune.engine.own_attention import FORMS, is_ours
+from streamtune.engine.own_attention import TILED_IMPLEMENTATIONS, is_engine_attention
 from streamtune.engine.scan import names_in_forward
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import FlatParametersError
@@ -89,8 +89,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
     """Yield the layers inside a module; with ``in_lists`` members of module lists count as layers too."""
     for child in module.children():
-        listed = isinstance(module, nn.ModuleList) and in_lists and forwards_cache(child)
-        if listed or (isinstance(child, _GradientCheckpointingLayer) and takes_cache(child)):
+        listed = isinstance(module, nn.ModuleList) and in_lists and forwarded_cache_argument(child)
+        if listed or (isinstance(child, _GradientCheckpointingLayer) and layer_cache_argument(child)):
             yield child
         else:
             yield from _outermost_layers(child, in_lists)
@@ -106,7 +106,7 @@ def keeps_keys(layer: nn.Module) -> bool:
     return any(KEY_CALLS & set(names_in_forward(type(module))) for module in layer.modules())
 
 
-def hybrid_layer(model: nn.Module) -> str | None:
+def hybrid_layer_name(model: nn.Module) -> str | None:
     """Return the class name of a decoder layer with both attention and a recurrent state; None if there is none."""
     names = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and keeps_keys(layer))
     return next(names, None)
@@ -131,7 +131,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
             f"{name} has no decoder layer with a key/value cache, so there is nothing to stream"
         )
     own_code = own_attention(model, layers)
-    if own_code is not None and own_code not in FORMS:
+    if own_code is not None and own_code not in TILED_IMPLEMENTATIONS:
         raise UnsupportedModelError(
             f"{name} has its own attention code ({own_code!r}), which cannot take the mask of a chunk",
             fix="load it with attn_implementation='eager'",
@@ -189,7 +189,7 @@ def _check_attention(model: str, name: str | None) -> None:
     Raises:
         UnsupportedModelError: A function registered by others has this name.
     """
-    if name is None or is_ours(name) or name.startswith(HUB_KERNELS):
+    if name is None or is_engine_attention(name) or name.startswith(HUB_KERNELS):
         return
     function = inside(ATTENTIONS).get(name)
     from_transformers = name in KNOWN_ATTENTION and str(getattr(function, "__module__", "transformers.")).startswith(
@@ -229,7 +229,7 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
     return list({id(config): config for config in configs}.values())
 
 
-def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
+def choose_exchange_form(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
     """Return the form of sequence parallelism for a model: ``ulysses`` or ``ring``.
 
     Args:

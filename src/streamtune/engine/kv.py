@@ -152,7 +152,7 @@ class States:
 
     def __init__(self, rows: PackedRows | None = None) -> None:
         self.rows = rows
-        self.exist = False
+        self.has_states = False
         """True once the layer has saved a state."""
         self.tier: Tier | None = None
         """Tier that stores states until the backward; None keeps them on the device."""
@@ -175,10 +175,10 @@ class States:
         """Return the tokens that the layer runs on for a chunk: the chunk; ``SharedStates`` may return two for one."""
         return chunk
 
-    def begin(self, backward: bool) -> None:
+    def begin_pass(self, backward: bool) -> None:
         """Begin a pass over the chunks, forward or backward; does nothing here."""
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """End a pass; if states are offloaded, free their copies on the device."""
         if self.tier is not None:
             self.tier.settle()
@@ -204,7 +204,7 @@ class States:
     def receive(self, after: int | None, key: StateKey) -> None:
         """Wait for the state ``key`` after ``after`` tokens if another rank computes it; does nothing here."""
 
-    def keep(self, position: int, key: StateKey, state: Tensor) -> None:
+    def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
         """Save the state at ``position`` for the chunks that begin with it."""
         notify_tensors("state", state)
         if self.rows is None or self.rows.continues_past(position):
@@ -217,7 +217,7 @@ class States:
         if self.tier is not None and self.rows is None and after is not None:  # no other chunk begins with its states
             self.after.pop(after, None)
 
-    def sent_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
+    def remote_gradient_tensor(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
         """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None here."""
         return None
 
@@ -233,7 +233,7 @@ class States:
             if part is not None:
                 totals[key] = totals[key] + part if key in totals else part
 
-    def narrower_than(self, dtype: torch.dtype) -> bool:
+    def has_state_narrower_than(self, dtype: torch.dtype) -> bool:
         """Return True if a state has a narrower floating dtype than ``dtype``."""
         states = [state for by_key in self.after.values() for state in by_key.values() if state.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)

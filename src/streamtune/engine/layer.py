@@ -46,19 +46,19 @@ class StreamedForward(StreamedLayer):
             with self.on_device((), prefetch=1):
                 return type(self.layer).forward(self.layer, *args, **kwargs)
         if self.own_attention is not None or self.attention_known:
-            return self._call(args, kwargs)
+            return self._dispatch(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         before = RandomState.current(torch.device("cpu") if hidden is None else hidden.device)
         try:
-            result = self._call(args, kwargs)
+            result = self._dispatch(args, kwargs)
         except ForeignAttentionError as error:
             if context.shards is not None:
                 raise UnsupportedModelError(error.what, fix="set sequence_parallel_size: 1") from error
             self.own_attention = OwnAttention("eager")
             before.restore()
-            return self._call(args, kwargs)
+            return self._dispatch(args, kwargs)
         except Exception as error:
-            expected = isinstance(error, StreamTuneError | torch.OutOfMemoryError) or _between_ranks(error)
+            expected = isinstance(error, StreamTuneError | torch.OutOfMemoryError) or _is_collective_error(error)
             if context.shards is None or expected:
                 raise
             what = f"{self.name} does not run on one rank's shard of the sequence ({type(error).__name__}: {error})"
@@ -68,7 +68,7 @@ class StreamedForward(StreamedLayer):
         self.attention_known = True
         return result
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dispatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call in the first of these ways that applies.
 
         1. Generation: a cache was passed and gradients are off.
@@ -88,10 +88,10 @@ class StreamedForward(StreamedLayer):
         self.check_hooks()
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in (*call.tensors(), *parameters))):
-            return self._forward_only(call)
+            return self._run_without_graph(call)
         if (self.parts.context.schedule or self.schedule).order == "chunk":
             return chained_call(self, call, parameters)
-        return self._with_graph(call, parameters)
+        return self._run_with_graph(call, parameters)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         """Bind the call's arguments, restricted to this rank's tokens and with the mask of packed rows."""
@@ -106,7 +106,7 @@ class StreamedForward(StreamedLayer):
         if context.shards is not None:
             call.share_sequence(context.shards)
         if context.rows is not None and (context.shards is None or isinstance(context.rows, Branches)):
-            call.mask_rows(context.rows)
+            call.restrict_masks_to_rows(context.rows)
         return call
 
     def _bind_biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
@@ -160,7 +160,7 @@ class StreamedForward(StreamedLayer):
             with RandomState.current(call.hidden.device).replayed():
                 try:
                     stream = LayerStream(call, self)
-                    with stream.walk():
+                    with stream.pass_over_chunks():
                         stream.forward(call.tensors())
                 except ForeignAttentionError:
                     raise
@@ -172,19 +172,23 @@ class StreamedForward(StreamedLayer):
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, fix="fill the cache after stream(model), not before") from error
 
-    def _forward_only(self, call: LayerCall) -> Any:
+    def _run_without_graph(self, call: LayerCall) -> Any:
         stream = LayerStream(call, self)
-        with stream.walk():
+        with stream.pass_over_chunks():
             return stream.restore(stream.forward(call.tensors()), call.sharing)
 
-    def _with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
+    def _run_with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
         """Run the layer with a graph: unchunked if its placement says so and the layer allows it, else streamed."""
         last_call, inputs = self.parts.last_call, [*call.tensors(), *parameters]
         before: LayerStream | None = last_call.producer(call.hidden)
-        recompute = before is not None and before.repeatable and not self.place.begins
+        recompute = before is not None and before.can_recompute_output and not self.placement.begins_segment
         stream = LayerStream(call, self, before if recompute else None)
         sharing = call.sharing
-        if self.place.whole and call.past is None and (unchunked := stream.run_unchunked(call.tensors())) is not None:
+        if (
+            self.placement.unstreamed
+            and call.past is None
+            and (unchunked := stream.run_unchunked(call.tensors())) is not None
+        ):
             return stream.restore(unchunked, sharing)
         if self.schedule.stream_grads and call.hidden.requires_grad:
             stream.grad_target = last_call.grad_target(call.hidden, self.layer)
@@ -193,15 +197,15 @@ class StreamedForward(StreamedLayer):
         return stream.restore(outputs, sharing)
 
 
-BETWEEN_RANKS = ("torch.distributed", "streamtune.ops.messages")
+COLLECTIVE_MODULES = ("torch.distributed", "streamtune.ops.messages")
 """Modules in which a rank waits for others."""
 
 
-def _between_ranks(error: Exception) -> bool:
+def _is_collective_error(error: Exception) -> bool:
     """Return True if a collective raised the error: another rank failed, so the model is not the cause."""
     trace = error.__traceback__
     while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__")).startswith(BETWEEN_RANKS):
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith(COLLECTIVE_MODULES):
             return True
         trace = trace.tb_next
     return False
@@ -216,7 +220,7 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stream: LayerStream, owner: StreamedLayer, *inputs: Tensor) -> tuple[Tensor, ...]:
         count = len(stream.call.inputs)
-        with stream.walk():
+        with stream.pass_over_chunks():
             outputs = stream.forward(inputs[:count], for_backward=True)
         ctx.save_for_backward(*inputs[1:count])  # the schedule says where the first is stored
         ctx.set_materialize_grads(False)
@@ -238,8 +242,8 @@ class _StreamedLayer(torch.autograd.Function):
         owner: StreamedLayer = ctx.owner
         owner.check_in_place(stream.call.length)
         ctx.weights.check()
-        saved = ctx.saved_tensors  # read first: source() may recompute the input and the keys shared with it
-        inputs, keep_graph = [stream.source(), *saved], graph_is_kept()
+        saved = ctx.saved_tensors  # read first: load_input() may recompute the input and the keys shared with it
+        inputs, keep_graph = [stream.load_input(), *saved], graph_is_kept()
         count = len(stream.along)
 
         notify_chunk(owner.layer, slice(0, 0), "prepare")
@@ -249,7 +253,7 @@ class _StreamedLayer(torch.autograd.Function):
             sums = [GradientSum(p, stream.widen) for p in parameters]
             for total, parameter in zip(sums, ctx.parameters, strict=True):
                 total.dtype = parameter.dtype  # of the parameter, not of its narrower copy
-            stack.enter_context(stream.walk(sums))
+            stack.enter_context(stream.pass_over_chunks(sums))
 
             def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
                 z_i, cache = stream.replay(chunk, x_i)
@@ -257,7 +261,7 @@ class _StreamedLayer(torch.autograd.Function):
                 return z_i, cache
 
             stream.prepare(inputs, keep_graph)
-            for place, index in enumerate(stream.filled.values()):
+            for place, index in enumerate(stream.entry_updates.values()):
                 stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
             grad_z = stream.grad_out(grad_outputs[0])
             if isinstance(grad_z, StoredTensor):

@@ -88,27 +88,27 @@ class LazyLogits:
         lazy = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
         others = [arg for arg in args if arg is not lazy]
         if step is None or lazy is None or not all(is_scalar(arg) for arg in others):
-            raise _unsupported(getattr(func, "__name__", str(func)))
+            raise _unsupported_error(getattr(func, "__name__", str(func)))
         return lazy.add_step(lambda x: step(*(x if arg is lazy else arg for arg in args), **(kwargs or {})))
 
-    def _scalar(self, step: Callable[[Any, Any], Any], other: Any) -> LazyLogits:
+    def _add_scalar_step(self, step: Callable[[Any, Any], Any], other: Any) -> LazyLogits:
         if not is_scalar(other):
-            raise _unsupported("arithmetic with a tensor")
+            raise _unsupported_error("arithmetic with a tensor")
         return self.add_step(lambda x: step(x, other))
 
     def __mul__(self, other: Any) -> LazyLogits:
-        return self._scalar(torch.mul, other)
+        return self._add_scalar_step(torch.mul, other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> LazyLogits:
-        return self._scalar(torch.div, other)
+        return self._add_scalar_step(torch.div, other)
 
     def __add__(self, other: Any) -> LazyLogits:
-        return self._scalar(torch.add, other)
+        return self._add_scalar_step(torch.add, other)
 
     def __sub__(self, other: Any) -> LazyLogits:
-        return self._scalar(torch.sub, other)
+        return self._add_scalar_step(torch.sub, other)
 
     def tanh(self) -> LazyLogits:
         """Return ``logits.tanh()``."""
@@ -130,7 +130,7 @@ class LazyLogits:
             return torch.Size((*self.hidden.shape[:-1], self.vocabulary))
         weight = getattr(self.owner.module, "weight", None)
         if not isinstance(weight, Tensor):
-            raise _unsupported("shape", _MissingAttributeError)
+            raise _unsupported_error("shape", _MissingAttributeError)
         return torch.Size((*self.hidden.shape[:-1], weight.shape[0]))
 
     def size(self, dim: int | None = None) -> Any:
@@ -145,7 +145,7 @@ class LazyLogits:
         """Return ``logits.view(..., V)``: reshaped along the tokens."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(sizes) < 2 or sizes[-1] != self.shape[-1]:
-            raise _unsupported(f"view{sizes}")
+            raise _unsupported_error(f"view{sizes}")
         return self.with_hidden(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
     reshape = view
@@ -161,10 +161,10 @@ class LazyLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _unsupported(name, _MissingAttributeError)
+        raise _unsupported_error(name, _MissingAttributeError)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise _unsupported("item assignment")
+        raise _unsupported_error("item assignment")
 
     def __getitem__(self, key: Any) -> LazyLogits:
         """Return the logits sliced along tokens and vocabulary."""
@@ -174,13 +174,13 @@ class LazyLogits:
             keys[at : at + 1] = [slice(None)] * (self.dim() - len(keys) + 1)
         words = keys.pop() if len(keys) == self.dim() else slice(None)
         if len(keys) >= self.dim() or not all(isinstance(k, slice) for k in [*keys, words]):
-            raise _unsupported("indexing")
+            raise _unsupported_error("indexing")
         sliced = self.with_hidden(self.hidden[tuple(keys)])
         if words == slice(None):
             return sliced
         size = len(range(*words.indices(self.shape[-1])))
         if size == 0:
-            raise _unsupported("an empty slice of the vocabulary")
+            raise _unsupported_error("an empty slice of the vocabulary")
         return sliced.add_step(lambda x: x[..., words], size)
 
 
@@ -198,7 +198,7 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     fits = isinstance(input, LazyLogits) and isinstance(target, Tensor) and input.hidden.shape[:-1] == target.shape
     if not plain or not fits or target.dim() != 1 or reduction not in ("mean", "sum"):
-        raise _unsupported(
+        raise _unsupported_error(
             "cross_entropy with weights, smoothing, another reduction, or targets that are not token ids"
         )
     if input.owner.shards is not None:
@@ -232,7 +232,9 @@ class _MissingAttributeError(UnsupportedModelError, AttributeError):
     """A refusal that is also an ``AttributeError``, because accelerate calls ``hasattr(x, "dtype")`` on outputs."""
 
 
-def _unsupported(operation: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> UnsupportedModelError:
+def _unsupported_error(
+    operation: str, kind: type[UnsupportedModelError] = UnsupportedModelError
+) -> UnsupportedModelError:
     return kind(
         f"the model applies {operation!r} to its logits before the loss, which streaming does not support",
         fix="use stream(model, head=False): layers are streamed, the head is the model's own",

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.hf_names import (
+    AND_MASKS,
     BLOCKS,
     CAUSAL_MASK,
-    EITHER,
-    EVERY,
+    CLOSURE_VARIABLES,
     FINDS_PACKED,
-    HELD,
+    OR_MASKS,
     PACKED,
     REMAPPED,
     SPAN,
     WINDOW,
     inside,
-    replace_inside,
+    replace_internal,
 )
 from streamtune.ops.attention.runs import contiguous, run_starts
 from streamtune.ops.devices import host_copy, known_host_copy, with_host_copy
@@ -71,7 +71,7 @@ class _UnknownError(Exception):
     """The parts of a mask are recognised, but not their combination."""
 
 
-def recognise(function: Function, length: int, device: torch.device) -> Facts:
+def recognise_mask(function: Function, length: int, device: torch.device) -> Facts:
     """Return the recognised parts of a mask function over positions 0 to ``length`` - 1.
 
     Args:
@@ -81,7 +81,7 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
     """
     unrecognised = Facts(rest=(function,))
     try:
-        facts = _facts(function, torch.arange(length, device=HOST)[None])
+        facts = _read_facts(function, torch.arange(length, device=HOST)[None])
     except _UnknownError:
         return unrecognised
     if not facts.causal:
@@ -93,7 +93,7 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
     return replace(facts, row_start=rows, span_start=spans, block_start=blocks)
 
 
-def _facts(function: Function, position_BT: Tensor) -> Facts:
+def _read_facts(function: Function, position_BT: Tensor) -> Facts:
     """Return the facts of one part of a mask, computed on the host.
 
     ``position_BT`` are the positions that the part gets; inside a remap, they restart in each row.
@@ -135,14 +135,14 @@ def _read_blocks(function: Function, position_BT: Tensor) -> Facts | None:
 
 
 def _read_and(function: Function, position_BT: Tensor) -> Facts | None:
-    (parts,) = _closure_values(function, EVERY)
+    (parts,) = _closure_values(function, AND_MASKS)
     if not parts:
         return None
     facts = Facts()
     remaps = [part for part in parts if _is_remap(part) or _is_remapped_or(part)]
     for part in parts:
         if part not in remaps:
-            facts = _intersection(facts, _facts(part, position_BT))
+            facts = _intersection(facts, _read_facts(part, position_BT))
     for part in remaps:
         within = (
             _read_remapped(part, facts.row_start) if _is_remap(part) else _read_or(part, position_BT, facts.row_start)
@@ -153,20 +153,20 @@ def _read_and(function: Function, position_BT: Tensor) -> Facts | None:
 
 def _is_remapped_or(function: Function) -> bool:
     """Return True for an ``or_masks`` whose first part is a remap; since 5.24 it is combined with packed rows."""
-    if getattr(function, "__qualname__", "") != EITHER:
+    if getattr(function, "__qualname__", "") != OR_MASKS:
         return False
-    (parts,) = _closure_values(function, EITHER)
+    (parts,) = _closure_values(function, OR_MASKS)
     return bool(parts) and _is_remap(parts[0])
 
 
 def _read_or(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> Facts | None:
     """Return the facts of an ``or_masks`` of a causal mask and blocks, within rows ``row_start``; None for others."""
-    (parts_held,) = _closure_values(function, EITHER)
+    (parts_held,) = _closure_values(function, OR_MASKS)
     parts: Any = parts_held or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:
         return None
     first = parts[0]
-    base = _read_remapped(first, row_start) if _is_remap(first) else _facts(first, position_BT)
+    base = _read_remapped(first, row_start) if _is_remap(first) else _read_facts(first, position_BT)
     blocks = _read_blocks(parts[1], position_BT)
     if blocks is None or not base.causal or base.block_start is not None or base.rest:
         return None
@@ -188,7 +188,7 @@ def _read_remapped(function: Function, row_start: Tensor | None) -> Facts:
     restarts = (positions.diff(dim=1) != 1) & (row_start[:, 1:] != places[1:])
     if bool(restarts.any()):
         return opaque
-    facts = _facts(inner, positions)
+    facts = _read_facts(inner, positions)
     if facts.rest or facts.row_start is not None or facts.block_start is not None:
         # The inner mask refers to positions, not to places in the sequence. Causality is the same for both.
         return replace(opaque, causal=facts.causal and facts.block_start is None)
@@ -244,12 +244,12 @@ def _closure_values(function: Function, kind: str) -> tuple[Any, ...]:
     """Return the values of the variables that a closure of a known kind holds, None for a variable it lacks."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
-    return tuple(held.get(name) for name in HELD[kind])
+    return tuple(held.get(name) for name in CLOSURE_VARIABLES[kind])
 
 
 _READERS: dict[str, Callable[[Function, Tensor], Facts | None]] = {
-    EVERY: _read_and,
-    EITHER: _read_or,
+    AND_MASKS: _read_and,
+    OR_MASKS: _read_or,
     WINDOW: _read_window,
     SPAN: _read_span,
     PACKED: _read_packed,
@@ -270,4 +270,4 @@ def _find_packed_on_host(position_ids: Tensor) -> Tensor | None:
     return None if ids is None else with_host_copy(ids, position_ids.device)
 
 
-replace_inside(FINDS_PACKED, _find_packed_on_host)
+replace_internal(FINDS_PACKED, _find_packed_on_host)

@@ -119,7 +119,7 @@ class ModelCall:
         mask = self.get("attention_mask")
         return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
-    def labels_padding(self, targets: Tensor | None) -> bool:
+    def has_labelled_padding(self, targets: Tensor | None) -> bool:
         """Return True if a padding token has a target.
 
         ``targets`` are shifted targets ``[B, T]``; None reads the labels of the call.
@@ -136,7 +136,7 @@ class ModelCall:
         return bool(((mask == 0) & (targets != IGNORE_INDEX)).any())
 
 
-def mark_read(call: ModelCall) -> None:
+def mark_cache_read(call: ModelCall) -> None:
     """Mark the cache that a call with gradients reads but does not write to; refuse a cache that is marked.
 
     The plain model would write the call's tokens to the cache, so a later call would lack these tokens.
@@ -158,7 +158,7 @@ def mark_read(call: ModelCall) -> None:
             setattr(cache, READ, True)
 
 
-def refuse_surroundings(model: nn.Module) -> None:
+def refuse_unsupported_modes(model: nn.Module) -> None:
     """Refuse a call under ``torch.func`` transforms or cached parametrisations, or on the meta device.
 
     Raises:

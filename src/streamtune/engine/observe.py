@@ -121,7 +121,7 @@ def function_modes() -> tuple[TorchFunctionMode, ...]:
 
 
 @contextmanager
-def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
+def temporary_attention(configs: list[Any], names: list[Any]) -> Iterator[None]:
     """Context manager: the configs have the attention implementations ``names`` while active."""
     before = [attention_of(config) for config in configs]
     try:
@@ -134,7 +134,7 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def attribute_as(owner: object, name: str, value: Any) -> Iterator[None]:
+def temporary_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
     """Context manager: an attribute has ``value`` while active; then its old value is restored."""
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -201,17 +201,17 @@ def notify_resized(x: Tensor) -> None:
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
-TABLES = {
+HOOK_TABLES = {
     "_forward_hooks": "forward hook",
     "_forward_pre_hooks": "forward pre-hook",
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
 """Attributes of a module that hold hooks, each with the name of its kind for messages."""
-GLOBAL = {f"_global{name}": kind for name, kind in TABLES.items()}
+GLOBAL_HOOK_TABLES = {f"_global{name}": kind for name, kind in HOOK_TABLES.items()}
 """Attributes of ``torch.nn.modules.module`` that hold hooks of all modules."""
 
-LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "accelerate", "bitsandbytes", "torchao")
+COMPUTING_LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "accelerate", "bitsandbytes", "torchao")
 """Libraries whose hooks are part of the computation. Not peft: its hooks inside layers count tokens from the end
 (activated LoRA), exist for the forward only (``adapter_names``, Poly), or average over rows (initialisers).
 """
@@ -245,30 +245,30 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
     for name, module in root.named_modules():
         if within and module is root:
             continue
-        for kind, hook in _hooks(module.__dict__, TABLES):
+        for kind, hook in _user_hooks(module.__dict__, HOOK_TABLES):
             raise UnsupportedModelError(
-                f"a {kind} ({_name(hook)}) is on {name or 'the module'} ({type(module).__name__}), {why}",
+                f"a {kind} ({_hook_name(hook)}) is on {name or 'the module'} ({type(module).__name__}), {why}",
                 where=type(root).__name__,
                 fix=fix,
             )
-    for kind, hook in _hooks(vars(torch_module), GLOBAL):
+    for kind, hook in _user_hooks(vars(torch_module), GLOBAL_HOOK_TABLES):
         raise UnsupportedModelError(
-            f"a global {kind} ({_name(hook)}) is registered, {why}", where=type(root).__name__, fix=fix
+            f"a global {kind} ({_hook_name(hook)}) is registered, {why}", where=type(root).__name__, fix=fix
         )
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[Any]:
     """Yield the forward hooks of a module that the engine did not register."""
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if _origin(hook) != "streamtune":
+        if _hook_package(hook) != "streamtune":
             yield hook
 
 
 def has_user_backward_hooks(module: nn.Module) -> bool:
     """Return True if a backward hook of the user is registered on the module itself, or globally."""
-    names = {table: kind for table, kind in TABLES.items() if "backward" in table}
-    names_of_all = {table: kind for table, kind in GLOBAL.items() if "backward" in table}
-    return any(_hooks(module.__dict__, names)) or any(_hooks(vars(torch_module), names_of_all))
+    names = {table: kind for table, kind in HOOK_TABLES.items() if "backward" in table}
+    names_of_all = {table: kind for table, kind in GLOBAL_HOOK_TABLES.items() if "backward" in table}
+    return any(_user_hooks(module.__dict__, names)) or any(_user_hooks(vars(torch_module), names_of_all))
 
 
 def has_chunkwise_hooks(root: nn.Module) -> bool:
@@ -276,29 +276,29 @@ def has_chunkwise_hooks(root: nn.Module) -> bool:
     return any(
         hasattr(hook, "_streamtune_chunkwise")
         for module in root.modules()
-        for table in TABLES
+        for table in HOOK_TABLES
         for hook in (module.__dict__.get(table) or {}).values()
     )
 
 
-def _hooks(tables: dict[str, Any], names: dict[str, str]) -> Iterator[tuple[str, Any]]:
+def _user_hooks(tables: dict[str, Any], names: dict[str, str]) -> Iterator[tuple[str, Any]]:
     for table, kind in names.items():
         for hook in (tables.get(table) or {}).values():
-            if not (_origin(hook) in LIBRARIES or getattr(hook, "_streamtune_chunkwise", False)):
+            if not (_hook_package(hook) in COMPUTING_LIBRARIES or getattr(hook, "_streamtune_chunkwise", False)):
                 yield kind, hook
 
 
-def _function(hook: Any) -> Any:
+def _unwrap_hook(hook: Any) -> Any:
     while isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, "__func__", hook)
 
 
-def _origin(hook: Any) -> str:
-    function = _function(hook)
+def _hook_package(hook: Any) -> str:
+    function = _unwrap_hook(hook)
     return str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
 
 
-def _name(hook: Any) -> str:
-    function = _function(hook)
+def _hook_name(hook: Any) -> str:
+    function = _unwrap_hook(hook)
     return str(getattr(function, "__qualname__", type(function).__qualname__))

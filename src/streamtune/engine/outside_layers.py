@@ -35,10 +35,10 @@ from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 
-KNOWN = ("torch.", "transformers.")
+LOOKUP_PACKAGES = ("torch.", "transformers.")
 """Packages whose embeddings are plain lookups, so that a second call returns the same values."""
 
-SCALED = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
+SCALING_FUNCTIONS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
 """Functions by which models scale their embeddings while the unscaled tensor stays in a variable."""
 
 
@@ -48,7 +48,7 @@ def token_embedding(model: Any) -> nn.Embedding | None:
         module = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    is_lookup = isinstance(module, nn.Embedding) and type(module).__module__.startswith(KNOWN)
+    is_lookup = isinstance(module, nn.Embedding) and type(module).__module__.startswith(LOOKUP_PACKAGES)
     plain = is_lookup and module.max_norm is None and not list(module.children()) and "forward" not in module.__dict__
     return module if plain else None
 
@@ -67,10 +67,10 @@ class StreamedEmbedding:
         read_from = [self.table, *(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))]
         if any(x.is_inference() for x in (value, *read_from)):  # inference tensors have no version counter
             return value
-        state = _state_of(read_from)
+        state = _versions_and_addresses(read_from)
 
         def recompute() -> Tensor:
-            if _state_of(read_from) != state:
+            if _versions_and_addresses(read_from) != state:
                 raise ArgumentError(
                     "the embeddings of a call were read after its weights or tokens were changed in place",
                     fix="read or copy the embeddings before the optimizer step, and before tokens are overwritten",
@@ -85,13 +85,13 @@ class StreamedEmbedding:
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         ours = [isinstance(getattr(hook, "__self__", None), WaitingWeights) for hook in hooks]
-        global_chunk = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        global_forward = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
         backward = (module._backward_hooks, module._backward_pre_hooks, torch_module._global_backward_hooks)
-        put_in = module.weight is not self.table and not any(ours)
-        return put_in or not all(ours) or any((*global_chunk, *backward))
+        weight_replaced = module.weight is not self.table and not any(ours)
+        return weight_replaced or not all(ours) or any((*global_forward, *backward))
 
 
-def _state_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+def _versions_and_addresses(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return (version, address) of each tensor, to detect changes of its values."""
     return [(x._version, x.data_ptr()) for x in tensors]
 
@@ -109,7 +109,7 @@ class _Content:
     node: weakref.ref[Any] | None = None
     """Autograd node of the stand-in, or None. The reference is weak, because the node holds this object."""
 
-    def is_of(self, node: Any) -> bool:
+    def is_own_node(self, node: Any) -> bool:
         """Return True if ``node`` is the stand-in's original autograd node, not a custom function's node."""
         return node is None if self.node is None else node is not None and node is self.node()
 
@@ -128,7 +128,7 @@ class Embeddings(Tensor):
         """Return a stand-in for ``value`` ``[B, T, C]``; ``recompute`` returns the same values again."""
         content = _Content(value, recompute, value._version, torch.is_grad_enabled())
         stand_in: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
-        node = _node(stand_in)
+        node = _grad_fn_of(stand_in)
         stand_in.content, content.node = content, None if node is None else weakref.ref(node)
         return stand_in
 
@@ -136,11 +136,17 @@ class Embeddings(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in SCALED and len(args) == 2 and not kwargs and isinstance(args[0], Embeddings) and is_scalar(args[1]):
-            return args[0].scaled(func, args[1])
+        if (
+            func in SCALING_FUNCTIONS
+            and len(args) == 2
+            and not kwargs
+            and isinstance(args[0], Embeddings)
+            and is_scalar(args[1])
+        ):
+            return args[0].scale(func, args[1])
         return func(*map_nested(read_embeddings, args), **map_nested(read_embeddings, kwargs or {}))
 
-    def scaled(self, func: Callable[[Tensor, Any], Tensor], by: Any) -> Any:
+    def scale(self, func: Callable[[Tensor, Any], Tensor], by: Any) -> Any:
         """Return a stand-in for ``func(self, by)``; a later read of this stand-in recomputes its embeddings."""
         scaled = func(take_embeddings(self), by)
         return Embeddings.create(scaled, lambda: func(read_embeddings(self), by))
@@ -149,7 +155,7 @@ class Embeddings(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*map_nested(_value, args), **map_nested(_value, kwargs or {}))
+        return func(*map_nested(_embeddings_in, args), **map_nested(_embeddings_in, kwargs or {}))
 
 
 class _StandIn(torch.autograd.Function):
@@ -181,10 +187,10 @@ def read_embeddings(x: Any) -> Any:
     """Return the embeddings that a stand-in ``x`` holds; return any other object unchanged."""
     if not isinstance(x, Embeddings):
         return x
-    if not x.content.is_of(_node(x)):
+    if not x.content.is_own_node(_grad_fn_of(x)):
         with torch._C.DisableTorchFunctionSubclass():
             return x.clone()  # keeps the graph that the custom function gave it
-    return _value(x)
+    return _embeddings_in(x)
 
 
 def take_embeddings(x: Any) -> Any:
@@ -198,7 +204,7 @@ def take_embeddings(x: Any) -> Any:
     return value
 
 
-def _value(x: Any) -> Any:
+def _embeddings_in(x: Any) -> Any:
     if not isinstance(x, Embeddings):
         return x
     content = x.content
@@ -208,12 +214,12 @@ def _value(x: Any) -> Any:
     return content.value
 
 
-def _node(x: Tensor) -> Any:
+def _grad_fn_of(x: Tensor) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return x.grad_fn
 
 
-def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+def norms_outside_layers(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Return the norms of a model outside its layers: children whose class name ends with ``Norm``, with 1D weights."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return [
@@ -334,7 +340,7 @@ class _EmptyBoundary:
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
 
-    def passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def tensors_passed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(())
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:

@@ -30,19 +30,19 @@ from transformers import AttentionMaskInterface
 
 from streamtune.engine.attention import NAME, lazy_mask
 from streamtune.engine.hf_names import attention_of, set_attention
-from streamtune.engine.observe import attention_as
+from streamtune.engine.observe import temporary_attention
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask, MaskView
 
-FORMS = ("eager", "sdpa")
+TILED_IMPLEMENTATIONS = ("eager", "sdpa")
 """Attention implementations that a layer may keep: they accept tiles."""
 
-_OVER = f"{NAME}-over-"
+_TILED_PREFIX = f"{NAME}-over-"
 
 
-def tiled_name(implementation: str) -> str:
+def tiled_attention_name(implementation: str) -> str:
     """Return the attention name for a config whose layers keep ``implementation`` but get the engine's lazy mask."""
-    return _OVER + implementation
+    return _TILED_PREFIX + implementation
 
 
 class AttentionNames:
@@ -58,34 +58,34 @@ class AttentionNames:
 
     def __init__(self, configs: Sequence[Any], own_attention: str | None) -> None:
         self.configs = list(configs)
-        self.before = [attention_of(config) for config in configs]
+        self.plain_names = [attention_of(config) for config in configs]
         """Names that the configs have outside of calls."""
-        self.ours = [NAME if own_attention is None else tiled_name(own_attention)] * len(self.configs)
+        self.engine_names = [NAME if own_attention is None else tiled_attention_name(own_attention)] * len(self.configs)
         """Names that the configs have during calls."""
         self._depth = 0
 
-    def begin(self, where: str) -> int:
+    def begin_call(self, where: str) -> int:
         """Begin a call, which may be nested in another; return the number of calls around it."""
         if not self._depth:
-            for config, name in zip(self.configs, self.before, strict=True):
-                refuse_another(config, name, where)
-            self._set(self.ours)
+            for config, name in zip(self.configs, self.plain_names, strict=True):
+                refuse_changed_attention(config, name, where)
+            self._set(self.engine_names)
         self._depth += 1
         return self._depth - 1
 
-    def end(self, around: int | None = None) -> None:
+    def end_call(self, around: int | None = None) -> None:
         """End the innermost call; if ``around`` is given, end all calls nested deeper than it."""
         if self._depth:
             self._depth = self._depth - 1 if around is None else around
             if not self._depth:
-                self._set(self.before)
+                self._set(self.plain_names)
 
     @contextmanager
     def using(self, names: list[Any]) -> Iterator[None]:
         """Context manager: the configs have these names while active, also during calls."""
         self._depth += 1
         try:
-            with attention_as(self.configs, names):
+            with temporary_attention(self.configs, names):
                 yield
         finally:
             self._depth -= 1
@@ -95,7 +95,7 @@ class AttentionNames:
             set_attention(config, name)
 
 
-def refuse_another(config: Any, name: Any, where: str) -> None:
+def refuse_changed_attention(config: Any, name: Any, where: str) -> None:
     """Refuse a config whose attention implementation was changed after its model was streamed.
 
     Other implementations do not align the queries of a chunk with the last keys, so the result would be wrong.
@@ -104,7 +104,7 @@ def refuse_another(config: Any, name: Any, where: str) -> None:
         UnsupportedModelError: The config neither has ``name`` nor an attention of the engine.
     """
     now = attention_of(config)
-    if now != name and not is_ours(now):
+    if now != name and not is_engine_attention(now):
         raise UnsupportedModelError(
             f"the attention was set to {now!r} while the model is streamed",
             where=where,
@@ -112,9 +112,9 @@ def refuse_another(config: Any, name: Any, where: str) -> None:
         )
 
 
-def is_ours(name: Any) -> bool:
+def is_engine_attention(name: Any) -> bool:
     """Return True if ``name`` is an attention implementation of the engine."""
-    return name == NAME or name in map(tiled_name, FORMS)
+    return name == NAME or name in map(tiled_attention_name, TILED_IMPLEMENTATIONS)
 
 
 @dataclass(frozen=True)
@@ -210,5 +210,5 @@ def _densified_mask(
     return DensifiedMask(**values, dense_dtype=torch.bool if implementation == "sdpa" else dtype)
 
 
-for _implementation in FORMS:
-    AttentionMaskInterface.register(tiled_name(_implementation), partial(_densified_mask, _implementation))
+for _implementation in TILED_IMPLEMENTATIONS:
+    AttentionMaskInterface.register(tiled_attention_name(_implementation), partial(_densified_mask, _implementation))

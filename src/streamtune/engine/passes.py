@@ -31,13 +31,13 @@ from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
 from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
 from streamtune.engine.rows import PackedRows
-from streamtune.engine.saved import SavedTensors, keep_kv
+from streamtune.engine.saved import SavedTensors, save_kv_spans
 from streamtune.engine.scan import scans_from_state
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.engine.sequence.states import NeedsFragments, SharedStates
 from streamtune.engine.sharded import gathered
 from streamtune.engine.streamed_layer import Scope, StreamedLayer
-from streamtune.engine.vjp import Along, GradientSum, cut, part
+from streamtune.engine.vjp import Along, GradientSum, chunk_view, read_chunk
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
@@ -94,24 +94,24 @@ class LayerStream:
 
         ``with_rows`` cuts the chunks where packed rows begin.
         """
-        facts, shards = self.settings, self.call.shards
-        self.states = States(facts.rows)
+        settings, shards = self.settings, self.call.shards
+        self.states = States(settings.rows)
         if shards is not None:
-            self.states = SharedStates(shards, facts.rows, with_rows, facts.device)
+            self.states = SharedStates(shards, settings.rows, with_rows, settings.device)
         if self.owner.parts.context.one_chunk:
             self.chunks = [slice(0, self.call.length)]
-        elif facts.rows is None or not with_rows:
-            self.chunks = self.call.chunks(facts.schedule)
+        elif settings.rows is None or not with_rows:
+            self.chunks = self.call.chunks(settings.schedule)
         elif isinstance(self.states, SharedStates):
             self.chunks = self.states.fragments
         else:
-            self.chunks = facts.rows.chunks(facts.schedule)
+            self.chunks = settings.rows.chunks(settings.schedule)
         if shards is None:
-            kv_length = self.call.keys(slice(0, self.call.length)).stop
+            kv_length = self.call.key_positions(slice(0, self.call.length)).stop
         else:
             kv_length = self.call.length if shards.form == "ring" else shards.total
         self.kv = KeysAndValues(kv_length, self.widen, self.call.past)
-        self.filled: dict[Any, int] = {}
+        self.entry_updates: dict[Any, int] = {}
         """Index of the key/value update that each entry of the shared dictionary holds, for entries this layer adds."""
         self.random: dict[int, RandomState] = {}
 
@@ -133,7 +133,7 @@ class LayerStream:
         return [*self.outputs.along, *[None] * self.sums]
 
     @property
-    def repeatable(self) -> bool:
+    def can_recompute_output(self) -> bool:
         """True if the output can be recomputed from the input hidden states alone."""
         return len(self.call.inputs) == 1
 
@@ -148,27 +148,27 @@ class LayerStream:
             x_i = [_repeat_token(x, along) for x, along in zip(x_i, self.call.inputs.values(), strict=True)]
         shards = self.call.shards
         exchange = None if shards is None else ChunkExchange(shards, chunk)
-        keys = self.call.keys(chunk) if exchange is None else exchange.keys
+        keys = self.call.key_positions(chunk) if exchange is None else exchange.keys
         cache = ChunkCache(self.kv, self.states, keys, self.call.first_key(chunk), pass_name, exchange)
         if exchange is not None:
             exchange.first_key = cache.first_key
         attention = self.saved.attention
         saved = SavedOutputs(attention, chunk.start, last=pass_name == "replay") if attention is not None else None
-        of_chunk: list[Scope] = [
+        chunk_scopes: list[Scope] = [
             ChunkContext(exchange, saved).entered,
             partial(scans_from_state, self.owner.stateless_scans, cache),
         ]
         with ExitStack() as stack:
-            for scope in (*self.scopes, *of_chunk):
+            for scope in (*self.scopes, *chunk_scopes):
                 stack.enter_context(scope())
-            out, filled = self.call.run(ran, cache, dict(zip(self.call.inputs, x_i, strict=True)))
+            out, entry_updates = self.call.run(ran, cache, dict(zip(self.call.inputs, x_i, strict=True)))
             sums = [] if self.routers is None else self.routers.sums(self._router_mask(chunk, ran))
         cache.close()
-        self.filled |= filled
+        self.entry_updates |= entry_updates
         self.sums = len(sums)
         outputs = self.outputs.take(out, ran, keep=pass_name in ("store", "whole"))
         if ran != chunk:
-            outputs = [cut(z, along, slice(0, 1)) for z, along in zip(outputs, self.outputs.along, strict=True)]
+            outputs = [chunk_view(z, along, slice(0, 1)) for z, along in zip(outputs, self.outputs.along, strict=True)]
         return [*outputs, *sums], cache
 
     def _router_mask(self, chunk: slice, ran: slice) -> Tensor | None:
@@ -181,7 +181,7 @@ class LayerStream:
         return counted
 
     @contextmanager
-    def walk(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
+    def pass_over_chunks(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
         """Context manager for one pass over all chunks: fetches weights to the device, and casts linear weights, once.
 
         ``sums`` are the gradient accumulators of the parameters, in a backward.
@@ -204,16 +204,16 @@ class LayerStream:
         Return the outputs, the first ``[B, T, C]``, followed by the keys and values that the layer shares with others.
         """
         z: list[Tensor] = []
-        begin = RandomState.current(self.settings.device) if self.settings.rows else None
+        random_before = RandomState.current(self.settings.device) if self.settings.rows else None
         if for_backward:
             self._save_input(inputs[0])
         if for_backward and self.chained and self.settings.schedule.keep_kv == "host" and len(self.chunks) > 1:
             self.states.tier = self._tier("host")
-        self.states.begin(backward=False)
+        self.states.begin_pass(backward=False)
         for chunk in self.chunks:
             if for_backward:
                 self.random[chunk.start] = RandomState.current(self.settings.device)
-            x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
+            x_i = [chunk_view(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             if isinstance(self.saved.z_in, StoredTensor):
                 self.saved.z_in.put(chunk, x_i[0])
             # The first chunk shows if the layer has states. Then it starts over, with chunks that end where rows do.
@@ -222,18 +222,18 @@ class LayerStream:
                 uses_states = cache.uses_states and not self.owner.carries_states
             except NeedsFragments:
                 uses_states = True
-            if begin is not None and uses_states:
-                begin.restore()
+            if random_before is not None and uses_states:
+                random_before.restore()
                 self._end_with_rows()
                 return self.forward(inputs, for_backward)
             if not z:
                 z = [_empty_output(out, along, self.call.length) for out, along in zip(z_i, self.along, strict=True)]
             for full, out, along in zip(z, z_i, self.along, strict=True):
-                full.add_(out) if along is None else cut(full, along, chunk).copy_(out)
+                full.add_(out) if along is None else chunk_view(full, along, chunk).copy_(out)
         self.saved.settle()
-        self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
-        self.states.end()
-        shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
+        self.owner.narrow_states = self.states.has_state_narrower_than(inputs[0].dtype)
+        self.states.end_pass()
+        shared = [buffer for index in self.entry_updates.values() for buffer in self.kv.pairs[index]]
         self._save_kv_and_states(for_backward, recomputed=False, shared=bool(shared))
         return z + shared
 
@@ -250,28 +250,28 @@ class LayerStream:
         Shared keys and values follow the outputs. Return None if the layer has states and rows are packed or ranks
         share the sequence: the layer must then be streamed.
         """
-        begin = RandomState.current(self.settings.device) if self.settings.rows or self.call.shards else None
-        uses_states = begin is not None and self.owner.carries_states
+        random_before = RandomState.current(self.settings.device) if self.settings.rows or self.call.shards else None
+        uses_states = random_before is not None and self.owner.carries_states
         if not uses_states:
             try:
                 z, cache = self.run(slice(0, self.call.length), "whole", list(inputs))
-                uses_states = begin is not None and cache.uses_states
+                uses_states = random_before is not None and cache.uses_states
             except NeedsFragments:
                 uses_states = True
-        if begin is not None and uses_states:
-            begin.restore()
+        if random_before is not None and uses_states:
+            random_before.restore()
             self._end_with_rows()
             return None
-        return z + [cache.own_kv[2 * index + place] for index in self.filled.values() for place in (0, 1)]
+        return z + [cache.chunk_kv[2 * index + place] for index in self.entry_updates.values() for place in (0, 1)]
 
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
         """Return the output as the layer returns it (tensor or tuple); add shared keys and values to ``sharing``."""
-        own_count, output_count = len(self.outputs.along), len(self.along)
+        layer_output_count, output_count = len(self.outputs.along), len(self.along)
         if self.routers is not None:
-            self.routers.add(outputs[own_count:output_count])
-        for place, key in enumerate(self.filled):
+            self.routers.add(outputs[layer_output_count:output_count])
+        for place, key in enumerate(self.entry_updates):
             sharing[key] = tuple(outputs[output_count + 2 * place : output_count + 2 * place + 2])
-        return self.outputs.restore(outputs[:own_count])
+        return self.outputs.restore(outputs[:layer_output_count])
 
     # Tensors that are saved for the backward.
 
@@ -279,7 +279,7 @@ class LayerStream:
         return self.owner.parts.tiers.of(name, self.settings.device)
 
     def _save_input(self, hidden: Tensor) -> None:
-        place, keep_attention = self.owner.place, self.settings.schedule.keep_attention
+        place, keep_attention = self.owner.placement, self.settings.schedule.keep_attention
         if keep_attention != "no":
             self.saved.attention = SavedAttention(self._tier(keep_attention))
         if self.producer is not None or self.follows_in_chain:
@@ -297,7 +297,8 @@ class LayerStream:
         if self.chained and for_backward:
             self._save_kv_by_chunk()
             return
-        keep_kv, recompute = self.settings.schedule.keep_kv, not self.owner.place.ends and self.repeatable
+        keep_kv = self.settings.schedule.keep_kv
+        recompute = not self.owner.placement.ends_segment and self.can_recompute_output
         self.saved.must_recompute_kv = for_backward and not recomputed and recompute
         wanted = for_backward and not self.saved.must_recompute_kv
         if not (for_backward and shared) and not (wanted and keep_kv != "no"):
@@ -309,7 +310,7 @@ class LayerStream:
 
     def _save_kv_by_chunk(self) -> None:
         """Save the keys and values that later chunks read, for the backward with ``order="chunk"``."""
-        keys = [self.call.keys(chunk) for chunk in self.chunks]
+        keys = [self.call.key_positions(chunk) for chunk in self.chunks]
         if len(keys) == 1:
             self.kv.free_kv()
             return
@@ -318,11 +319,11 @@ class LayerStream:
         }
         tier = self._tier("host" if self.settings.schedule.keep_kv == "host" else "device")
         notify_chunk(self.call.layer, self.chunks[-1], "keep")
-        self.saved.kv = keep_kv(self.kv, keys, lambda own_keys: first_keys[own_keys.start], tier)
+        self.saved.kv = save_kv_spans(self.kv, keys, lambda own_keys: first_keys[own_keys.start], tier)
 
     # The backward.
 
-    def source(self) -> Source:
+    def load_input(self) -> Source:
         """Return the layer's input; if it was not stored, recompute the segment's layers up to this one.
 
         If weights are sharded (ZeRO stage 3, FSDP2), each recomputed layer is gathered once more.
@@ -335,8 +336,11 @@ class LayerStream:
             stream = stream.producer
         for later in reversed(todo):
             source = stream.stored_input()
-            later.saved.z_in = into = later._store(later.owner.place.tier, source)
-            with gathered(stream.call.layer, during=self.call.layer, next_backward=later is self), stream.walk():
+            later.saved.z_in = into = later._store(later.owner.placement.tier, source)
+            with (
+                gathered(stream.call.layer, during=self.call.layer, next_backward=later is self),
+                stream.pass_over_chunks(),
+            ):
                 stream.recompute(source, into)
             later.producer = None
             stream = later
@@ -354,7 +358,7 @@ class LayerStream:
         if is_placeholder(incoming):
             return left
         # Something besides the next layer read the hidden states.
-        grad = torch.cat([part(left, self.hidden_along, chunk) for chunk in self.chunks], self.hidden_along)
+        grad = torch.cat([read_chunk(left, self.hidden_along, chunk) for chunk in self.chunks], self.hidden_along)
         return grad.add_(incoming)
 
     def grad_buffer(self, z: Source, grad_after: Source | None) -> Source:
@@ -379,11 +383,11 @@ class LayerStream:
         """
         self.kv.grads.clear()  # an interrupted backward leaves sums behind
         self.states.grads.clear()
-        if self.saved.must_recompute_kv and (self.states.exist or self.settings.schedule.keep_kv != "no"):
+        if self.saved.must_recompute_kv and (self.states.has_states or self.settings.schedule.keep_kv != "no"):
             self.recompute(inputs[0], None)
-        self.states.begin(backward=True)
+        self.states.begin_pass(backward=True)
         self.kv.fetch()
-        if keep_graph and self.filled:
+        if keep_graph and self.entry_updates:
             self.kv.copy()
         self.project(inputs)
         self.saved.expect(self.chunks[::-1])
@@ -393,15 +397,15 @@ class LayerStream:
         """Run the forward again with the same input and random numbers; store the output hidden states in ``into``."""
         if isinstance(z_in, StoredTensor):
             z_in.expect(self.chunks)
-        self.states.begin(backward=False)
+        self.states.begin_pass(backward=False)
         for chunk in self.chunks:
             with self._restored(chunk):
-                z_i, _ = self.run(chunk, "store", [part(z_in, self.hidden_along, chunk)])
+                z_i, _ = self.run(chunk, "store", [read_chunk(z_in, self.hidden_along, chunk)])
             if into is not None:
                 into.put(chunk, z_i[0])
         if into is not None:
             into.tier.settle()
-        self.states.end()
+        self.states.end_pass()
         self._save_kv_and_states(for_backward=True, recomputed=True)
 
     @torch.no_grad()
@@ -414,8 +418,9 @@ class LayerStream:
             return
         if isinstance(inputs[0], StoredTensor):
             inputs[0].expect(self.chunks)
-        for chunk in self.chunks if self.filled else self.chunks[:-1]:  # gradients of shared K, V come before replay
-            x_i = [part(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
+        chunks = self.chunks if self.entry_updates else self.chunks[:-1]  # gradients of shared K, V come before replay
+        for chunk in chunks:
+            x_i = [read_chunk(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             with self._restored(chunk):
                 try:
                     self.run(chunk, "project", x_i)
@@ -442,7 +447,7 @@ class LayerStream:
     def free(self, keep_graph: bool = False) -> None:
         """Free the tensors that the backward used; keep input and states if another backward may follow."""
         self.kv.free_all()
-        self.states.end()
+        self.states.end_pass()
         if keep_graph:
             self.saved.attention = None  # the next backward recomputes attention
             self.states.grads.clear()

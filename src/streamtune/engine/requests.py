@@ -49,7 +49,7 @@ class LossRequest:
             return None
         index = self.top_k.index_BT
         if shards is not None:
-            index = shards.cut(index, 1, IGNORE_INDEX)
+            index = shards.select_tokens(index, 1, IGNORE_INDEX)
         if index.shape != shape:
             raise UnsupportedModelError(
                 f"{model} drops tokens before its loss, but the teacher's top-k tokens cover all tokens",
@@ -96,7 +96,7 @@ class ScoreRequest:
         Raises:
             UnsupportedModelError: ``output`` has no lazy logits of all tokens.
         """
-        logits, targets = self.logits_of(model, output), self._own_targets()
+        logits, targets = self.logits_of(model, output), self._rank_targets()
         if self.temperature != 1.0:
             logits = logits / self.temperature
         logprobs, entropy = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=self.entropy)
@@ -113,14 +113,14 @@ class ScoreRequest:
             UnsupportedModelError: ``output`` has none.
         """
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self._own_targets().shape:
+        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self._rank_targets().shape:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not return the logits of all tokens, so its tokens cannot be scored"
             )
         return logits
 
-    def _own_targets(self) -> Tensor:
-        return self.targets if self.shards is None else self.shards.cut(self.targets, 1, IGNORE_INDEX)
+    def _rank_targets(self) -> Tensor:
+        return self.targets if self.shards is None else self.shards.select_tokens(self.targets, 1, IGNORE_INDEX)
 
 
 @dataclass

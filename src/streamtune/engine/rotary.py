@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from streamtune.engine.rows import Branches, PackedRows
 from streamtune.errors import UnsupportedModelError
 
-KINDS = ("dynamic", "longrope")
+LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class RowLengths:
         """Return the lengths on ``device``."""
         return RowLengths(self.shortest_BT.to(device), self.longest_BT.to(device))
 
-    def cut(self, cut: Callable[[Tensor], Tensor]) -> RowLengths:
+    def select_tokens(self, cut: Callable[[Tensor], Tensor]) -> RowLengths:
         """Return the lengths of the tokens that the function ``cut`` selects from a tensor ``[B, T]``."""
         return RowLengths(cut(self.shortest_BT), cut(self.longest_BT))
 
@@ -102,7 +102,7 @@ class LengthRotary:
         installed = []
         for module in model.modules():
             kinds = getattr(module, "rope_type", None)
-            if any(kind in KINDS for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+            if any(kind in LENGTH_DEPENDENT_TYPES for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
                 installed.append(cls(module, lengths))
         return installed
 
@@ -115,8 +115,8 @@ class LengthRotary:
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """Return cosine and sine ``[B, T, ...]`` in the form in which the module returns them."""
         plain = self.plain if layer_type is None else partial(self.plain, layer_type=layer_type)
-        kind, limit = _kind_and_limit(self.module, layer_type)
-        if kind not in KINDS or position_ids.dim() != 2 or position_ids.is_meta:
+        kind, limit = _type_and_limit(self.module, layer_type)
+        if kind not in LENGTH_DEPENDENT_TYPES or position_ids.dim() != 2 or position_ids.is_meta:
             return plain(x, position_ids)
         if kind == "dynamic":
             plain(x[:, :1], torch.zeros_like(position_ids[:, :1]))  # a short call resets its longest length so far
@@ -143,12 +143,16 @@ class LengthRotary:
         return out
 
 
-def longest_unscaled(config: Any) -> int | None:
+def longest_unscaled_length(config: Any) -> int | None:
     """Return the largest row length up to which rotary frequencies are constant; None if they are always constant."""
     text = config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
-    limits = [_limit(text, kind) for kind in (parameters.values() if nested else [parameters]) if _kind(kind) in KINDS]
+    limits = [
+        _constant_length(text, kind)
+        for kind in (parameters.values() if nested else [parameters])
+        if _rope_type(kind) in LENGTH_DEPENDENT_TYPES
+    ]
     return min(limits, default=None)
 
 
@@ -174,19 +178,19 @@ def rotated_by_row(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[
             rotation.remove()
 
 
-def _kind_and_limit(module: Any, layer_type: str | None) -> tuple[str, int]:
+def _type_and_limit(module: Any, layer_type: str | None) -> tuple[str, int]:
     """Return the type of a rotary embedding, and the row length up to which its frequencies are constant."""
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
-    return _kind(parameters), _limit(module.config, parameters)
+    return _rope_type(parameters), _constant_length(module.config, parameters)
 
 
-def _kind(parameters: Any) -> str:
+def _rope_type(parameters: Any) -> str:
     return str(parameters.get("rope_type", "default"))
 
 
-def _limit(config: Any, parameters: Any) -> int:
-    original = parameters.get("original_max_position_embeddings") if _kind(parameters) == "longrope" else None
+def _constant_length(config: Any, parameters: Any) -> int:
+    original = parameters.get("original_max_position_embeddings") if _rope_type(parameters) == "longrope" else None
     return int(original or config.max_position_embeddings)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.hf_names import BALANCE_ARGUMENTS, BALANCE_LOSS, recorded_outputs
-from streamtune.engine.observe import attribute_as
+from streamtune.engine.observe import temporary_attribute
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.exchange import summed
@@ -164,7 +164,7 @@ class RouterWatch:
         self.active, self.call_sums = True, None
         mask = attention_mask if self.counted_BT is None else self.counted_BT
         if self.shards is not None and isinstance(mask, Tensor):
-            mask = self.shards.cut(mask, 1, 0)
+            mask = self.shards.select_tokens(mask, 1, 0)
         self.mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def close(self) -> RouterSums | None:
@@ -174,11 +174,11 @@ class RouterWatch:
 
     def silenced(self) -> AbstractContextManager[None]:
         """Context manager: calls add no router losses, so that the loss depends on the model's predictions alone."""
-        return attribute_as(self, "silent", True)
+        return temporary_attribute(self, "silent", True)
 
     def counting(self, tokens_BT: Tensor) -> AbstractContextManager[None]:
         """Context manager: routers count the tokens that are nonzero in ``tokens_BT``, not in the attention mask."""
-        return attribute_as(self, "counted_BT", tokens_BT)
+        return temporary_attribute(self, "counted_BT", tokens_BT)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -266,7 +266,7 @@ def balances_itself(model: Any) -> bool:
     return bool(getattr(model.config.get_text_config(decoder=True), "output_router_logits", False))
 
 
-def not_balanced(model: Any) -> dict[str, bool]:
+def without_router_loss(model: Any) -> dict[str, bool]:
     """Return call arguments with which a ``transformers`` model adds no router loss and returns no router logits."""
     return {"output_router_logits": False} if balances_itself(model) else {}
 

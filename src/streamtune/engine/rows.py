@@ -78,7 +78,7 @@ class PackedRows:
         """Positions at which a row begins in every sequence of the batch."""
         return frozenset(int(place) for place in host_copy(self.begins).all(0).nonzero().flatten().tolist())
 
-    def masked(self, mask: LazyMask) -> LazyMask:
+    def restrict_mask(self, mask: LazyMask) -> LazyMask:
         """Return ``mask`` restricted so that no row sees another row; cached for each mask.
 
         Some models ignore positions in their masks (gpt_oss, granitemoehybrid).
@@ -100,10 +100,10 @@ class PackedRows:
         chunks: list[slice] = []
         for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
             chunks += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
-        self.refuse_single(chunks)
+        self.refuse_single_tokens(chunks)
         return chunks
 
-    def refuse_single(self, parts: Iterable[slice]) -> None:
+    def refuse_single_tokens(self, parts: Iterable[slice]) -> None:
         """Refuse parts of one token that start inside a row of another sequence of the batch.
 
         Raises:
@@ -250,7 +250,7 @@ class Branches(PackedRows):
         """Return the state unchanged: a branch starts from its trunk's state, and other rows start from none."""
         return state
 
-    def masked(self, mask: LazyMask) -> LazyMask:
+    def restrict_mask(self, mask: LazyMask) -> LazyMask:
         """Return the mask under which each row sees what it would see alone under ``mask``; cached for each mask."""
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:

@@ -10,7 +10,7 @@ chunk:
 
 Keys and values of a span are freed once the span's own chunk has run backward. Their gradient sums exist from the first
 chunk that adds to them until the span's own chunk reads them. On the device, the spans of a layer without a window
-would copy nearly all of its buffers. Then the buffers are kept instead (:func:`keep_kv` returns None).
+would copy nearly all of its buffers. Then the buffers are kept instead (:func:`save_kv_spans` returns None).
 
 Shape suffixes: B batch, G key/value heads, S tokens of a span, D head dimension.
 """
@@ -83,7 +83,7 @@ MAX_COPIED_SHARE = 0.5
 """Largest share of the tokens for which spans are copied on the device; above it the buffers are kept."""
 
 
-def keep_kv(
+def save_kv_spans(
     kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[slice], int], tier: Tier
 ) -> SavedKV | None:
     """Save the keys and values of a layer's forward by span, and free its buffers.
@@ -147,13 +147,13 @@ class SavedKV:
             for x in pair:
                 _resize(x, 0)
 
-    def refill(self, chunk: slice, own_kv: Sequence[Tensor]) -> None:
-        """Allocate the released buffers again and fill them; ``own_kv`` are the chunk's own keys and values."""
+    def refill(self, chunk: slice, chunk_kv: Sequence[Tensor]) -> None:
+        """Allocate the released buffers again and fill them; ``chunk_kv`` are the chunk's own keys and values."""
         for index, pair in enumerate(self.kv.pairs):
             for place, x in enumerate(pair):
                 _resize(x, x.numel() * x.element_size())
                 with _unsafe_preserve_version_counter(x):
-                    x[:, :, self.kv.buffer_slice(chunk)] = own_kv[2 * index + place].detach()
+                    x[:, :, self.kv.buffer_slice(chunk)] = chunk_kv[2 * index + place].detach()
         seen = [s for s, span in self.spans.items() if s < chunk.start and span.start >= self.kv.offset]
         self._fill(self.blocks, seen, self.kv.pairs)
 

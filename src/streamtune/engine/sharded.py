@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-LEAF = "_z3_leaf"
+LEAF_FLAG = "_z3_leaf"
 """Attribute with which ``deepspeed.utils.set_z3_leaf_modules`` marks a module to be gathered as a whole."""
 
 DEEPSPEED = "deepspeed.runtime.zero"
@@ -61,9 +61,9 @@ def flag_leaf_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """
     flagged: list[nn.Module] = []
     for layer in layers:
-        if getattr(layer, LEAF, False):
+        if getattr(layer, LEAF_FLAG, False):
             continue
-        if any(_gathers(module) for module in layer.modules() if module is not layer):
+        if any(_is_gathered_by_deepspeed(module) for module in layer.modules() if module is not layer):
             unflag_leaf_layers(flagged)
             raise UnsupportedModelError(
                 "deepspeed.initialize() (ZeRO stage 3) gathers the modules of a layer one by one, but streaming needs "
@@ -71,7 +71,7 @@ def flag_leaf_layers(layers: Iterable[nn.Module]) -> list[nn.Module]:
                 where=type(layer).__name__,
                 fix="call streamtune.stream(model) before deepspeed.initialize() and before the trainer that calls it",
             )
-        setattr(layer, LEAF, True)
+        setattr(layer, LEAF_FLAG, True)
         flagged.append(layer)
     return flagged
 
@@ -95,15 +95,15 @@ def require_input_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict
 def unflag_leaf_layers(flagged: Iterable[nn.Module]) -> None:
     """Remove the flag of :func:`flag_leaf_layers`, except from layers that DeepSpeed has already sharded."""
     for layer in flagged:
-        if hasattr(layer, LEAF) and not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
-            delattr(layer, LEAF)
+        if hasattr(layer, LEAF_FLAG) and not any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+            delattr(layer, LEAF_FLAG)
 
 
-def _gathers(module: nn.Module) -> bool:
-    return any(map(_is_deepspeeds, module._forward_pre_hooks.values()))
+def _is_gathered_by_deepspeed(module: nn.Module) -> bool:
+    return any(map(_is_deepspeed_hook, module._forward_pre_hooks.values()))
 
 
-def _is_deepspeeds(hook: Callable[..., Any]) -> bool:
+def _is_deepspeed_hook(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(DEEPSPEED)
 
 
@@ -139,7 +139,7 @@ def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    offload = _offload_of(layer)
+    offload = _deepspeed_offload(layer)
     parameters: list[Any] = list(layer.parameters())
     before = [set(parameter.ds_active_sub_modules) for parameter in parameters]
     offload.pre_sub_module_forward_function(layer)
@@ -156,13 +156,13 @@ def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None
         offload.post_sub_module_forward_function(layer)
 
 
-def _offload_of(layer: nn.Module) -> Any:
+def _deepspeed_offload(layer: nn.Module) -> Any:
     """Return the DeepSpeed object that gathers the layer; it is in the closures of the layer's hooks.
 
     Raises:
         UnsupportedModelError: The hooks hold no such object.
     """
-    functions: list[Any] = [hook for hook in layer._forward_pre_hooks.values() if _is_deepspeeds(hook)]
+    functions: list[Any] = [hook for hook in layer._forward_pre_hooks.values() if _is_deepspeed_hook(hook)]
     while functions:
         function = functions.pop()
         held = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -196,7 +196,7 @@ class Weights:
         if any(map(is_sharded, layer.modules())):
             return cls(layer, ())
         held: list[tuple[str, Tensor, int, int, bool]]
-        held = [(name, p, p._version, _address(p), p.requires_grad) for name, p in layer.named_parameters()]
+        held = [(name, p, p._version, _data_address(p), p.requires_grad) for name, p in layer.named_parameters()]
         held += [(name, buffer, buffer._version, 0, False) for name, buffer in layer.named_buffers()]
         return cls(layer, tuple(held))
 
@@ -211,7 +211,7 @@ class Weights:
             FlatParametersError: A weight is no longer a parameter of the layer.
         """
         for name, parameter, version, place, trained in self.held:
-            table, key = _owner(self.layer, name)
+            table, key = _table_and_key(self.layer, name)
             if key not in table:  # a layer may replace its own buffers
                 if not isinstance(parameter, nn.Parameter) and not trained:
                     continue
@@ -222,7 +222,7 @@ class Weights:
                     where=type(self.layer).__name__,
                     fix="call loss.backward() first; peft's disable_adapter() freezes adapters inside its context",
                 )
-            if parameter._version != version or (place and _address(parameter) != place):
+            if parameter._version != version or (place and _data_address(parameter) != place):
                 raise ArgumentError(
                     f"{name} was changed in place between {between}; both read it",
                     where=type(self.layer).__name__,
@@ -232,7 +232,7 @@ class Weights:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager: the layer has these tensors, also after ``torch.func.functional_call`` has ended."""
-        places = [(*_owner(self.layer, name), tensor) for name, tensor, *_ in self.held]
+        places = [(*_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.held]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
         try:
@@ -264,13 +264,13 @@ def preserved_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[No
     return context
 
 
-def _address(parameter: Tensor) -> int:
+def _data_address(parameter: Tensor) -> int:
     """Return the data address of a tensor; 0 if it has none or may move (quantised, other types, several ranks)."""
     fixed = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
     return parameter.data_ptr() if fixed else 0
 
 
-def _owner(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+def _table_and_key(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
     """Return the dictionary of parameters or buffers that holds ``name``, and the key of ``name`` in it."""
     path, _, key = name.rpartition(".")
     module = layer.get_submodule(path)

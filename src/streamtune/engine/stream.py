@@ -17,10 +17,10 @@ from streamtune.engine.hf_names import check_names
 from streamtune.engine.inspect_model import base_model
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.model_call import ModelCall
-from streamtune.engine.observe import RandomState, attribute_as
+from streamtune.engine.observe import RandomState, temporary_attribute
 from streamtune.engine.preflight import check_exact, check_length, check_order, check_shared, lengths_to_check
 from streamtune.engine.requests import LogitsRequest, LossRequest, ScoreRequest, TokenScores
-from streamtune.engine.routers import RouterLoss, not_balanced, summed_over_ranks
+from streamtune.engine.routers import RouterLoss, summed_over_ranks, without_router_loss
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.errors import ArgumentError
@@ -169,14 +169,14 @@ class StreamHandle(StreamedCalls):
         self, request: ScoreRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the scores that a call of ``called``, the model or a wrapper of it, computes for the request."""
-        self._check_scored(request, input_ids)
+        self._check_score_request(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}
         with self.scoring(request):
             answer: dict[str, Any] = called(input_ids=input_ids, **arguments)
         return answer
 
-    def _check_scored(self, request: ScoreRequest, input_ids: Tensor) -> None:
+    def _check_score_request(self, request: ScoreRequest, input_ids: Tensor) -> None:
         targets, branches, temperature = request.targets, request.branches, request.temperature
         if not self.layers:
             raise ArgumentError("the model is no longer streamed", fix="compute log-probabilities before .remove()")
@@ -209,7 +209,7 @@ class StreamHandle(StreamedCalls):
         """
         if self.head is None:
             raise ArgumentError("another loss needs a streamed head; this model's head is not streamed")
-        return attribute_as(self.head, "asked", asked)
+        return temporary_attribute(self.head, "loss_request", asked)
 
     def check(self, length: int | None = None) -> None:
         """Compare the model, streamed and unstreamed, on random tokens; costs a few short forwards.
@@ -266,14 +266,14 @@ class StreamHandle(StreamedCalls):
                     self._keep_one_row(call := ModelCall(self.model, (), read))
                     read = call.kwargs
                 self.context.rows = call.packed_rows() if branches is None else branches
-                self._set_lengths()
+                self._set_rope_lengths()
                 try:
-                    read = self._sharing.share(read)
+                    read = self._sharing.shard_arguments(read)
                     self._sharing.open_routers(batch.get("attention_mask"))
-                    decoder(**{**read, "use_cache": False, **not_balanced(self.model)})
+                    decoder(**{**read, "use_cache": False, **without_router_loss(self.model)})
                 finally:
                     sums = self.routers.close()
-                    self._sharing.end()
+                    self._sharing.end_call()
                 assert sums is not None
                 counts = sums.counts if counts is None else counts + sums.counts
         assert counts is not None

@@ -15,7 +15,7 @@ from streamtune.engine.fused import FusedParts
 from streamtune.engine.hf_names import KEPT_WINDOW, attention_of, names_attention
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.observe import has_chunkwise_hooks, refuse_hooks
-from streamtune.engine.own_attention import OwnAttention, refuse_another
+from streamtune.engine.own_attention import OwnAttention, refuse_changed_attention
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import stateless_scan_mixers
 from streamtune.engine.sharded import FlatParametersError
@@ -59,7 +59,7 @@ class StreamedLayer:
         self, layer: nn.Module, parts: ModelParts, own_attention: str | None = None, place: Placement | None = None
     ) -> None:
         self.layer, self.parts, self.schedule = layer, parts, parts.schedule
-        self.place = Placement() if place is None else place
+        self.placement = Placement() if place is None else place
         self.own_attention = None if own_attention is None else OwnAttention(own_attention)
         self.fused = FusedParts(layer) if self.schedule.fuse == "torch" else None
         self.stateless_scans = stateless_scan_mixers(layer)
@@ -93,7 +93,7 @@ class StreamedLayer:
             yield list(parameters)
             return
         if prefetch is None:  # below the first layer of a segment, layers of the segment before run forward again
-            prefetch = 0 if self.schedule.levels == 2 and self.place.begins else -1
+            prefetch = 0 if self.schedule.levels == 2 and self.placement.begins_segment else -1
         with waiting.used(self.layer, prefetch) as copies:
             yield [copies.get(id(p), p) for p in parameters]
 
@@ -140,7 +140,7 @@ class StreamedLayer:
                     where=self.name,
                     fix=f"train on rows of at most {kept} tokens",
                 )
-            refuse_another(config, name, self.name)
+            refuse_changed_attention(config, name, self.name)
 
     def check_leaves(self, z_i: Tensor, known: Sequence[Tensor]) -> None:
         """Refuse a trainable tensor that is not an input of the layer's node: its gradient would be lost.

@@ -19,14 +19,14 @@ from streamtune.engine.inspect_model import (
     attention_configs,
     base_model,
     check_streamable,
+    choose_exchange_form,
     decoder_layers,
-    form_for,
     own_attention,
     owning_models,
 )
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers, place_layers
-from streamtune.engine.outside_layers import StreamedEmbedding, StreamedNorm, norms_outside, token_embedding
+from streamtune.engine.outside_layers import StreamedEmbedding, StreamedNorm, norms_outside_layers, token_embedding
 from streamtune.engine.own_attention import AttentionNames
 from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import LengthRotary, RowLengths
@@ -72,10 +72,10 @@ class StreamedModel:
         self.form = ""
         """Form of the ranks' exchange, ``ulysses`` or ``ring``."""
         if self.sequence_parallel is not None:
-            self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
+            self.form = choose_exchange_form(self.sequence_parallel, self.model, self.layers, head)
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
         """Streamed head; None if the head is not streamed."""
-        self._gathered = flag_leaf_layers(self.layers)
+        self._flagged_layers = flag_leaf_layers(self.layers)
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self.scored: ScoreRequest | None = None
         """Scores that the current call computes; None for an ordinary call."""
@@ -98,7 +98,7 @@ class StreamedModel:
         parts = ModelParts(self.schedule, self.tiers, self.context, self.routers, waiting=self.waiting)
         for layer, place in zip(self.layers, place_layers(self.schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(layer, parts, self.own_attention, place)
-        self._norms = norms_outside(owning_models(self.model, self.layers)[-1], self.layers)
+        self._norms = norms_outside_layers(owning_models(self.model, self.layers)[-1], self.layers)
         for norm in self._norms:
             norm.forward = StreamedNorm(norm, parts)
         self._embedding = token_embedding(self.model)
@@ -130,10 +130,10 @@ class StreamedModel:
                 del module.forward
         for rotation in self._rotations:
             rotation.remove()
-        self.names.end(0)
+        self.names.end_call(0)
         for module in self._checkpointing:
             module.gradient_checkpointing = True
-        unflag_leaf_layers(self._gathered)
+        unflag_leaf_layers(self._flagged_layers)
         self.tiers.close()
         self._hooks, self._norms, self._rotations, self._embedding = [], [], [], None
         self.layers, self._checkpointing = [], set()

@@ -39,7 +39,7 @@ class Boundary(Protocol):
     def leaves(self) -> list[Tensor]:
         """Tensors that the chunk read from earlier chunks."""
 
-    def passed_on(self) -> Iterable[tuple[Tensor, Tensor]]:
+    def tensors_passed_on(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Return the tensors that later chunks read from this chunk, each with its gradient."""
 
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
@@ -87,10 +87,10 @@ def streamed_vjp(
     input_sums = [GradientSum(layer_input.x, widen) for layer_input in inputs]
     for chunk in reversed(chunks):
         with torch.enable_grad():
-            x_i = [part(x, along, chunk).detach().requires_grad_(needed) for x, along, needed, _ in inputs]
+            x_i = [read_chunk(x, along, chunk).detach().requires_grad_(needed) for x, along, needed, _ in inputs]
             z_i, cache = run_chunk(chunk, x_i)
         output_grads = [
-            (z, part(grad, along, chunk))
+            (z, read_chunk(grad, along, chunk))
             for z, (grad, along) in zip(z_i, grad_outputs, strict=True)
             if grad is not None
         ]
@@ -140,7 +140,7 @@ def chunk_vjp(
         cache: Tensors that the chunk read from earlier chunks, and tensors that later chunks read from it.
         parameters: Trainable parameters of the layer.
     """
-    pairs = [(out, grad) for out, grad in (*output_grads, *cache.passed_on()) if out.requires_grad]
+    pairs = [(out, grad) for out, grad in (*output_grads, *cache.tensors_passed_on()) if out.requires_grad]
     wanted = [*x_i, *cache.leaves, *parameters]
     if not pairs:  # nothing trainable took part in the chunk
         return repeat(None, len(wanted))
@@ -149,21 +149,21 @@ def chunk_vjp(
         return iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
 
 
-def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:
+def chunk_view(x: Tensor, along: Along, chunk: slice) -> Tensor:
     """Return a view of one chunk of a tensor; the tensor itself if it does not follow the sequence."""
     return x if along is None else x.narrow(along, chunk.start, chunk.stop - chunk.start)
 
 
-def part(x: Source, along: Along, chunk: slice) -> Tensor:
+def read_chunk(x: Source, along: Along, chunk: slice) -> Tensor:
     """Return one chunk of a tensor, which may be in device memory or in a tier."""
-    return x.cut(chunk) if isinstance(x, StoredTensor) else cut(x, along, chunk)
+    return x.read_chunk(chunk) if isinstance(x, StoredTensor) else chunk_view(x, along, chunk)
 
 
 def _write_chunk(full: Source, along: Along, chunk: slice, x: Tensor) -> None:
     if isinstance(full, StoredTensor):
         full.put(chunk, x)
     else:
-        cut(full, along, chunk).copy_(x)
+        chunk_view(full, along, chunk).copy_(x)
 
 
 class GradientSum:

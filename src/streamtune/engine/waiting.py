@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.base.model_facts import model_device
-from streamtune.engine.hf_names import kept_wide
+from streamtune.engine.hf_names import fp32_weight_names
 from streamtune.engine.inspect_model import base_model, decoder_layers
 from streamtune.engine.lazy_logits import LazyForward
 from streamtune.engine.memory.host import HostPool, is_host_storage, mark_host_storage
@@ -38,14 +38,14 @@ from streamtune.engine.memory.tiers import Copies
 from streamtune.engine.observe import notify_tensors
 from streamtune.errors import UnsupportedModelError
 
-KINDS = (Tensor, nn.Parameter)
+PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types that are offloaded. Quantised and sharded tensors have other types."""
 
 
 def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of an unwrapped model that ``weights="host"`` keeps on the host, each once."""
-    parameters = {id(p): p for layer in layers for _, _, p in _of_layer(layer)}
-    parameters |= {id(p): p for module in _embedding_and_head(model) for _, _, p in _entries(module)}
+    parameters = {id(p): p for layer in layers for _, _, p in _layer_weights(layer)}
+    parameters |= {id(p): p for module in _embedding_and_head(model) for _, _, p in _plain_parameters(module)}
     return list(parameters.values())
 
 
@@ -88,16 +88,16 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
                         table[key] = tensor.to(device)
 
 
-def _of_layer(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _layer_weights(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return the offloaded weights of a layer, each with its module and its name in it."""
-    entries = [entry for module in layer.modules() for entry in _entries(module)]
+    entries = [entry for module in layer.modules() for entry in _plain_parameters(module)]
     frozen = [entry for entry in entries if not entry[2].requires_grad]
     return frozen or entries  # trained weights beside frozen ones are adapters
 
 
-def _entries(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _plain_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Return (module, name, parameter) of the module's own parameters of plain tensor types."""
-    return [(module, key, p) for key, p in module._parameters.items() if p is not None and type(p) in KINDS]
+    return [(module, key, p) for key, p in module._parameters.items() if p is not None and type(p) in PLAIN_TYPES]
 
 
 def _embedding_and_head(model: Any) -> list[nn.Module]:
@@ -116,18 +116,18 @@ def _embedding_and_head(model: Any) -> list[nn.Module]:
     def used_elsewhere(parameter: nn.Parameter) -> bool:
         return not all(any(user is module for module in candidates) for user in users[id(parameter)])
 
-    return [module for module in candidates if not any(used_elsewhere(p) for _, _, p in _entries(module))]
+    return [module for module in candidates if not any(used_elsewhere(p) for _, _, p in _plain_parameters(module))]
 
 
 def _modules_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules outside the layers that own parameters, not only through submodules."""
     inside = {id(module) for layer in layers for module in layer.modules()}
-    return [module for module in model.modules() if id(module) not in inside and _entries(module)]
+    return [module for module in model.modules() if id(module) not in inside and _plain_parameters(module)]
 
 
-def _kept_wide(model: Any) -> set[int]:
+def _fp32_weight_ids(model: Any) -> set[int]:
     """Return the ids of the weights that the model keeps in float32, whatever its dtype."""
-    names = kept_wide(model)
+    names = fp32_weight_names(model)
     return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
 
 
@@ -152,7 +152,7 @@ class _Unit:
     parameters: list[nn.Parameter]
     places: list[tuple[nn.Module, str, int]]
     """(module, name, index in ``parameters``) of each attribute."""
-    following: int | None = None
+    next_layer: int | None = None
     """Index of the layer after this layer; None for embedding, head and other modules."""
     leaves: list[Tensor] | None = None
     depth: int = 0
@@ -160,11 +160,11 @@ class _Unit:
 
     @classmethod
     def from_entries(
-        cls, entries: Sequence[tuple[nn.Module, str, nn.Parameter]], following: int | None = None
+        cls, entries: Sequence[tuple[nn.Module, str, nn.Parameter]], next_layer: int | None = None
     ) -> _Unit:
         order = {id(p): p for _, _, p in entries}
         index = {key: place for place, key in enumerate(order)}
-        return cls(list(order.values()), [(m, key, index[id(p)]) for m, key, p in entries], following)
+        return cls(list(order.values()), [(m, key, index[id(p)]) for m, key, p in entries], next_layer)
 
     def versions(self) -> list[tuple[int, int]]:
         return [(p._version, p.data_ptr()) for p in self.parameters]
@@ -183,14 +183,14 @@ class WaitingWeights:
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], tiers: Tiers, dtype: torch.dtype | None = None) -> None:
         self.device, self.tiers, self.pool, self.dtype = model_device(model), tiers, HostPool(), dtype
-        self._wide = _kept_wide(model)
+        self._fp32_ids = _fp32_weight_ids(model)
         self.copies = Copies(self.device)
         keep_on_host(model, self.device, self.pool)
-        self._layers = [_Unit.from_entries(_of_layer(layer), place + 1) for place, layer in enumerate(layers)]
+        self._layers = [_Unit.from_entries(_layer_weights(layer), place + 1) for place, layer in enumerate(layers)]
         self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
         outside = _embedding_and_head(model) if dtype is None else _modules_outside(model, layers)
-        self._units |= {id(module): _Unit.from_entries(_entries(module)) for module in outside}
-        self._ahead: tuple[_Unit, _Fetched] | None = None
+        self._units |= {id(module): _Unit.from_entries(_plain_parameters(module)) for module in outside}
+        self._prefetched: tuple[_Unit, _Fetched] | None = None
         self._hooks: list[Any] = []
         for module in outside:
             self._hooks.append(module.register_forward_pre_hook(self._before_call))
@@ -200,7 +200,7 @@ class WaitingWeights:
         """Remove the hooks; the weights stay on the host."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._ahead = [], None
+        self._hooks, self._prefetched = [], None
 
     @contextmanager
     def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
@@ -211,9 +211,9 @@ class WaitingWeights:
         """
         unit = self._units[id(layer)]
         if not unit.depth:
-            unit.leaves = self._leaves(unit)
-            self._begin_next(unit, prefetch)
-            self._put(unit, unit.leaves)
+            unit.leaves = self._copies_as_leaves(unit)
+            self._prefetch_neighbour(unit, prefetch)
+            self._install_copies(unit, unit.leaves)
         unit.depth += 1
         try:
             assert unit.leaves is not None
@@ -221,7 +221,7 @@ class WaitingWeights:
         finally:
             unit.depth -= 1
             if not unit.depth:
-                self._take_back(unit)
+                self._restore_weights(unit)
                 unit.leaves = None
 
     @contextmanager
@@ -256,8 +256,8 @@ class WaitingWeights:
 
     # Copies to the device.
 
-    def _leaves(self, unit: _Unit) -> list[Tensor]:
-        ahead, self._ahead = self._ahead, None
+    def _copies_as_leaves(self, unit: _Unit) -> list[Tensor]:
+        ahead, self._prefetched = self._prefetched, None
         if ahead is None or ahead[0] is not unit or ahead[1].versions != unit.versions():
             del ahead
             fetched = self._fetch(unit)
@@ -271,17 +271,17 @@ class WaitingWeights:
         copies = []
         with torch.no_grad():
             for parameter in unit.parameters:
-                copies.append(self._fetch_one(parameter))
+                copies.append(self._begin_copy(parameter))
         return _Fetched(unit.versions(), copies)
 
-    def _begin_next(self, unit: _Unit, prefetch: int) -> None:
-        if not prefetch or unit.following is None:
+    def _prefetch_neighbour(self, unit: _Unit, prefetch: int) -> None:
+        if not prefetch or unit.next_layer is None:
             return
-        place = unit.following if prefetch > 0 else unit.following - 2
+        place = unit.next_layer if prefetch > 0 else unit.next_layer - 2
         if 0 <= place < len(self._layers):
-            self._ahead = self._layers[place], self._fetch(self._layers[place])
+            self._prefetched = self._layers[place], self._fetch(self._layers[place])
 
-    def _put(self, unit: _Unit, tensors: Sequence[Tensor]) -> None:
+    def _install_copies(self, unit: _Unit, tensors: Sequence[Tensor]) -> None:
         unit.before = []
         for module, key, index in unit.places:
             current = module._parameters.get(key)
@@ -289,7 +289,7 @@ class WaitingWeights:
             if current is unit.parameters[index]:
                 module._parameters[key] = tensors[index]  # type: ignore[assignment]
 
-    def _take_back(self, unit: _Unit) -> None:
+    def _restore_weights(self, unit: _Unit) -> None:
         for (module, key, _), current in zip(unit.places, unit.before, strict=True):
             module._parameters[key] = current  # type: ignore[assignment]
         unit.before = []
@@ -307,32 +307,32 @@ class WaitingWeights:
     def _swap_in(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
         if not unit.depth:
-            self._put(unit, [self._copy_in_graph(p) for p in unit.parameters])
+            self._install_copies(unit, [self._copy_in_graph(p) for p in unit.parameters])
         unit.depth += 1
 
     def _copy_in_graph(self, parameter: nn.Parameter) -> Tensor:
         if is_host_storage(parameter.untyped_storage()):
             copied: Tensor = _OnDevice.apply(parameter, self)
             return copied
-        narrow = parameter.is_floating_point() and id(parameter) not in self._wide
+        narrow = parameter.is_floating_point() and id(parameter) not in self._fp32_ids
         return parameter.to(self.dtype) if narrow and self.dtype is not None else parameter
 
     def _swap_out(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
         unit.depth -= 1
         if not unit.depth:
-            self._take_back(unit)
+            self._restore_weights(unit)
 
-    def _fetch_one(self, parameter: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        wide = self.dtype is None or not parameter.is_floating_point() or id(parameter) in self._wide
+    def _begin_copy(self, parameter: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        wide = self.dtype is None or not parameter.is_floating_point() or id(parameter) in self._fp32_ids
         x, event = self.copies.to_device(parameter.detach(), self.device, None if wide else self.dtype)
         notify_tensors("fetched weights", x)
         self.tiers.host.moved_bytes += parameter.nbytes
         return x, event
 
-    def fetch_whole(self, parameter: Tensor) -> Tensor:
+    def fetch_ready(self, parameter: Tensor) -> Tensor:
         """Return a copy of a weight on the device, ready to be read."""
-        x, event = self._fetch_one(parameter)
+        x, event = self._begin_copy(parameter)
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
         return x
@@ -350,7 +350,7 @@ class _OnDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, waiting: WaitingWeights) -> Tensor:
         ctx.waiting, ctx.parameter = waiting, parameter
-        return waiting.fetch_whole(parameter)
+        return waiting.fetch_ready(parameter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from streamtune.base.text import show_size
-from streamtune.engine.hf_names import QUANTIZERS, inside, kept_wide
+from streamtune.engine.hf_names import QUANTIZERS, fp32_weight_names, inside
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.start import LoftqStart, QuantisationChange
 from streamtune.models.packed import PackedExperts, pack_experts, shard_experts
@@ -221,7 +221,7 @@ def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: Qu
             fix="write finetuning_type: lora",
         )
     (_to_int8 if kind == "int8" else _to_nf4)(model, linears, device, change)
-    wide, width = kept_wide(model), model.config.get_text_config(decoder=True).hidden_size
+    wide, width = fp32_weight_names(model), model.config.get_text_config(decoder=True).hidden_size
     for name, module, parameter in list(stacked_experts(model)):
         if wide.isdisjoint(name.split(".")):
             key = name.rpartition(".")[2]
@@ -242,7 +242,7 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yield (name, layer) for each ``nn.Linear`` except the head, layers tied to the embedding, and fp32 layers."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     excluded = {id(module.weight) for module in ends if hasattr(module, "weight")}
-    wide = kept_wide(model)
+    wide = fp32_weight_names(model)
     for name, module in model.named_modules():
         if type(module) is nn.Linear and id(module.weight) not in excluded and wide.isdisjoint(name.split(".")):
             yield name, module

@@ -19,7 +19,7 @@ from streamtune import data, train
 from streamtune.base.paths import cache_folder
 from streamtune.data.length_measures import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
-from streamtune.engine.rotary import longest_unscaled
+from streamtune.engine.rotary import longest_unscaled_length
 from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.keys.batching import BucketSpec
@@ -212,7 +212,7 @@ class Sft(Task[Recipe]):
     def _check_turns(self, handle: StreamHandle) -> None:
         """Check that rows with a shared beginning give the same results as separate rows."""
         fix = "write reasoning: keep, which trains all turns in one row"
-        limit = longest_unscaled(handle.model.config)
+        limit = longest_unscaled_length(handle.model.config)
         if limit is not None and limit < self.recipe.max_length:
             what = f"rotary embeddings change above {limit:,} tokens, so turns with a shared beginning may need others"
             raise UnsupportedModelError(what, where="reasoning", fix=f"{fix}, or set max_length: {limit}")

@@ -28,8 +28,8 @@ from streamtune import data, optim, train
 from streamtune.base.model_facts import model_device
 from streamtune.base.paths import cache_folder
 from streamtune.engine import StreamHandle, check_branches, stream
-from streamtune.engine.inspect_model import hybrid_layer
-from streamtune.engine.rotary import longest_unscaled
+from streamtune.engine.inspect_model import hybrid_layer_name
+from streamtune.engine.rotary import longest_unscaled_length
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.scored import Completions, Scored
@@ -337,14 +337,14 @@ class Task(ABC, Generic[R_co]):
 
     def _can_share(self, model: Any, notify: Notify, name: str | None = None) -> bool:
         whose = "" if name is None else f"'{name}': "
-        limit, what = longest_unscaled(model.config), ""
+        limit, what = longest_unscaled_length(model.config), ""
         if limit is not None and self.recipe.max_length > limit:
             what = (
                 f"its rotary embeddings change above {limit:,} tokens, so completions of up to "
                 f"{self.recipe.max_length:,} may need different ones"
             )
             fix = f"max_length: {limit}"
-        elif self.recipe.sequence_parallel_size > 1 and (kind := hybrid_layer(model)) is not None:
+        elif self.recipe.sequence_parallel_size > 1 and (kind := hybrid_layer_name(model)) is not None:
             what = f"{kind} has both attention and a recurrent state, and ranks share its sequences"
             fix = "sequence_parallel_size: 1"
         if what:

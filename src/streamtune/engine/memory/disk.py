@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamtune.engine.memory.host import GIB, Arena, Span, Stack, Tally, pages
+from streamtune.engine.memory.host import GIB, Arena, Span, Stack, Tally, round_up_to_pages
 from streamtune.engine.memory.tiers import Block, Copies
 from streamtune.errors import StorageError
 
@@ -31,7 +31,7 @@ THREADS = 4
 IN_FLIGHT = 4
 """Largest number of writes in flight; each holds a block of host memory."""
 
-RETURNING = 2
+DEVICE_COPIES_IN_FLIGHT = 2
 """Largest number of copies to the device in flight; each holds a block of host memory."""
 
 
@@ -60,7 +60,7 @@ class DiskTier:
 
     def put(self, x: Tensor) -> Block:
         """Begin to write a tensor to the file."""
-        return _OnDisk(self, x)
+        return _DiskBlock(self, x)
 
     def settle(self) -> None:
         """Let the computation's stream wait until all stored tensors are on the host; drop the originals.
@@ -84,19 +84,19 @@ class DiskTier:
             self.arena.free(oldest)
         return job
 
-    def give_back(self, span: Span, copied: torch.cuda.Event | None) -> None:
+    def free_after_copy(self, span: Span, copied: torch.cuda.Event | None) -> None:
         """Free a block of host memory once it is copied to the device, without waiting for the copy."""
         if copied is None:
             self.arena.free(span)
             return
         self.copied.append((span, copied))
-        if len(self.copied) > RETURNING:
+        if len(self.copied) > DEVICE_COPIES_IN_FLIGHT:
             self.copied[0][1].synchronize()
         while self.copied and self.copied[0][1].query():
             self.arena.free(self.copied.popleft()[0])
 
 
-class _OnDisk:
+class _DiskBlock:
     def __init__(self, tier: DiskTier, x: Tensor) -> None:
         self.tier, self.shape, self.dtype, self.nbytes = tier, x.shape, x.dtype, x.nbytes
         self.reading: tuple[Span, Future[None] | None] | None = None
@@ -105,7 +105,7 @@ class _OnDisk:
         self.offset, self.freed = tier.space.take(self.nbytes), False
         tier.tally.take(self.nbytes)
         if tier.file is not None:
-            tier.file.extend(self.offset + pages(self.nbytes))
+            tier.file.extend(self.offset + round_up_to_pages(self.nbytes))
         self._write(x)
 
     def _write(self, x: Tensor) -> None:
@@ -139,7 +139,7 @@ class _OnDisk:
             self.fetched = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
             copied = self.fetched[1]
         finally:
-            self.tier.give_back(span, copied)
+            self.tier.free_after_copy(span, copied)
 
     def get(self) -> Tensor:
         self.prefetch()
@@ -213,13 +213,13 @@ class _File:
         """Write a block to the file, in a thread, once it has been copied from the device."""
         if copied is not None:
             copied.synchronize()
-        self._move(span, offset, os.pwrite)
+        self._transfer(span, offset, os.pwrite)
 
     def read(self, span: Span, offset: int) -> None:
         """Read a block from the file, in a thread."""
-        self._move(span, offset, lambda number, data, at: os.preadv(number, [data], at))
+        self._transfer(span, offset, lambda number, data, at: os.preadv(number, [data], at))
 
-    def _move(self, span: Span, offset: int, move: Callable[[int, memoryview, int], int]) -> None:
+    def _transfer(self, span: Span, offset: int, move: Callable[[int, memoryview, int], int]) -> None:
         data, done = span.memory(), 0
         try:
             while done < len(data):

@@ -34,7 +34,7 @@ PAGE = 4096
 REGION = 64 << 20
 """Size of the smallest region in bytes."""
 
-LIMITS = (
+CGROUP_FILES = (
     ("memory.max", "memory.current"),  # control groups, version 2
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
 )
@@ -49,7 +49,7 @@ SHARE = 0.02
 GIB = 1 << 30
 
 _host_storages: set[int] = set()
-_kept_from_children: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_excluded_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def mark_host_storage(storage: torch.UntypedStorage) -> None:
@@ -70,16 +70,16 @@ def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
         root: Mount point of this process's control group.
     """
     free = int(psutil.virtual_memory().available)
-    for limit_name, used_name in LIMITS:
+    for limit_name, used_name in CGROUP_FILES:
         limit, used = _read_number(root / limit_name), _read_number(root / used_name)
         if limit is not None and used is not None:
-            free = min(free, max(0, limit - used + _reclaimable((root / used_name).parent)))
+            free = min(free, max(0, limit - used + _reclaimable_bytes((root / used_name).parent)))
     return free
 
 
 def total_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the size of host memory in bytes, or a container's limit if that is smaller."""
-    limits = [limit for name, _ in LIMITS if (limit := _read_number(root / name)) is not None]
+    limits = [limit for name, _ in CGROUP_FILES if (limit := _read_number(root / name)) is not None]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
@@ -100,7 +100,7 @@ def _read_number(file: Path) -> int | None:
         return None
 
 
-def _reclaimable(folder: Path) -> int:
+def _reclaimable_bytes(folder: Path) -> int:
     """Return how many bytes of cached file pages the system can free when memory is needed."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
@@ -120,7 +120,7 @@ class Stack:
 
     def take(self, nbytes: int) -> int:
         """Return the offset of a new block of ``nbytes``, a multiple of :data:`PAGE`."""
-        offset, self.top = self.top, self.top + pages(nbytes)
+        offset, self.top = self.top, self.top + round_up_to_pages(nbytes)
         self._blocks[offset] = False
         self._order.append(offset)
         return offset
@@ -133,7 +133,7 @@ class Stack:
             del self._blocks[self.top]
 
 
-def pages(nbytes: int) -> int:
+def round_up_to_pages(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to whole pages; at least one page, so that no two blocks have the same offset."""
     return max(1, math.ceil(nbytes / PAGE)) * PAGE
 
@@ -155,13 +155,13 @@ class _Region:
             mark_host_storage(self.bytes.untyped_storage())
         if device.type == "cuda":
             assert self.map is not None
-            keep_from_children(self.map)
+            exclude_from_forks(self.map)
             touch_pages(self.bytes)
             register_pages(self.bytes, owner=self.bytes.untyped_storage())
 
     def fits(self, nbytes: int) -> bool:
         """Return True if ``nbytes`` more fit into this region."""
-        return self.stack.top + pages(nbytes) <= self.size
+        return self.stack.top + round_up_to_pages(nbytes) <= self.size
 
 
 def map_pages(nbytes: int) -> mmap.mmap:
@@ -178,24 +178,24 @@ def map_pages(nbytes: int) -> mmap.mmap:
     return mapped
 
 
-def keep_from_children(mapped: mmap.mmap) -> None:
+def exclude_from_forks(mapped: mmap.mmap) -> None:
     """On Linux, exclude pages from forked children, which cannot use the accelerator.
 
     A fork would copy all pinned pages, or give one of the two processes other pages than the accelerator copies to.
     """
     if sys.platform == "linux":
         mapped.madvise(mmap.MADV_DONTFORK)
-        _kept_from_children.add(mapped)
+        _excluded_mappings.add(mapped)
 
 
-def _never_unmap() -> None:
+def _keep_mapped() -> None:
     """Keep the parent's mappings alive in a child: unmapping them could unmap other memory at the same addresses."""
-    for mapped in _kept_from_children:
+    for mapped in _excluded_mappings:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_never_unmap)
+    os.register_at_fork(after_in_child=_keep_mapped)
 
 
 def touch_pages(region: Tensor) -> None:
@@ -232,7 +232,7 @@ class Span:
     def memory(self) -> memoryview:
         """Return the block's bytes, rounded up to whole pages, to read from or write to a file."""
         assert self.region.map is not None, "simulated memory has no bytes"
-        return memoryview(self.region.map)[self.offset : self.offset + pages(self.nbytes)]
+        return memoryview(self.region.map)[self.offset : self.offset + round_up_to_pages(self.nbytes)]
 
 
 class Tally:
@@ -289,7 +289,7 @@ class Arena:
         ahead = sum(region.size for region in self.regions) // 16
         if device.type != "meta":  # memory mapped in advance may shrink, the requested block may not
             ahead = min(ahead, usable_host_bytes() // PAGE * PAGE)
-        size = pages(max(nbytes, REGION, ahead))
+        size = round_up_to_pages(max(nbytes, REGION, ahead))
         if device.type != "meta":
             self._check_free(size)
         self.regions.append(region := _Region(len(self.regions), size, device))
@@ -337,7 +337,7 @@ class HostPool:
         Raises:
             OutOfMemoryError: Too little host memory is free.
         """
-        size = pages(shape.numel() * dtype.itemsize)
+        size = round_up_to_pages(shape.numel() * dtype.itemsize)
         if device.type == "meta":
             storage = torch.UntypedStorage(size, device="meta")
             mark_host_storage(storage)

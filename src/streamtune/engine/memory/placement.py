@@ -25,16 +25,16 @@ class Placement:
     """Placement of one layer's input until the backward.
 
     Attributes:
-        whole: True if the layer is not streamed and keeps all its activations.
-        begins: True if the layer begins a segment: its input is stored in the forward. Other inputs are recomputed from
-            the layer before.
-        ends: True if the layer ends a segment: no later layer's input is recomputed from this layer.
+        unstreamed: True if the layer is not streamed and keeps all its activations.
+        begins_segment: True if the layer begins a segment: its input is stored in the forward. The inputs of others
+            are recomputed.
+        ends_segment: True if the layer ends a segment: no later layer's input is recomputed from this layer.
         tier: Tier that stores the input.
     """
 
-    whole: bool = False
-    begins: bool = True
-    ends: bool = True
+    unstreamed: bool = False
+    begins_segment: bool = True
+    ends_segment: bool = True
     tier: TierName = "device"
 
 
@@ -46,16 +46,16 @@ def place_layers(schedule: Schedule, count: int) -> list[Placement]:
         1 if schedule.levels == 1 or schedule.order == "chunk" else schedule.segment_size or best_segment_size(streamed)
     )
     placed = [_placement(schedule, index, streamed, size) for index in range(streamed)]
-    return placed + [Placement(whole=True)] * unstreamed
+    return placed + [Placement(unstreamed=True)] * unstreamed
 
 
 def extra_forwards(schedule: Schedule, count: int) -> list[int]:
     """Return, for each segment of a model with ``count`` layers, how many layers the backward runs forward again."""
     extra: list[int] = []
     for place in place_layers(schedule, count):
-        if place.whole:
+        if place.unstreamed:
             continue
-        if place.begins:
+        if place.begins_segment:
             extra.append(0)
         else:
             extra[-1] += 1
@@ -68,14 +68,16 @@ def _placement(schedule: Schedule, index: int, count: int, size: int) -> Placeme
     The ``device_layers`` inputs that the backward reads first stay on the device: the last recomputed inputs of a
     segment, then the stored inputs of the last segments.
     """
-    inner = index % size
-    if inner:
-        stays = inner >= size - schedule.device_layers
+    index_in_segment = index % size
+    if index_in_segment:
+        stays = index_in_segment >= size - schedule.device_layers
     else:
         stored_behind = -(-count // size) - index // size
         stays = stored_behind <= schedule.device_layers - (size - 1)
-    ends = inner == size - 1 or index == count - 1
-    return Placement(begins=inner == 0, ends=ends, tier="device" if stays else schedule.offload)
+    ends_segment = index_in_segment == size - 1 or index == count - 1
+    return Placement(
+        begins_segment=index_in_segment == 0, ends_segment=ends_segment, tier="device" if stays else schedule.offload
+    )
 
 
 def best_segment_size(count: int) -> int:
@@ -95,7 +97,7 @@ class Tiers:
         self.schedule = schedule
         self.host, self.disk = Tally(), Tally()
         self.arena = Arena(self.host)
-        self._made: dict[tuple[TierName, torch.device], Tier] = {}
+        self._tiers: dict[tuple[TierName, torch.device], Tier] = {}
 
     def reserve(self, host_bytes: int, device: torch.device) -> None:
         """Map ``host_bytes`` of host memory before the first step, pinned if ``device`` is an accelerator."""
@@ -104,11 +106,11 @@ class Tiers:
     def of(self, name: TierName, device: torch.device) -> Tier:
         """Return the tier ``name`` for tensors on ``device``; it is created at the first call."""
         key = (name, device)
-        if key not in self._made:
-            self._made[key] = self._make(name, device)
-        return self._made[key]
+        if key not in self._tiers:
+            self._tiers[key] = self._create_tier(name, device)
+        return self._tiers[key]
 
-    def _make(self, name: TierName, device: torch.device) -> Tier:
+    def _create_tier(self, name: TierName, device: torch.device) -> Tier:
         if name == "device":
             return DeviceTier()
         if name == "host":
@@ -121,4 +123,4 @@ class Tiers:
 
     def close(self) -> None:
         """Release memory and file; calls whose backward has not run keep their stored tensors."""
-        self._made, self.arena = {}, Arena(self.host)
+        self._tiers, self.arena = {}, Arena(self.host)

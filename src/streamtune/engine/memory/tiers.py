@@ -60,13 +60,13 @@ class DeviceTier:
 
     def put(self, x: Tensor) -> Block:
         """Store the tensor without a copy."""
-        return _HeldTensor(x)
+        return _DeviceBlock(x)
 
     def settle(self) -> None:
         """Do nothing: this tier copies nothing."""
 
 
-class _HeldTensor:
+class _DeviceBlock:
     def __init__(self, x: Tensor) -> None:
         self.x: Tensor | None = x
 
@@ -150,14 +150,14 @@ class HostTier:
 
     def put(self, x: Tensor) -> Block:
         """Begin to copy a tensor to the host."""
-        return _OnHost(self, x)
+        return _HostBlock(self, x)
 
     def settle(self) -> None:
         """Let the computation's stream wait until all stored tensors are on the host; drop the originals."""
         self.copies.settle()
 
 
-class _OnHost:
+class _HostBlock:
     host: Tensor | None = None  # stays None if the arena has no memory: there is nothing to free
 
     def __init__(self, tier: HostTier, x: Tensor) -> None:
@@ -219,7 +219,7 @@ class StoredTensor:
         places = [(chunk.start, chunk.stop) for chunk in chunks]
         self._next = dict(pairwise(places))
 
-    def cut(self, chunk: slice) -> Tensor:
+    def read_chunk(self, chunk: slice) -> Tensor:
         """Return a chunk of the tensor, on the device."""
         place = (chunk.start, chunk.stop)
         if place not in self.blocks:  # stored by a layer with other chunks

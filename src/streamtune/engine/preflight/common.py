@@ -153,16 +153,16 @@ def ratio(difference: float, whole: float) -> float:
     return difference / whole if whole > 0 and math.isfinite(difference) and math.isfinite(whole) else math.inf
 
 
-def widened(value: Any, dtype: torch.dtype) -> Any:
+def widen_tensors(value: Any, dtype: torch.dtype) -> Any:
     """Return nested containers with every floating-point tensor cast to ``dtype``."""
     if isinstance(value, Tensor):
         return value.detach().to(dtype) if value.is_floating_point() else value
     if isinstance(value, UserDict):
-        return type(value)({key: widened(item, dtype) for key, item in value.items()})
+        return type(value)({key: widen_tensors(item, dtype) for key, item in value.items()})
     if isinstance(value, dict):
-        return {key: widened(item, dtype) for key, item in value.items()}
+        return {key: widen_tensors(item, dtype) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(widened(item, dtype) for item in value)
+        return type(value)(widen_tensors(item, dtype) for item in value)
     return value
 
 
@@ -181,7 +181,7 @@ def streamed_forward(
 def trial_batch(model: Any) -> dict[str, Any]:
     """Return call arguments with random tokens, the second row padded on the right; torch's random state stays."""
     head = model.get_output_embeddings()
-    ids = ordinary_tokens(model, ROWS, LENGTH)
+    ids = random_tokens(model, ROWS, LENGTH)
     mask = torch.ones_like(ids)
     mask[-1, -PADDED:] = 0
     inputs: dict[str, Any] = {
@@ -197,7 +197,7 @@ def trial_batch(model: Any) -> dict[str, Any]:
     return inputs
 
 
-def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
+def random_tokens(model: Any, rows: int, length: int) -> Tensor:
     """Return random token ids ``[rows, length]`` without special tokens; torch's random state does not change."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     vocabulary = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
@@ -273,10 +273,10 @@ def with_tensors(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Mo
 
 def run_recorded(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
     """Call ``forward``; return its result and its outputs: tensors, then entries added to the shared dictionary."""
-    sharing = _sharing(arguments)
+    sharing = _shared_dictionary(arguments)
     before = set(sharing or ())
     out = forward(*arguments.args, **arguments.kwargs)
-    outputs = [item for place, item in enumerate(_items(out)) if _is_output(place, item)]
+    outputs = [item for place, item in enumerate(_as_list(out)) if _is_output(place, item)]
     if sharing is not None:
         outputs += [x for entry, pair in sharing.items() if entry not in before for x in pair]
     return out, outputs
@@ -288,8 +288,8 @@ def detached_outputs(arguments: Arguments, used: Arguments, out: Any, call: Reco
     Entries that the repeated call added to the shared dictionary of ``used`` are added to the one in ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
-    items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_items(out))]
-    sharing, filled = _sharing(arguments), _sharing(used)
+    items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_as_list(out))]
+    sharing, filled = _shared_dictionary(arguments), _shared_dictionary(used)
     if sharing is not None and filled is not None:
         for entry, pair in filled.items():
             if entry not in sharing:
@@ -297,7 +297,7 @@ def detached_outputs(arguments: Arguments, used: Arguments, out: Any, call: Reco
     return type(out)(items) if isinstance(out, tuple | list) else items[0]
 
 
-def _items(out: Any) -> list[Any]:
+def _as_list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, tuple | list) else [out]
 
 
@@ -306,7 +306,7 @@ def _is_output(place: int, item: Any) -> bool:
     return place == 0 or (isinstance(item, Tensor) and item.is_floating_point() and item.dim() <= 3)
 
 
-def _sharing(arguments: Arguments) -> Any:
+def _shared_dictionary(arguments: Arguments) -> Any:
     return next((value for value in arguments.arguments.values() if isinstance(value, UserDict)), None)
 
 

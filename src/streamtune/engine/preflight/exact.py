@@ -37,8 +37,8 @@ from streamtune.engine.preflight.common import (
     trial_batch,
     with_tensors,
 )
-from streamtune.engine.preflight.layer import FIX, DiffersError, LayerCheck, ignoring_self
-from streamtune.engine.routers import not_balanced
+from streamtune.engine.preflight.layer import FIX, DiffersError, LayerCheck, with_self_argument
+from streamtune.engine.routers import without_router_loss
 from streamtune.engine.streamed_layer import unknown_leaves
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
@@ -63,7 +63,7 @@ def check_exact(handle: StreamedModel) -> None:
     refuse_removed(handle)
     if any(p.device.type == "meta" for p in handle.model.parameters()):
         raise ArgumentError("a model on the meta device has no weights to check")
-    plain_names = handle.names.before
+    plain_names = handle.names.plain_names
     first: UnsupportedModelError | None = None
     for reference in (plain_names, ["eager"] * len(plain_names)):
         try:
@@ -88,7 +88,7 @@ def check_order(handle: StreamedModel) -> None:
     if handle.schedule.order == "chunk":
         with checking_mode(handle):
             model: Any = handle.model
-            model(**trial_batch(model), **not_balanced(model))
+            model(**trial_batch(model), **without_router_loss(model))
 
 
 class _Preflight:
@@ -160,12 +160,12 @@ class _Preflight:
         self.last = None
         with ExitStack() as stack:
             names = self.handle.names
-            stack.enter_context(names.using(names.ours if streamed else self.reference))
+            stack.enter_context(names.using(names.engine_names if streamed else self.reference))
             step_layers(self.handle, step)
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)
-            out = self.model.forward(**self.inputs, **not_balanced(self.model))
+            out = self.model.forward(**self.inputs, **without_router_loss(self.model))
             loss = out.loss if "labels" in self.inputs else out[0].float().square().mean()
         if self.last is None or not loss.requires_grad:
             return loss.detach(), None
@@ -191,7 +191,7 @@ class _Preflight:
         )
         self.calls.append(call)
         self.current_layer = None
-        return self._pass_on(arguments, used, out, call)
+        return self._recorded_result(arguments, used, out, call)
 
     def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer in chunks on its recorded input and compare the outputs."""
@@ -213,13 +213,13 @@ class _Preflight:
             if not error <= bound_input:
                 raise self.layer_check.difference_error(index, "input", error, bound_input)
         used = with_tensors(arguments, {name: _as_leaf(call.inputs[name]) for name in call.wanted})
-        out, outputs = run_recorded(ignoring_self(streamed_forward(layer, self.own_attention)), used)
+        out, outputs = run_recorded(with_self_argument(streamed_forward(layer, self.own_attention)), used)
         self.streamed.append(with_tensors(arguments, {}))  # a shared dictionary as it was before the call
         self.layer_check.check_output(outputs, call, self.streamed[-1])
         self.current_layer = None
-        return self._pass_on(arguments, used, out, call)
+        return self._recorded_result(arguments, used, out, call)
 
-    def _pass_on(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
+    def _recorded_result(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
         """Return the recorded outputs in the layer's own form, as inputs of the next layer."""
         result = detached_outputs(arguments, used, out, call)
         self.last = hidden_states_of(result)

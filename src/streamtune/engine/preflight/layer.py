@@ -36,7 +36,7 @@ from streamtune.engine.preflight.common import (
     run_recorded,
     streamed_forward,
     trial_batch,
-    widened,
+    widen_tensors,
     with_tensors,
 )
 from streamtune.engine.streamed_model import StreamedModel
@@ -115,9 +115,11 @@ class LayerCheck:
             for plain in (True, False):
                 leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
                 arguments = with_tensors(call.arguments if plain else streamed, leaves, layer)
-                with self.names.using(self.reference if plain else self.names.ours):
+                with self.names.using(self.reference if plain else self.names.engine_names):
                     forward = (
-                        type(layer).forward if plain else ignoring_self(streamed_forward(layer, self.own_attention))
+                        type(layer).forward
+                        if plain
+                        else with_self_argument(streamed_forward(layer, self.own_attention))
                     )
                     _, outputs = run_recorded(forward, arguments)
                     live = [n for n, z in enumerate(outputs) if z.requires_grad]
@@ -161,14 +163,14 @@ class LayerCheck:
             for module in wide.modules():
                 if hasattr(module, "compute_dtype"):  # bitsandbytes always computes in this dtype; fp32 is its widest
                     module.compute_dtype = torch.float32  # type: ignore[assignment]
-            plain, chunked = (_widened_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
-            inputs = {name: widened(x, wider) for name, x in call.inputs.items()}
+            plain, chunked = (_widen_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
+            inputs = {name: widen_tensors(x, wider) for name, x in call.inputs.items()}
             with torch.no_grad():
                 with self.names.using(self.reference):
                     _, reference = run_recorded(type(wide).forward, with_tensors(plain, inputs))
-                with self.names.using(self.names.ours):
+                with self.names.using(self.names.engine_names):
                     _, outputs = run_recorded(
-                        ignoring_self(streamed_forward(wide, self.own_attention)), with_tensors(chunked, inputs)
+                        with_self_argument(streamed_forward(wide, self.own_attention)), with_tensors(chunked, inputs)
                     )
             wide_call = RecordedCall(call.index, with_tensors(plain, inputs), inputs, call.wanted, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
@@ -209,13 +211,13 @@ class LayerCheck:
         )
 
 
-def ignoring_self(forward: Callable[..., Any]) -> Callable[..., Any]:
+def with_self_argument(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a bound forward as a function with a first argument ``self``, like the forward of a class."""
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
 
 
-def _widened_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
-    new = inspect.BoundArguments(arguments.signature, widened(dict(arguments.arguments), dtype))
+def _widen_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
+    new = inspect.BoundArguments(arguments.signature, widen_tensors(dict(arguments.arguments), dtype))
     new.arguments[next(iter(new.arguments))] = layer
     return new
 
@@ -272,13 +274,13 @@ def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[
 def _short_chunks(handle: StreamedModel) -> Iterator[None]:
     """Context manager: chunks are so short that the trial batch has several; layer inputs stay on the device."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
-    schedule, before = handle.schedule, [(forward.schedule, forward.place) for forward in forwards]
+    schedule, before = handle.schedule, [(forward.schedule, forward.placement) for forward in forwards]
     try:
         handle.schedule = SHORT
         for forward in forwards:
-            forward.schedule, forward.place = SHORT, Placement()
+            forward.schedule, forward.placement = SHORT, Placement()
         yield
     finally:
         handle.schedule = schedule
         for forward, (its, place) in zip(forwards, before, strict=True):
-            forward.schedule, forward.place = its, place
+            forward.schedule, forward.placement = its, place

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from streamtune.engine.context import CallContext
 from streamtune.engine.hf_names import KEPT_WINDOW
-from streamtune.engine.inspect_model import hybrid_layer
+from streamtune.engine.inspect_model import hybrid_layer_name
 from streamtune.engine.preflight.common import (
     BOUND,
     Arguments,
@@ -46,13 +46,13 @@ from streamtune.engine.preflight.common import (
     hidden_states_of,
     layer_signature,
     norm_of,
-    ordinary_tokens,
+    random_tokens,
     refuse_removed,
     step_layers,
     streamed_forward,
     trial_batch,
 )
-from streamtune.engine.routers import not_balanced
+from streamtune.engine.routers import without_router_loss
 from streamtune.engine.rows import Branches, PackedRows
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import StreamTuneError, UnsupportedModelError
@@ -74,7 +74,7 @@ class _Layout:
     """Arguments of the model call, if the model takes them."""
     places: list[Tensor]
     """Places in the sequence of each row's tokens."""
-    begins: list[int]
+    first_tokens: list[int]
     """Index in each row of its first token that other rows precede in the sequence."""
     fault: str
     fix: str
@@ -99,7 +99,7 @@ def check_packing(handle: StreamedModel) -> None:
         UnsupportedModelError: A packed row affects another; the message names the layer and the difference.
     """
     refuse_removed(handle)
-    _refuse_both(handle, "set packing: false, or sequence_parallel_size: 1")
+    _refuse_hybrid_layers(handle, "set packing: false, or sequence_parallel_size: 1")
     positions = torch.cat([torch.arange(length) for length in ROWS])[None]
     rows = PackedRows.from_positions(positions)
     assert rows is not None
@@ -119,21 +119,21 @@ def check_branches(handle: StreamedModel) -> None:
         UnsupportedModelError: The model does not compute a branch as it would compute the row alone.
     """
     refuse_removed(handle)
-    _refuse_both(handle, "set share_prefix: never, or sequence_parallel_size: 1")
+    _refuse_hybrid_layers(handle, "set share_prefix: never, or sequence_parallel_size: 1")
     branches = Branches.of_nodes(TREES)
     parts = [part for part in branches.table.leaves if part.trunk]
     places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.runs]) for part in parts]
-    begins = [part.trunk_length for part in parts]
+    first_tokens = [part.trunk_length for part in parts]
     fault = "does not compute rows that share their beginning as if alone: the {what} for a row differs"
     arguments = branches.arguments(torch.zeros(1, branches.length, dtype=torch.long))
-    layout = _Layout(branches, arguments, places, begins, fault, "set share_prefix: never")
+    layout = _Layout(branches, arguments, places, first_tokens, fault, "set share_prefix: never")
     with checking_mode(handle), torch.no_grad():
         _Trial(handle, layout).run()
 
 
-def _refuse_both(handle: StreamedModel, fix: str) -> None:
+def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
     """Refuse a model with attention and a recurrent state in one layer if ranks share sequences of several rows."""
-    if handle.sequence_parallel is not None and (kind := hybrid_layer(handle.model)) is not None:
+    if handle.sequence_parallel is not None and (kind := hybrid_layer_name(handle.model)) is not None:
         raise UnsupportedModelError(
             f"{kind} has both attention and a recurrent state, so ranks cannot share sequences of several rows",
             fix=fix,
@@ -152,7 +152,7 @@ class _Trial:
         self.ids = ids.repeat(-(-length // len(ids)))[:length][None]
         self.packed_calls: list[_PackedCall] = []
         self.calls = 0
-        self.row, self.begin = torch.arange(0), 0
+        self.row, self.first_token = torch.arange(0), 0
         self.errors: dict[tuple[int, str], list[float]] = {}
 
     def run(self) -> None:
@@ -161,11 +161,11 @@ class _Trial:
         positions = layout.rows.positions_BT
         arguments = {name: value.to(device) for name, value in layout.arguments.items()}
         packed = self._forward(self._record, self.ids, layout.rows, arguments)
-        for places, begin in zip(layout.places, layout.begins, strict=True):
-            self.calls, self.row, self.begin = 0, places.to(device), begin
+        for places, first_token in zip(layout.places, layout.first_tokens, strict=True):
+            self.calls, self.row, self.first_token = 0, places.to(device), first_token
             arguments_alone = {"position_ids": positions[:, places].to(device)}
             alone = self._forward(self._compare, self.ids[:, self.row], None, arguments_alone)
-            self._note(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
+            self._record_error(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
         self._check_errors()
 
     def _forward(
@@ -176,7 +176,7 @@ class _Trial:
         parameters = inspect.signature(type(self.model).forward).parameters
         accepted = {name: value for name, value in arguments.items() if name in parameters}  # others: in the context
         try:
-            more = {"use_cache": False, **not_balanced(self.model)}
+            more = {"use_cache": False, **without_router_loss(self.model)}
             out = self.model.forward(input_ids=ids, **accepted, **more)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
@@ -187,13 +187,13 @@ class _Trial:
         logits: Tensor = out[0] if isinstance(out, tuple) else out.logits
         return logits
 
-    def _streamed(self, index: int, bound: Arguments) -> Any:
+    def _run_streamed(self, index: int, bound: Arguments) -> Any:
         forward = streamed_forward(self.layers[index], self.own_attention, self.context)
         return forward(*bound.args[1:], **bound.kwargs)
 
     def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = bind(self.layers[index], args, kwargs)
-        out = self._streamed(index, bound)
+        out = self._run_streamed(index, bound)
         self.packed_calls.append(_PackedCall(index, bound.arguments[_hidden_name(bound)], hidden_states_of(out)))
         return out
 
@@ -206,17 +206,17 @@ class _Trial:
         name, z_in = _hidden_name(bound), call.z_in[:, self.row]
         if self.calls == 1:  # learned positions are added before the first layer
             alone = bound.arguments[name]
-            self._note(index, "input", z_in, alone, torch.zeros_like(alone))
+            self._record_error(index, "input", z_in, alone, torch.zeros_like(alone))
         bound.arguments[name] = z_in
-        out, z_out = self._streamed(index, bound), call.z_out[:, self.row]
-        self._note(index, "output", z_out, hidden_states_of(out), z_in)
+        out, z_out = self._run_streamed(index, bound), call.z_out[:, self.row]
+        self._record_error(index, "output", z_out, hidden_states_of(out), z_in)
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
-    def _note(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
+    def _record_error(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
         """Record a row's error divided by the error that rounding explains; in a narrow dtype, the first token's."""
         dtype = self._dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
-            first = slice(self.begin, self.begin + 1)
+            first = slice(self.first_token, self.first_token + 1)
             packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
         explained = BOUND[dtype] * norm_of(alone, z_in) + torch.finfo(dtype).eps * norm_of(alone)
         error = norm_of(packed, alone)
@@ -258,7 +258,7 @@ LONGEST = 4096
 
 def lengths_to_check(handle: StreamedModel) -> list[int]:
     """Return the row lengths to check: slightly above a chunk, and not above 4,097 tokens or the model's limit."""
-    chunk, longest = handle.schedule.chunk_size, _longest_row(handle)
+    chunk, longest = handle.schedule.chunk_size, _longest_supported_length(handle)
     lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
     return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
 
@@ -271,7 +271,7 @@ def check_length(handle: StreamedModel, length: int) -> None:
     Raises:
         UnsupportedModelError: A layer differs; the message names it.
     """
-    plain_names = handle.names.before
+    plain_names = handle.names.plain_names
     first: UnsupportedModelError | None = None
     for reference in (
         plain_names,
@@ -298,41 +298,41 @@ class _Forwards:
         self.schedule = Schedule(chunk_size=handle.schedule.chunk_size)
         self.reference = reference
         self.kinds: set[Any] = set()
-        self.noted: dict[int, tuple[Tensor, Tensor]] = {}
+        self.recorded: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run(self, length: int, plain: bool) -> None:
-        step = self._note if plain else self._compare
+        step = self._record_plain if plain else self._compare
         step_layers(self.handle, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
-        ids = ordinary_tokens(self.model, 1, length)
+        ids = random_tokens(self.model, 1, length)
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        arguments |= not_balanced(self.model)
+        arguments |= without_router_loss(self.model)
         if "use_cache" in inspect.signature(type(decoder).forward).parameters:
             arguments["use_cache"] = False
         names = self.handle.names
-        with names.using(self.reference if plain else names.ours), self.handle.routers.silenced():
+        with names.using(self.reference if plain else names.engine_names), self.handle.routers.silenced():
             decoder(**arguments)
 
-    def _note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_plain(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]
         out = type(layer).forward(layer, *args, **kwargs)
         kind = layer_signature(layer)
         if kind not in self.kinds:
             self.kinds.add(kind)
             z_in = list(bind(layer, args, kwargs).arguments.values())[1]
-            self.noted[index] = z_in.clone(), hidden_states_of(out).clone()
+            self.recorded[index] = z_in.clone(), hidden_states_of(out).clone()
         return out
 
     def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]
         forward = streamed_forward(layer, self.handle.own_attention, self.handle.context, self.schedule)
-        noted = self.noted.get(index)
+        recorded = self.recorded.get(index)
         arguments = bind(layer, args, kwargs)
-        if noted is not None:
-            arguments.arguments[_hidden_name(arguments)] = noted[0]
+        if recorded is not None:
+            arguments.arguments[_hidden_name(arguments)] = recorded[0]
         out = forward(*arguments.args[1:], **arguments.kwargs)
-        if noted is not None:
-            self._check(index, hidden_states_of(out), *noted)
+        if recorded is not None:
+            self._check(index, hidden_states_of(out), *recorded)
         return out
 
     def _check(self, index: int, z: Tensor, z_in: Tensor, z_ref: Tensor) -> None:
@@ -352,7 +352,7 @@ class _Forwards:
                 )
 
 
-def _longest_row(handle: StreamedModel) -> int | None:
+def _longest_supported_length(handle: StreamedModel) -> int | None:
     """Return the largest row length that the model supports, from its configuration; None if there is no limit.
 
     Models with learned positions have a limit, and models that select among keys above some number of tokens.

@@ -31,7 +31,7 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments with a sequence dimension, each with the index of that dimension."""
-UNSHARED = "set sequence_parallel_size: 1"
+UNSHARED_FIX = "set sequence_parallel_size: 1"
 """Fix for a call that ranks cannot share."""
 
 
@@ -43,7 +43,7 @@ class Sharing:
         self._random_state = ExitStack()
         self._min_tokens = 2 if any(map(carries_states, handle.layers)) else 1
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
+    def shard_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
         """Return a call's arguments as keywords: cut to this rank's shards, or unchanged if the call has no targets.
 
         Raises:
@@ -53,7 +53,7 @@ class Sharing:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
         if with_targets:
-            return self.share(kwargs)
+            return self.shard_arguments(kwargs)
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
                 "ranks share this model's sequences, so a call without labels would return the logits of one shard",
@@ -61,8 +61,8 @@ class Sharing:
             )
         return kwargs
 
-    def share(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments cut to this rank's shards; layers, head and routers use these shards until :meth:`end`.
+    def shard_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments cut to this rank's shards; layers, head and routers use the shards until `end_call`.
 
         Raises:
             ArgumentError: The call has no tokens.
@@ -87,7 +87,7 @@ class Sharing:
             batch,
             length,
             packed,
-            _targets(kwargs),
+            _shifted_targets(kwargs),
             self._min_tokens,
             branches,
         )
@@ -100,10 +100,10 @@ class Sharing:
             del cut_kwargs["position_ids"]
         if handle.rotates_by_length:
             lengths = handle.context.lengths or RowLengths.from_batch(cut_kwargs["position_ids"])
-            handle.context.lengths = lengths.cut(lambda each_BT: shards.cut(each_BT, -1))
+            handle.context.lengths = lengths.select_tokens(lambda each_BT: shards.select_tokens(each_BT, -1))
         for name, dim in (TOKENS | dict.fromkeys(TOKEN_TYPES, 1)).items():
             if isinstance(value := cut_kwargs.get(name), Tensor):
-                cut_kwargs[name] = shards.cut(value, dim, IGNORE_INDEX if name == "labels" else None)
+                cut_kwargs[name] = shards.select_tokens(value, dim, IGNORE_INDEX if name == "labels" else None)
         if branches is not None and shards.total > length:  # the padding behind the rows is a row of its own
             branches = branches.followed_by(shards.total - length)
         handle.context.rows = branches
@@ -112,7 +112,7 @@ class Sharing:
             self._random_state.enter_context(rank_random_state(ranks, model_device(handle.model)))
         return cut_kwargs
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """End the call: reset shards, rows and row lengths."""
         self._set_shards(None)
         self._handle.context.rows = self._handle.context.lengths = None
@@ -135,7 +135,7 @@ class Sharing:
             handle.scored.shards = shards
 
 
-def _targets(kwargs: dict[str, Any]) -> Tensor | None:
+def _shifted_targets(kwargs: dict[str, Any]) -> Tensor | None:
     """Return the targets ``[B, T]``: ``shift_labels``, or the labels shifted over the whole rows."""
     shifted: Tensor | None = kwargs.get("shift_labels")
     labels: Tensor | None = kwargs.get("labels")
@@ -151,7 +151,7 @@ def _positions_and_mask(
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     padded = mask is not None and not bool(mask.bool().all())
     if positions is None:
-        if kind := _places_tokens_itself(handle, padded):
+        if kind := _class_computing_positions(handle, padded):
             raise UnsupportedModelError(
                 f"{kind} computes positions from all tokens or padding, and a rank has only its shards",
                 fix="pass position_ids",
@@ -181,20 +181,20 @@ def _refuse_arguments(handle: StreamedModel, kwargs: dict[str, Any], length: int
             continue
         if isinstance(value, Tensor) and value.dim() > 0:
             raise UnsupportedModelError(
-                f"{name} gets {key!r}, which sequence parallelism does not support", fix=UNSHARED
+                f"{name} gets {key!r}, which sequence parallelism does not support", fix=UNSHARED_FIX
             )
         if key in (*CACHES, "output_hidden_states", "logits_to_keep") and value:
             raise UnsupportedModelError(
-                f"the call passes {key}, which sequence parallelism does not support", fix=UNSHARED
+                f"the call passes {key}, which sequence parallelism does not support", fix=UNSHARED_FIX
             )
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == length):
         raise UnsupportedModelError(
-            "with sequence parallelism, attention_mask must be a padding mask [B, T]", fix=UNSHARED
+            "with sequence parallelism, attention_mask must be a padding mask [B, T]", fix=UNSHARED_FIX
         )
 
 
-def _places_tokens_itself(handle: StreamedModel, padded: bool) -> str | None:
+def _class_computing_positions(handle: StreamedModel, padded: bool) -> str | None:
     """Return the class that computes positions from tokens, or from padding if ``padded``; None if none does."""
     inside = {id(module) for layer in handle.layers for module in layer.modules()}
     for module in handle.model.modules():

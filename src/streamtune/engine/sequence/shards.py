@@ -48,7 +48,7 @@ class SequenceShards:
         length: Number of tokens T of the rows, before padding.
         rows: Packed rows; their mask is built here, because no rank's model sees where all rows begin.
         targets: Target ``[B, T]`` of each token, -100 for none; None if no loss is computed.
-        least: Smallest number of tokens per rank: 2 for layers with states, which treat a single token as decoding.
+        min_tokens: Smallest number of tokens per rank: 2 for layers with states, which treat one token as decoding.
     """
 
     group: Any
@@ -58,7 +58,7 @@ class SequenceShards:
     length: int
     rows: PackedRows | None = None
     targets: Tensor | None = None
-    least: int = 1
+    min_tokens: int = 1
     trees: PackedRows | None = None
     """Rows that share their beginning; their mask is built elsewhere."""
     padding: Tensor | None = None
@@ -67,7 +67,7 @@ class SequenceShards:
     """Which ranks exchange which states (``StateRoutes``); set by the first layer with states."""
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
     _paddings: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    _places: dict[int, Tensor] = field(default_factory=dict)
+    _token_positions: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def size(self) -> int:
@@ -92,8 +92,8 @@ class SequenceShards:
     @cached_property
     def chunks(self) -> list[slice]:
         """The chunks of a rank's own tokens, as slices of them; equal on all ranks."""
-        own_length, rows = max(self.least, -(-self.length // self.size)), self.trees or self.rows
-        if rows is None or self.least < 2:
+        own_length, rows = max(self.min_tokens, -(-self.length // self.size)), self.trees or self.rows
+        if rows is None or self.min_tokens < 2:
             return self.schedule.chunks(own_length)
         return chunks_between_rows(self.schedule, own_length, self.size, rows)
 
@@ -128,12 +128,12 @@ class SequenceShards:
 
     def token_positions(self, rank: int, device: torch.device) -> Tensor:
         """Return the positions ``[L]`` of a rank's tokens in the sequence."""
-        if rank not in self._places:
+        if rank not in self._token_positions:
             shards = [self.shard(chunk, rank) for chunk in self.chunks]
-            self._places[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in shards])
-        return self._places[rank].to(device)
+            self._token_positions[rank] = torch.cat([torch.arange(s.start, s.stop, device=device) for s in shards])
+        return self._token_positions[rank].to(device)
 
-    def cut(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
+    def select_tokens(self, x: Tensor, dim: int, fill: float | bool | None = None) -> Tensor:
         """Return this rank's tokens of a tensor over the rows, padded with ``fill`` (None: with the last value)."""
         missing = self.total - x.shape[dim]
         if missing:
@@ -158,7 +158,7 @@ class SequenceShards:
         if padding is None or mask.dim() != 2 or mask.shape[1] not in (self.own_length, self.total):
             return None
         padding = padding.to(mask.dtype)
-        return self.cut(padding, 1) if torch.equal(mask, padding[:, -mask.shape[1] :]) else None
+        return self.select_tokens(padding, 1) if torch.equal(mask, padding[:, -mask.shape[1] :]) else None
 
     def collect(self, x_BL: Tensor) -> Tensor:
         """Return ``[B, T]``, gathered from the tokens ``[B, L]`` of all ranks."""
@@ -173,10 +173,10 @@ class SequenceShards:
         """
         cached = self._masks.get(id(mask))
         if cached is None or cached[0] is not mask:
-            cached = self._masks[id(mask)] = (mask, self._of_sequence(mask))
+            cached = self._masks[id(mask)] = (mask, self._full_sequence_mask(mask))
         return cached[1]
 
-    def _of_sequence(self, mask: LazyMask) -> LazyMask:
+    def _full_sequence_mask(self, mask: LazyMask) -> LazyMask:
         if not mask.causal or not _has_no_blocks(mask.block_start):
             raise UnsupportedModelError(
                 "the attention mask lets a token see later tokens, which may be on another rank",
@@ -206,9 +206,9 @@ class ChunkExchange:
         self.shards, self.part = shards, part
         self.lengths = [chunk.stop - chunk.start for chunk in shards.chunks_within(part)]
         self.first_key = 0
-        self.one_head = False
+        self.has_one_head = False
         """True if all ranks keep the same single head, from which the layer may compute all key and value heads."""
-        self.returned: tuple[Tensor, Tensor] | None = None
+        self.returned_kv: tuple[Tensor, Tensor] | None = None
         """Keys and values that the cache returned in the layer's last update."""
 
     @property
@@ -246,7 +246,7 @@ class ChunkExchange:
         if self.in_ring:
             return k_BGLD, v_BGLD
         heads = k_BGLD.shape[1]
-        self.one_head = heads == 1
+        self.has_one_head = heads == 1
         copies = math.lcm(heads, self.shards.size) // heads
         both = torch.cat([k_BGLD, v_BGLD], -1).repeat_interleave(copies, 1)
         k, v = to_heads(both, self.shards.group, self.lengths).split([k_BGLD.shape[-1], v_BGLD.shape[-1]], -1)
@@ -269,16 +269,17 @@ class ChunkExchange:
         if heads % size:
             what = f"{heads} query heads cannot be divided among {size} ranks"
             raise UnsupportedModelError(what, where=layer, fix="set sequence_parallel: ring")
-        checked = self.returned is None or self.one_head or self.part.start > 0  # only the first chunk is checked
+        # Only the first chunk is checked.
+        checked = self.returned_kv is None or self.has_one_head or self.part.start > 0
         if not checked and not all(
-            _same_tensor(x, cached) for x, cached in zip((k, v), self.returned or (), strict=True)
+            _same_tensor(x, cached) for x, cached in zip((k, v), self.returned_kv or (), strict=True)
         ):
             raise UnsupportedModelError(
                 "the layer attends to keys or values that its cache did not return, so ranks cannot divide their heads",
                 where=layer,
                 fix="set sequence_parallel: ring",
             )
-        if self.one_head and k.shape[1] > 1:  # computed from a latent: every rank has all heads
+        if self.has_one_head and k.shape[1] > 1:  # computed from a latent: every rank has all heads
             copies = math.lcm(k.shape[1], size) // k.shape[1]
             k, v = (x.repeat_interleave(copies, 1).chunk(size, 1)[self.shards.rank] for x in (k, v))
         if (heads // size) % k.shape[1]:
@@ -333,7 +334,7 @@ def _same_tensor(x: Tensor, cached: Tensor) -> bool:
     return x is cached or (x.shape == cached.shape and torch.equal(x, cached.to(x.dtype)))
 
 
-FORMS = ("auto", "ulysses", "ring")
+EXCHANGE_FORMS = ("auto", "ulysses", "ring")
 
 
 @dataclass(frozen=True)
@@ -357,8 +358,10 @@ class SequenceParallel:
     form: Literal["auto", "ulysses", "ring"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ArgumentError(f"SequenceParallel.form must be {' or '.join(map(repr, FORMS))}, found {self.form!r}")
+        if self.form not in EXCHANGE_FORMS:
+            raise ArgumentError(
+                f"SequenceParallel.form must be {' or '.join(map(repr, EXCHANGE_FORMS))}, found {self.form!r}"
+            )
         if not (dist.is_available() and dist.is_initialized()):
             raise ArgumentError(
                 "sequence parallelism needs torch.distributed, which is not initialised",
@@ -410,7 +413,7 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
     """
     borders = frozenset(rows.starts)
     intervals = list(pairwise([*rows.starts, max(min_tokens * size, rows.starts[-1] + 1)]))
-    rows.refuse_single(slice(*each) for each in intervals[:-1])
+    rows.refuse_single_tokens(slice(*each) for each in intervals[:-1])
     parts = [(start, stop) for start, stop in intervals if stop - start > 1]
     forbidden = _ForbiddenBorders(
         frozenset(stop - 1 for _, stop in parts if stop in borders and rows.continues_past(stop)),
@@ -420,7 +423,7 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
         return schedule.chunks(min_tokens)
     trials = iter(range(MAX_TRIALS))
     for length in range(min_tokens, min_tokens + MAX_SHIFT + 1):
-        stops = _search([chunk.stop for chunk in schedule.chunks(length)], 0, size, forbidden, trials)
+        stops = _search_stops([chunk.stop for chunk in schedule.chunks(length)], 0, size, forbidden, trials)
         if stops is not None:
             return [slice(*each) for each in pairwise([0, *stops])]
     raise UnsupportedModelError(
@@ -430,7 +433,7 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
     )
 
 
-def _search(
+def _search_stops(
     stops: list[int], start: int, size: int, forbidden: _ForbiddenBorders, trials: Iterator[int]
 ) -> list[int] | None:
     """Return chunk ends after ``start``, each near its entry in ``stops``, the last equal to it; None if none fit."""
@@ -444,7 +447,7 @@ def _search(
         bounds = [start * size + rank * (stop - start) for rank in range(size + 1)]
         if not long_enough or forbidden.starts & set(bounds[:-1]) or forbidden.ends & set(bounds[1:]):
             continue
-        if (rest := _search(stops[1:], stop, size, forbidden, trials)) is not None:
+        if (rest := _search_stops(stops[1:], stop, size, forbidden, trials)) is not None:
             return [stop, *rest]
     return None
 

@@ -42,7 +42,7 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops import first_order
 from streamtune.ops.messages import Incoming, Key, Outgoing
 
-KINDS = ("conv", "recurrent")
+STATE_KINDS = ("conv", "recurrent")
 """Kinds of states; a message names a kind by its index in this tuple."""
 
 
@@ -75,7 +75,7 @@ class StateRoutes:
                     own_slice, positions := shards.positions(own_slice, rank), _state_position(positions.start, rows)
                 )
                 for chunk in shards.chunks
-                for own_slice in _cut(chunk, shards.shard(chunk, rank), rows)
+                for own_slice in _fragment_slices(chunk, shards.shard(chunk, rank), rows)
             ]
             for rank in range(shards.size)
         ]
@@ -90,12 +90,12 @@ class StateRoutes:
                 if fragment.after is not None:
                     self.readers.setdefault(fragment.after, {}).setdefault(rank, fragment.own_slice.start)
 
-    def sent(self, producer: int, reader: int) -> list[int]:
+    def sent_positions(self, producer: int, reader: int) -> list[int]:
         """Return the positions of the states that rank ``producer`` sends to rank ``reader``, in order of sending."""
-        return self._sent.get((producer, reader), [])
+        return self._sent_by_ranks.get((producer, reader), [])
 
     @cached_property
-    def _sent(self) -> dict[tuple[int, int], list[int]]:
+    def _sent_by_ranks(self) -> dict[tuple[int, int], list[int]]:
         positions: dict[tuple[int, int], list[int]] = {}
         for at in sorted(self.readers):
             for reader in self.readers[at]:
@@ -103,16 +103,16 @@ class StateRoutes:
                     positions.setdefault((self.producers[at], reader), []).append(at)
         return positions
 
-    def returned(self, producer: int, reader: int) -> list[int]:
+    def returned_positions(self, producer: int, reader: int) -> list[int]:
         """Return the positions of the state gradients that ``reader`` sends to ``producer``, in order of sending."""
-        return sorted(self.sent(producer, reader), key=lambda at: -self.readers[at][reader])
+        return sorted(self.sent_positions(producer, reader), key=lambda at: -self.readers[at][reader])
 
 
 def _state_position(position: int, rows: PackedRows | None) -> int | None:
     return (position or None) if rows is None or position == 0 else rows.state_before(position)
 
 
-def _cut(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
+def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
     """Return the fragments of a shard as slices of the rank's own tokens.
 
     ``own_slice`` is the shard as a slice of these tokens; ``positions`` are the shard's positions in the sequence.
@@ -192,13 +192,13 @@ class SharedStates(States):
         start = min(chunk.start, self.shards.own_length - 2)
         return slice(start, start + 2)
 
-    def begin(self, backward: bool) -> None:
+    def begin_pass(self, backward: bool) -> None:
         """Begin a pass over all fragments: states are sent forward, gradients backward."""
         self._backward = backward
         for messages in (self._receivers, self._senders, self._complete, self._sent_grads):
             messages.clear()
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Wait until the other ranks have received the messages of this rank."""
         for messages in self._senders.values():
             messages.wait()
@@ -210,10 +210,10 @@ class SharedStates(States):
         producer = self._other_producer(after)
         if after is None or producer is None or after in self._complete or key in self.after.get(after, {}):
             return
-        if (state := self._incoming(producer).get(after, _message_key(key))) is not None:
+        if (state := self._receiver(producer).get(after, _message_key(key))) is not None:
             self.after.setdefault(after, {})[key] = state
 
-    def keep(self, position: int, key: StateKey, state: Tensor) -> None:
+    def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
         """Save a state for this rank's later fragments, and send it to the other ranks that read it."""
         notify_tensors("state", state)
         readers = self.routes.readers.get(position, {})
@@ -221,7 +221,7 @@ class SharedStates(States):
         if self.shards.rank in readers:
             self.after.setdefault(position, {})[key] = state
         for rank in self._other_readers(position):
-            self._outgoing(rank).put(_message_key(key), state)
+            self._sender(rank).put(_message_key(key), state)
 
     def close(self, after: int | None, position: int) -> None:
         """Finish a fragment: receive the states that the layer did not read, and tell receivers that no more follow.
@@ -230,14 +230,14 @@ class SharedStates(States):
         """
         if after is not None and after not in self._complete and (producer := self._other_producer(after)) is not None:
             self._complete.add(after)
-            for number, state in self._incoming(producer).all(after).items():
+            for number, state in self._receiver(producer).all(after).items():
                 self.after.setdefault(after, {}).setdefault(_state_key(number), state)
         for rank in self._other_readers(position):
-            self._outgoing(rank).close()
+            self._sender(rank).close()
 
     # Backward.
 
-    def sent_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
+    def remote_gradient_tensor(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
         """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None if none reads it."""
         if not state.requires_grad or not self._other_readers(position):
             return None
@@ -246,7 +246,7 @@ class SharedStates(States):
 
     def _await_grad(self, position: int, key: StateKey) -> Tensor | None:
         """Wait for the gradient of a state of this rank: the sum over the other ranks that read it."""
-        received = [self._incoming(rank).get(position, _message_key(key)) for rank in self._other_readers(position)]
+        received = [self._receiver(rank).get(position, _message_key(key)) for rank in self._other_readers(position)]
         parts = [part for part in received if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
@@ -263,7 +263,7 @@ class SharedStates(States):
         else:
             total = grad if before is None else before + grad
         self._sent_grads.add((after, key))
-        self._outgoing(producer).put(_message_key(key), total)
+        self._sender(producer).put(_message_key(key), total)
 
     def add_grads(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
         """Add gradients of the states that a fragment read, send complete gradients, and end its messages."""
@@ -274,10 +274,10 @@ class SharedStates(States):
             for key, state in self.after.get(after, {}).items():
                 if state.is_floating_point() and (after, key) not in self._sent_grads:
                     self._send_grad(after, key, None)
-            self._outgoing(self.routes.producers[after]).close()
+            self._sender(self.routes.producers[after]).close()
             self.grads.pop(after, None)
         for rank in self._other_readers(position):
-            self._incoming(rank).all(position)
+            self._receiver(rank).all(position)
 
     # Senders and receivers.
 
@@ -294,14 +294,16 @@ class SharedStates(States):
     def _other_readers(self, position: int) -> list[int]:
         return [rank for rank in self.routes.readers.get(position, {}) if rank != self.shards.rank]
 
-    def _incoming(self, rank: int) -> Incoming:
+    def _receiver(self, rank: int) -> Incoming:
         if rank not in self._receivers:
             this_rank, routes = self.shards.rank, self.routes
-            rounds = routes.returned(this_rank, rank) if self._backward else routes.sent(rank, this_rank)
+            rounds = (
+                routes.returned_positions(this_rank, rank) if self._backward else routes.sent_positions(rank, this_rank)
+            )
             self._receivers[rank] = Incoming(self.shards.group, rank, rounds, self.device)
         return self._receivers[rank]
 
-    def _outgoing(self, rank: int) -> Outgoing:
+    def _sender(self, rank: int) -> Outgoing:
         if rank not in self._senders:
             self._senders[rank] = Outgoing(self.shards.group, rank, self.device)
         return self._senders[rank]
@@ -322,8 +324,8 @@ class _GradFromRanks(torch.autograd.Function):
 
 
 def _message_key(key: StateKey) -> Key:
-    return KINDS.index(key[0]), *key[1:]
+    return STATE_KINDS.index(key[0]), *key[1:]
 
 
 def _state_key(number: Key) -> StateKey:
-    return KINDS[number[0]], number[1], number[2]
+    return STATE_KINDS[number[0]], number[1], number[2]

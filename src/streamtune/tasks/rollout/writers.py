@@ -32,7 +32,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
-from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_stateful
+from streamtune.engine.hf_names import LINEAR_CACHE, cache_keyword, inside, is_stateful
 from streamtune.errors import ArgumentError
 from streamtune.models.generation import with_generation
 
@@ -162,7 +162,7 @@ class TransformersWriter:
         if cache is not None:
             if max(repeats) > 1:
                 cache.batch_repeat_interleave(repeats[0] if len(set(repeats)) == 1 else repeats_P)
-            given |= cache_by_name(type(self.model).prepare_inputs_for_generation, cache)
+            given |= cache_keyword(type(self.model).prepare_inputs_for_generation, cache)
         ids_NT, mask_NT = ids_PT.repeat_interleave(repeats_P, dim=0), mask_PT.repeat_interleave(repeats_P, dim=0)
         output: Any = model.generate(
             input_ids=ids_NT,
@@ -216,7 +216,7 @@ class TransformersWriter:
                 attention_mask=mask_PT[:, :stop],
                 use_cache=True,
                 **given,
-                **cache_by_name(type(decoder).forward, cache),
+                **cache_keyword(type(decoder).forward, cache),
             )
         self.on_read(last, last)
         return cache
