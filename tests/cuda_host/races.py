@@ -63,14 +63,14 @@ def copy_without_waiting(self: Any, x: torch.Tensor, host: torch.Tensor) -> Any:
         host.copy_(x, non_blocking=True)
         event = self.stream.record_event()
     self._in_flight.append((event, x))
-    self.settle(tiers.IN_FLIGHT)
+    self.wait_for_copies(tiers.IN_FLIGHT)
     return event
 
 
 MUTANTS = {
     "get": ((tiers._HostBlock, "get", get_without_waiting), (disk._DiskBlock, "get", get_without_waiting)),
     "fetched": ((waiting._Fetched, "wait", fetched_without_waiting),),
-    "settle": ((tiers.Copies, "settle", settle_without_waiting),),
+    "settle": ((tiers.Copies, "wait_for_copies", settle_without_waiting),),
     "to_host": ((tiers.Copies, "to_host", copy_without_waiting),),
 }
 

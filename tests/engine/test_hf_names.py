@@ -186,7 +186,7 @@ def test_the_installed_version_has_all_of_it() -> None:
     hf_names.check_names.cache_clear()
     hf_names.check_names()
     for name, since in hf_names.FUNCTIONS.items():
-        assert hf_names.inside(name) is not None, f"{name} has been there since {since}"
+        assert hf_names.hf_internal(name) is not None, f"{name} has been there since {since}"
 
 
 def test_a_chunk_has_all_methods_that_layers_ask_their_cache_for() -> None:

@@ -45,7 +45,7 @@ TIERS = ("device", "host", "disk")
 def tier(name: Any, directory: Path) -> tuple[Tier, Tiers]:
     """A tier for tensors of the CPU, and what counts its bytes."""
     tiers = Tiers(Schedule(offload="disk", offload_dir=str(directory)))
-    return tiers.of(name, CPU), tiers
+    return tiers.get(name, CPU), tiers
 
 
 # --- the stack and the arena ----------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_any_tensor_comes_back(dtype: torch.dtype, name: str, tmp_path: Path) ->
     place, tiers = tier(name, tmp_path)
     tensors = layouts(dtype)
     blocks = [place.put(x) for x in tensors]
-    place.settle()
+    place.wait_for_copies()
     for block, x in reversed(list(zip(blocks, tensors, strict=True))):
         block.prefetch()
         back = block.get()
@@ -254,7 +254,7 @@ def test_what_was_put_may_change_and_be_read_twice(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["host", "disk"])
 def test_simulated_tensors_count_and_copy_nothing(name: str, tmp_path: Path) -> None:
     tiers = Tiers(Schedule(offload="disk", offload_dir=str(tmp_path / "not made")))
-    place = tiers.of(name, META)  # type: ignore[arg-type]
+    place = tiers.get(name, META)  # type: ignore[arg-type]
     x = torch.empty(1 << 20, 1 << 20, dtype=torch.bfloat16, device=META)
     block = place.put(x)
     counted = tiers.host if name == "host" else tiers.disk
@@ -269,8 +269,8 @@ def test_simulated_tensors_count_and_copy_nothing(name: str, tmp_path: Path) -> 
 def test_memory_on_its_way_to_the_disk_is_not_the_host_tier_s(tmp_path: Path) -> None:
     """Threads fill blocks at once, whereas a copy to a device may still read one that was freed."""
     tiers = Tiers(Schedule(offload="disk", offload_dir=str(tmp_path)))
-    host: Any = tiers.of("host", CPU)
-    disk: Any = tiers.of("disk", CPU)
+    host: Any = tiers.get("host", CPU)
+    disk: Any = tiers.get("disk", CPU)
     assert host.arena is not disk.arena
     assert host.arena.tally is disk.arena.tally is tiers.host
 
@@ -291,7 +291,7 @@ def test_stored_is_read_in_other_chunks_than_it_was_written_in(name: str, along:
     for chunk in slices(4, 8, 13):
         stored.put(chunk, x.narrow(along, chunk.start, chunk.stop - chunk.start))
     for chunks in (slices(4, 8, 13), slices(13), slices(1, 4, 5, 9, 12, 13), slices(6, 13)):
-        stored.expect(chunks[::-1])
+        stored.set_read_order(chunks[::-1])
         for chunk in chunks[::-1]:
             want = x.narrow(along, chunk.start, chunk.stop - chunk.start)
             assert torch.equal(stored.read_chunk(chunk), want), (chunks, chunk)
@@ -312,7 +312,7 @@ def test_the_chunk_that_comes_next_is_fetched_meanwhile(tmp_path: Path) -> None:
 
     assert tiers.host.moved_bytes == 4 * each
     for order in (chunks[::-1], chunks):
-        stored.expect(order)
+        stored.set_read_order(order)
         before = tiers.host.moved_bytes
         for place_, chunk in enumerate(order):
             stored.read_chunk(chunk)

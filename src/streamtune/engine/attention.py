@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from streamtune.engine.cache import prefix_grads_of
 from streamtune.engine.context import ChunkContext
-from streamtune.engine.hf_names import CAUSAL_MASK, UNREAD, inside
+from streamtune.engine.hf_names import CAUSAL_MASK, UNREAD, hf_internal
 from streamtune.engine.masks import recognise_mask
 from streamtune.engine.memory.tiers import Block, Tier
 from streamtune.engine.observe import notify_tensors
@@ -171,7 +171,7 @@ def lazy_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = inside(CAUSAL_MASK),  # noqa: B008
+    mask_function: Callable[..., Any] = hf_internal(CAUSAL_MASK),  # noqa: B008
     attention_mask: Tensor | LazyMask | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -223,7 +223,7 @@ class SavedAttention:
         self.blocks: dict[tuple[int, int], tuple[Block, Block]] = {}
         self._next: dict[int, int] = {}
 
-    def expect(self, chunks: Sequence[slice]) -> None:
+    def set_read_order(self, chunks: Sequence[slice]) -> None:
         """Set the order in which chunks will be replayed, so that the next chunk is prefetched."""
         starts = [chunk.start for chunk in chunks]
         self._next = dict(pairwise(starts))

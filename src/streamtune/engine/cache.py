@@ -32,7 +32,7 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.hf_names import CACHE, CACHE_CLASS, RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE, inside
+from streamtune.engine.hf_names import CACHE, CACHE_CLASS, RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE, hf_internal
 from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_past
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
@@ -45,7 +45,7 @@ class ProjectionDone(BaseException):
     """Raised in the pass ``project`` after the layer's last key/value update, to stop its forward there."""
 
 
-class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
+class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
     """The cache that one layer gets for one chunk.
 
     Args:
@@ -275,7 +275,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
             return None
         if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
             state = self.state_leaves[key] = state.detach().requires_grad_()
-            self.states.watch(self._own_slice, after, key, state)
+            self.states.watch_leaf(self._own_slice, after, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
         return state if rows is None or start not in rows.starts else rows.reset_begun_rows(state, start)
 

@@ -24,7 +24,7 @@ class LayerOutputs:
         self.form: list[int | list[Tensor] | None] = []
         """For each item that the layer returns: its index in the outputs, or the top-k key indices of each chunk."""
 
-    def take(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
+    def split_chunk(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
         """Return the output tensors of a chunk; with ``keep`` record the chunk's top-k key indices as well."""
         self.wrap = type(out) if isinstance(out, tuple | list) else None
         items = list(out) if isinstance(out, tuple | list) else [out]
@@ -49,7 +49,7 @@ class LayerOutputs:
                 )
         return outputs
 
-    def restore(self, outputs: list[Tensor]) -> Any:
+    def rebuild_output(self, outputs: list[Tensor]) -> Any:
         """Return the output for the whole sequence: a tensor, tuple or list, as the layer returns it."""
         items = [outputs[part] if isinstance(part, int) else _join_choices(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)

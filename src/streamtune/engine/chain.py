@@ -55,7 +55,7 @@ def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
     if chain is not None and not chain.can_continue(before, stream, tensors):
         chain = None
     if owner.placement.unstreamed and call.past is None and (unchunked := stream.run_unchunked(tensors)) is not None:
-        return stream.restore(unchunked, None)
+        return stream.assemble_output(unchunked, None)
     stream.follows_in_chain = chain is not None
     with stream.pass_over_chunks():
         outputs = stream.forward(tensors, for_backward=True)
@@ -73,7 +73,7 @@ def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
         # These sums cover all layers of the chain so far.
         stream.routers.call_sums = chain.sums_before
         stream.routers.add(results[layer_output_count:])
-    return stream.outputs.restore(results[:layer_output_count])
+    return stream.outputs.rebuild_output(results[:layer_output_count])
 
 
 def _check_chainable(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
@@ -127,7 +127,7 @@ class _Link:
         if self.saved.kv is not None:
             self.saved.kv.free_sums()
         if self.saved.attention is not None:
-            self.saved.attention.expect(stream.chunks[::-1])
+            self.saved.attention.set_read_order(stream.chunks[::-1])
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
     def load(self, chunk: slice) -> None:
@@ -383,10 +383,10 @@ class _ChainBackward:
                 link.prepare_backward()
                 stack.enter_context(link.weights.restored())
                 stack.enter_context(link.stream.pass_over_chunks(link.sums))
-            grads_z = [last.grad_out(grad_outputs[0]), *grad_outputs[1:layer_output_count]]
+            grads_z = [last.output_gradient(grad_outputs[0]), *grad_outputs[1:layer_output_count]]
             for stored in (source, grads_z[0]):
                 if isinstance(stored, StoredTensor):
-                    stored.expect(chain.chunks[::-1])
+                    stored.set_read_order(chain.chunks[::-1])
             grad_input = self._grad_buffer(source, grads_z[0], grad_outputs[0]) if self.needs_input else None
             for chunk in reversed(chain.chunks):
                 grads_z_i = [

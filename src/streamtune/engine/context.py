@@ -146,7 +146,7 @@ class _TensorIdentity:
         self.tensor, self.version = weakref.ref(tensor), tensor._version
         self.node = None if tensor.grad_fn is None else weakref.ref(tensor.grad_fn)
         self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.form = _layout(tensor)
+        self.layout = _layout(tensor)
 
     def is_same(self, tensor: Tensor) -> bool:
         """Return True if ``tensor`` is the tensor itself and was not changed in place since."""
@@ -156,7 +156,7 @@ class _TensorIdentity:
         """Return True if ``tensor`` shares storage and layout with the tensor and was not changed in place since."""
         if self.is_same(tensor):
             return True
-        same = tensor._version == self.version and _layout(tensor) == self.form
+        same = tensor._version == self.version and _layout(tensor) == self.layout
         return same and tensor.untyped_storage()._cdata == self.storage.cdata
 
     def made_by(self, node: Any) -> bool:

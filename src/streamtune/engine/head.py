@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.evaluated import EvaluatedLogits, ReadableLogits
 from streamtune.engine.fused import is_linear_unpatched
-from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, inside
+from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, hf_internal
 from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
 from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
 from streamtune.engine.requests import LossRequest
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
-from streamtune.engine.waiting import WaitingWeights
+from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import (
     MEASURED,
@@ -45,8 +45,8 @@ from streamtune.ops.exchange import summed
 from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.schedule import Schedule
 
-_LOSSES = inside(LOSSES)
-_causal_loss = inside(CAUSAL_LOSS)
+_LOSSES = hf_internal(LOSSES)
+_causal_loss = hf_internal(CAUSAL_LOSS)
 
 
 def has_head(model: Any) -> bool:
@@ -63,7 +63,7 @@ class StreamedHead:
         waiting: Weights offloaded to the host; None if all weights are on the device.
     """
 
-    def __init__(self, model: Any, schedule: Schedule, waiting: WaitingWeights | None = None) -> None:
+    def __init__(self, model: Any, schedule: Schedule, waiting: OffloadedWeights | None = None) -> None:
         self.model, self.schedule, self.waiting = model, schedule, waiting
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
@@ -190,8 +190,8 @@ class StreamedHead:
             shift_labels: Labels ``[B, T]``, already shifted; they take precedence over ``labels``.
             **kwargs: Other arguments of the model, which are not read.
         """
-        by_type = _LOSSES.get(getattr(self.model, "loss_type", None))
-        self._check_loss(self.loss_before if self.had_loss else by_type)
+        default_loss = _LOSSES.get(getattr(self.model, "loss_type", None))
+        self._check_loss(self.loss_before if self.had_loss else default_loss)
         if self.shards is not None:
             return self._loss_over_ranks(self.shards, logits, num_items_in_batch, ignore_index)
         if shift_labels is None:
@@ -230,9 +230,9 @@ class StreamedHead:
             "loss": loss_request.loss,
             "weights_BT": loss_request.weights_of(targets, weights, type(self.model).__name__),
         }
-        of_teacher = loss_request.teacher
+        lazy = loss_request.teacher
         top_k = loss_request.top_k_of(targets.shape, self.shards, type(self.model).__name__)
-        with nullcontext(top_k) if of_teacher is None else of_teacher.owner.as_teacher(of_teacher, targets) as teacher:
+        with nullcontext(top_k) if lazy is None else lazy.owner.as_teacher(lazy, targets) as teacher:
             options["teacher"] = teacher
             loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
         if self.shards is not None:
@@ -253,7 +253,7 @@ class StreamedHead:
         hidden = logits.hidden.detach()
         with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
             if not self._is_plain:
-                yield TeacherHead(hidden, self._project(logits))
+                yield TeacherHead(hidden, self._projection(logits))
                 return
             head: Any = self.module
             dtype = autocast_dtype(hidden)
@@ -283,7 +283,7 @@ class StreamedHead:
             head: Any = self.module
             if not self._is_plain:
                 trained = [p for p in head.parameters() if p.requires_grad]
-                return project(logits.hidden, self._project(logits), trained, targets, **options)
+                return project(logits.hidden, self._projection(logits), trained, targets, **options)
             wide = self.schedule.grad_dtype == "float32"
             return linear(
                 logits.hidden,
@@ -309,6 +309,6 @@ class StreamedHead:
             and not hooked
         )
 
-    def _project(self, logits: LazyLogits) -> Step:
+    def _projection(self, logits: LazyLogits) -> Step:
         forward = self.original_forward or type(self.module).forward.__get__(self.module)
         return lambda hidden: logits.transform(forward(hidden))

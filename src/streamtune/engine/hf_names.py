@@ -224,7 +224,7 @@ MAKES_POSITIONS = "create_position_ids"
 """Prefix of functions that compute positions from tokens."""
 
 
-def inside(name: str) -> Any:
+def hf_internal(name: str) -> Any:
     """Return a function or class listed in :data:`FUNCTIONS`.
 
     Raises:
@@ -344,8 +344,8 @@ def check_names() -> None:
     """
     for name, since in FUNCTIONS.items():
         if _is_installed_since(since) and name.startswith(MODEL_MODULES):
-            inside(name)
-    Cache, masking_utils = inside(CACHE_CLASS), import_module("transformers.masking_utils")
+            hf_internal(name)
+    Cache, masking_utils = hf_internal(CACHE_CLASS), import_module("transformers.masking_utils")
     wanted: list[tuple[Any, str, str]] = [
         *(
             (Cache, method, "cache_utils.Cache")

@@ -28,7 +28,7 @@ from streamtune.engine.hf_names import (
     STATES_IN_MODULES,
     attention_of,
     chooses_attention,
-    inside,
+    hf_internal,
     names_attention,
 )
 from streamtune.engine.own_attention import TILED_IMPLEMENTATIONS, is_engine_attention
@@ -37,7 +37,7 @@ from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-_GradientCheckpointingLayer = inside(CHECKPOINTED_LAYER)
+_GradientCheckpointingLayer = hf_internal(CHECKPOINTED_LAYER)
 
 REFUSED_OUTPUTS = {
     "output_attentions": "attention weights are never built",
@@ -140,7 +140,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     if own_code is None:
         for config in configs:
             _check_attention(name, attention_of(config))
-    if isinstance(model, inside(MTP_MODEL)):
+    if isinstance(model, hf_internal(MTP_MODEL)):
         raise UnsupportedModelError(
             f"{name} holds multi-token prediction layers, which only draft tokens: transformers gives them no loss",
             fix="stream the causal language model that they belong to",
@@ -191,7 +191,7 @@ def _check_attention(model: str, name: str | None) -> None:
     """
     if name is None or is_engine_attention(name) or name.startswith(HUB_KERNELS):
         return
-    function = inside(ATTENTIONS).get(name)
+    function = hf_internal(ATTENTIONS).get(name)
     from_transformers = name in KNOWN_ATTENTION and str(getattr(function, "__module__", "transformers.")).startswith(
         "transformers."
     )

@@ -95,7 +95,7 @@ class KeysAndValues:
     def offload(self, tier: Tier) -> None:
         """Move the buffers to a tier; :meth:`fetch` copies them back."""
         self.offloaded = [(tier.put(k), tier.put(v)) for k, v in self.pairs]
-        tier.settle()
+        tier.wait_for_copies()
         self.pairs.clear()
 
     def fetch(self) -> None:
@@ -181,7 +181,7 @@ class States:
     def end_pass(self) -> None:
         """End a pass; if states are offloaded, free their copies on the device."""
         if self.tier is not None:
-            self.tier.settle()
+            self.tier.wait_for_copies()
             self.after.clear()
 
     def get(self, after: int, key: StateKey) -> Tensor | None:
@@ -221,7 +221,7 @@ class States:
         """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None here."""
         return None
 
-    def watch(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
+    def watch_leaf(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
         """Handle the ``leaf`` that replaces the state ``key`` in a chunk's graph; does nothing here."""
 
     def add_grads(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:

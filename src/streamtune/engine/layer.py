@@ -175,7 +175,7 @@ class StreamedForward(StreamedLayer):
     def _run_without_graph(self, call: LayerCall) -> Any:
         stream = LayerStream(call, self)
         with stream.pass_over_chunks():
-            return stream.restore(stream.forward(call.tensors()), call.sharing)
+            return stream.assemble_output(stream.forward(call.tensors()), call.sharing)
 
     def _run_with_graph(self, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
         """Run the layer with a graph: unchunked if its placement says so and the layer allows it, else streamed."""
@@ -189,12 +189,12 @@ class StreamedForward(StreamedLayer):
             and call.past is None
             and (unchunked := stream.run_unchunked(call.tensors())) is not None
         ):
-            return stream.restore(unchunked, sharing)
+            return stream.assemble_output(unchunked, sharing)
         if self.schedule.stream_grads and call.hidden.requires_grad:
             stream.grad_target = last_call.grad_target(call.hidden, self.layer)
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
         last_call.record(outputs[0], stream, self.layer)
-        return stream.restore(outputs, sharing)
+        return stream.assemble_output(outputs, sharing)
 
 
 COLLECTIVE_MODULES = ("torch.distributed", "streamtune.ops.messages")
@@ -260,12 +260,12 @@ class _StreamedLayer(torch.autograd.Function):
                 owner.check_leaves(z_i[0], [*x_i, *cache.leaves, *parameters])
                 return z_i, cache
 
-            stream.prepare(inputs, keep_graph)
+            stream.prepare_replay(inputs, keep_graph)
             for place, index in enumerate(stream.entry_updates.values()):
                 stream.kv.add_grads(index, grad_outputs[count + 2 * place : count + 2 * place + 2])
-            grad_z = stream.grad_out(grad_outputs[0])
+            grad_z = stream.output_gradient(grad_outputs[0])
             if isinstance(grad_z, StoredTensor):
-                grad_z.expect(stream.chunks[::-1])
+                grad_z.set_read_order(stream.chunks[::-1])
             ours, grad_target = grad_z is not grad_outputs[0], stream.grad_target
             into = None if grad_target is None else grad_target.grad_buffer(inputs[0], grad_z if ours else None)
             needed = ctx.needs_input_grad[2 : 2 + len(inputs)]

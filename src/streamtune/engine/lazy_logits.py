@@ -172,16 +172,16 @@ class LazyLogits:
         if Ellipsis in keys:
             at = keys.index(Ellipsis)
             keys[at : at + 1] = [slice(None)] * (self.dim() - len(keys) + 1)
-        words = keys.pop() if len(keys) == self.dim() else slice(None)
-        if len(keys) >= self.dim() or not all(isinstance(k, slice) for k in [*keys, words]):
+        vocabulary_slice = keys.pop() if len(keys) == self.dim() else slice(None)
+        if len(keys) >= self.dim() or not all(isinstance(k, slice) for k in [*keys, vocabulary_slice]):
             raise _unsupported_error("indexing")
         sliced = self.with_hidden(self.hidden[tuple(keys)])
-        if words == slice(None):
+        if vocabulary_slice == slice(None):
             return sliced
-        size = len(range(*words.indices(self.shape[-1])))
+        size = len(range(*vocabulary_slice.indices(self.shape[-1])))
         if size == 0:
             raise _unsupported_error("an empty slice of the vocabulary")
-        return sliced.add_step(lambda x: x[..., words], size)
+        return sliced.add_step(lambda x: x[..., vocabulary_slice], size)
 
 
 def _cross_entropy(

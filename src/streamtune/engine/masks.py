@@ -32,14 +32,14 @@ from streamtune.engine.hf_names import (
     REMAPPED,
     SPAN,
     WINDOW,
-    inside,
+    hf_internal,
     replace_internal,
 )
 from streamtune.ops.attention.runs import contiguous, run_starts
 from streamtune.ops.devices import host_copy, known_host_copy, with_host_copy
 
-_causal_mask_function = inside(CAUSAL_MASK)
-_find_packed_sequence_indices = inside(FINDS_PACKED)
+_causal_mask_function = hf_internal(CAUSAL_MASK)
+_find_packed_sequence_indices = hf_internal(FINDS_PACKED)
 
 Function = Callable[..., Any]
 

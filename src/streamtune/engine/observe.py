@@ -267,8 +267,8 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
 def has_user_backward_hooks(module: nn.Module) -> bool:
     """Return True if a backward hook of the user is registered on the module itself, or globally."""
     names = {table: kind for table, kind in HOOK_TABLES.items() if "backward" in table}
-    names_of_all = {table: kind for table, kind in GLOBAL_HOOK_TABLES.items() if "backward" in table}
-    return any(_user_hooks(module.__dict__, names)) or any(_user_hooks(vars(torch_module), names_of_all))
+    global_names = {table: kind for table, kind in GLOBAL_HOOK_TABLES.items() if "backward" in table}
+    return any(_user_hooks(module.__dict__, names)) or any(_user_hooks(vars(torch_module), global_names))
 
 
 def has_chunkwise_hooks(root: nn.Module) -> bool:

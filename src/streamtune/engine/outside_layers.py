@@ -31,7 +31,7 @@ from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.sharded import Weights
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
-from streamtune.engine.waiting import WaitingWeights
+from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 
@@ -84,7 +84,7 @@ class StreamedEmbedding:
         """Return True if the module has hooks of others (ZeRO, FSDP2, the user), or its weight was replaced."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        ours = [isinstance(getattr(hook, "__self__", None), WaitingWeights) for hook in hooks]
+        ours = [isinstance(getattr(hook, "__self__", None), OffloadedWeights) for hook in hooks]
         global_forward = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
         backward = (module._backward_hooks, module._backward_pre_hooks, torch_module._global_backward_hooks)
         weight_replaced = module.weight is not self.table and not any(ours)
@@ -127,7 +127,7 @@ class Embeddings(Tensor):
     def create(value: Tensor, recompute: Callable[[], Tensor]) -> Any:
         """Return a stand-in for ``value`` ``[B, T, C]``; ``recompute`` returns the same values again."""
         content = _Content(value, recompute, value._version, torch.is_grad_enabled())
-        stand_in: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
+        stand_in: Any = _StandIn.apply(value, content) if value.requires_grad else _create_stand_in(value)
         node = _grad_fn_of(stand_in)
         stand_in.content, content.node = content, None if node is None else weakref.ref(node)
         return stand_in
@@ -164,7 +164,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
         ctx.content = content
-        return _stand_in(value)
+        return _create_stand_in(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -176,7 +176,7 @@ class _StandIn(torch.autograd.Function):
         return grad, None
 
 
-def _stand_in(value: Tensor) -> Tensor:
+def _create_stand_in(value: Tensor) -> Tensor:
     made: Tensor = Tensor._make_wrapper_subclass(
         Embeddings, value.shape, value.stride(), dtype=value.dtype, layout=value.layout, device=value.device
     )
@@ -281,7 +281,7 @@ class StreamedNorm:
                 out = y_i.new_empty((*x_BTC.shape[:2], y_i.shape[2]))
             out[:, chunk] = y_i
         if into is not None:
-            into.tier.settle()
+            into.tier.wait_for_copies()
         assert out is not None
         return out
 
@@ -296,7 +296,7 @@ class _StreamedNorm(torch.autograd.Function):
         if schedule.offload == "device" or schedule.device_layers:
             ctx.save_for_backward(x)
         else:
-            ctx.stored = StoredTensor(norm.parts.tiers.of(schedule.offload, x.device), x, 1)
+            ctx.stored = StoredTensor(norm.parts.tiers.get(schedule.offload, x.device), x, 1)
         ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.current(x.device)
         ctx.weights = Weights.current(norm.norm)
         ctx.grad_target = producer if schedule.stream_grads and x.requires_grad else None
@@ -314,7 +314,7 @@ class _StreamedNorm(torch.autograd.Function):
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]
         run_module, chunks = norm.run_module, norm.schedule.chunks(source.shape[1])
         if isinstance(source, StoredTensor):
-            source.expect(chunks[::-1])
+            source.set_read_order(chunks[::-1])
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _EmptyBoundary]:
             notify_chunk(norm.norm, chunk, "replay")

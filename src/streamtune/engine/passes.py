@@ -166,7 +166,7 @@ class LayerStream:
         cache.close()
         self.entry_updates |= entry_updates
         self.sums = len(sums)
-        outputs = self.outputs.take(out, ran, keep=pass_name in ("store", "whole"))
+        outputs = self.outputs.split_chunk(out, ran, keep=pass_name in ("store", "whole"))
         if ran != chunk:
             outputs = [chunk_view(z, along, slice(0, 1)) for z, along in zip(outputs, self.outputs.along, strict=True)]
         return [*outputs, *sums], cache
@@ -230,7 +230,7 @@ class LayerStream:
                 z = [_empty_output(out, along, self.call.length) for out, along in zip(z_i, self.along, strict=True)]
             for full, out, along in zip(z, z_i, self.along, strict=True):
                 full.add_(out) if along is None else chunk_view(full, along, chunk).copy_(out)
-        self.saved.settle()
+        self.saved.wait_for_copies()
         self.owner.narrow_states = self.states.has_state_narrower_than(inputs[0].dtype)
         self.states.end_pass()
         shared = [buffer for index in self.entry_updates.values() for buffer in self.kv.pairs[index]]
@@ -264,19 +264,19 @@ class LayerStream:
             return None
         return z + [cache.chunk_kv[2 * index + place] for index in self.entry_updates.values() for place in (0, 1)]
 
-    def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
+    def assemble_output(self, outputs: list[Tensor], sharing: Any) -> Any:
         """Return the output as the layer returns it (tensor or tuple); add shared keys and values to ``sharing``."""
         layer_output_count, output_count = len(self.outputs.along), len(self.along)
         if self.routers is not None:
             self.routers.add(outputs[layer_output_count:output_count])
         for place, key in enumerate(self.entry_updates):
             sharing[key] = tuple(outputs[output_count + 2 * place : output_count + 2 * place + 2])
-        return self.outputs.restore(outputs[:layer_output_count])
+        return self.outputs.rebuild_output(outputs[:layer_output_count])
 
     # Tensors that are saved for the backward.
 
     def _tier(self, name: TierName) -> Tier:
-        return self.owner.parts.tiers.of(name, self.settings.device)
+        return self.owner.parts.tiers.get(name, self.settings.device)
 
     def _save_input(self, hidden: Tensor) -> None:
         place, keep_attention = self.owner.placement, self.settings.schedule.keep_attention
@@ -287,9 +287,9 @@ class LayerStream:
         elif place.tier == "device":
             self.saved.keep_on_device(hidden)
         else:
-            self.saved.z_in = self._store(place.tier, hidden)
+            self.saved.z_in = self._new_stored_tensor(place.tier, hidden)
 
-    def _store(self, name: TierName, like: Source) -> StoredTensor:
+    def _new_stored_tensor(self, name: TierName, like: Source) -> StoredTensor:
         return StoredTensor(self._tier(name), like, self.hidden_along)
 
     def _save_kv_and_states(self, for_backward: bool, recomputed: bool, shared: bool = False) -> None:
@@ -336,7 +336,7 @@ class LayerStream:
             stream = stream.producer
         for later in reversed(todo):
             source = stream.stored_input()
-            later.saved.z_in = into = later._store(later.owner.placement.tier, source)
+            later.saved.z_in = into = later._new_stored_tensor(later.owner.placement.tier, source)
             with (
                 gathered(stream.call.layer, during=self.call.layer, next_backward=later is self),
                 stream.pass_over_chunks(),
@@ -350,7 +350,7 @@ class LayerStream:
         """Return the stored input; raise :class:`ArgumentError` if it was changed in place since the forward."""
         return self.saved.input(self.owner.name)
 
-    def grad_out(self, incoming: Tensor | None) -> Source | None:
+    def output_gradient(self, incoming: Tensor | None) -> Source | None:
         """Return the gradient with respect to the output hidden states: autograd's plus the one the next layer left."""
         left = self.grad_from_next.take()
         if left is None or incoming is None:
@@ -369,13 +369,13 @@ class LayerStream:
         """
         offload, buffer = self.settings.schedule.offload, grad_after
         if offload != "device":
-            buffer = self._store(offload, z)
+            buffer = self._new_stored_tensor(offload, z)
         elif not (isinstance(buffer, Tensor) and buffer.shape == z.shape and buffer.dtype == z.dtype):
             buffer = torch.empty(z.shape, dtype=z.dtype, device=z.device)
         self.grad_from_next.put(buffer)
         return buffer
 
-    def prepare(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
+    def prepare_replay(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
         """Fetch or recompute the keys, values and states that the replay of a chunk reads.
 
         If another backward may follow (``keep_graph``), shared keys and values are copied: replay overwrites them, and
@@ -390,13 +390,13 @@ class LayerStream:
         if keep_graph and self.entry_updates:
             self.kv.copy()
         self.project(inputs)
-        self.saved.expect(self.chunks[::-1])
+        self.saved.set_read_order(self.chunks[::-1])
 
     @torch.no_grad()
     def recompute(self, z_in: Source, into: StoredTensor | None) -> None:
         """Run the forward again with the same input and random numbers; store the output hidden states in ``into``."""
         if isinstance(z_in, StoredTensor):
-            z_in.expect(self.chunks)
+            z_in.set_read_order(self.chunks)
         self.states.begin_pass(backward=False)
         for chunk in self.chunks:
             with self._restored(chunk):
@@ -404,7 +404,7 @@ class LayerStream:
             if into is not None:
                 into.put(chunk, z_i[0])
         if into is not None:
-            into.tier.settle()
+            into.tier.wait_for_copies()
         self.states.end_pass()
         self._save_kv_and_states(for_backward=True, recomputed=True)
 
@@ -417,7 +417,7 @@ class LayerStream:
         if self.kv.pairs or not self.kv.updates:
             return
         if isinstance(inputs[0], StoredTensor):
-            inputs[0].expect(self.chunks)
+            inputs[0].set_read_order(self.chunks)
         chunks = self.chunks if self.entry_updates else self.chunks[:-1]  # gradients of shared K, V come before replay
         for chunk in chunks:
             x_i = [read_chunk(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]

@@ -74,7 +74,7 @@ class PackedRows:
         return begins
 
     @cached_property
-    def clean_starts(self) -> frozenset[int]:
+    def common_starts(self) -> frozenset[int]:
         """Positions at which a row begins in every sequence of the batch."""
         return frozenset(int(place) for place in host_copy(self.begins).all(0).nonzero().flatten().tolist())
 
@@ -110,7 +110,7 @@ class PackedRows:
             UnsupportedModelError: One of ``parts`` is such a part.
         """
         for part in parts:
-            if part.stop - part.start == 1 and part.start not in self.clean_starts:
+            if part.stop - part.start == 1 and part.start not in self.common_starts:
                 raise UnsupportedModelError(
                     f"a packed row of one token at position {part.start} lies beside a longer row of the same batch; "
                     "a layer with a recurrent state cannot be cut there",
@@ -119,11 +119,11 @@ class PackedRows:
 
     def continues_past(self, position: int) -> bool:
         """Return True if a row continues past ``position`` in any sequence, so that the state there is read again."""
-        return position not in self.clean_starts
+        return position not in self.common_starts
 
     def state_before(self, position: int) -> int | None:
         """Return the position whose state a chunk at ``position`` starts from; None if every sequence begins a row."""
-        return None if position in self.clean_starts else position
+        return None if position in self.common_starts else position
 
     def reset_begun_rows(self, state: Tensor, position: int) -> Tensor:
         """Return a state ``[B, ...]`` with zeros for the sequences in which a row begins at ``position``."""
@@ -230,7 +230,7 @@ class Branches(PackedRows):
         return begins
 
     @cached_property
-    def clean_starts(self) -> frozenset[int]:
+    def common_starts(self) -> frozenset[int]:
         """Set of all ``starts``, because there is only one sequence."""
         return frozenset(self.starts)
 
@@ -240,7 +240,7 @@ class Branches(PackedRows):
 
     def continues_past(self, position: int) -> bool:
         """Return True if the state at ``position`` is read again: inside a part, or at the end of a trunk."""
-        return position not in self.clean_starts or position in self._trunk_ends.values()
+        return position not in self.common_starts or position in self._trunk_ends.values()
 
     def state_before(self, position: int) -> int | None:
         """Return the position whose state a chunk at ``position`` starts from: at a branch, the end of its trunk."""

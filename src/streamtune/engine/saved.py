@@ -58,19 +58,19 @@ class SavedTensors:
             )
         return self.z_in
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let the computation's stream wait until the saved tensors are copied to the host."""
         if isinstance(self.z_in, StoredTensor):
-            self.z_in.tier.settle()
+            self.z_in.tier.wait_for_copies()
         if self.attention is not None:
-            self.attention.tier.settle()
+            self.attention.tier.wait_for_copies()
 
-    def expect(self, chunks: Sequence[slice]) -> None:
+    def set_read_order(self, chunks: Sequence[slice]) -> None:
         """Set the order in which chunks will be read, so that the next chunk is prefetched."""
         if isinstance(self.z_in, StoredTensor):
-            self.z_in.expect(chunks)
+            self.z_in.set_read_order(chunks)
         if self.attention is not None:
-            self.attention.expect(chunks)
+            self.attention.set_read_order(chunks)
 
     def free(self) -> None:
         """Free the input and the attention outputs."""
@@ -128,7 +128,7 @@ class SavedKV:
         for start, span in spans.items():
             if span.start < span.stop:
                 self._store(self.blocks, start, span, kv.pairs)
-        tier.settle()
+        tier.wait_for_copies()
         kv.pairs.clear()
 
     def load(self, chunk: slice, first_key: int) -> None:
@@ -170,7 +170,7 @@ class SavedKV:
             for start, span in self.spans.items():
                 if self.kv.offset <= span.start < span.stop and start < chunk.start:
                     self._store(self.sums, start, span, self.kv.grads)
-            self.tier.settle()
+            self.tier.wait_for_copies()
         for blocks in (self.sums,) if keep_graph else (self.sums, self.blocks):
             for key in [key for key in blocks if key[0] == chunk.start]:
                 blocks.pop(key).free()

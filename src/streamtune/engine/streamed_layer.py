@@ -19,7 +19,7 @@ from streamtune.engine.own_attention import OwnAttention, refuse_changed_attenti
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import stateless_scan_mixers
 from streamtune.engine.sharded import FlatParametersError
-from streamtune.engine.waiting import WaitingWeights
+from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.fused import fusion_pays
 from streamtune.schedule import Schedule
@@ -40,7 +40,7 @@ class ModelParts:
     """Collects the logits of routers; None for a layer that is checked on its own."""
     last_call: LastLayerCall[Any] = field(default_factory=LastLayerCall)
     """The last layer call, by which the next layer finds the call that computed its input."""
-    waiting: WaitingWeights | None = None
+    waiting: OffloadedWeights | None = None
     """Weights offloaded to the host; None if all weights are on the device."""
 
 
@@ -85,8 +85,8 @@ class StreamedLayer:
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:
         """Context manager: the layer's weights are on the device while active; yields the copies of ``parameters``.
 
-        ``prefetch`` is the offset of the layer to fetch next, as in :meth:`WaitingWeights.used`. None means a backward:
-        the layer before this one is fetched.
+        ``prefetch`` is the offset of the layer to fetch next, as in :meth:`OffloadedWeights.used`. None means a
+        backward: the layer before this layer is fetched.
         """
         waiting = self.parts.waiting
         if waiting is None:

@@ -34,7 +34,7 @@ from streamtune.engine.routers import RouterLoss, RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import flag_leaf_layers, require_input_gradient, unflag_leaf_layers
 from streamtune.engine.streamed_layer import ModelParts
-from streamtune.engine.waiting import WaitingWeights
+from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
@@ -84,11 +84,11 @@ class StreamedModel:
         self.names = AttentionNames(attention_configs(self.model, self.layers), self.own_attention)
         """Attention names in the model's configurations, during calls and outside of calls."""
         self.context, self.tiers = CallContext(), Tiers(schedule)
-        self.waiting: WaitingWeights | None = None
+        self.waiting: OffloadedWeights | None = None
         """Weights offloaded to the host; None if all weights are on the device."""
         if schedule.weights == "host":  # after all checks, because it moves the weights
             dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
-            self.waiting = WaitingWeights(self.model, self.layers, self.tiers, dtype)
+            self.waiting = OffloadedWeights(self.model, self.layers, self.tiers, dtype)
             if self.head is not None:
                 self.head.waiting = self.waiting
         self._install()

@@ -108,7 +108,7 @@ def streamed_vjp(
             total.add(grad)
     for full_grad in full_grads:
         if isinstance(full_grad, StoredTensor):
-            full_grad.tier.settle()
+            full_grad.tier.wait_for_copies()
     grad_inputs = [
         full_grad if isinstance(full_grad, Tensor) else total.result()
         for full_grad, total in zip(full_grads, input_sums, strict=True)
@@ -177,7 +177,7 @@ class GradientSum:
         self.owner, self.dtype = owner, owner.dtype
         self.sum_dtype = sum_dtype(owner.dtype, widen)
         self.total: Tensor | None = None
-        self.owned = False  # autograd may return one tensor twice: add in place only to a sum allocated here
+        self.owns_total = False  # autograd may return one tensor twice: add in place only to a sum allocated here
 
     def add(self, part: Tensor | None) -> None:
         """Add one chunk's term."""
@@ -185,18 +185,18 @@ class GradientSum:
             return
         if self.total is None:
             self.total = part
-        elif self.owned:
+        elif self.owns_total:
             self.total.add_(part)
         else:
-            self.total, self.owned = self.total.to(self.sum_dtype).add(part), True
+            self.total, self.owns_total = self.total.to(self.sum_dtype).add(part), True
 
     def add_outer(self, grad_nV: Tensor, hidden_nC: Tensor) -> None:
         """Add ``grad.T @ hidden``: one chunk's term of the gradient ``[V, C]`` of a linear module's weight."""
         if self.total is None:
-            self.total, self.owned = outer(grad_nV, hidden_nC, self.sum_dtype), True
+            self.total, self.owns_total = outer(grad_nV, hidden_nC, self.sum_dtype), True
             return
-        if not self.owned:
-            self.total, self.owned = self.total.to(self.sum_dtype, copy=True), True
+        if not self.owns_total:
+            self.total, self.owns_total = self.total.to(self.sum_dtype, copy=True), True
         add_outer(self.total, grad_nV, hidden_nC)
 
     def result(self) -> Tensor | None:

@@ -42,7 +42,7 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types that are offloaded. Quantised and sharded tensors have other types."""
 
 
-def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+def offloaded_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of an unwrapped model that ``weights="host"`` keeps on the host, each once."""
     parameters = {id(p): p for layer in layers for _, _, p in _layer_weights(layer)}
     parameters |= {id(p): p for module in _embedding_and_head(model) for _, _, p in _plain_parameters(module)}
@@ -66,7 +66,7 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
     pool = HostPool() if pool is None else pool
     model = base_model(model)
     layers = decoder_layers(model)
-    waiting = waiting_parameters(model, layers)
+    waiting = offloaded_parameters(model, layers)
     offloaded = {id(p) for p in waiting}
     with torch.no_grad():
         for parameter in waiting:
@@ -170,7 +170,7 @@ class _Unit:
         return [(p._version, p.data_ptr()) for p in self.parameters]
 
 
-class WaitingWeights:
+class OffloadedWeights:
     """The offloaded weights of a streamed model, and their copies on the device.
 
     Args:
@@ -248,7 +248,7 @@ class WaitingWeights:
             events.append(self.copies.to_host(grad, host))
             self.tiers.host.moved_bytes += grad.nbytes
             on_host[place] = host
-        self.copies.settle()
+        self.copies.wait_for_copies()
         for event in events:
             if event is not None:
                 event.synchronize()
@@ -348,7 +348,7 @@ class _OnDevice(torch.autograd.Function):
     """Autograd node of a weight's copy on the device; its backward copies the gradient to the host."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, waiting: WaitingWeights) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, waiting: OffloadedWeights) -> Tensor:
         ctx.waiting, ctx.parameter = waiting, parameter
         return waiting.fetch_ready(parameter)
 

@@ -42,7 +42,7 @@ from streamtune.engine.hf_names import (
     RENAMING,
     SAFE_FILE,
     SAFE_INDEX,
-    inside,
+    hf_internal,
 )
 from streamtune.errors import ArgumentError
 from streamtune.models.config import check_exists, loading, loading_error, read_config
@@ -107,19 +107,19 @@ class CheckpointFiles:
         first: dict[int, str] = {}
         self._aliases = {name: first.setdefault(id(value), name) for name, value in state.items()}
         self.dtypes = _dtypes(model, state)
-        mapping = inside(CONVERSIONS)(model)
-        renamings = [entry for entry in mapping if isinstance(entry, inside(RENAMING))]
-        converters = [entry for entry in mapping if isinstance(entry, inside(CONVERTER))]
+        mapping = hf_internal(CONVERSIONS)(model)
+        renamings = [entry for entry in mapping if isinstance(entry, hf_internal(RENAMING))]
+        converters = [entry for entry in mapping if isinstance(entry, hf_internal(CONVERTER))]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix, renamed = model.base_model_prefix, inside(RENAMED_KEY)
-        for key in sorted(self._files, key=inside(ORDER_OF_KEYS)):
+        prefix, renamed = model.base_model_prefix, hf_internal(RENAMED_KEY)
+        for key in sorted(self._files, key=hf_internal(ORDER_OF_KEYS)):
             name, pattern = renamed(key, renamings, converters, prefix, state)
             if name not in state and key in state:
                 name, pattern = renamed(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
             if name not in state:
                 continue  # the model does not use it
             self._used.add(key)
-            conversion = inside(RENAMING)(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            conversion = hf_internal(RENAMING)(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
             if pattern is None:
                 self._check_size(key, name, state[name])
             load = self._loads.setdefault(name, conversion)
@@ -145,7 +145,7 @@ class CheckpointFiles:
         """Record which conversion produces each parameter; refuse files that lack parameters."""
         for start, load in self._loads.items():
             names = [start]
-            if isinstance(load, inside(CONVERTER)) and len(load.target_patterns) > 1:
+            if isinstance(load, hf_internal(CONVERTER)) and len(load.target_patterns) > 1:
                 ends = [pattern.replace("*", "") for pattern in load.target_patterns]
                 used = next((end for end in ends if end in start), None)
                 names += [start.replace(used, end) for end in ends if used is not None and end != used]
@@ -197,7 +197,7 @@ def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, to
     plan = model._get_dtype_plan(model.dtype)
     dtypes = {name: value.dtype for name, value in state.items()}
     if plan:
-        pattern, groups, _ = inside(ANY_OF)(list(plan))
+        pattern, groups, _ = hf_internal(ANY_OF)(list(plan))
         for name in dtypes:
             if (match := pattern.search(name)) is not None and match.lastgroup is not None:
                 dtypes[name] = plan[groups[match.lastgroup]]
@@ -208,12 +208,12 @@ def _find(name_or_path: str) -> dict[str, Path]:
     """Return the safetensors file of each tensor, by the tensor's name; ArgumentError if there are none."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
-        index = inside(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
+        index = hf_internal(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
         if index is not None:
             listed: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            paths = {name: inside(HUB_FILE)(name_or_path, name) for name in dict.fromkeys(listed.values())}
+            paths = {name: hf_internal(HUB_FILE)(name_or_path, name) for name in dict.fromkeys(listed.values())}
             return {key: Path(str(paths[name])) for key, name in listed.items()}
-        single = inside(HUB_FILE)(name_or_path, SAFE_FILE, **options)
+        single = hf_internal(HUB_FILE)(name_or_path, SAFE_FILE, **options)
         if single is not None:
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), Path(single))
@@ -320,7 +320,7 @@ def _commit_of(name: str) -> str | None:
     if unsafe_name_reason(name):
         return None
     try:
-        found = inside(HUB_FILE)(
+        found = hf_internal(HUB_FILE)(
             name,
             "config.json",
             _raise_exceptions_for_missing_entries=False,
@@ -329,7 +329,7 @@ def _commit_of(name: str) -> str | None:
         )
     except Exception:  # loading the model fails alike and reports it
         return None
-    return inside(HUB_COMMIT)(found, None)
+    return hf_internal(HUB_COMMIT)(found, None)
 
 
 def _hash_of(path: Path) -> str:

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from streamtune.base.privacy import is_offline
-from streamtune.engine.hf_names import CAUSAL_NAMES, inside
+from streamtune.engine.hf_names import CAUSAL_NAMES, hf_internal
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.folder import pickles_in
 
@@ -121,7 +121,7 @@ def first_words(error: BaseException) -> str:
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the transformers configuration for a recipe's keys; refuse unknown keys, which transformers accepts."""
-    types = sorted(name for name in inside(CAUSAL_NAMES) if name in CONFIG_MAPPING)
+    types = sorted(name for name in hf_internal(CAUSAL_NAMES) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
     if model_type not in types:
         what = f"transformers has no causal language model of type '{model_type}'"

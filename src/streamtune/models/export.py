@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from streamtune.base.adapters import base_of
-from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
+from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, hf_internal, tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.attach import is_written_as_lora, written_adapters
 from streamtune.models.adapters.start import save_taken
@@ -377,7 +377,7 @@ def _as_saved(model: Any, group: dict[str, Tensor], ties: Mapping[str, str]) -> 
     """Return tensors with the names and shapes of ``save_pretrained``, tied weights once."""
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {ties.get(name, name): values for name, values in group.items() if name not in ignored}
-    return inside(AS_IN_FILES)(model, kept)
+    return hf_internal(AS_IN_FILES)(model, kept)
 
 
 def _write_configuration(model: Any, folder: Path) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 from streamtune.base.paths import unsafe_name_reason
 from streamtune.base.patterns import find_matches
 from streamtune.base.result_cache import checksum_of
-from streamtune.engine.hf_names import SAFE_OPEN, inside, replace_internal
+from streamtune.engine.hf_names import SAFE_OPEN, hf_internal, replace_internal
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.targets import PEFT_FORM
@@ -285,7 +285,7 @@ def unmapped(name_or_path: str | Path) -> Iterator[None]:
     """Context manager: transformers and peft read safetensors without mapping, if half of free memory holds them."""
     with ExitStack() as stack:
         if _ranks_here() * _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
-            opens = inside(SAFE_OPEN)
+            opens = hf_internal(SAFE_OPEN)
             stack.callback(replace_internal, SAFE_OPEN, opens)
             replace_internal(SAFE_OPEN, partial(_open, opens))
             with suppress(ImportError):

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
 
-from streamtune.engine.hf_names import HUB_FILE, inside
+from streamtune.engine.hf_names import HUB_FILE, hf_internal
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 AS_TRANSFORMERS: dict[str, Any] = {"indent": 2, "sort_keys": True, "ensure_ascii": False}
@@ -134,7 +134,7 @@ def _base_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
     if not name:
         return {}
     try:
-        path = inside(HUB_FILE)(name, TOKENIZER_CONFIG, local_files_only=True)
+        path = hf_internal(HUB_FILE)(name, TOKENIZER_CONFIG, local_files_only=True)
         found = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
     except (OSError, ValueError):
         return {}

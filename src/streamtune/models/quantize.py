@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from streamtune.base.text import show_size
-from streamtune.engine.hf_names import QUANTIZERS, fp32_weight_names, inside
+from streamtune.engine.hf_names import QUANTIZERS, fp32_weight_names, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.start import LoftqStart, QuantisationChange
 from streamtune.models.packed import PackedExperts, pack_experts, shard_experts
@@ -269,7 +269,7 @@ def _to_int8(
         else:
             linear.weight = change.quantised(name, linear.weight.data, quantise)
     # As from_pretrained does: peft reads here how to quantise merged weights again.
-    model.hf_quantizer = inside(QUANTIZERS).from_config(TorchAoConfig(config), pre_quantized=False)
+    model.hf_quantizer = hf_internal(QUANTIZERS).from_config(TorchAoConfig(config), pre_quantized=False)
 
 
 def _to_nf4(

@@ -219,9 +219,9 @@ class Estimator:
 def _most_inputs_held(schedule: Schedule, layers: int) -> int:
     """Return how many layer inputs exist at a time: those stored in the forward, plus one segment's inputs."""
     places = place_layers(schedule, layers)
-    stored = sum(place.begins and not place.whole for place in places)
+    stored = sum(place.begins_segment and not place.unstreamed for place in places)
     longest = current = 0
     for place in places:
-        current = 0 if place.begins else current + 1
+        current = 0 if place.begins_segment else current + 1
         longest = max(longest, current)
     return stored + longest

@@ -21,7 +21,7 @@ from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.text import parse_size, show_size
 from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
-from streamtune.engine.waiting import waiting_parameters
+from streamtune.engine.waiting import offloaded_parameters
 from streamtune.errors import ArgumentError
 from streamtune.recipe.settings import ModelSettings, OptimizerSettings, TrainingSettings
 from streamtune.run.data import new_token_ids
@@ -127,7 +127,7 @@ def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
     """
     model = base_of(make_blueprint(recipe, device))
     waits = recipe.engine.weights == "host"
-    waiting = waiting_parameters(model, decoder_layers(model)) if waits else []
+    waiting = offloaded_parameters(model, decoder_layers(model)) if waits else []
     weights = sum(p.nbytes for p in waiting)
     trained = sum(p.nbytes for p in waiting if p.requires_grad)
     step = recipe.step_kind

@@ -22,7 +22,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.text import parse_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
-from streamtune.engine.waiting import waiting_parameters
+from streamtune.engine.waiting import offloaded_parameters
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
@@ -479,7 +479,7 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
     if task.recipe.engine.weights == "host":
-        return held_bytes(model) - distinct_bytes(waiting_parameters(model, decoder_layers(model)))
+        return held_bytes(model) - distinct_bytes(offloaded_parameters(model, decoder_layers(model)))
     return held_bytes(model)
 
 

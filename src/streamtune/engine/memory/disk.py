@@ -62,12 +62,12 @@ class DiskTier:
         """Begin to write a tensor to the file."""
         return _DiskBlock(self, x)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let the computation's stream wait until all stored tensors are on the host; drop the originals.
 
         Writes to the file continue.
         """
-        self.copies.settle()
+        self.copies.wait_for_copies()
 
     def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
         """Begin to write a block; if too many writes are in flight, wait for the oldest and free its host memory.
@@ -103,7 +103,7 @@ class _DiskBlock:
         self.written: Future[None] | None = None
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.offset, self.freed = tier.space.take(self.nbytes), False
-        tier.tally.take(self.nbytes)
+        tier.tally.add(self.nbytes)
         if tier.file is not None:
             tier.file.extend(self.offset + round_up_to_pages(self.nbytes))
         self._write(x)
@@ -165,7 +165,7 @@ class _DiskBlock:
             self.tier.arena.free(self.reading[0])
             self.reading = None
         self.tier.space.free(self.offset)
-        self.tier.tally.free(self.nbytes)
+        self.tier.tally.subtract(self.nbytes)
 
     __del__ = free  # a forward whose backward never comes
 
@@ -194,12 +194,12 @@ class _File:
         if end <= self.length:
             return
         try:
-            self._allocate(end)
+            self._reserve_space(end)
         except OSError as error:
             raise self.storage_error(error, end) from error
         self.length = end
 
-    def _allocate(self, end: int) -> None:
+    def _reserve_space(self, end: int) -> None:
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.number, self.length, end - self.length)

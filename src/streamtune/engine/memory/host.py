@@ -241,12 +241,12 @@ class Tally:
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
 
-    def take(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
         """Add ``nbytes`` to the stored bytes."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def free(self, nbytes: int) -> None:
+    def subtract(self, nbytes: int) -> None:
         """Subtract ``nbytes`` from the stored bytes."""
         self.live_bytes -= nbytes
 
@@ -257,14 +257,14 @@ class Arena:
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self.regions: list[_Region] = []
-        self._first = 0
+        self._first_region = 0
         """Index of the first region that may have a free page; a step allocates thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         """Map host memory until the arena has ``nbytes`` in total, so that a step maps none."""
         held = sum(region.size for region in self.regions)
         if nbytes > held:
-            self._grow(nbytes - held, device)
+            self._add_region(nbytes - held, device)
 
     def take(self, nbytes: int, device: torch.device) -> Span:
         """Return a block of ``nbytes`` for a tensor of ``device``.
@@ -272,20 +272,20 @@ class Arena:
         Raises:
             OutOfMemoryError: Too little host memory is free.
         """
-        while self._first < len(self.regions) and not self.regions[self._first].fits(PAGE):
-            self._first += 1
-        candidates = (region for region in self.regions[self._first :] if region.fits(nbytes))
-        region = next(candidates, None) or self._grow(nbytes, device)
-        self.tally.take(nbytes)
+        while self._first_region < len(self.regions) and not self.regions[self._first_region].fits(PAGE):
+            self._first_region += 1
+        candidates = (region for region in self.regions[self._first_region :] if region.fits(nbytes))
+        region = next(candidates, None) or self._add_region(nbytes, device)
+        self.tally.add(nbytes)
         return Span(region, region.stack.take(nbytes), nbytes)
 
     def free(self, span: Span) -> None:
         """Free a block."""
         span.region.stack.free(span.offset)
-        self._first = min(self._first, span.region.number)
-        self.tally.free(span.nbytes)
+        self._first_region = min(self._first_region, span.region.number)
+        self.tally.subtract(span.nbytes)
 
-    def _grow(self, nbytes: int, device: torch.device) -> _Region:
+    def _add_region(self, nbytes: int, device: torch.device) -> _Region:
         ahead = sum(region.size for region in self.regions) // 16
         if device.type != "meta":  # memory mapped in advance may shrink, the requested block may not
             ahead = min(ahead, usable_host_bytes() // PAGE * PAGE)
@@ -343,14 +343,14 @@ class HostPool:
             mark_host_storage(storage)
             flat = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
-            mapped = self._free[size].pop() if self._free[size] else self._map(size, device)
+            mapped = self._free[size].pop() if self._free[size] else self._map_pages(size, device)
             flat = torch.frombuffer(mapped.map, dtype=torch.uint8)
             storage = flat.untyped_storage()
             mark_host_storage(storage)
             weakref.finalize(storage, self._free[size].append, mapped)
         return flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _map(self, size: int, device: torch.device) -> _Pages:
+    def _map_pages(self, size: int, device: torch.device) -> _Pages:
         free = usable_host_bytes()
         if size > free:
             raise OutOfMemoryError(

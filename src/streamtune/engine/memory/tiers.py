@@ -51,7 +51,7 @@ class Tier(Protocol):
     def put(self, x: Tensor) -> Block:
         """Store a tensor."""
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let the computation's stream wait until all stored tensors are copied; drop the originals."""
 
 
@@ -62,7 +62,7 @@ class DeviceTier:
         """Store the tensor without a copy."""
         return _DeviceBlock(x)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Do nothing: this tier copies nothing."""
 
 
@@ -107,7 +107,7 @@ class Copies:
             host.copy_(x, non_blocking=True)
             event = self.stream.record_event()
         self._in_flight.append((event, x))
-        self.settle(IN_FLIGHT)
+        self.wait_for_copies(IN_FLIGHT)
         return event
 
     def to_device(
@@ -131,7 +131,7 @@ class Copies:
             tensor.record_stream(self.stream)
         return x, event
 
-    def settle(self, most: int = 0) -> None:
+    def wait_for_copies(self, most: int = 0) -> None:
         """Let the computation's stream wait until at most ``most`` copies to the host are in flight.
 
         The memory of the copied tensors may then be reused by the computation's stream.
@@ -152,9 +152,9 @@ class HostTier:
         """Begin to copy a tensor to the host."""
         return _HostBlock(self, x)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Let the computation's stream wait until all stored tensors are on the host; drop the originals."""
-        self.copies.settle()
+        self.copies.wait_for_copies()
 
 
 class _HostBlock:
@@ -214,7 +214,7 @@ class StoredTensor:
         notify_tensors("layer input", x)
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
-    def expect(self, chunks: Sequence[slice]) -> None:
+    def set_read_order(self, chunks: Sequence[slice]) -> None:
         """Set the order in which chunks will be read, so that the next two chunks are prefetched."""
         places = [(chunk.start, chunk.stop) for chunk in chunks]
         self._next = dict(pairwise(places))

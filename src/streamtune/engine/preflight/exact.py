@@ -64,18 +64,18 @@ def check_exact(handle: StreamedModel) -> None:
     if any(p.device.type == "meta" for p in handle.model.parameters()):
         raise ArgumentError("a model on the meta device has no weights to check")
     plain_names = handle.names.plain_names
-    first: UnsupportedModelError | None = None
+    first_error: UnsupportedModelError | None = None
     for reference in (plain_names, ["eager"] * len(plain_names)):
         try:
             with checking_mode(handle):
                 _Preflight(handle, reference).run()
             return
         except (DiffersError, _PlainError) as error:
-            first = first or error
+            first_error = first_error or error
             if set(plain_names) == {"eager"}:
                 break
-    assert first is not None
-    raise first
+    assert first_error is not None
+    raise first_error
 
 
 def check_order(handle: StreamedModel) -> None:

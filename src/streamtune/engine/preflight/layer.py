@@ -45,7 +45,7 @@ from streamtune.schedule import Schedule
 
 UNSETTLED_BOUND = 0.3
 """Accepted relative difference of a layer without a wider copy (quantised): its router may choose other experts."""
-WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+WIDER_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 FIX = (
     "its layers mix tokens outside the attention's key/value cache; train this model without streaming, or choose a "
     "model whose layers mix tokens only by attention"
@@ -124,8 +124,8 @@ class LayerCheck:
                     _, outputs = run_recorded(forward, arguments)
                     live = [n for n, z in enumerate(outputs) if z.requires_grad]
                     inputs = [*leaves.values(), *parameters.values()]
-                    of, incoming = [outputs[n] for n in live], [grad_outputs[n] for n in live]
-                    grads.append(torch.autograd.grad(of, inputs, incoming, allow_unused=True))
+                    live_outputs, incoming = [outputs[n] for n in live], [grad_outputs[n] for n in live]
+                    grads.append(torch.autograd.grad(live_outputs, inputs, incoming, allow_unused=True))
         norms = [norm_of(want) for want in grads[0]]
         floor = 1e-2 * math.hypot(*norms)
         worst = ("", 0.0)
@@ -150,16 +150,16 @@ class LayerCheck:
     ) -> None:
         """Compare a copy of the layer in a wider dtype; raise :class:`DiffersError` if the copy differs too."""
         layer = self.layers[call.index]
-        wider = WIDER.get(bound_dtype(call.z_in, layer))
+        wider = WIDER_DTYPES.get(bound_dtype(call.z_in, layer))
         try:
             if wider is None:
                 raise self.difference_error(call.index, what, error, bound)
-            shadow = layer.__dict__.pop("forward", None)
+            installed_forward = layer.__dict__.pop("forward", None)
             try:
                 wide = copy.deepcopy(layer, {id(config): config for config in self.names.configs}).to(wider)
             finally:
-                if shadow is not None:
-                    layer.forward = shadow
+                if installed_forward is not None:
+                    layer.forward = installed_forward
             for module in wide.modules():
                 if hasattr(module, "compute_dtype"):  # bitsandbytes always computes in this dtype; fp32 is its widest
                     module.compute_dtype = torch.float32  # type: ignore[assignment]
@@ -282,5 +282,5 @@ def _short_chunks(handle: StreamedModel) -> Iterator[None]:
         yield
     finally:
         handle.schedule = schedule
-        for forward, (its, place) in zip(forwards, before, strict=True):
-            forward.schedule, forward.placement = its, place
+        for forward, (schedule_before, place) in zip(forwards, before, strict=True):
+            forward.schedule, forward.placement = schedule_before, place

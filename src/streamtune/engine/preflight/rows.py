@@ -272,7 +272,7 @@ def check_length(handle: StreamedModel, length: int) -> None:
         UnsupportedModelError: A layer differs; the message names it.
     """
     plain_names = handle.names.plain_names
-    first: UnsupportedModelError | None = None
+    first_error: UnsupportedModelError | None = None
     for reference in (
         plain_names,
         ["eager"] * len(plain_names),
@@ -283,11 +283,11 @@ def check_length(handle: StreamedModel, length: int) -> None:
             try:
                 forwards.run(length, plain=False)
             except UnsupportedModelError as error:
-                first = first or error
+                first_error = first_error or error
             else:
                 return
-    assert first is not None
-    raise first
+    assert first_error is not None
+    raise first_error
 
 
 class _Forwards:

@@ -250,7 +250,7 @@ class SharedStates(States):
         parts = [part for part in received if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
-    def watch(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
+    def watch_leaf(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
         """Register a hook on ``leaf`` that sends its gradient to the rank that computed the state."""
         if after is not None and self._completes_grad(chunk, after):
             leaf.register_hook(partial(self._send_grad, after, key))

@@ -21,7 +21,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from streamtune.engine.hf_names import CONV1D, inside
+from streamtune.engine.hf_names import CONV1D, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.targets import is_whole, linear_names
 from streamtune.ops.fused import outer
@@ -52,7 +52,8 @@ class PacaLinear(lora.Linear):
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: Any, **options: Any) -> None:
-        config.fan_in_fan_out = isinstance(base_layer, inside(CONV1D))  # peft sets it for its own layers, and saves it
+        # peft sets it for its own layers, and saves it.
+        config.fan_in_fan_out = isinstance(base_layer, hf_internal(CONV1D))
         super().__init__(base_layer, adapter_name, config=config, **options)
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **options: Any) -> None:
@@ -125,4 +126,4 @@ def train_columns(model: nn.Module, config: Any) -> None:
                 where="adapter_type",
                 fix="write adapter_type: lora, or use the unquantised checkpoint",
             )
-    config._register_custom_module({nn.Linear: PacaLinear, inside(CONV1D): PacaLinear})
+    config._register_custom_module({nn.Linear: PacaLinear, hf_internal(CONV1D): PacaLinear})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streamtune.base.adapters import AdapterSpec
-from streamtune.engine.hf_names import CONV1D, inside
+from streamtune.engine.hf_names import CONV1D, hf_internal
 from streamtune.errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:  # peft imports every quantiser: two seconds
@@ -36,7 +36,7 @@ def is_whole(weight: Any) -> bool:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, inside(CONV1D)))]
+    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, hf_internal(CONV1D)))]
 
 
 def ends_with(name: str, end: str) -> bool:

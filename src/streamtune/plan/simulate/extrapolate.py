@@ -403,10 +403,10 @@ def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]
     """
     before = place_layers(schedule, len(kinds))
     wanted = [before[index] for index in kept]
-    whole = sum(place.whole for place in wanted)
+    whole = sum(place.unstreamed for place in wanted)
     changes: dict[str, Any] = {"keep_layers": whole}
     if schedule.levels == 2 and schedule.order == "layer":
-        streamed = sum(not place.whole for place in before)
+        streamed = sum(not place.unstreamed for place in before)
         changes["segment_size"] = schedule.segment_size or best_segment_size(max(1, streamed))
     for on_device in range(min(1, schedule.device_layers), min(schedule.device_layers, len(kept)) + 1):
         shorter = replace(schedule, **changes, device_layers=on_device)

@@ -42,7 +42,7 @@ from torch import nn
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
-from streamtune.engine.waiting import waiting_parameters
+from streamtune.engine.waiting import offloaded_parameters
 from streamtune.ops.devices import simulating
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.memory import distinct_bytes, held_bytes, scales_bytes
@@ -212,7 +212,7 @@ NORM_TOUCHED = 3
 
 def _holdings_with_host_weights(model: Any, workload: Workload) -> Holdings:
     """Return the holdings of one device whose weights are offloaded to the host (``engine.weights``)."""
-    waiting = waiting_parameters(base_of(model), decoder_layers(model))
+    waiting = offloaded_parameters(base_of(model), decoder_layers(model))
     away = [p for p in waiting if p.requires_grad]
     known = {id(p) for p in waiting}
     here = [p for p in model.parameters() if p.requires_grad and id(p) not in known]

@@ -20,7 +20,7 @@ from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, d
 from streamtune.engine.memory.host import HostPool
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.passes import placeholder
-from streamtune.engine.waiting import waiting_parameters
+from streamtune.engine.waiting import offloaded_parameters
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.devices import DeviceFunctions, simulating
 from streamtune.ops.head.sweep import autocast_dtype, cast
@@ -107,7 +107,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         trace = stack.enter_context(written)
         stack.callback(model.zero_grad, set_to_none=True)
         if step.accumulating:
-            away = () if schedule.weights == "device" else waiting_parameters(base_of(model), decoder_layers(model))
+            away = () if schedule.weights == "device" else offloaded_parameters(base_of(model), decoder_layers(model))
             known = {id(parameter) for parameter in away}
             for parameter in model.parameters():
                 if not parameter.requires_grad:
@@ -288,7 +288,7 @@ def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any
 
 
 def _checkpoint_on_host(autocast: MetaAutocast, tiers: Tiers, function: Callable[..., Any], *args: Any) -> Any:
-    host = tiers.of("host", torch.device("meta"))
+    host = tiers.get("host", torch.device("meta"))
     with saved_tensors_hooks(host.put, lambda block: block.get()):
         return _checkpoint(autocast, function, *args)
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.hf_names import GGUF_KNOWN, GGUF_ORDER, GGUF_ORDERS, inside
+from streamtune.engine.hf_names import GGUF_KNOWN, GGUF_ORDER, GGUF_ORDERS, hf_internal
 from streamtune.programs.export.check import DRAWS, FLOOR, LARGEST, MEDIAN, Doing, row_errors, row_logits
 from streamtune.programs.export.merge import widened
 
@@ -260,11 +260,11 @@ class GgufFile:
         self._reader = gguf.GGUFReader(path)
         self.tensors = {each.name: each for each in self._reader.tensors}
         self.architecture = str(self.fact("general.architecture"))
-        self.known = self.architecture in inside(GGUF_KNOWN)
+        self.known = self.architecture in hf_internal(GGUF_KNOWN)
         """True if the order in which the file stores weights is known."""
         config = model.config.get_text_config(decoder=True)
-        made = inside(GGUF_ORDERS).get(self.architecture, inside(GGUF_ORDER))
-        self._order = made(config=config.to_dict()) if self.known else inside(GGUF_ORDER)()
+        made = hf_internal(GGUF_ORDERS).get(self.architecture, hf_internal(GGUF_ORDER))
+        self._order = made(config=config.to_dict()) if self.known else hf_internal(GGUF_ORDER)()
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         layers = config.num_hidden_layers
         self._names = (

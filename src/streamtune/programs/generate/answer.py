@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from streamtune import data, models
 from streamtune.base.adapters import base_of
-from streamtune.engine.hf_names import STREAMER, inside
+from streamtune.engine.hf_names import STREAMER, hf_internal
 from streamtune.errors import ArgumentError
 from streamtune.models import end_tokens, load_tokenizer
 from streamtune.programs.export.source import find_trained, load_trained
@@ -95,7 +95,7 @@ class Answer:
         return (self.tokens - 1) / self.seconds if self.tokens > 1 and self.seconds > 0 else 0.0
 
 
-class _Printer(inside(STREAMER)):  # type: ignore[misc]
+class _Printer(hf_internal(STREAMER)):  # type: ignore[misc]
     """Shows text as it is generated. A character may need several tokens, so only complete characters are shown."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:

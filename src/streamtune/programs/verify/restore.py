@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, inside
+from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, hf_internal
 
 FILL_STD = 1e-2
 """Standard deviation of the random values that replace all-zero matrices."""
@@ -111,7 +111,7 @@ def wide_loss(model: nn.Module) -> Iterator[None]:
     probability close to 1, its gradient (softmax minus one) would lose most of its digits.
     """
     inner = base_of(model)
-    if inner.loss_function is not inside(CAUSAL_LOSS):  # the user's own, or a family's
+    if inner.loss_function is not hf_internal(CAUSAL_LOSS):  # the user's own, or a family's
         yield
         return
     own = inner.__dict__.get(LOSS)
@@ -136,12 +136,14 @@ def _causal_loss(
 ) -> Tensor:
     """Compute ``ForCausalLMLoss`` without rounding the logits to float32."""
     if logits.dtype != torch.float64:
-        return inside(CAUSAL_LOSS)(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
+        return hf_internal(CAUSAL_LOSS)(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more
+        )
     if shift_labels is None:
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    return inside(FIXED_LOSS)(logits.view(-1, vocab_size), targets, num_items_in_batch, ignore_index, **more)
+    return hf_internal(FIXED_LOSS)(logits.view(-1, vocab_size), targets, num_items_in_batch, ignore_index, **more)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
-from streamtune.engine.hf_names import LINEAR_CACHE, cache_keyword, inside, is_stateful
+from streamtune.engine.hf_names import LINEAR_CACHE, cache_keyword, hf_internal, is_stateful
 from streamtune.errors import ArgumentError
 from streamtune.models.generation import with_generation
 
@@ -292,7 +292,8 @@ def _can_repeat_cache(model: PreTrainedModel) -> bool:
         return False
     layers = DynamicCache(config=model.config).layers
     return all(
-        hasattr(layer, "batch_repeat_interleave") and not isinstance(layer, inside(LINEAR_CACHE)) for layer in layers
+        hasattr(layer, "batch_repeat_interleave") and not isinstance(layer, hf_internal(LINEAR_CACHE))
+        for layer in layers
     )
 
 
