@@ -228,8 +228,8 @@ class LayerChain:
     def can_continue(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call can be the next link of the chain.
 
-        It cannot in these cases: the hidden states that it reads have gradient hooks or retain their gradient; another
-        argument of the layer was computed by the chain; or its chunks or schedule differ.
+        It cannot if its chunks or schedule differ, or if another argument of the layer was computed by the chain. It
+        also cannot if the hidden states between the two calls have gradient hooks or retain their gradient.
         """
         hidden, extras = tensors[0], tensors[1:]
         watched = hidden._backward_hooks or hidden.retains_grad

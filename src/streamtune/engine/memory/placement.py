@@ -2,9 +2,9 @@
 
 With ``levels: 1`` every layer stores its input. With ``levels: 2`` layers 0, k, 2k ... store their inputs. The backward
 of a segment first runs the layers in between forward again and stores their inputs. At most ceil(L / k) + k - 1 inputs
-are stored at a time, fewest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear
-Memory Cost, arXiv 1604.06174). With ``order: chunk`` only the first layer's input is stored, and levels apply to the
-layers of one chunk (``engine.chain``).
+are stored at a time. This number is smallest for k near the square root of L (Chen et al., arXiv 1604.06174, Training
+Deep Nets with Sublinear Memory Cost). With ``order: chunk`` only the first layer's input is stored, and levels apply to
+the layers of one chunk (``engine.chain``).
 """
 
 from __future__ import annotations
