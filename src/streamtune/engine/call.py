@@ -1,4 +1,4 @@
-"""One call of a decoder layer, with its arguments bound by name, so that it can be repeated on any chunk of its tokens.
+"""One call of a decoder layer, with arguments bound by name, so that the call can be repeated on any chunk.
 
 Nothing here depends on a model family. An argument is cut along the sequence if its name or shape shows that it follows
 the sequence. Otherwise it is passed unchanged:
@@ -162,7 +162,11 @@ class LayerCall:
         return call
 
     def _add_input(self, key: str, value: Any) -> None:
-        """Add an argument to ``inputs`` if it needs a gradient; refuse it if its gradient cannot be returned."""
+        """Add an argument to ``inputs`` if it needs a gradient.
+
+        Raises:
+            UnsupportedModelError: The argument's gradient cannot be returned.
+        """
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             for entry, pair in value.items():
@@ -262,7 +266,7 @@ class LayerCall:
 
     @cached_property
     def _rotates_pooled_keys(self) -> bool:
-        """True if an indexer in the layer pools the keys of prefix and chunk before it rotates them."""
+        """True if an indexer in the layer pools the keys of prefix and chunk before it applies rotary embeddings."""
         return any(hasattr(module, INDEXER_POOLING) for module in self.layer.modules())
 
     def key_positions(self, chunk: slice) -> slice:

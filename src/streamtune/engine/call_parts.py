@@ -14,7 +14,7 @@ from streamtune.errors import UnsupportedModelError
 
 
 class LayerOutputs:
-    """Splits the output of each chunk into tensors; rebuilds the layer's output for the whole sequence from them."""
+    """Splits the output of each chunk into tensors; rebuilds the layer's output from tensors of the whole sequence."""
 
     def __init__(self, name: str, hidden_along: Along) -> None:
         self.name, self.hidden_along = name, hidden_along

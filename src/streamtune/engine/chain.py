@@ -1,4 +1,4 @@
-"""``order="chunk"``: the backward runs through all layers of a chunk before it goes to the chunk before.
+"""``order="chunk"``: the backward runs through all layers of a chunk, then through all layers of the preceding chunk.
 
 A *chain* is a sequence of layer calls in which each reads the very tensor that the call before returned. So the chain
 is one function of its first input. Layer k's call returns an autograd node for layers 1..k. Its inputs are the chain's
@@ -407,7 +407,7 @@ class _ChainBackward:
         return self._extra_grads(), list(self._parameter_grads())
 
     def _grad_buffer(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
-        """Return memory for the first input's gradient: the last output's gradient if it may be overwritten."""
+        """Return memory for the gradient of the chain's input; reuses the output gradient's memory if it may."""
         may_overwrite = isinstance(grad_z, Tensor) and grad_z is not incoming
         if (
             isinstance(grad_z, Tensor)

@@ -1,4 +1,4 @@
-"""Logits of an evaluation with labels: a tensor whose values are computed only when something reads them.
+"""Logits of an evaluation with labels: a tensor whose values are computed only when they are read.
 
 ``Trainer.predict`` and ``compute_metrics`` read the logits of a call with labels. Other evaluations need only the loss
 and do not read logits. So a call in evaluation mode without gradients returns an :class:`EvaluatedLogits` with the

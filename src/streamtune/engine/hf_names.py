@@ -90,7 +90,7 @@ OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
 """Arguments with the other sequence of a cross-attention, whose keys and values are in the same cache."""
 ROW_ENDS, ROW_IDS = "cu_seq_lens_q", "seq_idx"
 KERNEL_ROWS = (ROW_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", ROW_IDS)
-"""Arguments that describe packed rows to kernels. They refer to the whole sequence, so chunks do not get them."""
+"""Arguments that describe packed rows to kernels; chunks get none, because the values refer to the whole sequence."""
 UNREAD = (
     *POSITIONS,
     ROW_ENDS,
@@ -114,7 +114,7 @@ BY_POSITIONS = ("flash_attention", HUB_KERNELS)
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments with the type of each token: 0 is text."""
 INDEXER_POOLING = "compress_ratio"
-"""Attribute of an indexer with the number of keys it pools into one; its cache holds them before their rotation."""
+"""Attribute of an indexer: how many keys it pools into one key; the cache holds keys before pooling and rotation."""
 KEPT_WINDOW = "keep_window_size"
 """Configuration key (doge) with the number of keys that attention keeps, by a score of the value alone."""
 
@@ -263,7 +263,7 @@ def cache_argument(forward: Callable[..., Any], state: bool = True) -> str | Non
 
 
 def cache_names(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names under which a call's arguments, or the items of an output, hold a cache."""
+    """Return the names in :data:`CACHES` that have a value in a call's arguments or in a model's output."""
     return [name for name in CACHES if arguments.get(name) is not None]
 
 

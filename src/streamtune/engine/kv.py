@@ -79,7 +79,7 @@ class KeysAndValues:
         return torch.zeros_like(tensor, dtype=dtype)
 
     def free_kv(self) -> None:
-        """Free the buffers; a ``project`` pass recomputes them."""
+        """Free the buffers; the pass ``project`` recomputes keys and values."""
         self.pairs.clear()
 
     def copy(self) -> None:
@@ -167,7 +167,7 @@ class States:
         """Handle that the layer keeps keys and values as well as a state; does nothing here."""
 
     def positions(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the position whose states a chunk reads (None: none), and the position of the states it computes."""
+        """Return the position of the states that a chunk reads (None: none), and of the states that it computes."""
         before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
         return before, chunk.stop
 
@@ -185,7 +185,7 @@ class States:
             self.after.clear()
 
     def get(self, after: int, key: StateKey) -> Tensor | None:
-        """Return the state ``key`` after the first ``after`` tokens, on the device; None if it does not exist."""
+        """Return the state ``key`` after the first ``after`` tokens, on the device; None if there is no such state."""
         on_device = self.after.get(after, {})
         if key in on_device or (block := self.offloaded.get(after, {}).get(key)) is None:
             return on_device.get(key)
@@ -205,7 +205,7 @@ class States:
         """Wait for the state ``key`` after ``after`` tokens if another rank computes it; does nothing here."""
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
-        """Save the state at ``position`` for the chunks that begin with it."""
+        """Save the state at ``position`` for the chunks that start from this state."""
         notify_tensors("state", state)
         if self.rows is None or self.rows.continues_past(position):
             copy = self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk

@@ -110,7 +110,7 @@ class StreamedForward(StreamedLayer):
         return call
 
     def _bind_biased(self, error: BiasError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
-        """Bind a call whose mask is a bias ``[B, H, T, T]``: eager attention adds it to its scores, chunk by chunk."""
+        """Bind a call whose mask is a bias ``[B, H, T, T]``, for eager attention, which adds the bias to its scores."""
 
         def additive(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[2] != value.shape[3]:

@@ -62,7 +62,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Autocast:
-    """Autocast settings of a forward, for its backward, which autograd runs outside of autocast."""
+    """Autocast settings of a forward, to restore them in its backward, which autograd runs without autocast."""
 
     device_type: str
     enabled: bool
@@ -81,7 +81,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Modes:
-    """Modes of a layer's forward, for its backward, which autograd may run outside of them.
+    """Modes of a layer's forward, to restore them in its backward, where autograd may not have set them.
 
     Attributes:
         training: Training flag of each module; dropout depends on it.
@@ -153,7 +153,7 @@ def restore_forward(module: nn.Module, before: Any) -> None:
 
 
 class Observer(Protocol):
-    """Receives events of the engine, such as the start of a chunk; it does not change what the engine computes."""
+    """Receives events of the engine, such as the start of a chunk; does not change the engine's results."""
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
         """Handle the start of a run of a layer, or of a norm outside the layers, on a chunk in the pass ``pass_name``.

@@ -32,7 +32,7 @@ LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Length of each token's row, ``[B, T]`` int64: the shortest and the longest row, if rows share the token."""
+    """Length of each token's row, ``[B, T]`` int64; for a token that rows share, the shortest and the longest row's."""
 
     shortest_BT: Tensor  # noqa: N815
     longest_BT: Tensor  # noqa: N815
@@ -81,7 +81,7 @@ class RowLengths:
 
 
 class LengthRotary:
-    """Replaces the forward of a rotary embedding: frequencies depend on the row lengths of the call alone.
+    """Replaces the forward of a rotary embedding: frequencies depend only on the row lengths of the call.
 
     :meth:`remove` restores the module's forward.
 

@@ -300,7 +300,10 @@ def summed_over_ranks(counts: Tensor) -> Tensor:
 
 
 def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each router of a layer (as ``transformers`` records them), and the index of the logits in its output."""
+    """Yield each router module of a layer, and the index of the router logits in the module's output.
+
+    Routers are the modules that ``transformers`` records as ``router_logits``.
+    """
     recorded = [spec for module in model.modules() for spec in recorded_outputs(module, "router_logits")]
     for name, module in layer.named_modules():
         for kind, where, index in recorded:

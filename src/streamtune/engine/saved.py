@@ -40,7 +40,7 @@ class SavedTensors:
         self.attention: SavedAttention | None = None
         """Attention outputs; None if the backward recomputes them."""
         self.kv: SavedKV | None = None
-        """Keys and values of ``order="chunk"``, by span; None if the buffers hold them."""
+        """Keys and values by span, with ``order="chunk"``; None if the buffers are kept instead."""
         self.must_recompute_kv = False
         """True if keys, values and states were freed after the forward and are not recomputed yet."""
 
@@ -132,7 +132,7 @@ class SavedKV:
         kv.pairs.clear()
 
     def load(self, chunk: slice, first_key: int) -> None:
-        """Load the keys and values of earlier chunks that a chunk sees, with memory for the chunk's own behind them."""
+        """Load the keys and values of earlier chunks that a chunk sees, followed by memory for the chunk's own."""
         self.unload()
         if chunk.start == 0:
             return

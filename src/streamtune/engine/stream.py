@@ -168,7 +168,7 @@ class StreamHandle(StreamedCalls):
     def _scored_call(
         self, request: ScoreRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the scores that a call of ``called``, the model or a wrapper of it, computes for the request."""
+        """Call the model, or its wrapper ``called``, with ``request``; return the scores that the call computes."""
         self._check_score_request(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}

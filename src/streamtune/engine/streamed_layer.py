@@ -168,7 +168,7 @@ class StreamedLayer:
 
 
 def unknown_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves of the graph of ``z_out`` that need a gradient and are not among the tensors ``known``."""
+    """Yield leaves that need a gradient in the graph of ``z_out``, except the tensors ``known``."""
     known_ids = {id(tensor) for tensor in known}
     todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
     while todo:

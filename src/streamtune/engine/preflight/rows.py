@@ -71,7 +71,7 @@ class _Layout:
 
     rows: PackedRows
     arguments: dict[str, Tensor]
-    """Arguments of the model call, if the model takes them."""
+    """Arguments for the model call; those that the model's forward lacks are left out."""
     places: list[Tensor]
     """Places in the sequence of each row's tokens."""
     first_tokens: list[int]
@@ -141,7 +141,7 @@ def _refuse_hybrid_layers(handle: StreamedModel, fix: str) -> None:
 
 
 class _Trial:
-    """Runs the trial rows together and alone through the streamed layers, and compares them."""
+    """Runs the trial rows through the streamed layers, together and one at a time, and compares the results."""
 
     def __init__(self, handle: StreamedModel, layout: _Layout) -> None:
         self.handle, self.model, self.layout = handle, handle.model, layout

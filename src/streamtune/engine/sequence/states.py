@@ -173,7 +173,7 @@ class SharedStates(States):
             )
 
     def positions(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the position whose states a fragment reads (None: none), and the position of its own states."""
+        """Return the position of the states that a fragment reads (None: none), and of the states it computes."""
         fragment = self._fragments[chunk.start]
         return fragment.after, fragment.positions.stop
 
@@ -206,7 +206,7 @@ class SharedStates(States):
     # Forward.
 
     def receive(self, after: int | None, key: StateKey) -> None:
-        """Wait for the state ``key`` at position ``after`` if another rank computes it and it has not arrived."""
+        """Wait for the state ``key`` at position ``after`` if another rank computes it; save it for the backward."""
         producer = self._other_producer(after)
         if after is None or producer is None or after in self._complete or key in self.after.get(after, {}):
             return
@@ -245,7 +245,7 @@ class SharedStates(States):
         return out
 
     def _await_grad(self, position: int, key: StateKey) -> Tensor | None:
-        """Wait for the gradient of a state of this rank: the sum over the other ranks that read it."""
+        """Receive the gradient of a state that this rank computed: the sum over the other ranks that read the state."""
         received = [self._receiver(rank).get(position, _message_key(key)) for rank in self._other_readers(position)]
         parts = [part for part in received if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
@@ -256,7 +256,7 @@ class SharedStates(States):
             leaf.register_hook(partial(self._send_grad, after, key))
 
     def _send_grad(self, after: int, key: StateKey, grad: Tensor | None) -> None:
-        """Send the gradient of a state to the rank that computed it; zeros if it has no gradient."""
+        """Send a state's gradient to the rank that computed the state; zeros if the state has no gradient."""
         producer, before = self.routes.producers[after], self.grads.get(after, {}).pop(key, None)
         if grad is None:
             total = torch.zeros_like(self.after[after][key]) if before is None else before
