@@ -120,8 +120,8 @@ def _attend_across_ranks(
     """Return the attention output ``[B, H, L, D]`` of this rank's tokens, for a sequence that several ranks share."""
     if not exchange.in_ring:
         query, key, value = exchange.exchange_heads(*qkv, name)
-        options["sinks_H"] = exchange.own_heads(options["sinks_H"])
-        return exchange.to_own_tokens(
+        options["sinks_H"] = exchange.rank_heads(options["sinks_H"])
+        return exchange.exchange_heads_back(
             prefix_attention(query, key, value, _mask_view(mask, query, key, True), **options)
         )
     rules = mask.mask if isinstance(mask, MaskView) else mask

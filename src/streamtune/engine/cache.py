@@ -99,7 +99,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         The gradients are complete because all later chunks have run backward.
         """
         if self.kv.has_grads:
-            grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad(index, self.chunk)]
+            grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad_views(index, self.chunk)]
             for x, grad in zip(self.chunk_kv, grads, strict=True):
                 yield x, grad.to(x.dtype)
         if not self.uses_states:
@@ -112,7 +112,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
     def add_leaf_grads(self, grads: Iterator[Tensor | None]) -> None:
         """Add the gradients of :attr:`leaves` to dK, dV and to the gradients of the states."""
         for index in range(len(self.prefix_leaves) // 2):
-            for total in self.kv.grad(index, self.prefix_keys):
+            for total in self.kv.grad_views(index, self.prefix_keys):
                 if (part := next(grads)) is not None:
                     total += part
         parts = {key: next(grads) for key in self.state_leaves}
@@ -300,10 +300,10 @@ class _PrefixGrads:
         self.length = keys.stop - keys.start
 
     def begin(self) -> None:
-        self.kv.grad(self.index, self.keys)
+        self.kv.grad_views(self.index, self.keys)
 
     def add(self, place: tuple[slice, slice, slice], grad_k: Tensor, grad_v: Tensor) -> None:
-        for total, grad in zip(self.kv.grad(self.index, self.keys), (grad_k, grad_v), strict=True):
+        for total, grad in zip(self.kv.grad_views(self.index, self.keys), (grad_k, grad_v), strict=True):
             total[place] += grad
 
 

@@ -133,7 +133,7 @@ class StreamedCalls(StreamedModel):
         mark_cache_read(call)
         self._disable_cache(call, with_labels)
         self._set_context(call, with_labels)
-        padding, takes_positions = call.get("attention_mask"), call.takes("position_ids")
+        padding, takes_positions = call.get("attention_mask"), call.has_parameter("position_ids")
         args, kwargs = call.args, call.kwargs
         asked = kwargs.get("output_router_logits")
         if self.sequence_parallel is not None:
@@ -379,9 +379,9 @@ class Generation:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._class_generate())
+        return inspect.signature(self._generate_of_class())
 
-    def _class_generate(self) -> Callable[..., Any]:
+    def _generate_of_class(self) -> Callable[..., Any]:
         model = self.handle.model
         generate: Callable[..., Any] = type(model).generate.__get__(model)
         return generate
@@ -389,9 +389,9 @@ class Generation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the ``generate`` of the model's class; without streaming if the call needs unchunked layers."""
         if not self._needs_unchunked_layers(kwargs):
-            return self._class_generate()(*args, **kwargs)
+            return self._generate_of_class()(*args, **kwargs)
         with torch.no_grad(), self.handle.plain():
-            return self._class_generate()(*args, **kwargs)
+            return self._generate_of_class()(*args, **kwargs)
 
     def _needs_unchunked_layers(self, kwargs: dict[str, Any]) -> bool:
         configs = (kwargs.get("generation_config"), getattr(self.handle.model, "generation_config", None))

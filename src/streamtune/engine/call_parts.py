@@ -51,7 +51,7 @@ class LayerOutputs:
 
     def rebuild_output(self, outputs: list[Tensor]) -> Any:
         """Return the output for the whole sequence: a tensor, tuple or list, as the layer returns it."""
-        items = [outputs[part] if isinstance(part, int) else _join_choices(part) for part in self.form]
+        items = [outputs[part] if isinstance(part, int) else _join_key_choices(part) for part in self.form]
         return items[0] if self.wrap is None else self.wrap(items)
 
 
@@ -69,7 +69,7 @@ def _is_attention(value: Any, chunk: slice) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4 and value.shape[2] == chunk.stop - chunk.start
 
 
-def _join_choices(parts: list[Tensor] | None) -> Tensor | None:
+def _join_key_choices(parts: list[Tensor] | None) -> Tensor | None:
     """Join the chunks' top-k key indices ``[B, T_i, K_i]`` along the tokens.
 
     An early chunk has fewer keys to choose from. Its last index is repeated, which selects no further key.

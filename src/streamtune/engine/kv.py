@@ -114,16 +114,16 @@ class KeysAndValues:
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Add gradients to dK, dV that come from other layers which read these keys and values."""
-        for total, part in zip(self.grad(index, slice(0, self.length)), grads, strict=True):
+        for total, part in zip(self.grad_views(index, slice(0, self.length)), grads, strict=True):
             if part is not None:
                 total += part
 
     @property
     def has_grads(self) -> bool:
-        """True if dK, dV are allocated; :meth:`grad` allocates them."""
+        """True if dK, dV are allocated; :meth:`grad_views` allocates them."""
         return bool(self.grads)
 
-    def grad(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
+    def grad_views(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         """Return views of dK and dV at positions ``keys``, to read or to add to; they begin as zeros."""
         if not self.grads:
             self.grads = [(self.zeros(k), self.zeros(v)) for k, v in self.pairs]
@@ -135,7 +135,7 @@ class KeysAndValues:
     def past_grads(self) -> tuple[Tensor, Tensor]:
         """Return dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""
         assert self.past is not None
-        grads = self.grad(0, slice(0, self.past.length))
+        grads = self.grad_views(0, slice(0, self.past.length))
         return grads[0].to(self.past.keys.dtype), grads[1].to(self.past.values.dtype)
 
 
@@ -285,7 +285,7 @@ class Past:
             refuse_past(f"the {type(cache).__name__} holds no keys and values under this layer's index", name)
         if keys.shape[2] != length:
             refuse_past(f"it holds {keys.shape[2]} keys for {length} tokens (a sliding or static cache)", name)
-        return cls(keys, values, (_version(keys), _version(values)), index)
+        return cls(keys, values, (_version_of(keys), _version_of(values)), index)
 
     def detached(self) -> Past:
         """Return the keys and values detached from their graph."""
@@ -293,14 +293,14 @@ class Past:
 
     def check(self) -> None:
         """Raise :class:`ArgumentError` if the cache was written to since the forward."""
-        if (_version(self.keys), _version(self.values)) != self.versions:
+        if (_version_of(self.keys), _version_of(self.values)) != self.versions:
             raise ArgumentError(
                 "the cache that was passed was changed in place between the forward and its backward; both read it",
                 fix="call loss.backward() first, or pass a copy of the cache",
             )
 
 
-def _version(x: Tensor) -> int:
+def _version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 

@@ -66,7 +66,7 @@ class ModelCall:
         name = cache_argument(type(self.model).forward, state=False)
         return None if name is None else self.get(name)
 
-    def takes(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         """Return True if the signature of the model's forward has a parameter ``name``."""
         return name in _parameters(type(self.model).forward)
 
@@ -109,7 +109,7 @@ class ModelCall:
         )
         if by_positions or not (cached if asked is None else asked):
             return
-        if self.get("attention_mask") is None and self.takes("attention_mask") and all(self.size):
+        if self.get("attention_mask") is None and self.has_parameter("attention_mask") and all(self.size):
             positions = self.get("position_ids")
             if PackedRows.from_positions(positions) is not None:
                 self.put("attention_mask", torch.ones(self.size, dtype=torch.long, device=positions.device))

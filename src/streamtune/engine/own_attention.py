@@ -69,7 +69,7 @@ class AttentionNames:
         if not self._depth:
             for config, name in zip(self.configs, self.plain_names, strict=True):
                 refuse_changed_attention(config, name, where)
-            self._set(self.engine_names)
+            self._set_names(self.engine_names)
         self._depth += 1
         return self._depth - 1
 
@@ -78,7 +78,7 @@ class AttentionNames:
         if self._depth:
             self._depth = self._depth - 1 if around is None else around
             if not self._depth:
-                self._set(self.plain_names)
+                self._set_names(self.plain_names)
 
     @contextmanager
     def using(self, names: list[Any]) -> Iterator[None]:
@@ -90,7 +90,7 @@ class AttentionNames:
         finally:
             self._depth -= 1
 
-    def _set(self, names: list[Any]) -> None:
+    def _set_names(self, names: list[Any]) -> None:
         for config, name in zip(self.configs, names, strict=True):
             set_attention(config, name)
 
@@ -193,12 +193,12 @@ class DensifiedMask(LazyMask):
         )
 
 
-def _operator(name: str) -> Any:
+def _dense_operator(name: str) -> Any:
     return lambda mask, *others: getattr(mask.dense(), name)(*others)
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert", "lt", "le", "gt", "ge"):
-    setattr(DensifiedMask, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(DensifiedMask, f"__{_name}__", _dense_operator(f"__{_name}__"))
 
 
 def _densified_mask(

@@ -477,16 +477,16 @@ class _NextLayerGradient:
 
 def placeholder(like: Source) -> Tensor:
     """Return zeros that take no memory, to return to autograd in place of a gradient that is stored elsewhere."""
-    return _zero(like.dtype, like.device).expand(like.shape)
+    return _zero_scalar(like.dtype, like.device).expand(like.shape)
 
 
 def is_placeholder(grad: Tensor) -> bool:
     """Return True if a gradient is a :func:`placeholder` and nothing was added to it."""
-    return grad.untyped_storage()._cdata == _zero(grad.dtype, grad.device).untyped_storage()._cdata
+    return grad.untyped_storage()._cdata == _zero_scalar(grad.dtype, grad.device).untyped_storage()._cdata
 
 
 @lru_cache(maxsize=32)
-def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zero_scalar(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 

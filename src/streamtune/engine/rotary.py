@@ -139,7 +139,7 @@ class LengthRotary:
             # The embedding reads the length from the longest position, which is appended behind the tokens.
             longer = nn.functional.pad(position_ids, (0, 1), value=int(length) - 1)
             rotated = _map_output(lambda y: y[:, :-1], plain(x, longer.clamp(max=int(length) - 1)))
-            out = rotated if out is None else _where_output(longest_BT == length, rotated, out)
+            out = rotated if out is None else _select_output(longest_BT == length, rotated, out)
         return out
 
 
@@ -198,7 +198,7 @@ def _map_output(change: Callable[[Tensor], Tensor], out: Any) -> Any:
     return change(out) if isinstance(out, Tensor) else tuple(change(y) for y in out)
 
 
-def _where_output(where_BT: Tensor, new: Any, old: Any) -> Any:
+def _select_output(where_BT: Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, Tensor):
         return torch.where(where_BT.reshape(*where_BT.shape, *[1] * (new.dim() - 2)), new, old)
-    return tuple(_where_output(where_BT, *pair) for pair in zip(new, old, strict=True))
+    return tuple(_select_output(where_BT, *pair) for pair in zip(new, old, strict=True))

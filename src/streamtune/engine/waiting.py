@@ -307,10 +307,10 @@ class OffloadedWeights:
     def _swap_in(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
         if not unit.depth:
-            self._install_copies(unit, [self._copy_in_graph(p) for p in unit.parameters])
+            self._install_copies(unit, [self._copy_with_graph(p) for p in unit.parameters])
         unit.depth += 1
 
-    def _copy_in_graph(self, parameter: nn.Parameter) -> Tensor:
+    def _copy_with_graph(self, parameter: nn.Parameter) -> Tensor:
         if is_host_storage(parameter.untyped_storage()):
             copied: Tensor = _OnDevice.apply(parameter, self)
             return copied

@@ -120,7 +120,7 @@ class _DiskBlock:
             return
         tier = self.tier
         if self.written is not None:
-            _wait_for(self.written)
+            _wait_for_job(self.written)
         tier.tally.moved_bytes += self.nbytes
         span = tier.arena.take(self.nbytes, tier.device)
         job = None if tier.file is None else tier.threads.submit(tier.file.read, span, self.offset)
@@ -135,7 +135,7 @@ class _DiskBlock:
         copied = None
         try:
             if job is not None:
-                _wait_for(job)
+                _wait_for_job(job)
             self.fetched = self.tier.copies.to_device(span.tensor(self.shape, self.dtype), self.tier.device)
             copied = self.fetched[1]
         finally:
@@ -151,7 +151,7 @@ class _DiskBlock:
 
     def replace(self, x: Tensor) -> None:
         if self.written is not None:
-            _wait_for(self.written)
+            _wait_for_job(self.written)
         self._write(x)
 
     def free(self) -> None:
@@ -170,7 +170,7 @@ class _DiskBlock:
     __del__ = free  # a forward whose backward never comes
 
 
-def _wait_for(job: Future[None]) -> None:
+def _wait_for_job(job: Future[None]) -> None:
     """Wait for a thread's job; raise a copy of its error, because the job would keep the raising frames alive."""
     error = job.exception()
     if error is not None:

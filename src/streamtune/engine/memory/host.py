@@ -291,11 +291,11 @@ class Arena:
             ahead = min(ahead, usable_host_bytes() // PAGE * PAGE)
         size = round_up_to_pages(max(nbytes, REGION, ahead))
         if device.type != "meta":
-            self._check_free(size)
+            self._check_free_memory(size)
         self.regions.append(region := _Region(len(self.regions), size, device))
         return region
 
-    def _check_free(self, size: int) -> None:
+    def _check_free_memory(self, size: int) -> None:
         free = usable_host_bytes()
         if size > free:
             raise OutOfMemoryError(

@@ -223,7 +223,7 @@ class StoredTensor:
         """Return a chunk of the tensor, on the device."""
         place = (chunk.start, chunk.stop)
         if place not in self.blocks:  # stored by a layer with other chunks
-            return self._assemble(chunk)
+            return self._assemble_chunk(chunk)
         x = self.blocks[place].get()
         following = self._next.get(place)
         after = None if following is None else self._next.get(following)
@@ -233,7 +233,7 @@ class StoredTensor:
             self.blocks[following].prefetch()
         return x
 
-    def _assemble(self, chunk: slice) -> Tensor:
+    def _assemble_chunk(self, chunk: slice) -> Tensor:
         """Return a chunk that spans parts of several blocks."""
         parts = []
         for (start, stop), block in sorted(self.blocks.items()):

@@ -237,7 +237,7 @@ class RecordedCall:
         return next(iter(self.inputs.values()))
 
 
-def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def bind_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Return the bound arguments of a call of ``layer``; the layer itself is the first argument."""
     return inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
 

@@ -23,7 +23,7 @@ from streamtune.engine.preflight.common import (
     SCHEDULE,
     Arguments,
     RecordedCall,
-    bind,
+    bind_arguments,
     checking_mode,
     detached_outputs,
     distance,
@@ -113,7 +113,7 @@ class _Preflight:
             valid = self.inputs["attention_mask"].bool()
             names, reference = self.handle.names, self.reference
             self.layer_check = LayerCheck(self.model, self.layers, names, reference, self.own_attention, valid)
-            loss_ref, grad_ref = self._forward(self._record)
+            loss_ref, grad_ref = self._forward(self._record_call)
             self._refuse_nan(loss_ref)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
@@ -127,7 +127,7 @@ class _Preflight:
         if not self.calls:
             raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so nothing can be streamed")
         try:
-            loss, grad = self._forward(self._compare)
+            loss, grad = self._forward(self._compare_call)
             if len(self.streamed) != len(self.calls):
                 raise DiffersError(
                     f"{self._name} made {len(self.streamed)} layer calls when streamed, {len(self.calls)} unstreamed"
@@ -141,12 +141,15 @@ class _Preflight:
             raise
         except UnsupportedModelError as error:
             if self._name not in error.what:
-                error.what, error.where = f"{self._name}: {error.what}", self.layer_check.where(self.current_layer)
+                error.what, error.where = (
+                    f"{self._name}: {error.what}",
+                    self.layer_check.location(self.current_layer),
+                )
             raise
         except Exception as error:
             raise UnsupportedModelError(
                 f"{self._name} does not run in chunks ({type(error).__name__}: {error})",
-                where=self.layer_check.where(self.current_layer),
+                where=self.layer_check.location(self.current_layer),
                 fix=FIX,
             ) from error
 
@@ -156,7 +159,7 @@ class _Preflight:
         Return the loss, and its gradient with respect to the last layer's output. The gradient of the head's weight is
         not computed, because it is as large as the head.
         """
-        streamed = step == self._compare
+        streamed = step == self._compare_call
         self.last = None
         with ExitStack() as stack:
             names = self.handle.names
@@ -172,10 +175,10 @@ class _Preflight:
         (grad,) = torch.autograd.grad(loss, [self.last], allow_unused=True)
         return loss.detach(), grad
 
-    def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer plainly and record the call."""
         self.current_layer, layer = index, self.layers[index]
-        arguments = bind(layer, args, kwargs)
+        arguments = bind_arguments(layer, args, kwargs)
         leaves = {name: _as_leaf(x) for name, x in input_tensors(arguments).items()}
         used = with_tensors(arguments, leaves)
         out, outputs = run_recorded(type(layer).forward, used)
@@ -193,7 +196,7 @@ class _Preflight:
         self.current_layer = None
         return self._recorded_result(arguments, used, out, call)
 
-    def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compare_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer in chunks on its recorded input and compare the outputs."""
         call = self.calls[len(self.streamed)] if len(self.streamed) < len(self.calls) else None
         if call is None or call.index != index:
@@ -202,7 +205,7 @@ class _Preflight:
         LayerCall.bind(
             layer, args, kwargs, OwnAttention(self.own_attention) if self.own_attention else None
         )  # refuses by name
-        arguments = bind(layer, args, kwargs)
+        arguments = bind_arguments(layer, args, kwargs)
         bound_input = self.layer_check.bound(index, call.z_in)
         for name, x in input_tensors(arguments).items():
             reference = call.inputs.get(name)
@@ -233,7 +236,7 @@ class _Preflight:
         raise _PlainError(
             f"{self._name} computes a loss of {loss.item()} from text, even without streaming: its weights, or values "
             "in its configuration (epsilons, rope_theta, scales), overflow",
-            where="the head" if bad is None else self.layer_check.where(bad),
+            where="the head" if bad is None else self.layer_check.location(bad),
             fix="use another copy of the checkpoint, or correct its config.json; for float16 set dtype: bfloat16",
         )
 
@@ -247,7 +250,7 @@ class _Preflight:
                 f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with a "
                 f"gradient (leaf of shape {tuple(leaf.shape)}) that is neither argument nor parameter, such as shared "
                 "keys and values",
-                where=self.layer_check.where(index),
+                where=self.layer_check.location(index),
                 fix="train this model without streaming",
             )
 

@@ -195,7 +195,7 @@ class LayerCheck:
         """Return the largest relative difference of a layer's input or output that counts as rounding."""
         return BOUND[bound_dtype(z, self.layers[index])]
 
-    def where(self, index: int | None) -> str:
+    def location(self, index: int | None) -> str:
         """Return the location of layer ``index`` in the model, for messages; ``index`` None: outside the layers."""
         if index is None:
             return f"{self.name}, outside its decoder layers"
@@ -206,7 +206,7 @@ class LayerCheck:
         return DiffersError(
             f"{self.name} is not streamed exactly: the {what} of {type(self.layers[index]).__name__} in chunks "
             f"differs from the whole sequence's by {error:.1e} (rounding explains {bound:.0e})",
-            where=self.where(index),
+            where=self.location(index),
             fix=FIX,
         )
 

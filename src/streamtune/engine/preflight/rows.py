@@ -40,7 +40,7 @@ from streamtune.engine.inspect_model import hybrid_layer_name
 from streamtune.engine.preflight.common import (
     BOUND,
     Arguments,
-    bind,
+    bind_arguments,
     bound_dtype,
     checking_mode,
     hidden_states_of,
@@ -160,11 +160,11 @@ class _Trial:
         layout, device = self.layout, self.ids.device
         positions = layout.rows.positions_BT
         arguments = {name: value.to(device) for name, value in layout.arguments.items()}
-        packed = self._forward(self._record, self.ids, layout.rows, arguments)
+        packed = self._forward(self._record_call, self.ids, layout.rows, arguments)
         for places, first_token in zip(layout.places, layout.first_tokens, strict=True):
             self.calls, self.row, self.first_token = 0, places.to(device), first_token
             arguments_alone = {"position_ids": positions[:, places].to(device)}
-            alone = self._forward(self._compare, self.ids[:, self.row], None, arguments_alone)
+            alone = self._forward(self._compare_call, self.ids[:, self.row], None, arguments_alone)
             self._record_error(len(self.layers), "logits", packed[:, self.row], alone, torch.zeros_like(alone))
         self._check_errors()
 
@@ -191,14 +191,14 @@ class _Trial:
         forward = streamed_forward(self.layers[index], self.own_attention, self.context)
         return forward(*bound.args[1:], **bound.kwargs)
 
-    def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = bind(self.layers[index], args, kwargs)
+    def _record_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind_arguments(self.layers[index], args, kwargs)
         out = self._run_streamed(index, bound)
         self.packed_calls.append(_PackedCall(index, bound.arguments[_hidden_name(bound)], hidden_states_of(out)))
         return out
 
-    def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = bind(self.layers[index], args, kwargs)
+    def _compare_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = bind_arguments(self.layers[index], args, kwargs)
         call = self.packed_calls[self.calls] if self.calls < len(self.packed_calls) else None
         if call is None or call.index != index:
             raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", fix=self.layout.fix)
@@ -214,7 +214,7 @@ class _Trial:
 
     def _record_error(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
         """Record a row's error divided by the error that rounding explains; in a narrow dtype, the first token's."""
-        dtype = self._dtype(index, alone)
+        dtype = self._bound_dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
             first = slice(self.first_token, self.first_token + 1)
             packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
@@ -225,7 +225,7 @@ class _Trial:
     def _check_errors(self) -> None:
         for (index, what), errors in self.errors.items():
             behind = errors[1:]  # no row precedes the first
-            narrow = torch.finfo(self._dtype(index, self.packed_calls[0].z_out)).bits < 32
+            narrow = torch.finfo(self._bound_dtype(index, self.packed_calls[0].z_out)).bits < 32
             error = statistics.median(behind) if narrow else max(behind)
             if not error <= 1:
                 layer = index < len(self.layers)
@@ -237,7 +237,7 @@ class _Trial:
                     fix=self.layout.fix,
                 )
 
-    def _dtype(self, index: int, z: Tensor) -> torch.dtype:
+    def _bound_dtype(self, index: int, z: Tensor) -> torch.dtype:
         """Return the dtype whose ``BOUND`` applies to layer ``index``; the head has the last layer's."""
         return bound_dtype(z, self.layers[min(index, len(self.layers) - 1)])
 
@@ -301,7 +301,7 @@ class _Forwards:
         self.recorded: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run(self, length: int, plain: bool) -> None:
-        step = self._record_plain if plain else self._compare
+        step = self._record_plain if plain else self._compare_call
         step_layers(self.handle, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
         ids = random_tokens(self.model, 1, length)
@@ -319,15 +319,15 @@ class _Forwards:
         kind = layer_signature(layer)
         if kind not in self.kinds:
             self.kinds.add(kind)
-            z_in = list(bind(layer, args, kwargs).arguments.values())[1]
+            z_in = list(bind_arguments(layer, args, kwargs).arguments.values())[1]
             self.recorded[index] = z_in.clone(), hidden_states_of(out).clone()
         return out
 
-    def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compare_call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]
         forward = streamed_forward(layer, self.handle.own_attention, self.handle.context, self.schedule)
         recorded = self.recorded.get(index)
-        arguments = bind(layer, args, kwargs)
+        arguments = bind_arguments(layer, args, kwargs)
         if recorded is not None:
             arguments.arguments[_hidden_name(arguments)] = recorded[0]
         out = forward(*arguments.args[1:], **arguments.kwargs)

@@ -272,7 +272,7 @@ class ChunkExchange:
         # Only the first chunk is checked.
         checked = self.returned_kv is None or self.has_one_head or self.part.start > 0
         if not checked and not all(
-            _same_tensor(x, cached) for x, cached in zip((k, v), self.returned_kv or (), strict=True)
+            _is_same_tensor(x, cached) for x, cached in zip((k, v), self.returned_kv or (), strict=True)
         ):
             raise UnsupportedModelError(
                 "the layer attends to keys or values that its cache did not return, so ranks cannot divide their heads",
@@ -291,11 +291,11 @@ class ChunkExchange:
             )
         return to_heads(q, self.shards.group, self.lengths), k, v
 
-    def own_heads(self, sinks_H: Tensor | None) -> Tensor | None:
+    def rank_heads(self, sinks_H: Tensor | None) -> Tensor | None:
         """Return the sink logits of this rank's heads, given ``[H]`` of all heads."""
         return None if sinks_H is None else sinks_H.chunk(self.shards.size)[self.shards.rank]
 
-    def to_own_tokens(self, out_BhTD: Tensor) -> Tensor:
+    def exchange_heads_back(self, out_BhTD: Tensor) -> Tensor:
         """Exchange this rank's heads of the attention output; return all heads ``[B, H, L, D]`` of its own tokens."""
         return to_shards(out_BhTD, self.shards.group, self.lengths)
 
@@ -326,7 +326,7 @@ def _has_no_blocks(block_start: Tensor | None) -> bool:
     )
 
 
-def _same_tensor(x: Tensor, cached: Tensor) -> bool:
+def _is_same_tensor(x: Tensor, cached: Tensor) -> bool:
     """Return True if ``x`` is the tensor ``cached`` that the cache returned, or equals it in shape and values.
 
     The two differ if the layer repeated heads: it is then unknown which query heads read which copy.
