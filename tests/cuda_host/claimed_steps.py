@@ -27,7 +27,7 @@ def decide_without_times() -> None:
     """Make the choices that take times: there are none on this device."""
     kernels.median_seconds = lambda *_: 1.0
     view_kernels._band_is_faster = lambda *_: True
-    fused.KINDS = (*fused.KINDS, claimed.Claimed)  # type: ignore[assignment]
+    fused.PLAIN_TYPES = (*fused.PLAIN_TYPES, claimed.Claimed)  # type: ignore[assignment]
 
 
 def reference(model: Any, kind: str) -> tuple[Reference, dict[str, Any]]:

@@ -369,7 +369,7 @@ def test_layers_that_are_kept_whole_are_the_last() -> None:
         assert [place.unstreamed for place in places] == [index >= 6 - kept for index in range(6)]
         streamed = [place for place in places if not place.unstreamed]
         assert [place.begins_segment for place in streamed] == [index % 2 == 0 for index in range(len(streamed))]
-        assert not streamed or streamed[-1].ends
+        assert not streamed or streamed[-1].ends_segment
 
 
 def test_the_best_segments_hold_fewest() -> None:
