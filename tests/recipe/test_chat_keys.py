@@ -42,6 +42,7 @@ def test_mistakes(refused, lines: str, what: str, fix: str) -> None:
 
 def test_keys_of_answers_that_are_given_mean_nothing_to_grpo(refused) -> None:
     assert "'on_empty' is not read by grpo" in refused("on_empty: drop\n", before=GRPO).what
+    assert "'train_on' is not read by grpo" in refused("train_on: all\n", before=GRPO).what
 
 
 def test_what_is_trained_of_axolotl_datasets(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ CHAT_RULES: Rules = (
         )
         for key in ("roles_to_train", "train_on_eos")
     ),
-    OnlyFor("sft", "roles_to_train", "train_on_eos", "on_empty"),
+    OnlyFor("sft", "train_on", "roles_to_train", "train_on_eos", "on_empty"),
 )
 
 
