@@ -25,7 +25,7 @@ def bounds(package: str) -> str:
 
 def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
     given = {"transformers": "5.24.0", "torch": "2.13.0+cpu"} | found
-    monkeypatch.setattr(libraries, "installed", lambda name: given[name])
+    monkeypatch.setattr(libraries, "installed_version", lambda name: given[name])
 
 
 def test_the_bounds_of_the_package_are_the_tested_versions() -> None:

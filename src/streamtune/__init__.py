@@ -31,7 +31,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "RouterLoss": "streamtune.engine",
     "Schedule": "streamtune.engine",
     "SequenceParallel": "streamtune.engine",
@@ -45,11 +45,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import the engine, and torch with it, at the first use: ``streamtune --help`` needs neither."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

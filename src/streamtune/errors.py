@@ -133,10 +133,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = {each.casefold(): each for each in known}
     folded = name.casefold()
     nearest = get_close_matches(folded, names, n=len(names), cutoff=0.6) if names else []
-    alike = [each for each in nearest if _likeness(each, folded) == _likeness(nearest[0], folded)]
-    found = next((each for each in alike if each[:1] == folded[:1]), nearest[0] if nearest else None)
+    tied = [each for each in nearest if _similarity(each, folded) == _similarity(nearest[0], folded)]
+    found = next((each for each in tied if each[:1] == folded[:1]), nearest[0] if nearest else None)
     return f"did you mean '{names[found]}'?" if found else ""
 
 
-def _likeness(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one, other).ratio()

@@ -53,9 +53,10 @@ class StreamTuneCallback(TrainerCallback):
 
         Args:
             schedule: Schedule of the step; None lets the planner choose.
-            chunk_size: Tokens of a chunk, short for ``schedule=Schedule(chunk_size=...)``.
-            max_length: Tokens of the longest row, for the plan. None: ``max_length`` of TRL's configurations.
-            rows: Rows of one forward, for the plan. None: ``per_device_train_batch_size``, doubled for TRL's DPO.
+            chunk_size: Number of tokens of a chunk, short for ``schedule=Schedule(chunk_size=...)``.
+            max_length: Number of tokens of the longest row, for the plan. None: ``max_length`` of TRL's configurations.
+            rows: Number of rows of one forward, for the plan. None: ``per_device_train_batch_size``, doubled for TRL's
+                DPO.
             device_memory: Memory to plan with, in bytes or as ``"80GiB"``. None: the free memory.
             head: Whether to stream the head too, as in :func:`streamtune.stream`.
 
@@ -69,7 +70,7 @@ class StreamTuneCallback(TrainerCallback):
         self.device_memory, self.head = device_memory, head
         self.handle: StreamHandle | None = None
         self.plan: Plan | None = None
-        self._ours = False
+        self._streamed_here = False
         self._device = torch.device("cpu")
 
     def attach(self, trainer: Trainer) -> StreamTuneCallback:
@@ -94,12 +95,12 @@ class StreamTuneCallback(TrainerCallback):
             _refuse_sharded(model, args)
             self.plan = self._plan(model, args)
             schedule = self.plan.schedule if self.plan is not None else self.schedule
-            self.handle, self._ours = stream(model, schedule=schedule, head=self.head), True
+            self.handle, self._streamed_here = stream(model, schedule=schedule, head=self.head), True
         else:
-            self.handle, self._ours = streamed, False
+            self.handle, self._streamed_here = streamed, False
         reset_peak_memory(self._device)
         if state.is_world_process_zero:
-            print(self._line(), flush=True)
+            print(self._describe_schedule(), flush=True)
             if (note := _rounding_note(model, args)) is not None:
                 print(note, flush=True)
 
@@ -128,13 +129,13 @@ class StreamTuneCallback(TrainerCallback):
 
     def remove(self) -> None:
         """Restore the model, if this callback streamed it. Call it after a training that ended with an error."""
-        if self.handle is not None and self._ours:
+        if self.handle is not None and self._streamed_here:
             self.handle.remove()
-        self.handle, self._ours = None, False
+        self.handle, self._streamed_here = None, False
 
     def _plan(self, model: nn.Module, args: TrainingArguments) -> Plan | None:
         """Return the plan of a step; None if a schedule is given and the length of the longest row is unknown."""
-        length = self.max_length or _longest_row(args)
+        length = self.max_length or _max_row_tokens(args)
         if length is None:
             if self.schedule is not None:
                 return None
@@ -154,11 +155,11 @@ class StreamTuneCallback(TrainerCallback):
                 schedule=self.schedule,
             )
 
-    def _line(self) -> str:
+    def _describe_schedule(self) -> str:
         assert self.handle is not None
         words = f"StreamTune: {self.handle.schedule.describe(len(self.handle.layers))}"
         if self.plan is None:
-            return words + ("" if self._ours else "; streamed before training began")
+            return words + ("" if self._streamed_here else "; streamed before training began")
         counted = " of tensors only, without Python and libraries" if self._device.type == "cpu" else ""
         return f"{words}; predicted peak {show_size(self.plan.simulation.peak_bytes)}{counted}"
 
@@ -196,8 +197,8 @@ def _refuse_sharded(model: nn.Module, args: TrainingArguments) -> None:
         )
 
 
-def _longest_row(args: TrainingArguments) -> int | None:
-    """Return how many tokens the longest row has by TRL's configurations; None without them."""
+def _max_row_tokens(args: TrainingArguments) -> int | None:
+    """Return the maximum number of tokens of a row in TRL's arguments; None if the arguments have no such limit."""
     completion = getattr(args, "max_completion_length", None)
     prompt = getattr(args, "max_prompt_length", None)
     if completion is not None:
@@ -213,8 +214,8 @@ def _rows_per_forward(args: TrainingArguments) -> int:
 
 @contextmanager
 def _original_forwards(model: nn.Module) -> Iterator[None]:
-    """Remove replacements of ``forward`` (accelerate's autocast) inside the context: a copied model would share
-    them."""
+    """Context manager: while active, replacements of ``forward`` (accelerate's autocast) are removed, because a copy of
+    the model would share them."""
     replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         names = [name for name in ("forward", "_original_forward") if name in module.__dict__]

@@ -148,7 +148,7 @@ class Schedule:
         Args:
             model: Causal language model of ``transformers``, not streamed yet, with its adapters if it has any. A model
                 on ``meta`` is planned for an accelerator of ``device_memory``.
-            max_length: Tokens of the longest row.
+            max_length: Number of tokens of the longest row.
             device_memory: Bytes, or a size such as ``"80GiB"``. None: the free memory plus the memory of the model's
                 weights.
             more: ``host_memory``; ``batch_size``; ``accumulated`` (gradients of earlier micro-batches exist);
@@ -274,7 +274,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 GIVEN = ("grad_dtype", "fuse", "weights", "fetch_dtype")
-"""Fields that the planner never changes: they affect how the gradient is rounded, or where the optimizer steps."""
+"""Fields that the planner never changes: they affect how the gradient is rounded, or where the optimizer runs."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
 """Field of a schedule -> default, in order."""
@@ -286,7 +286,8 @@ def kept(choice: Kept | bool) -> Kept:
 
 
 class Contradiction(NamedTuple):
-    """Choices of a schedule that exclude each other. ``field`` may stay if another field has the value ``instead``."""
+    """Choices of a schedule that exclude each other: the field, the error, and a (field, value) that would resolve
+    it."""
 
     field: str
     what: str
@@ -294,7 +295,7 @@ class Contradiction(NamedTuple):
 
 
 def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
-    """Yield the choices that exclude each other.
+    """Yield a contradiction for each pair of choices that exclude each other.
 
     Args:
         choices: Field -> value; None if the value is still open.

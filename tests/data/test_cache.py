@@ -209,12 +209,12 @@ def test_a_file_that_is_changed_and_keeps_its_time_is_another(tmp_path: Path, mo
     file, hashes = tmp_path / "rows.jsonl", FileHashes(tmp_path / "files.json")
     file.write_text("one")
     status = file.stat()
-    first = hashes.of(file)
+    first = hashes.hash_of(file)
     time.sleep(0.02)
     with file.open("r+") as opened:  # as rsync --inplace -t and cp -p do: the same inode, size and time
         opened.write("two")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert hashes.of(file) != first
+    assert hashes.hash_of(file) != first
 
 
 def test_a_file_is_known_by_its_bytes_wherever_its_clock_stands(tmp_path: Path) -> None:
@@ -222,15 +222,15 @@ def test_a_file_is_known_by_its_bytes_wherever_its_clock_stands(tmp_path: Path) 
     file.write_text("one")
     old = time.time() - 100
     os.utime(file, (old, old))
-    first = hashes.of(file)
+    first = hashes.hash_of(file)
     hashes.save()
-    assert FileHashes(tmp_path / "files.json").of(file) == first
+    assert FileHashes(tmp_path / "files.json").hash_of(file) == first
     file.write_text("two")  # the same size and time: another inode or a time of change of now shows it
-    assert FileHashes(tmp_path / "files.json").of(file) != first
+    assert FileHashes(tmp_path / "files.json").hash_of(file) != first
     file.write_text("six")  # changed within a tick of the clock after it was hashed
-    assert FileHashes(tmp_path / "files.json").of(file) == FileHashes(tmp_path / "none.json").of(file)
+    assert FileHashes(tmp_path / "files.json").hash_of(file) == FileHashes(tmp_path / "none.json").hash_of(file)
     (tmp_path / "files.json").write_text("{broken")
-    assert FileHashes(tmp_path / "files.json").of(file)
+    assert FileHashes(tmp_path / "files.json").hash_of(file)
 
 
 @pytest.mark.parametrize("damage", ["short", "gone", "no json", "other counts", "a byte", "a list"])

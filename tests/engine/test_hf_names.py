@@ -238,7 +238,7 @@ def test_what_is_missing_names_the_version_and_not_the_model(
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "installed", lambda name: {"transformers": "5.31.0"}.get(name, "2.13.0"))
+    monkeypatch.setattr(libraries, "installed_version", lambda name: {"transformers": "5.31.0"}.get(name, "2.13.0"))
 
 
 @pytest.mark.usefixtures("newer")

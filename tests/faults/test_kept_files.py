@@ -58,12 +58,12 @@ def use_tokenizer(root: Path, notify: Callable[[str], None], size: int = 280) ->
     def make() -> str:
         return str(train_tokenizer(TEXTS, vocab_size=size).backend_tokenizer.to_str())
 
-    return RowCache(root / "rows").text_of([Source(str(root / "rows.jsonl"))], {"size": size}, make, notify)[0]
+    return RowCache(root / "rows").cached_text([Source(str(root / "rows.jsonl"))], {"size": size}, make, notify)[0]
 
 
 def use_file_hashes(root: Path, notify: Callable[[str], None], name: str = "rows.jsonl") -> Any:
     hashes = contents.FileHashes(root / name.replace("rows", "hashes"), notify)
-    found = hashes.of(root / name)
+    found = hashes.hash_of(root / name)
     hashes.save()
     return found
 

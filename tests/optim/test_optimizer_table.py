@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, argument_mistakes, check_installed, state_bytes
+from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, check_installed, find_argument_mistake, state_bytes
 from streamtune.errors import ArgumentError
 from streamtune.ops.devices import simulating
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
@@ -388,25 +388,25 @@ def test_some_optimizers_are_experimental() -> None:
 
 def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
     assert RULES.keys() == {name for name, e in OPTIMIZERS.items() if e.step == PLAIN_STEP}
-    assert argument_mistakes("sgd", {"momentum": 0.5, "nesterov": True}) is None
-    assert argument_mistakes("sgd", {"momentun": 0.5}) == (
+    assert find_argument_mistake("sgd", {"momentum": 0.5, "nesterov": True}) is None
+    assert find_argument_mistake("sgd", {"momentun": 0.5}) == (
         "momentun", "'sgd' has no option 'momentun'", "did you mean 'momentum'?",
     )  # fmt: skip
-    key, what, fix = argument_mistakes("adan", {"betas": [0.9, 0.99]}) or ("", "", "")
+    key, what, fix = find_argument_mistake("adan", {"betas": [0.9, 0.99]}) or ("", "", "")
     assert (key, what) == (
         "betas", "'betas' of 'adan' must be a list of 3 numbers from 0 to below 1; found [0.9, 0.99]",
     )  # fmt: skip
     assert fix == "write a value such as [0.98, 0.92, 0.99]"
     for args in ({"nesterov": 1}, {"momentum": True}, {"momentum": "0.9"}, {"momentum": float("nan")}):
-        assert argument_mistakes("sgd", args) is not None
-    assert argument_mistakes("muon", {"adjust_lr_fn": "none"}) is not None
-    assert argument_mistakes("badam_ratio", {"update_ratio": 1.5}) == (
+        assert find_argument_mistake("sgd", args) is not None
+    assert find_argument_mistake("muon", {"adjust_lr_fn": "none"}) is not None
+    assert find_argument_mistake("badam_ratio", {"update_ratio": 1.5}) == (
         "update_ratio", "'update_ratio' of 'badam_ratio' must be from 1e-12 to 1; found 1.5",
         "write a value such as 0.01",
     )  # fmt: skip
-    assert argument_mistakes("natural_galore", {"damping": 0.0}) is not None
-    assert argument_mistakes("natural_galore", {"damping": 7.5, "history": 20}) is None
-    assert "adam_beta1" in (argument_mistakes("adamw", {"betas": [0.9, 0.95]}) or ("", "", ""))[2]
+    assert find_argument_mistake("natural_galore", {"damping": 0.0}) is not None
+    assert find_argument_mistake("natural_galore", {"damping": 7.5, "history": 20}) is None
+    assert "adam_beta1" in (find_argument_mistake("adamw", {"betas": [0.9, 0.95]}) or ("", "", ""))[2]
 
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
@@ -432,7 +432,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "args"), WRONG)
 def test_an_option_that_the_library_would_refuse_is_a_mistake(name: str, args: dict[str, Any]) -> None:
-    key, what, fix = argument_mistakes(name, args) or ("", "", "")
+    key, what, fix = find_argument_mistake(name, args) or ("", "", "")
     assert key in args
     assert what
     assert fix
@@ -440,7 +440,7 @@ def test_an_option_that_the_library_would_refuse_is_a_mistake(name: str, args: d
 
 @pytest.mark.parametrize("name", [name for name, entry in OPTIMIZERS.items() if entry.options])
 def test_defaults_are_no_mistake(name: str) -> None:
-    assert argument_mistakes(name, OPTIMIZERS[name].options) is None
+    assert find_argument_mistake(name, OPTIMIZERS[name].options) is None
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(monkeypatch: Any) -> None:

@@ -129,7 +129,7 @@ def test_peft_says_how_adapters_begin(write, line, kind, note):
 
 def test_a_beginning_of_adapters_that_is_not_here(refused):
     error = refused("finetuning_type: lora\ninit_lora_weights: gaussian\n")
-    assert error.what == "unknown start of adapters 'init_lora_weights: gaussian'"
+    assert error.what == "unknown initialisation of adapters 'init_lora_weights: gaussian'"
     assert error.fix.startswith("write one of: adapter_type: pissa")
     assert error.where.endswith(":5")
 

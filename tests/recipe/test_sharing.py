@@ -28,7 +28,7 @@ REFUSED = [
     (f"{GRPO}use_vllm: true\n", "'use_vllm' needs whole weights on each rank", "use_vllm: false"),
     (
         f"{GRPO}repetition_penalty: 1.1\n",
-        "'repetition_penalty' would count padding, which ranks that share the weights add",
+        "'repetition_penalty' would count padding, which ranks with sharded weights add",
         "repetition_penalty: 1.0",
     ),
 ]

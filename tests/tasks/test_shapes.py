@@ -103,9 +103,9 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
     prepared: Any = SimpleNamespace(train=Stored(Tree, tables[0], np.arange(2)))
     for keys, count in (({}, 2), ({"loss_type": "kto"}, 2)):
         task = task_of(dpo(per_device_train_batch_size=count, **keys))
-        completions = task.own_completions(prepared, pairs[1].longest_row, share=True)
+        completions = task.own_completions(prepared, pairs[1].longest_row_tokens, share=True)
         assert completions is not None
-        planned = completions(pairs[1].longest_row, count)
+        planned = completions(pairs[1].longest_row_tokens, count)
         batch = tree_batch([pairs[1], replace(pairs[1], prompt=[9, 8, 7])], pad_token_id=0, share=True)
         assert planned.trees == ((2 + 37, (4, 2)),) * 2
         assert planned.length == batch["input_ids"].shape[1]
@@ -113,11 +113,11 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
         assert planned.num_targets == (batch["shift_labels"] != -100).sum()
         apart = tree_batch([pairs[1]] * 2, pad_token_id=0, share=False)
         assert planned.apart().num_targets == (apart["shift_labels"] != -100).sum()
-        half = completions(pairs[1].longest_row // 2, count)
+        half = completions(pairs[1].longest_row_tokens // 2, count)
         assert half.common == (18, 18)
-        separate = task.own_completions(prepared, pairs[1].longest_row, share=False)
+        separate = task.own_completions(prepared, pairs[1].longest_row_tokens, share=False)
         assert separate is not None
-        assert separate(pairs[1].longest_row, count).length == pairs[1].longest_row
+        assert separate(pairs[1].longest_row_tokens, count).length == pairs[1].longest_row_tokens
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,12 @@ class AdapterKind:
     options: Mapping[str, str]
     """Option of peft's configuration -> attribute of :class:`AdapterSpec` that sets it, or ``seed``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Options of peft's configuration with a fixed value for this kind."""
+    """Options of peft's configuration that have a fixed value for this kind."""
     start: Literal["peft", "weights", "quantisation", "gradient"] = "peft"
-    """First values: peft's own, or the leading part of each weight, of its quantisation error, or of its gradient. With
-    ``weights`` and ``gradient`` a second, constant adapter subtracts this start."""
+    """Initial values: peft's default, or the leading part of each weight, of its quantisation error, or of its
+    gradient. With ``weights`` and ``gradient`` a second, constant adapter subtracts these values."""
     start_keys: tuple[str, ...] = ()
-    """Keys of a recipe that the start reads."""
+    """Recipe keys that configure the initialisation."""
     columns: bool = False
     """True if some columns of each weight are trained, by ``PacaLinear`` instead of peft's layer."""
     largest_rank: Literal["any", "largest", "named", "each", "half", "columns"] = "any"
@@ -51,7 +51,7 @@ class AdapterKind:
     on_quantised: bool = True
     """False if the base cannot be quantised: its weights are changed, read unquantised, or have gradients."""
     on_shared: bool = False
-    """True if ranks can share the weights: adapters need no whole weights, and only parameters are saved."""
+    """True if ranks can shard the weights: the adapters do not need whole weights, and only parameters are saved."""
     on_experts: bool = False
     """True if experts stored as one tensor can have adapters."""
     prefix: str = ""
@@ -68,7 +68,7 @@ class AdapterKind:
 
     @property
     def constant_start(self) -> bool:
-        """True if a second, constant adapter subtracts the start of the adapters."""
+        """True if a second, constant adapter subtracts the initial values of the adapters."""
         return self.start in ("weights", "gradient")
 
     @property
@@ -78,7 +78,7 @@ class AdapterKind:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Keys of a recipe that this kind reads, besides the keys that all kinds read."""
+        """Recipe keys that only some kinds read, and that this kind reads."""
         return (*dict.fromkeys(KEYS[value] for value in self.options.values() if value in KEYS), *self.start_keys)
 
 
@@ -140,7 +140,7 @@ NAMED_STARTS = sorted(
     (name for name, kind in ADAPTERS.items() if kind.start != "peft"),
     key=lambda name: ("weights", "quantisation", "gradient").index(ADAPTERS[name].start),
 )
-"""Kinds that are values of peft's ``init_lora_weights``."""
+"""Kinds whose names are values of peft's ``init_lora_weights``."""
 NAME_PARTS = (
     *sorted({kind.prefix or f"{kind.peft.lower()}_" for kind in ADAPTERS.values()}),
     ".modules_to_save.",

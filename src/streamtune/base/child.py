@@ -15,10 +15,10 @@ from streamtune.base.safe_path import SafeChildren
 
 
 class Child:
-    """A new process (spawned, not forked) that runs a function, and a pipe to it.
+    """A new process (spawned, not forked) that runs a function, with a pipe between both processes.
 
-    The child ignores Ctrl-C, which a terminal sends to all its processes. The parent decides when the child ends, and
-    ends it when it exits.
+    The child ignores Ctrl-C, which a terminal sends to parent and child. The parent decides when the child ends; when
+    the parent exits, it ends the child.
 
     Args:
         function: Function called in the child with its end of the pipe and ``args``; all must be picklable.
@@ -28,8 +28,8 @@ class Child:
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=run_packed, args=(theirs, *packed_call(function, *args)), daemon=True)
-        with SafeChildren(), _interrupts_ignored():  # inherited by the child, from its first import on
+        self.process = context.Process(target=run_packed, args=(theirs, *pack_call(function, *args)), daemon=True)
+        with SafeChildren(), _ignore_interrupts():  # inherited by the child, from its first import on
             self.process.start()
         theirs.close()
 
@@ -43,7 +43,7 @@ class Child:
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python accepts handlers only in the main thread
         yield
         return
@@ -54,14 +54,15 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def packed_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
-    """Return a packed call for :func:`run_packed` in another process, which logs as little on import as this
-    process."""
+def pack_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
+    """Return a pickled call, and True if imports are quiet in this process: the arguments of :func:`run_packed` in
+    another process."""
     return pickle.dumps((function, args)), imports_are_quiet()
 
 
 def run_packed(first: Any, packed: bytes, quiet: bool) -> None:
-    """Make the call with ``first`` before its arguments. Its modules are imported here, not earlier."""
+    """Unpickle a call and make it, with ``first`` before the other arguments. The function's modules are imported only
+    now, with quiet imports if ``quiet``."""
     if quiet:
         quiet_imports()
     function, args = pickle.loads(packed)

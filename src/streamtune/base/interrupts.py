@@ -7,7 +7,7 @@ terminal, and leaves with ``os._exit``.
 Python runs a handler between two instructions of the main thread. If the main thread does not return from a library in
 time, a second thread, which the signal wakes too, does the same.
 
-While a run trains, ``train.StopRequest`` has its own handlers, which save first.
+During training, ``train.StopRequest`` installs its own handlers, which save a checkpoint first.
 
 This module imports almost nothing: the command line installs the handlers before it imports anything else.
 """
@@ -27,9 +27,9 @@ from typing import Any
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 SHOW_CURSOR = b"\x1b[?25h"
 PATIENCE_SECONDS = 1.5
-"""Time for the main thread to run the handler, before the second thread does so."""
+"""Seconds that the main thread has to run the handler, before the second thread does so."""
 POSTPONED_SECONDS = 2.0
-"""Time for a command to reach a point where it can end with its results."""
+"""Seconds that a command has, after a postponed signal, to reach a point where it can end with its results."""
 
 
 class _State:
@@ -43,8 +43,10 @@ class _State:
         """True if a signal came while signals were postponed."""
         self.stopping = False
         """True while other handlers are installed, which do not exit at once."""
-        self.came = 0
-        self.seen = 0
+        self.received = 0
+        """Number of signals received."""
+        self.handled = 0
+        """Number of signals for which a handler ran."""
 
 
 _state = _State()
@@ -103,7 +105,7 @@ def say_on_signal(text: str) -> Iterator[None]:
 
 
 def remove_on_signal(folder: str) -> None:
-    """Also remove this folder if a signal ends the process; it may be gone by then."""
+    """Delete this folder too if a signal ends the process. It is not an error if the folder no longer exists."""
     _state.folders.append(folder)
 
 
@@ -122,7 +124,8 @@ def temporary_directory(**options: Any) -> Iterator[str]:
 
 @contextmanager
 def postpone_ctrl_c() -> Iterator[None]:
-    """Context manager: the first Ctrl-C waits for :func:`raise_if_postponed`, for two seconds at most."""
+    """Context manager: while active, the first Ctrl-C has no effect until :func:`raise_if_postponed` is called, for two
+    seconds at most."""
     _state.postponed, _state.asked = True, False
     try:
         yield
@@ -138,9 +141,9 @@ def raise_if_postponed() -> None:
 
 
 @contextmanager
-def handled_elsewhere() -> Iterator[None]:
-    """Context manager: other handlers are installed, which call :func:`record_handled`; the second thread then waits
-    longer."""
+def use_other_handlers() -> Iterator[None]:
+    """Context manager: while active, the caller's own handlers are installed, which call :func:`record_handled`. The
+    second thread then ends the process only after two signals without a handler call."""
     _state.stopping = True
     try:
         yield
@@ -150,13 +153,13 @@ def handled_elsewhere() -> Iterator[None]:
 
 def record_handled() -> None:
     """Record that the main thread has run a handler."""
-    _state.seen += 1
+    _state.handled += 1
 
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Context manager: block signals. They arrive when it ends; in a process started inside, when that process unblocks
-    them."""
+    """Context manager: while active, signals are blocked; they arrive at its end. In a process started inside, they
+    arrive when that process unblocks them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -186,7 +189,8 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder and its content, hidden files last: if it is interrupted, the mark of its owner still exists."""
+    """Delete a folder and its content, hidden files last. So the hidden file that names the owner still exists if
+    deleting is interrupted."""
     import shutil
 
     with suppress(OSError):
@@ -203,16 +207,16 @@ def _exit_if_late(reading: int) -> None:
         signum = came[0]
         if signum not in SIGNALS:
             continue
-        _state.came += 1
-        mine = _state.came
+        _state.received += 1
+        mine = _state.received
         waited = 0.0
-        while waited < PATIENCE_SECONDS and _state.seen < mine:
+        while waited < PATIENCE_SECONDS and _state.handled < mine:
             time.sleep(0.05)
             waited += 0.05
         while _state.asked and waited < POSTPONED_SECONDS:
             time.sleep(0.05)
             waited += 0.05
-        late = _state.seen < mine and (not _state.stopping or mine - _state.seen > 1)
+        late = _state.handled < mine and (not _state.stopping or mine - _state.handled > 1)
         if late or _state.asked:
             _clean_up()
             os._exit(128 + signum)

@@ -18,7 +18,7 @@ TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.14")}
 tried, and reported as untested."""
 
 
-def installed(package: str) -> str:
+def installed_version(package: str) -> str:
     """Return the version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
@@ -27,20 +27,21 @@ def installed(package: str) -> str:
 
 
 def untested_note() -> str:
-    """Return a message that names installed libraries newer than the tested versions; empty if there are none."""
+    """Return a message that names the installed libraries whose version is newer than tested; empty if there are
+    none."""
     found = _newer_than_tested()
     return f"not tested with {' and '.join(map(_describe_version, found))}" if found else ""
 
 
 def pip_install() -> str:
-    """Return the command that replaces newer versions by tested ones."""
+    """Return the pip command that replaces untested newer versions by tested versions."""
     return " ".join(["pip install", *(f"'{name}<{_next_minor(TESTED[name][1])}'" for name in _newer_than_tested())])
 
 
 def missing_name_error(package: str, what: str) -> VersionError:
-    """Return the error that ``package`` lacks ``what``, whatever version is installed."""
+    """Return the error that the installed ``package`` lacks ``what``; the fix installs a tested version."""
     oldest, newest = TESTED[package]
-    version = installed(package)
+    version = installed_version(package)
     older = bool(version) and _minor(version) < _minor(oldest)
     return VersionError(
         f"{package} {version} has no {what}, which StreamTune needs",
@@ -51,7 +52,8 @@ def missing_name_error(package: str, what: str) -> VersionError:
 
 @contextmanager
 def blame_untested() -> Iterator[None]:
-    """Context manager: if an untested version is installed, add to a model's refusal that it is the likely cause."""
+    """Context manager: if an untested version is installed, an ``UnsupportedModelError`` raised inside also names it as
+    the likely cause."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -63,12 +65,12 @@ def blame_untested() -> Iterator[None]:
 
 
 def _newer_than_tested() -> list[str]:
-    return [name for name, (_, newest) in TESTED.items() if _minor(installed(name)) > _minor(newest)]
+    return [name for name, (_, newest) in TESTED.items() if _minor(installed_version(name)) > _minor(newest)]
 
 
 def _describe_version(name: str) -> str:
     oldest, newest = TESTED[name]
-    return f"{name} {installed(name)} (tested: {oldest} to {newest})"
+    return f"{name} {installed_version(name)} (tested: {oldest} to {newest})"
 
 
 def _minor(version: str) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The optimizers that a recipe can name: library, options, bytes of state, and what each does not combine with.
 
-Recipes are checked against the table, and ``streamtune optim ls`` prints it, so torch is not imported.
+Recipes are checked against this table, and ``streamtune optim ls`` prints it, so this module does not import torch.
 ``streamtune.optim`` builds the optimizers.
 """
 
@@ -36,7 +36,8 @@ States = Literal["device", "host", "none"]
 
 @dataclass(frozen=True)
 class StepKind:
-    """Kind of an optimizer step: what each micro-batch computes, which gradients exist at once, and where states are.
+    """What an optimizer step runs and stores: forwards and backwards per micro-batch, gradients that exist at once, and
+    the memory of the states.
 
     Each entry of :data:`OPTIMIZERS` has one, and a recipe's keys change it (``Recipe.step_kind``). Plan, simulation,
     operation count and training loop use it.
@@ -44,10 +45,11 @@ class StepKind:
     Attributes:
         forwards: Number of forwards per micro-batch.
         backwards: Number of backwards per micro-batch; 0 for an optimizer that only compares losses.
-        gradients: ``all``: of all trained weights. ``layer``: each weight is stepped in the backward, and its gradient
-            freed. ``block``: one block of weights is trained, all others are frozen. ``none``: no backward.
-        states: ``device``: beside the weights. ``host``: on the host, where the optimizer steps, wherever weights are.
-            ``none``: the optimizer keeps no state.
+        gradients: Gradients that exist at once. ``all``: of all trained weights. ``layer``: each weight is updated in
+            the backward, and its gradient freed. ``block``: one block of weights is trained, all others are frozen.
+            ``none``: no backward.
+        states: Memory of the optimizer states. ``device``: beside the weights. ``host``: host memory, where the
+            optimizer runs, wherever the weights are. ``none``: the optimizer has no state.
     """
 
     forwards: int = 1
@@ -55,16 +57,16 @@ class StepKind:
     gradients: Gradients = "all"
     states: States = "device"
 
-    def in_backward(self, *, norm_first: bool = False) -> StepKind:
-        """Return the step that steps each weight in the backward.
+    def with_step_in_backward(self, *, norm_first: bool = False) -> StepKind:
+        """Return this step, changed so that each weight is updated in the backward.
 
         With ``norm_first`` a first forward and backward measure the norm for clipping.
         """
         times = 2 if norm_first else 1
         return replace(self, forwards=times, backwards=times, gradients="layer")
 
-    def on_host(self) -> StepKind:
-        """Return the step whose optimizer has its states on the host."""
+    def with_host_states(self) -> StepKind:
+        """Return this step, changed so that the optimizer states are in host memory."""
         return replace(self, states="host")
 
 
@@ -100,7 +102,7 @@ class OptimizerEntry:
     only_on: str = ""
     """The only device type that it supports; empty if it supports all."""
     step: StepKind = PLAIN_STEP
-    """Kind of its step, unless a recipe's key changes it."""
+    """What its step runs and stores, unless a recipe key changes it."""
     repeated_by: str = ""
     """Option in ``optim_args`` that multiplies the forwards of a step; empty without one."""
     not_divided: str = ""
@@ -117,45 +119,45 @@ class OptimizerEntry:
         return importlib.util.find_spec(self.library) is not None
 
 
-def _count(shape: Shape) -> int:
+def _value_count(shape: Shape) -> int:
     return math.prod(shape)
 
 
 def _moments_size(number: int, *, scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
     """Return the size function of ``number`` tensors of the weight's shape and dtype, plus ``scalars`` values."""
-    return lambda shape, width, _: (number * _count(shape) + scalars) * width
+    return lambda shape, width, _: (number * _value_count(shape) + scalars) * width
 
 
-def _adamw(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    return 2 * _count(shape) * width + STEP
+def _adamw_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    return 2 * _value_count(shape) * width + STEP
 
 
-def _sgd(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
-    return _count(shape) * width if args["momentum"] else 0
+def _sgd_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    return _value_count(shape) * width if args["momentum"] else 0
 
 
-def _mean_count(shape: Shape) -> int:
+def _mean_value_count(shape: Shape) -> int:
     """Return how many values the row and column means of the last two dimensions have."""
-    return _count(shape[:-1]) + _count((*shape[:-2], shape[-1]))
+    return _value_count(shape[:-1]) + _value_count((*shape[:-2], shape[-1]))
 
 
-def _adafactor(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    return STEP + (_mean_count(shape) if len(shape) > 1 else _count(shape)) * width
+def _adafactor_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    return STEP + (_mean_value_count(shape) if len(shape) > 1 else _value_count(shape)) * width
 
 
-def _came(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    means = 2 * _mean_count(shape) if len(shape) > 1 else _count(shape)
-    return (_count(shape) + means + 1) * width
+def _came_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    means = 2 * _mean_value_count(shape) if len(shape) > 1 else _value_count(shape)
+    return (_value_count(shape) + means + 1) * width
 
 
-def _apollo(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _apollo_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     """Return the bytes of two moments of the projected gradient, of the projection, and of a norm."""
     long, short = max(shape), min(shape)
     return (args["rank"] * (2 * long + short) + 1) * width
 
 
 SMALLEST_QUANTISED = 4096
-"""Least values of a weight whose states bitsandbytes and torchao quantise."""
+"""Minimum number of values of a weight for which bitsandbytes and torchao quantise the states."""
 
 
 def _bitsandbytes_size(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
@@ -163,7 +165,7 @@ def _bitsandbytes_size(number: int) -> Callable[[Shape, int, Mapping[str, Any]],
     values."""
 
     def size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-        count = _count(shape)
+        count = _value_count(shape)
         if count < SMALLEST_QUANTISED:
             return number * 4 * count
         return number * (count + 4 * -(-count // 256) + 4 * 256)
@@ -175,7 +177,7 @@ def _torchao_size(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, A
     """Return the size function of torchao's two moments: blocks with a scale, and a table of ``table`` values."""
 
     def size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
-        count, block = _count(shape), args["block_size"]
+        count, block = _value_count(shape), args["block_size"]
         if count < SMALLEST_QUANTISED or count % block:
             return STEP + 2 * count * width
         return STEP + 2 * (count * bits // 8 + 4 * (count // block) + 4 * table)
@@ -183,40 +185,42 @@ def _torchao_size(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, A
     return size
 
 
-def _badam(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+def _badam_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
     """Return the bytes of a weight in the trained block: two moments, and a float32 copy of a narrower weight."""
-    return STEP + 4 * _count(shape) * (2 + (width < 4))
+    return STEP + 4 * _value_count(shape) * (2 + (width < 4))
 
 
-def _galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _galore_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     rank = args["rank"]
     if len(shape) != 2 or rank >= min(shape):
-        return _adamw(shape, width, args)
+        return _adamw_size(shape, width, args)
     sides = shape if args["proj_type"] == "full" else (min(shape),)
     stored = sum(8 * rank if args["projection"] == "dct" else rank * side * width for side in sides)
-    return STEP + 2 * _projected(shape, args) * width + stored
+    return STEP + 2 * _projected_value_count(shape, args) * width + stored
 
 
-def _projected(shape: Shape, args: Mapping[str, Any]) -> int:
+def _projected_value_count(shape: Shape, args: Mapping[str, Any]) -> int:
     """Return how many values a projected gradient has."""
     rank: int = args["rank"]
     return rank * (rank if args["proj_type"] == "full" else max(shape))
 
 
-def _natural_galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _natural_galore_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     low_rank = len(shape) == 2 and args["rank"] < min(shape)
-    return _galore(shape, width, args) + (args["history"] * _projected(shape, args) * width if low_rank else 0)
+    return _galore_size(shape, width, args) + (
+        args["history"] * _projected_value_count(shape, args) * width if low_rank else 0
+    )
 
 
-def _badam_ratio(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _badam_ratio_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     """Return the bytes of the trained part of a weight: two moments, and a float32 copy of a narrower weight."""
-    count = _count(shape)
+    count = _value_count(shape)
     return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (width < 4))
 
 
 def _coat_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     """Return the bytes of COAT's two moments: groups with one byte per value and two float32 numbers."""
-    return STEP + 2 * -(-_count(shape) // args["group_size"]) * (args["group_size"] + 8)
+    return STEP + 2 * -(-_value_count(shape) // args["group_size"]) * (args["group_size"] + 8)
 
 
 _WHOLE_MATRICES = "it needs whole matrices, and each rank has a part of them"
@@ -226,7 +230,7 @@ _AVERAGE = "it averages whole weights, and each rank has a part of them"
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(
         "AdamW; optim_states sets the dtype of its moments",
-        "torch", _adamw, is_adam=True,
+        "torch", _adamw_size, is_adam=True,
     ),
     "adamw_8bit": OptimizerEntry(
         "AdamW with 8-bit moments, in blocks of 256",
@@ -258,8 +262,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "adafactor": OptimizerEntry(
         "factored second moment (rows and columns), steps relative to the weight (1804.04235)",
-        "torch", _adafactor, {"beta2_decay": -0.8, "eps2": 1e-3, "clip_threshold": 1.0},
-        scratch=lambda shape, width: _count(shape) * width, not_divided=_WHOLE_MATRICES,
+        "torch", _adafactor_size, {"beta2_decay": -0.8, "eps2": 1e-3, "clip_threshold": 1.0},
+        scratch=lambda shape, width: _value_count(shape) * width, not_divided=_WHOLE_MATRICES,
     ),
     "adan": OptimizerEntry(
         "Nesterov momentum from differences of gradients (2208.06677)",
@@ -274,13 +278,13 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "apollo": OptimizerEntry(
         "AdamW's scale per row or column, from a random projection of the gradient, for matrices of layers; AdamW for "
         "the rest",
-        "apollo_torch", _apollo, {"rank": 256, "scale": 1.0, "scale_type": "channel", "update_proj_gap": 200},
+        "apollo_torch", _apollo_size, {"rank": 256, "scale": 1.0, "scale_type": "channel", "update_proj_gap": 200},
         extra="optim", is_adam=True, adamw_for_rest=True,
-        scratch=lambda shape, width: 2 * _count(shape) * width, not_divided=_WHOLE_MATRICES,
+        scratch=lambda shape, width: 2 * _value_count(shape) * width, not_divided=_WHOLE_MATRICES,
     ),
     "badam": OptimizerEntry(
         "AdamW on one block of weights at a time; others are frozen, and the backward stops at the block (2404.02827)",
-        "streamtune", _badam,
+        "streamtune", _badam_size,
         {"switch_block_every": 50, "switch_mode": "random", "layers_per_block": 1, "include_embedding": False,
          "include_lm_head": False, "blocks": []},
         is_adam=True, step=StepKind(gradients="block"),
@@ -288,18 +292,18 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "badam_ratio": OptimizerEntry(
         "AdamW on a part of each weight's values at a time; all gradients are computed (2404.02827)",
-        "streamtune", _badam_ratio, {"update_ratio": 0.01, "switch_block_every": 50},
+        "streamtune", _badam_ratio_size, {"update_ratio": 0.01, "switch_block_every": 50},
         is_adam=True, not_divided="it trains a part of whole weights, and each rank has a part of them",
     ),
     "came": OptimizerEntry(
         "Adafactor with confidence-guided momentum (2307.02047)",
-        "pytorch_optimizer", _came,
+        "pytorch_optimizer", _came_size,
         {"betas": [0.9, 0.999, 0.9999], "eps1": 1e-30, "eps2": 1e-16, "clip_threshold": 1.0},
         extra="optim", not_divided=_WHOLE_MATRICES,
     ),
     "galore": OptimizerEntry(
         "AdamW on low-rank projections of the gradients of layers' matrices; AdamW for the rest (2403.03507)",
-        "streamtune", _galore,
+        "streamtune", _galore_size,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std"},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
@@ -332,7 +336,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "natural_galore": OptimizerEntry(
         "galore with a natural gradient, from the last projected gradients (2410.16029)",
-        "streamtune", _natural_galore,
+        "streamtune", _natural_galore_size,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std", "history": 8,
          "damping": 1.0},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES, status="experimental",
@@ -345,7 +349,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "sgd": OptimizerEntry(
         "gradient descent with momentum; weight decay is added to the gradient",
-        "torch", _sgd, {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
+        "torch", _sgd_size, {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
     ),
     "sinkgd": OptimizerEntry(
         "gradients normalised by rows and columns, without state, for matrices of layers; AdamW for the rest",
@@ -368,18 +372,18 @@ def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *,
     """
     entry = OPTIMIZERS[name]
     if entry.adamw_for_rest and not (in_layer and len(shape) == 2):
-        return _adamw(shape, width, {})
+        return _adamw_size(shape, width, {})
     return entry.size(shape, width, {**entry.options, **args})
 
 
 def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
-    """Return the kind of step of an optimizer with these ``optim_args``."""
+    """Return what a step of an optimizer with these ``optim_args`` runs and stores."""
     entry = OPTIMIZERS[name]
     times = int({**entry.options, **args}[entry.repeated_by]) if entry.repeated_by else 1
     return replace(entry.step, forwards=entry.step.forwards * times)
 
 
-def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:
+def find_argument_mistake(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """Return the first mistake in ``optim_args`` as option, error and fix; None if there is none."""
     options = OPTIMIZERS[name].options
     for key, value in args.items():
@@ -445,7 +449,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "update_ratio": (SMALLEST, 1.0),
     "weight_lr_power": (0.0, 100.0),
 }
-"""Option, or optimizer and option -> smallest and largest value. Other values fail in the library, or train nothing."""
+"""Option, or ``optimizer.option`` -> smallest and largest value. With other values the library fails, or nothing is
+trained."""
 
 CHOICES = {
     "adjust_lr_fn": ("original", "match_rms_adamw"),

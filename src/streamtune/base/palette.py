@@ -29,7 +29,7 @@ INK = "#1f2430"
 
 
 def with_default_style(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
-    """Make a function draw with matplotlib's default settings, and restore the user's settings afterwards.
+    """Return the drawing function with matplotlib's default settings; the user's settings are restored after each call.
 
     matplotlib reads a ``matplotlibrc`` in the working directory, which may come from someone else: with ``text.usetex``
     it would run LaTeX.

@@ -16,7 +16,7 @@ _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def cache_folder() -> Path:
-    """Return the folder of all caches by the XDG base directory specification; it may not exist yet.
+    """Return the folder of all caches, as the XDG base directory specification defines it. It may not exist yet.
 
     Without a home directory it is a folder that cannot be created: results are then not cached, which only costs time.
     """

@@ -22,6 +22,7 @@ SECONDS = 3
 PATIENCE = 120.0
 """Limit of seconds to wait on a busy machine."""
 MEBIBYTES = 1024
+"""Limit of the address space of the process."""
 FIX = "write the end of a name, such as q_proj, or remove the nested repetition"
 PLAIN = re.compile(r"[\w.\-/ ]*")
 PROGRAM = f"""
@@ -69,7 +70,7 @@ def find_matches(
         patterns: Regular expressions.
         names: Names of modules or parameters.
         where: Key that has the patterns, for errors.
-        how: Function of ``re``.
+        how: Name of the function of ``re`` that matches.
         form: Expression that a library makes from a pattern, which replaces ``{}``: ``(.*\\.)?({})$``.
 
     Raises:
@@ -132,7 +133,8 @@ SAMPLE_TEXTS = [piece * 120 + end for piece in FRAGMENTS for end in ("", "\0", "
 
 
 def check_splits(patterns: Sequence[str], *, where: str) -> None:
-    """Try the (Oniguruma) patterns with which a tokenizer splits texts; its library has no time limit.
+    """Check that the (Oniguruma) patterns with which a tokenizer splits texts end in time, because its library has no
+    time limit.
 
     Raises:
         ArgumentError: A pattern takes more than :data:`SECONDS` of CPU time on short texts, or is not a pattern.
@@ -163,7 +165,7 @@ def tokenizer_error(error: BaseException) -> ArgumentError | None:
 
 
 def search_within_limit(pattern: str, text: str, *, whole: bool = False, seconds: float = 2.0) -> bool:
-    """Return True if a regular expression of Python's ``re`` is found in a text.
+    """Return True if a regular expression of Python's ``re`` matches in a text, or with ``whole`` matches all of it.
 
     Raises:
         PatternError: The pattern is not a regular expression, or takes too long.

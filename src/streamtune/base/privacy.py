@@ -72,7 +72,7 @@ _NAMED_KEY = re.compile(r"(?i)_?key(?:_|$)")
 _WORD = re.compile(r"[A-Za-z]+(?:[ _.-][A-Za-z]+)*")
 """Pattern of a harmless value of a variable ``..._KEY``, which is a plain name: ``SORT_KEY=created_at``."""
 _SHORTEST = 8
-"""Least characters of a secret in an environment variable; a shorter value is a switch."""
+"""Minimum number of characters of a secret in an environment variable; a shorter value is a switch."""
 
 
 def find_secret(text: str) -> str | None:

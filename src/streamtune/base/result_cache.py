@@ -1,4 +1,5 @@
-"""Results cached on disk between runs: a key of everything they depend on, a checksum, a lock, and atomic writes.
+"""Cache results on disk between runs, under a key made from everything they depend on, with checksums, locks and atomic
+writes.
 
     CacheFile      a small file: rates, simulations, plans, hashes of files, tokenizers, reference log-probs
     checksum_of    checksum of a large file (rows), which a CacheFile beside it stores
@@ -192,7 +193,8 @@ def hash_of(facts: Any) -> str:
 
 @cache
 def versions() -> list[str]:
-    """Return the facts that a simulated step depends on besides its settings: versions, packages, StreamTune's code."""
+    """Return what a simulated step depends on besides its settings: versions of packages, and a hash of StreamTune's
+    code."""
     found = []
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -261,8 +263,8 @@ class WatchedFile:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager: hold the lock of a cache file, for milliseconds; without a lock where the file system has
-    none."""
+    """Context manager: while active, this process holds the lock of a cache file. If the file system has no locks, the
+    block runs without a lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -51,8 +51,8 @@ def leave_out_working_directory() -> None:
 
 
 class SafeChildren:
-    """Context manager: started processes get a safe environment; the environment of this process is unchanged
-    afterwards."""
+    """Context manager: processes started while it is active load no code from their working directory. The environment
+    of this process is restored afterwards."""
 
     def __enter__(self) -> None:
         changed = {name: value for name, value in safe_environment().items() if os.environ.get(name) != value}

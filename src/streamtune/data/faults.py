@@ -12,7 +12,7 @@ from types import TracebackType
 from streamtune.errors import DataError
 
 ON_BAD_ROW = ("error", "skip")
-"""What to do with a row that cannot be read or trained on."""
+"""Actions on a row that cannot be read or trained on."""
 
 SHOWN = 10
 """Maximum number of bad rows that an error lists."""
@@ -94,8 +94,8 @@ class BadRows:
         else:
             raise self._combined_error(f"{self.count:,} rows are bad")
 
-    def nothing_left(self) -> None:
-        """Raise ``DataError`` if bad rows were skipped. The caller found that no row is left."""
+    def raise_if_all_bad(self) -> None:
+        """Raise ``DataError`` if bad rows were skipped. Call it if no row is left."""
         if self.count:
             raise self._combined_error(f"no row is left: all {self.count:,} were bad")
 

@@ -117,7 +117,7 @@ class RowInspector:
         kinds: tuple[str, str] = ("chosen", "rejected"),
     ) -> None:
         self.measured, self.tokenizer, self.kinds = prepared.measured, tokenizer, kinds
-        self.records = prepared.train.whole()
+        self.records = prepared.train.all_records()
         self.held_out = np.zeros(len(self.records), dtype=np.bool_)
         self.held_out[prepared.validation.numbers()] = True
         self.special_ids = _special_ids(tokenizer)
@@ -166,7 +166,8 @@ class RowInspector:
 
         Args:
             part: Part of a row.
-            most: Number of tokens from which some are left out, as :class:`TokenGap`; None shows all.
+            most: Maximum number of tokens of a part that is shown in full. A longer part has gaps, as
+                :class:`TokenGap`; None shows all tokens.
         """
         shown: list[TokenRun | TokenGap] = []
         stop = 0
@@ -307,7 +308,8 @@ _EXCHANGE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "conten
 
 
 def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> list[int]:
-    """Return the tokens that end trained turns or texts, most frequent first; empty if no end token is trained.
+    """Return the ids of the tokens that end trained turns or texts, most frequent first; empty if no end token is
+    trained.
 
     Generation must stop at these tokens. A base model ends texts with one token (``<|endoftext|>``), a chat template
     ends turns with another (``<|im_end|>``).
@@ -324,7 +326,7 @@ def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: 
     """
     if chat.train_on_eos == "none":
         return []
-    marks = _marks(tokenizer)
+    marks = _end_token_candidates(tokenizer)
     last: Counter[int] = Counter()
     inside: set[int] = set()
     for run in _trained_runs(rows):
@@ -339,14 +341,15 @@ def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: 
     return found
 
 
-def _marks(tokenizer: PreTrainedTokenizerBase) -> np.ndarray[Any, Any]:
+def _end_token_candidates(tokenizer: PreTrainedTokenizerBase) -> np.ndarray[Any, Any]:
     """Return the ids of tokens that may end a turn: added tokens and special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return np.array(sorted({*added, *tokenizer.all_special_ids}), dtype=np.int64)
 
 
 def _template_ends(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tuple[int | None, int | None]:
-    """Return the last trained token of a short chat's last and of its first answer; ``(None, None)`` if unknown."""
+    """Return the last trained token of the last and of the first answer in a short chat; ``(None, None)`` if
+    unknown."""
     options = replace(chat, roles_to_train=("assistant",), train_on_eos="turn", reasoning="template")
     render = RowRenderer(tokenizer, train_on="assistant", notify=lambda message: None, chat=options)
     for exchanges in (2, 1) if tokenizer.chat_template else ():

@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from streamtune.data.row_cache import RowCache
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
-"""What to do with a row of more than ``max_length`` tokens."""
+"""Actions on a row of more than ``max_length`` tokens."""
 COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
-"""What to do with a pair or a prompt that is too long; neither can be split."""
+"""Actions on a pair or a prompt that is too long; neither can be split."""
 TRUNCATE_SIDES = ("auto", "left", "right", "middle")
-"""The part of a row that ``overlength: truncate`` removes."""
+"""Parts of a row that ``overlength: truncate`` can remove."""
 PROMPT_SIDES = ("auto", "left", "middle")
-"""The part of a prompt that ``overlength: truncate`` removes. The end of a prompt always stays."""
+"""Parts of a prompt that ``overlength: truncate`` can remove. The end of a prompt always stays."""
 SPLIT_AT = ("token", "line", "paragraph", "turn")
-"""Borders where ``overlength: split`` cuts, from the weakest to the strongest. It prefers stronger borders."""
+"""Borders where ``overlength: split`` cuts, from the weakest to the strongest. Stronger borders are preferred."""
 IDENTICAL_PAIRS = ("error", "drop")
-"""What to do with a pair whose answers are the same."""
+"""Actions on a pair whose answers are the same."""
 REASONING = ("template", "keep", "error", "per_turn")
-"""What to do with reasoning that the chat template omits from a trained answer."""
+"""Actions on reasoning that the chat template omits from a trained answer."""
 ON_EMPTY = ("error", "drop", "train")
-"""What to do with a row whose answer is empty."""
+"""Actions on a row whose answer is empty."""
 TRAIN_ON_EOS = ("turn", "all", "last", "none")
-"""Which end-of-turn tokens are trained."""
+"""Choices of the end-of-turn tokens that are trained."""
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...], fix: str = "") -> None:

@@ -47,7 +47,7 @@ from streamtune.data.rendering.pool import Item, Notify, RenderedItems, Renderer
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer, TurnRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.row_cache import MadeOf, fit_rows
+from streamtune.data.row_cache import RowInputs, fit_rows
 from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,
@@ -80,7 +80,7 @@ class RowKind(Generic[FitT]):
     """class of the records"""
     _: KW_ONLY
     settings: Mapping[str, Any]
-    """options that determine the records, except sources, tokenizer and handling of bad rows, see :class:`MadeOf`"""
+    """options that determine the records, except sources, tokenizer and handling of bad rows, see :class:`RowInputs`"""
     make_fit: Callable[[TableWriter], FitT]
     """function that makes an empty fit from the writer of its records"""
     make_renderer: Callable[..., Renderer]
@@ -117,7 +117,7 @@ def prepare_kind(
         bad = BadRows(options.on_bad_row, options.max_bad_rows, note)
         with rendering(kind.make_renderer, options.processes, note) as (log, render):
             reading = Reading(sources, fit, log, bad)
-            for item, outcome in reading.rendered(render, reading.items(kind.read)):
+            for item, outcome in reading.render_rows(render, reading.items(kind.read)):
                 with bad:
                     rendered = outcome.get()
                     del outcome  # frees the memory of a long row
@@ -126,9 +126,9 @@ def prepare_kind(
             reading.finish()
 
     settings = {**kind.settings, "on_bad_row": options.on_bad_row, "max_bad_rows": options.max_bad_rows}
-    made_of = MadeOf(kind.record, sources, tokenizer, settings)
-    fit, table = fit_rows(made_of, kind.make_fit, fill, options.cache, notify)
-    return fit.prepared(table, options.val_size, options.seed, notify)
+    inputs = RowInputs(kind.record, sources, tokenizer, settings)
+    fit, table = fit_rows(inputs, kind.make_fit, fill, options.cache, notify)
+    return fit.make_prepared(table, options.val_size, options.seed, notify)
 
 
 class _ReadAhead(BadRows):
@@ -183,23 +183,23 @@ class Reading:
             for error in ahead.take():
                 yield Item(source.path, error.where, 0, None, source=number, error=error)
 
-    def rendered(
+    def render_rows(
         self, render: Callable[[Iterable[Item[ItemT]]], RenderedItems[ItemT]], items: Iterator[Item[ItemT]]
     ) -> RenderedItems[ItemT]:
         """Yield every row with its outcome, count it for its source, and show progress."""
         for item, outcome in with_progress(render(items)):
-            self._begin(item.source + 1)
+            self._start_sources(item.source + 1)
             yield item, outcome
             del item, outcome  # frees the memory of a long row
-        self._begin(len(self.sources))
+        self._start_sources(len(self.sources))
 
-    def _begin(self, count: int) -> None:
+    def _start_sources(self, count: int) -> None:
         """Begin the first ``count`` sources, including sources without rows."""
         while len(self._begun) < count:
             self._begun.append(self.sources[len(self._begun)])
-            self.fit.begin(self._begun[-1])
+            self.fit.start_source(self._begun[-1])
 
-    def find_unread(self, path: str, row: Row, read: Sequence[str]) -> None:
+    def record_unread(self, path: str, row: Row, read: Sequence[str]) -> None:
         """Record non-empty columns that are not read; columns of built-in datasets are not recorded.
 
         Args:
@@ -208,7 +208,7 @@ class Reading:
             read: Names of the columns that are read.
         """
         if path not in BUILT_IN:
-            self.log.of(path).unread_columns |= dict.fromkeys(
+            self.log.counts_of(path).unread_columns |= dict.fromkeys(
                 name for name, value in row.columns.items() if name not in read and value not in (None, "", [])
             )
 
@@ -220,7 +220,7 @@ class Reading:
         """
         self.bad.check()
         if not self.fit.rows:
-            self.bad.nothing_left()
+            self.bad.raise_if_all_bad()
         self.log.finish()
         self.fit.counts["special_rows"] = sum(counts.special_rows for counts in self.log.by_path.values())
         self.fit.bad_rows = self.bad.to_json()
@@ -360,7 +360,7 @@ def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: 
         found: list[Content] = []
         with reading.bad:
             found, weight = [normalise(row, row_type)], weight_of(row)
-            reading.find_unread(source.path, row, columns_read(row_type, found[0]))
+            reading.record_unread(source.path, row, columns_read(row_type, found[0]))
         if found:
             row.columns.clear()  # keep no reference to a long text
             if isinstance(found[0], Conversation):
@@ -485,7 +485,7 @@ def _read_answers(
         answers = None
         with reading.bad:
             answers = change(normalise_preference(row, row_type))
-            reading.find_unread(source.path, row, preference_columns_read(row_type, answers))
+            reading.record_unread(source.path, row, preference_columns_read(row_type, answers))
         if answers is not None:
             if not isinstance(answers.prompt, str) and not answers.identical:
                 require_template(tokenizer, "row", row.origin)

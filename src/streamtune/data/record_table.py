@@ -102,11 +102,11 @@ class MappedTable:
         self._watched.check()
         return self._table
 
-    def renamed(self, path: Path) -> None:
+    def set_path(self, path: Path) -> None:
         """Set the path that errors show."""
         self._watched.path = path
 
-    def has_read(self, tokens: int) -> None:
+    def count_read(self, tokens: int) -> None:
         """Count a row as read, and release the pages after every 64 MiB.
 
         Args:
@@ -154,7 +154,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         """Return a column of the whole table, in the order of reading; index it with :meth:`numbers`."""
         return self._table[column]
 
-    def whole(self) -> Stored[RecordT]:
+    def all_records(self) -> Stored[RecordT]:
         """Return all records of the table, in the order of reading."""
         return Stored(self._record, self._from, np.arange(self._table.num_rows, dtype=np.int64))
 
@@ -176,7 +176,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
             return Stored(self._record, self._from, self._rows[index])
         found = self._record.from_row(self._table, int(self._rows[index]))
         if isinstance(self._from, MappedTable):
-            self._from.has_read(found.num_tokens)
+            self._from.count_read(found.num_tokens)
         return found
 
 
@@ -369,7 +369,7 @@ class Tree:
 
     @property
     def num_tokens(self) -> int:
-        """Number of positions if the trunk and the common beginning of all completions are stored once.
+        """Number of positions of the tree if the trunk and the common beginning of all completions are stored once.
 
         Some of more than two completions may share a longer beginning; the actual number is then smaller.
         """
@@ -405,7 +405,7 @@ class Tree:
         return sum(len(self.prompt) + len(completion) for completion in self.completions)
 
     @property
-    def longest_row(self) -> int:
+    def longest_row_tokens(self) -> int:
         """Number of tokens of the prompt and the longest completion together."""
         return len(self.prompt) + max(map(len, self.completions))
 
@@ -488,7 +488,7 @@ def _as_json(content: Any) -> str | None:
 def common_beginning(
     ids: IntArray, targets: IntArray, other_ids: IntArray, other_targets: IntArray, *, same_target: bool
 ) -> int:
-    """Return how many first tokens two rows can share, if each token has at most one target.
+    """Return how many tokens two rows can share at their beginning, if each token has at most one target.
 
     Args:
         ids: [T] tokens of a row.

@@ -84,10 +84,10 @@ class RowCache:
             _remove(path)
         return entries, size
 
-    def text_of(
+    def cached_text(
         self, sources: Sequence[Source], settings: Mapping[str, Any], make: Callable[[], str], notify: Notify
     ) -> tuple[str, bool]:
-        """Return a text that is computed from all rows, and True if it was cached by an earlier start.
+        """Return a text that is computed from all rows (a trained tokenizer), and True if an earlier run cached it.
 
         Args:
             sources: Sources of the rows.
@@ -99,34 +99,34 @@ class RowCache:
         if contents is None:
             return make(), False
         name = _hash_name([contents.name, settings, metadata.version("tokenizers")])
-        kept = CacheFile(self.root / f"{name}.txt", f"tokenizer/{name}")
-        if (found := kept.read(notify)) is not None:
+        cached = CacheFile(self.root / f"{name}.txt", f"tokenizer/{name}")
+        if (found := cached.read(notify)) is not None:
             return found.decode("utf-8"), True
         text = make()
-        if not contents.moved(notify):
+        if not contents.has_changed(notify):
             with suppress(OSError):
-                kept.write(text.encode("utf-8"))
+                cached.write(text.encode("utf-8"))
         return text, False
 
-    def key(self, made_of: MadeOf, notify: Notify) -> tuple[str, SourceContents] | None:
+    def key(self, inputs: RowInputs, notify: Notify) -> tuple[str, SourceContents] | None:
         """Return the name of an entry and the contents of its sources; None if the contents are unknown.
 
         Args:
-            made_of: Everything that determines the rows.
+            inputs: Everything that determines the rows.
             notify: Function that shows the user a message.
         """
-        facts = _tokenizer_facts(made_of.tokenizer)
-        contents = SourceContents.of(made_of.sources, self.root, notify) if facts is not None else None
+        facts = _tokenizer_facts(inputs.tokenizer)
+        contents = SourceContents.of(inputs.sources, self.root, notify) if facts is not None else None
         if contents is None:
             return None
         versions = [__version__, _code_hash(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
         # repr, not JSON: as keys, JSON writes 1 and "1" alike, and it has no dates.
-        everything = [made_of.record.__name__, contents.name, facts, repr(made_of.settings), versions]
+        everything = [inputs.record.__name__, contents.name, facts, repr(inputs.settings), versions]
         return _hash_name(everything), contents
 
 
 @dataclass(frozen=True)
-class MadeOf:
+class RowInputs:
     """Everything that determines prepared rows."""
 
     record: type[Record]
@@ -140,7 +140,7 @@ class MadeOf:
 
 
 def fit_rows(
-    made_of: MadeOf,
+    inputs: RowInputs,
     make: Callable[[TableWriter], FitT],
     fill: Callable[[FitT, Notify], None],
     cache: RowCache | None,
@@ -149,7 +149,7 @@ def fit_rows(
     """Load prepared rows from the cache, or prepare and cache them.
 
     Args:
-        made_of: Everything that determines the rows.
+        inputs: Everything that determines the rows.
         make: Function that makes an empty fit from the writer of its records.
         fill: Function that reads, renders and fits every row; its second argument shows the user a message.
         cache: Cache of prepared rows; None disables it.
@@ -168,26 +168,24 @@ def fit_rows(
         notify(message)
 
     def prepare(path: Path | None) -> tuple[FitT, MappedTable]:
-        with spill(made_of.record, path) as (writer, tables):
+        with spill(inputs.record, path) as (writer, tables):
             fit = make(writer)
             fill(fit, note)
         return fit, tables[0]
 
-    known = None if cache is None else cache.key(made_of, notify)
+    known = None if cache is None else cache.key(inputs, notify)
     if cache is None or known is None:
         return prepare(None)
     key, contents = known
     entry = cache.root / key
-    if (
-        found := _read_entry(entry, make(TableWriter(None, made_of.record.schema)), made_of.sources, notify)
-    ) is not None:
+    if (found := _read_entry(entry, make(TableWriter(None, inputs.record.schema)), inputs.sources, notify)) is not None:
         return found
     if (unfinished := _new_folder(cache.root)) is None:
         notify(f"prepared rows are not cached: {cache.root} is not writable")
         return prepare(None)
     try:
         fit, mapped = prepare(unfinished / ROWS)
-        if not _holds_pickles(mapped.table) and not contents.moved(notify):
+        if not _holds_pickles(mapped.table) and not contents.has_changed(notify):
             _write_entry(fit, notes, mapped, unfinished, entry, notify)
         return fit, mapped
     finally:
@@ -286,7 +284,7 @@ def _write_entry(
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         unfinished.rename(entry)  # fails if another process was faster: its entry has the same content
-        mapped.renamed(entry / ROWS)
+        mapped.set_path(entry / ROWS)
         size = show_size(sum(size for size, _ in files.values()))
         notify(f"prepared rows cached for the next start: {size} in {entry.parent}")
 
@@ -308,7 +306,7 @@ class SourceContents:
 
     @classmethod
     def of(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
-        """Hash the sources; return None if their contents are unknown.
+        """Hash the contents of sources; return None if the contents are unknown.
 
         Args:
             sources: Sources to hash.
@@ -320,15 +318,15 @@ class SourceContents:
         hashes.save()
         return None if name is None else cls(name, sources, hashes)
 
-    def moved(self, notify: Notify) -> bool:
+    def has_changed(self, notify: Notify) -> bool:
         """Return True and notify the user if a file changed since it was hashed, even if it was changed back.
 
         Its rows may have been read in between, so they may differ from the rows that :attr:`name` identifies.
         """
-        touched = self._hashes.touched()
-        if not touched and self._hash(self._sources, self._hashes) == self.name:
+        changed = self._hashes.changed_files()
+        if not changed and self._hash(self._sources, self._hashes) == self.name:
             return False
-        which = ", ".join(map(str, touched[:MOST_NAMED])) or "a source of rows"
+        which = ", ".join(map(str, changed[:MOST_NAMED])) or "a source of rows"
         notify(f"{which} changed while it was read: its rows are used for this run, but not cached")
         return True
 

@@ -97,7 +97,7 @@ class RowStream:
         for number, source in enumerate(self.sources):
             bad = self._new_bad()
             if next(self._read(number, Reading(self.sources, self._new_fit()[0], log, bad)), None) is None:
-                bad.nothing_left()
+                bad.raise_if_all_bad()
                 raise DataError(
                     f"'{source.path}' has no rows", where=source.place, fix="add rows, or remove the dataset"
                 )
@@ -161,7 +161,7 @@ class RowStream:
             counts.update(of_row)
         self._tell_bad(bad, told)
         if not handed_out:
-            bad.nothing_left()
+            bad.raise_if_all_bad()
             raise DataError(
                 f"no row of a pass is left to train on: all {rows:,} were dropped",
                 where=self.sources[0].place,

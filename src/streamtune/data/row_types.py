@@ -111,7 +111,7 @@ def detect_type(row: Row) -> str:
     Raises:
         DataError: The columns match no type.
     """
-    found = looks_like(row.columns)
+    found = match_type(row.columns)
     if found is None:
         raise DataError(
             f"cannot recognise the row type from the columns {column_names(row.columns)}",
@@ -136,7 +136,7 @@ def normalise(row: Row, row_type: str) -> Content:
     return _NORMALISERS[row_type](row)
 
 
-def looks_like(columns: Mapping[str, Any]) -> str | None:
+def match_type(columns: Mapping[str, Any]) -> str | None:
     """Return the first row type whose columns are all present; None if no type fits."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
@@ -149,7 +149,7 @@ def looks_like(columns: Mapping[str, Any]) -> str | None:
 
 
 def _missing_column(row: Row, row_type: str, column: str) -> DataError:
-    other = looks_like(row.columns)
+    other = match_type(row.columns)
     if other is not None and other != row_type:
         fix = f"this row looks like '{other}'; keep rows of different types in different files"
     else:

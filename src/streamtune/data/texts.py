@@ -22,7 +22,7 @@ from streamtune.data.row_types import (
     Conversation,
     PromptCompletion,
     detect_type,
-    looks_like,
+    match_type,
     normalise,
     prompt_of,
 )
@@ -127,7 +127,7 @@ def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
 
 
 def _detect_type(row: Row) -> str:
-    if looks_like(row.columns) is None:
+    if match_type(row.columns) is None:
         if {"chosen", "rejected"} <= row.columns.keys():
             return "preference"
         if "prompt" in row.columns:

@@ -265,7 +265,7 @@ class _Signals:
         self._entered = ExitStack()
 
     def __enter__(self) -> _Signals:
-        self._entered.enter_context(interrupts.handled_elsewhere())
+        self._entered.enter_context(interrupts.use_other_handlers())
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if not interrupts.is_ignored(signum):
                 self._previous[signum] = signal.signal(signum, self._record)

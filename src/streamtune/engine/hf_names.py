@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streamtune.base.libraries import installed, missing_name_error
+from streamtune.base.libraries import installed_version, missing_name_error
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of the weight file in a model folder, and of its index file."""
@@ -373,7 +373,7 @@ def check_names() -> None:
 
 def _is_installed_since(since: str) -> bool:
     """Return True if the installed version is not older than ``since``."""
-    return tuple(map(int, installed("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
+    return tuple(map(int, installed_version("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
 
 
 def _closure_variables(maker: Any, inner: str) -> set[str]:

@@ -1,8 +1,8 @@
-"""Keys and values of other trainers. Those with the same meaning are accepted; the others are refused, and the fix says
-what to write.
+"""Keys and values of other trainers. Names with the same meaning here are accepted; other names are refused, and the
+fix says what to write.
 
-Each kind of answer is a dict literal. A note tells the user which names were accepted, and so which value a run uses.
-The same key under two names is a mistake.
+Each dict below lists the names of one kind. A note tells the user which names were accepted, and so which values a run
+uses. It is a mistake to give the same key under two names.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ DATASET_INSTEAD: dict[str, str] = {
     "text_column": "write columns: {text: NAME}",
     "train_on_eos": "write it at the top level; it applies to all datasets",
 }
-"""Another trainer's key in an entry of ``datasets`` without an equal here -> what to write."""
+"""Another trainer's key in an entry of ``datasets`` that has no equivalent here -> what to write instead."""
 
 CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
     name: {
@@ -122,14 +122,15 @@ CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
     }
     for name in ("init_lora_weights", "peft_init_lora_weights", "init_weights")
 }
-"""Another library's key -> its values, each with the key and value here; None for a value without effect."""
+"""Another library's key -> its values -> the key and value that are used here; None for a value without effect."""
 
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
     **{switch: ("adapter_type", name) for name, kind in ADAPTERS.items() for switch in kind.switches},
 }
-"""Another trainer's switch -> the key and value here if it is true. A switch that is false has no effect."""
+"""Another trainer's boolean key -> the key and value that are used here if it is true. If it is false, it has no
+effect."""
 
 VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
@@ -209,7 +210,7 @@ INSTEAD: dict[str, str] = {
     "val_dataset": "write eval_datasets: {NAME: PATH}",
     "use_liger_kernel": "delete the line; streaming covers the head too",
 }
-"""Another trainer's key without an equal here -> what to write."""
+"""Another trainer's key that has no equivalent here -> what to write instead."""
 
 REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
     ("finetuning_type", "freeze"): (
@@ -229,7 +230,7 @@ REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
         if name != "lora"
     },
 }
-"""Key and value that are refused -> the error, and what to write."""
+"""Key and value that are refused -> the error, and what to write instead."""
 
 
 def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[Mistake]]:
@@ -240,8 +241,8 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
         marks: Lines of the keys; changed with the tree.
 
     Returns:
-        Notes on the accepted names, and the mistakes: a key under two names, a key or value without an equal here. A
-        mistaken key is removed, so that it is reported once.
+        Notes on the accepted names, and the mistakes: a key under two names, or a key or value without an equivalent
+        here. A mistaken key is removed, so that it is reported once.
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
@@ -252,19 +253,19 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
             mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", fix))
     _rename_choices(tree, marks, notes, mistakes)
     for key in [key for key in tree if key in SWITCHES]:
-        ours, stands_for = SWITCHES[key]
+        ours, meaning = SWITCHES[key]
         switch = tree.pop(key)
         if not isinstance(switch, bool):
             mistakes.append(
-                Mistake((key,), f"'{key}' must be true or false; found {switch!r}", f"write {ours}: {stands_for}")
+                Mistake((key,), f"'{key}' must be true or false; found {switch!r}", f"write {ours}: {meaning}")
             )
         elif switch and ours in tree:
-            what = f"'{key}' means '{ours}: {stands_for}', and '{ours}' is already set at {marks.where(ours)}"
+            what = f"'{key}' means '{ours}: {meaning}', and '{ours}' is already set at {marks.where(ours)}"
             mistakes.append(Mistake((key,), what, "delete one of the two"))
         elif switch:
-            tree[ours] = stands_for
+            tree[ours] = meaning
             marks.rename((key,), (ours,))
-            notes.append(f"'{key}' is read as '{ours}: {stands_for}'")
+            notes.append(f"'{key}' is read as '{ours}: {meaning}'")
     for key in [key for key in tree if key in ALIASES]:
         ours = ALIASES[key]
         if ours in tree:
@@ -293,7 +294,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
 
 
 def _rename_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
-    """Rename the keys of :data:`CHOICES`."""
+    """Replace the keys of :data:`CHOICES` by the keys and values that they mean here."""
     for key in [key for key in tree if key in CHOICES]:
         given = tree.pop(key)
         value = str(given).lower().replace("-", "_")
@@ -302,7 +303,7 @@ def _rename_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistak
             notes.append(f"'{key}: {value}' has no effect: it is the default of adapter_type: lora")
         elif not meant[0]:
             known = ", ".join(f"{ours}: {kind}" for ours, kind in filter(None, CHOICES[key].values()))
-            what = f"unknown start of adapters '{key}: {given}'"
+            what = f"unknown initialisation of adapters '{key}: {given}'"
             mistakes.append(Mistake((key,), what, f"write one of: {known}"))
         elif meant[0] in tree:
             what = f"'{key}' means '{meant[0]}: {meant[1]}', and '{meant[0]}' is already set at {marks.where(meant[0])}"

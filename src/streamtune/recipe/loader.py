@@ -42,9 +42,9 @@ class LoadedRecipe:
 
     Args:
         recipe: Checked recipe, with defaults filled in and local paths resolved.
-        path: File it was read from, as given.
+        path: Path of the recipe file, as given.
         notes: Messages for the user: accepted names of other trainers, and keys without effect.
-        marks: Lines of the keys.
+        marks: Line, or command-line setting, of each key.
     """
 
     recipe: Recipe
@@ -63,8 +63,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     Args:
         path: YAML file, or the name of a shipped recipe if no such file exists.
         overrides: ``key=value`` settings, which take precedence over the file.
-        objective: Objective of the command. A recipe without an objective gets it, and a recipe with another one is
-            refused. None: the recipe's own, or sft.
+        objective: Objective of the command. A recipe without an objective gets it; a recipe with another objective is
+            refused. None: the objective in the recipe, or sft.
 
     Returns:
         The recipe. Local paths in it (``datasets[].path``, ``chat_template``, ``tokenizer.path``,
@@ -109,7 +109,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
 
 
 def _recipe_type(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
-    """Return the recipe's type. It is needed first, because it decides which keys exist."""
+    """Return the recipe's class, which decides what keys exist. It depends on the objective, in the recipe or in a
+    setting."""
     named = tree.get("objective")
     for override in overrides:
         name, _, value = override.partition("=")
@@ -152,11 +153,12 @@ def _secret_error(kind: str, what: str, where: str) -> RecipeError:
 
 
 def _shipped_or_file(path: Path) -> Path:
-    """Return the file of the shipped recipe with this name, or else the path unchanged."""
+    """Return the path of the shipped recipe with this name. If a file with this name exists, or no recipe has it,
+    return the path unchanged."""
     name = path.as_posix()
     try:
         is_name = name in shipped_names() and not os.path.lexists(path)
-    except (OSError, ValueError):  # no name of a file, which reading it says
+    except (OSError, ValueError):  # not a valid file name: reading it raises an error that says so
         return path
     return read_shipped(name).path if is_name else path
 
@@ -289,7 +291,8 @@ def path_exists(path: Path, *, broken: bool = False) -> bool:
 
 
 def user_rewards(recipe: RunKeys) -> list[str]:
-    """Return the user's reward functions, without options: ``path.py:function``, ``module:function``."""
+    """Return the reward functions that are the user's own code, without their options: ``path.py:function``,
+    ``module:function``."""
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
 
 
@@ -297,7 +300,7 @@ CONFIGURATIONS = ("config.json", "tokenizer_config.json", "processor_config.json
 
 
 def _has_code(name: str) -> bool:
-    """Return False if a model or tokenizer is a local folder without Python code. Any hub name returns True."""
+    """Return True unless a model or tokenizer is a local folder without Python code. A hub name returns True."""
     try:
         folder = Path(name).expanduser()
         if not folder.is_dir() or any(folder.glob("*.py")) or (folder / "adapter_config.json").exists():
@@ -308,7 +311,8 @@ def _has_code(name: str) -> bool:
 
 
 def _names_remote_code(path: Path) -> bool:
-    """Return True if a configuration names classes in ``auto_map``, which may be on a hub, or if it cannot be read."""
+    """Return True if a configuration file names classes in ``auto_map``, whose code may be on a hub, or if the file
+    cannot be read."""
     try:
         return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -420,7 +424,7 @@ def _model_configuration(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_value(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, setting: str) -> None:
-    """Set the value at a path and create missing mappings; everything new is marked with the setting."""
+    """Set the value at a path, and create missing mappings. Every new key is marked with the setting."""
     here: Any = tree
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

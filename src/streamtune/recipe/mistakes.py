@@ -1,6 +1,7 @@
-"""Mistakes in a recipe: findings of pydantic and of the rules as sentences, sorted and reported in one error.
+"""Find the mistakes in a recipe, by pydantic and by the rules, and report all of them in one error.
 
-The words for a key's values are made from its JSON schema, so the two agree. ``kind`` is the type of the recipe.
+The text about the values that a key accepts is made from its JSON schema, so text and schema agree. In all functions
+``kind`` is the class of the recipe.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
-    """Return the value to write after a common slip; empty for other values."""
+    """Return the fix for a value with a common slip, such as text in place of a number; empty for other values."""
     takes = {choice.get("type") for choice in fragment.get("anyOf", [fragment])}
     if "boolean" in takes and isinstance(value, str) and value.lower() in _BOOLEANS:
         return f"write {_BOOLEANS[value.lower()]}"
@@ -239,9 +240,9 @@ def _resolve(fragment: Fragment) -> Fragment:
 
 
 def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
-    """Return the longest beginning of ``path`` that the schema has, and its schema.
+    """Return the longest beginning of ``path`` that exists in the schema, and the schema of the value there.
 
-    Pydantic adds the branch of a union that it tried to a path; such parts are dropped.
+    Pydantic also adds to a path the branch of a union that it tried; such parts are dropped.
     """
     fragment = _schema(kind)
     for depth, part in enumerate(path):
@@ -298,8 +299,8 @@ def expected(fragment: Fragment) -> str:
 
 @cache
 def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
-    """Return the paths of the recipe's leaves by their last name. Leaves inside lists are left out: they have no single
-    path."""
+    """Return last name -> paths of the recipe's keys that are not groups. Keys inside lists are left out, because they
+    have no single path."""
     found: dict[str, list[KeyPath]] = {}
 
     def walk(fragment: Fragment, path: KeyPath) -> None:

@@ -1,7 +1,7 @@
-"""Rules about keys: rule tables and their evaluation; the base class and the ranges of all keys.
+"""Rule tables that refuse combinations of keys, their evaluation, and the base class and value ranges of all keys.
 
-A rule table is a tuple of rows, beside the keys that it is about, in ``keys/``. A condition maps keys to values, and
-holds if every key has its value::
+A rule table is a tuple of rules, in the same file of ``keys/`` as the keys that it checks. A condition maps keys to
+values, and holds if every key has the value::
 
     Clash({"packing": True, "batching": "buckets"}, "'packing' does not combine with buckets", "delete the line")
 
@@ -9,7 +9,7 @@ The mistake is reported at the first key. A key of a group is written ``engine.w
 be used like a key. ``{key}`` in a text is replaced by the key's value, ``{key:,}`` by its value in Python's format.
 Braces around text with a blank (``{prompt: ...}``) stay as they are.
 
-Rows are evaluated in the order of the tables, and the first mistake is reported.
+Rules are evaluated in the order of the tables, and the first mistake is reported.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ONE_OF_TWO = "delete one of the two"
 KEEP_ONE = "keep one of them"
 
 Condition = Mapping[str, object]
-"""Keys -> the value that each must have, or one of the tests below."""
+"""Key -> the value that it must have, or one of the tests below."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Test: the key has another value than its default."""
+    """Test: the value of the key differs from its default."""
 
 
 GIVEN = Given()
@@ -55,8 +55,8 @@ class OneOf:
 
 
 def having(table: Mapping[str, object], when: Condition) -> OneOf:
-    """Return the test that a key names a row of ``table`` meeting a condition: ``having(OPTIMIZERS, {"averages":
-    True})``."""
+    """Return the test that the value of a key is the name of a table entry that meets a condition: ``having(OPTIMIZERS,
+    {"averages": True})``."""
     return OneOf(*(name for name, row in table.items() if holds(row, when)))
 
 
@@ -69,10 +69,10 @@ class Refusal(NamedTuple):
 
 
 class KeyRule(Protocol):
-    """A row of a table."""
+    """A rule: finds mistakes in a recipe or in a group of keys."""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistakes that this row finds in a recipe or a group of keys."""
+        """Yield the mistakes that this rule finds in a recipe or a group of keys."""
         ...
 
 
@@ -84,7 +84,7 @@ class Clash:
         when: Condition under which the settings are refused.
         what: Sentence of the error.
         fix: Fix of the error.
-        key: Key whose line is reported; empty for the first of ``when``.
+        key: Key whose line is reported; empty for the first key of ``when``.
     """
 
     when: Condition
@@ -120,8 +120,8 @@ class Reads:
         """Yield a refusal if ``key`` is given and ``other`` is not ``value``."""
         found = value_of(spec, self.other)
         if is_given(spec, self.key) and found != self.value:
-            setting = f"{self.other}: {shown(self.value)}"
-            shown_value = f"'{found}'" if isinstance(found, str) else shown(found)
+            setting = f"{self.other}: {show_value(self.value)}"
+            shown_value = f"'{found}'" if isinstance(found, str) else show_value(found)
             yield Refusal(
                 self.key,
                 f"'{self.key}' {self.why} '{setting}', and '{self.other}' is {shown_value}",
@@ -150,19 +150,19 @@ class OnlyFor:
 
 
 class Where:
-    """Rows that are evaluated only under a condition.
+    """Rules that are evaluated only if a condition holds.
 
     Args:
         when: Condition.
-        rows: Rows of the table.
-        text: Sentence around the error of each row, which replaces ``{}``.
+        rows: Rules to evaluate.
+        text: Sentence of the error; the error of a rule replaces ``{}`` in it.
     """
 
     def __init__(self, when: Condition, *rows: KeyRule, text: str = "{}") -> None:
         self.when, self.rows, self.text = when, rows, text
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistakes of the rows, each inside the whole sentence."""
+        """Yield the mistakes that the rules find, each inserted into ``text``."""
         if holds(spec, self.when):
             head, tail = (fill(part, spec) for part in self.text.split("{}"))
             for key, what, fix in refusals_of(spec, self.rows):
@@ -171,7 +171,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Custom:
-    """A rule that a function computes, such as about sums, lists of entries or names."""
+    """A rule that is a function, for conditions on sums, list entries or names."""
 
     function: Callable[[Any], Iterator[Refusal]]
 
@@ -191,7 +191,7 @@ def refusals_of(spec: Any, rules: Iterable[KeyRule]) -> Iterator[Refusal]:
 
 
 def holds(spec: Any, when: Condition) -> bool:
-    """Return True if every key of a condition has its value."""
+    """Return True if every key of a condition has the value, or passes the test."""
     return all(_meets(spec, key, wanted) for key, wanted in when.items())
 
 
@@ -227,13 +227,13 @@ def fill(text: str, spec: Any) -> str:
 
     def value(found: re.Match[str]) -> str:
         value = value_of(spec, found[1])
-        return format(value, found[2]) if found[2] else shown(value)
+        return format(value, found[2]) if found[2] else show_value(value)
 
     return re.sub(r"\{([a-z_.]+)(?::([^{} ]+))?\}", value, text)
 
 
-def shown(value: object) -> str:
-    """Return a value as it is written in a recipe."""
+def show_value(value: object) -> str:
+    """Return a value as text, as it is written in a recipe."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -242,7 +242,8 @@ TOO_LARGE = "too_large"
 
 
 def at_most(limit: int) -> AfterValidator:
-    """Return a validator that refuses absurd numbers, which would otherwise end as no memory, no time, or an overflow.
+    """Return a validator that refuses numbers above ``limit``, with which a run would overflow, or exhaust memory or
+    time.
 
     The limit is not part of the schema: an error about text in place of a number is clearer without it.
     """
@@ -265,11 +266,12 @@ UpToOne = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples": ["80GiB"]})]
-"""Bytes with a unit; ``streamtune.base.text.parse_size`` reads it."""
+"""Size in bytes as text with a unit; ``streamtune.base.text.parse_size`` converts it to a number."""
 
 
 class Spec(BaseModel):
-    """Base class of all recipe types: strict types, frozen, no unknown keys, no NaN, and the rules of its keys."""
+    """Base class of recipes and groups of keys. Types are strict, instances are frozen, and unknown keys and NaN are
+    refused. Its rules check combinations of keys."""
 
     rules: ClassVar[Rules] = ()
     """Rule table of these keys."""
@@ -281,11 +283,11 @@ class Spec(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        defer_build=True,  # of the classes that `--help` imports most never check a value
+        defer_build=True,  # `--help` imports many classes that never check a value
     )
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> Self:
+    def _check_rules(self) -> Self:
         for refusal in self.refusals():
             raise mistake(refusal.what, key=refusal.key, fix=refusal.fix)
         return self

@@ -1,8 +1,8 @@
 """The recipes of all objectives: their keys, the order of their rules, and their JSON schema.
 
-A recipe is flat where the Hugging Face Trainer is flat, and uses its names. The docstring of a field, here and in
-``keys/``, is the only description of a key. The JSON schema, the editor's hover text and the documentation are made
-from it.
+Keys are at the top level, with the same names, if the Hugging Face Trainer has them as arguments. The docstring of a
+field, here and in ``keys/``, is the only description of a key. The JSON schema, the editor's hover text and the
+documentation are made from these docstrings.
 
 The types are strict (``"1e-5"`` is not a number, ``yes`` is not a boolean), frozen, and refuse unknown keys. Nothing
 here reads a file or touches a device; ``streamtune.recipe.loader`` adds file and line to an error.
@@ -106,11 +106,11 @@ class Recipe(
         *loss.NEEDS_WHOLE_WEIGHTS,
         *engine.NEEDS_WHOLE_WEIGHTS,
     )
-    """Choices that are refused if ranks share the weights: by a key, or by a DeepSpeed file, whose stage is read at the
-    start of a run."""
+    """Rules about choices that are refused if ranks shard the weights. Sharding is set by a key, or by a DeepSpeed
+    configuration, whose stage is read at the start of a run."""
 
     def needs_whole_weights(self) -> Iterator[Refusal]:
-        """Yield the choices of this recipe that are refused if ranks share the weights."""
+        """Yield the choices of this recipe that are refused if ranks shard the weights."""
         return refusals_of(self, self.whole_weights)
 
     @property
@@ -132,11 +132,11 @@ class GrpoRecipe(RolloutSettings, Recipe):
     """A recipe of group-relative policy optimisation."""
 
     objective: Literal["grpo"] = "grpo"
-    """Training objective: a loss on completions that the model writes, by their rewards or by the distribution of a
-    teacher."""
+    """Training objective: a loss on completions that the model writes, from their rewards or from a teacher's
+    distribution."""
 
     num_completions_to_print: Steps = 4
-    """Completions of each batch that are saved, with their rewards, in `completions.jsonl`."""
+    """Number of completions of each batch that are saved, with their rewards, in `completions.jsonl`."""
 
     rules = (
         *Recipe.rules,
@@ -150,7 +150,7 @@ class GrpoRecipe(RolloutSettings, Recipe):
 
 
 RECIPES: dict[str, type[Recipe]] = {"sft": Recipe, "dpo": DpoRecipe, "grpo": GrpoRecipe}
-"""Value of ``objective`` -> type of the recipe. The command of the same name trains it."""
+"""Value of ``objective`` -> type of the recipe. The command with the same name trains recipes of this type."""
 
 
 def objectives_with(key: str) -> list[str]:
@@ -178,17 +178,17 @@ def json_schema() -> dict[str, Any]:
         sets["additionalProperties"] = {"anyOf": [sets["additionalProperties"], *one["anyOf"]]}
         definitions[kind.__name__] = schema
     others = [(objective, kind) for objective, kind in RECIPES.items() if objective != "sft"]
-    held_to: dict[str, Any] = {"$ref": f"#/$defs/{RECIPES['sft'].__name__}"}
+    rest: dict[str, Any] = {"$ref": f"#/$defs/{RECIPES['sft'].__name__}"}
     for objective, kind in reversed(others):
         condition = {"properties": {"objective": {"const": objective}}, "required": ["objective"]}
-        held_to = {"if": condition, "then": {"$ref": f"#/$defs/{kind.__name__}"}, "else": held_to}
+        rest = {"if": condition, "then": {"$ref": f"#/$defs/{kind.__name__}"}, "else": rest}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "StreamTune recipe", "type": "object"}
-    return {**head, **held_to, "$defs": _drop_titles(definitions, names=True)}
+    return {**head, **rest, "$defs": _drop_titles(definitions, names=True)}
 
 
 def _drop_titles(node: Any, *, names: bool = False) -> Any:
-    """Drop the titles that pydantic makes from names. With ``names``, the keys of ``node`` are the recipe's own and
-    stay."""
+    """Return a schema without the titles that pydantic derives from names. With ``names``, the keys of ``node`` are
+    keys of a recipe or names of definitions, and all stay."""
     if isinstance(node, list):
         return [_drop_titles(item) for item in node]
     if not isinstance(node, dict):

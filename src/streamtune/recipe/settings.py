@@ -1,17 +1,19 @@
-"""The keys that each part of a run reads. A recipe has all of them; a function takes the settings of its own part.
+"""Groups of recipe keys, one for each part of a run. A recipe has all keys; a function takes only the group that it
+reads.
 
     TokenizerSettings  a tokenizer, loaded or trained on the rows
     RowSettings        rows -> token ids
     BatchSettings      token ids -> micro-batches and optimizer steps
     ModelSettings      the weights: source, dtype, memory, adapters
-    OptimizerSettings  the update of the weights
-    TrainingSettings   an optimizer step: batches, model and update
+    OptimizerSettings  the optimizer step: optimizer, learning rate, trained weights
+    TrainingSettings   a training step: batches, model and optimizer
     PreferenceSettings the preference loss
     PolicySettings     the loss on completions that the model writes
     RolloutSettings    PolicySettings, and the completions with their rewards
 
-Each class inherits from topics in ``keys/`` and adds no key, so a key is defined once. A recipe is an instance of every
-class that its objective needs. ``mypy`` refuses a function that reads a key outside its annotation.
+Each class inherits from classes in ``keys/`` and adds no key, so a key is defined once. A recipe is an instance of
+every class that its objective needs. ``mypy`` rejects a function that reads a key outside the class that annotates its
+argument.
 """
 
 from __future__ import annotations
@@ -34,32 +36,33 @@ from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 
 
 class RowSettings(RunKeys, BatchKeys, TrainedTokenKeys, CacheKeys, DataKeys):
-    """Settings of rows. ``data/`` reads no recipe; it gets the ``DataOptions`` made by ``Task.data_options``."""
+    """Recipe keys that decide the token ids of rows. ``data/`` reads no recipe; it gets ``DataOptions``, which
+    ``Task.data_options`` makes from these keys."""
 
 
 class TokenizerSettings(CacheKeys, DataKeys, ModelKeys):
-    """Settings of a tokenizer: loaded, or trained on the rows."""
+    """Recipe keys that decide the tokenizer, which is loaded or trained on the rows."""
 
 
 class BatchSettings(RunKeys, LearningRateKeys, StepKeys, DeviceKeys, BatchKeys, TrainedTokenKeys):
-    """Settings of micro-batches, of the rows of an optimizer step, and of the learning rate, which depends on their
-    number."""
+    """Recipe keys that decide the micro-batches and the rows of an optimizer step. The learning rate can depend on the
+    number of rows, so its keys are included."""
 
 
 class ModelSettings(RunKeys, RouterKeys, DeviceKeys, EngineKeys, LossKeys, TrainedTokenKeys, AdapterKeys, ModelKeys):
-    """Settings of a model with its adapters and teacher, on the device or in host memory."""
+    """Recipe keys that decide the model: its weights, dtype, memory, adapters, routers and teacher."""
 
 
 class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, EngineKeys, AdapterKeys, ModelKeys):
-    """Settings of the update of the weights."""
+    """Recipe keys that decide the optimizer step: optimizer, learning rate, trained weights and their memory."""
 
     @property
     def step_kind(self) -> StepKind:
-        """The kind of an optimizer step, from the optimizer and the keys that change it."""
+        """What an optimizer step runs and stores: number of forwards and backwards, gradients and states in memory."""
         kind = step_kind(self.optim, self.optim_args)
         if self.optim_in_backward:
-            kind = kind.in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
-        return kind.on_host() if self.engine.optimizer == "host" else kind
+            kind = kind.with_step_in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
+        return kind.with_host_states() if self.engine.optimizer == "host" else kind
 
 
 class TrainingSettings(
@@ -81,22 +84,22 @@ class TrainingSettings(
     ModelKeys,
     ObjectiveKeys,
 ):
-    """Settings of an optimizer step."""
+    """Recipe keys that decide a training step: batches, model and optimizer."""
 
 
 class PreferenceSettings(PreferenceKeys, EngineKeys, LossKeys, TrainedTokenKeys):
-    """Settings of a preference loss."""
+    """Recipe keys that decide a preference loss, its reference and its rows."""
 
 
 class PolicySettings(PolicyKeys, RolloutKeys, StepKeys, LossKeys):
-    """Settings of a loss on completions that the model writes."""
+    """Recipe keys that decide the loss on completions that the model writes."""
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if the loss needs the log-probs of the policy that wrote the completions: it may change before training
-        on them."""
+        """True if the loss needs log-probs under the policy that wrote the completions, because the policy changes
+        while it trains on them."""
         return not self.distils and self.num_iterations * self.steps_per_rollout > 1
 
 
 class RolloutSettings(PolicySettings, RewardKeys, TrainingSettings):
-    """Settings of writing completions, scoring them, and training on them."""
+    """Recipe keys that decide how completions are written, scored and trained on."""

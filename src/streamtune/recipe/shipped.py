@@ -56,7 +56,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
 def shipped_names() -> list[str]:
     """Return the names of the shipped recipes: ``quickstart``, ``qwen3/8b-lora-80gb``.
 
-    Recipes for no particular model come first. Numbers in names are sorted by value: 8b before 14b.
+    Recipes outside the folders of models come first. Numbers in names are sorted by value: 8b before 14b.
     """
     folder = _recipe_folder()
     paths = [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]
@@ -78,8 +78,8 @@ def read_shipped(name: str) -> ShippedRecipe:
 
 
 def with_schema(text: str, folder: Path) -> str:
-    """Return a shipped recipe's text for a file in ``folder``, whose first line points to this installation's
-    schema."""
+    """Return the text of a shipped recipe, with the path of this installation's schema in its first line. The path is
+    relative if the schema is below ``folder``, where the recipe is written. Without a schema the line is dropped."""
     first, _, rest = text.partition("\n")
     if not first.startswith(HEADER):
         return text

@@ -2,10 +2,9 @@
 
 A recipe is read by stricter rules than YAML 1.1, so that a value means what it shows:
 
-- Scalars follow the YAML 1.2 core schema. ``1e-5`` and ``012`` (twelve) are numbers, ``no`` and ``on`` are text.
-- A key may occur only once in a mapping.
-- Anchors, aliases, merge keys, tags and second documents are refused.
-- Size, depth and number of values are bounded, so that a hostile file costs nothing.
+- Scalars follow the YAML 1.2 core schema. ``1e-5`` and ``012`` (twelve) are numbers; ``no`` and ``on`` are text. - A
+key may occur only once in a mapping. - Anchors, aliases, merge keys, tags and second documents are refused. - Size,
+depth and number of values are limited, so that a hostile file cannot exhaust time or memory.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ class Mistake:
     """One mistake in a recipe.
 
     Args:
-        path: Path of its key; for a missing key longer than any marked path.
+        path: Path of the key. For a missing key it is not among the marked paths, so the line of the nearest parent is
+            shown.
         what: Sentence of the error.
         fix: Fix of the error; may be empty.
         line: Line in the file, if the path alone does not give it (a duplicate key).
@@ -61,7 +61,7 @@ class Mistake:
 
 @dataclass
 class Marks:
-    """The places where the keys of a recipe were written.
+    """Where each key of a recipe was set: a line of the file, or a command-line setting.
 
     Args:
         file: Path of the recipe, as the user gave it.
@@ -74,7 +74,7 @@ class Marks:
     settings: dict[KeyPath, str] = field(default_factory=dict)
 
     def where(self, *path: str | int) -> str:
-        """Return ``file:line`` of a key, or the setting that set it. A missing key has the place of its nearest
+        """Return ``file:line`` of a key, or the setting that set it. For a missing key, return the place of its nearest
         parent."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
@@ -84,7 +84,7 @@ class Marks:
         return f"{self.file}:1"
 
     def rename(self, old: KeyPath, new: KeyPath) -> None:
-        """Move the marks of a key, and of everything below it, to another name."""
+        """Rename a key: move its marks, and the marks of all keys below it, to the new path."""
 
         def renamed(path: KeyPath) -> KeyPath:
             return (*new, *path[len(old) :]) if path[: len(old)] == old else path
@@ -93,13 +93,14 @@ class Marks:
         self.settings = {renamed(path): setting for path, setting in self.settings.items()}
 
     def set(self, path: KeyPath, setting: str) -> None:
-        """Record that a setting set this key, and drop earlier marks of it and of everything below it."""
+        """Record that a setting set this key, and delete earlier marks of this key and of all keys below it."""
         self.lines = {old: line for old, line in self.lines.items() if old[: len(path)] != path}
         self.settings = {old: by for old, by in self.settings.items() if old[: len(path)] != path}
         self.settings[path] = setting
 
     def line(self, path: KeyPath) -> int:
-        """Return the line by which mistakes are sorted: of the key or its nearest parent. Settings come last."""
+        """Return the line of a key or of its nearest parent, by which mistakes are sorted. Keys of settings are sorted
+        last."""
         for end in range(len(path), 0, -1):
             if path[:end] in self.settings:
                 break
@@ -153,7 +154,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
     try:
         return reader.document(), reader.marks, reader.mistakes
     except yaml.MarkedYAMLError as error:
-        raise _not_yaml(error, file) from error
+        raise _syntax_error(error, file) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         what = f"the character U+{ord(text[error.position]):04X} is not allowed in a text file"
@@ -161,7 +162,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
 
 
 class _Reader:
-    """Builds values from PyYAML's events, which are read lazily: nothing is read beyond a limit."""
+    """Builds values from PyYAML's events, which are read one by one, so that reading stops at a limit."""
 
     def __init__(self, text: str, file: str) -> None:
         self.file = file
@@ -177,25 +178,25 @@ class _Reader:
         value = self.value(next(self.events), ())
         next(self.events)  # end of the document
         if not isinstance(after := next(self.events), yaml.StreamEndEvent):
-            raise self.refuse(after, "a recipe has only one document; a second one starts here", "delete the '---'")
+            raise self.error_at(after, "a recipe has only one document; a second one starts here", "delete the '---'")
         return value
 
     def value(self, event: yaml.Event, path: KeyPath) -> Any:
         if anchor := getattr(event, "anchor", None):
             name = f"*{anchor}" if isinstance(event, yaml.AliasEvent) else f"&{anchor}"
-            raise self.refuse(
+            raise self.error_at(
                 event, f"anchors and aliases are not allowed: '{name}'", "write the full value, or quote it"
             )
         if tag := getattr(event, "tag", None):
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            raise self.refuse(event, f"tags are not allowed: '{shown}'", "delete the tag, or quote the value")
+            raise self.error_at(event, f"tags are not allowed: '{shown}'", "delete the tag, or quote the value")
         self.values += 1
         if self.values > MAX_VALUES:
-            raise self.refuse(
+            raise self.error_at(
                 event, f"a recipe has at most {MAX_VALUES} keys and values", "write the path of data under datasets"
             )
         if len(path) > MAX_DEPTH:
-            raise self.refuse(
+            raise self.error_at(
                 event, f"a recipe has at most {MAX_DEPTH} levels", "recipes are nearly flat; see `streamtune schema`"
             )
         if isinstance(event, yaml.MappingStartEvent):
@@ -204,7 +205,7 @@ class _Reader:
             return self.sequence(path)
         assert isinstance(event, yaml.ScalarEvent), event
         if wrong := _FORBIDDEN.search(event.value):  # written as an escape: "\\0"
-            raise self.refuse(event, f"the character U+{ord(wrong[0]):04X} is not allowed in text", "delete it")
+            raise self.error_at(event, f"the character U+{ord(wrong[0]):04X} is not allowed in text", "delete it")
         return parse_scalar(event.value) if event.implicit[0] else event.value
 
     def mapping(self, path: KeyPath) -> dict[str, Any]:
@@ -212,15 +213,15 @@ class _Reader:
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             line = _line(event.start_mark)
             if not isinstance(event, yaml.ScalarEvent):
-                raise self.refuse(event, "a key must be plain text", "write braces and brackets after 'key: '")
+                raise self.error_at(event, "a key must be plain text", "write braces and brackets after 'key: '")
             self.value(event, path)  # refuses an anchor or a tag on the key
             key = event.value
             if len(key) > MAX_KEY:
-                raise self.refuse(
+                raise self.error_at(
                     event, f"a key must have at most {MAX_KEY} characters; found {len(key):,}", "write a shorter key"
                 )
             if key == "<<":
-                raise self.refuse(event, "merge keys are not allowed: '<<'", "write all keys")
+                raise self.error_at(event, "merge keys are not allowed: '<<'", "write all keys")
             if key in found:
                 what = f"'{key}' occurs twice, first on line {self.marks.lines[*path, key]}"
                 self.mistakes.append(Mistake((*path, key), what, "delete one of the two", line=line))
@@ -236,7 +237,7 @@ class _Reader:
             found.append(self.value(event, (*path, len(found))))
         return found
 
-    def refuse(self, event: yaml.Event, what: str, fix: str) -> RecipeError:
+    def error_at(self, event: yaml.Event, what: str, fix: str) -> RecipeError:
         return RecipeError(what, where=f"{self.file}:{_line(event.start_mark)}", fix=fix)
 
 
@@ -246,7 +247,7 @@ def _line(mark: Any) -> int:
     return int(mark.line) + 1
 
 
-def _not_yaml(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
+def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
     """Return a readable error for PyYAML's error, with a fix for common slips."""
     problem = error.problem or error.context or "cannot be read"
     where = f"{file}:{_line(error.problem_mark or error.context_mark)}"

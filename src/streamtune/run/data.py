@@ -103,7 +103,7 @@ def _train_tokenizer(
     if cache is None:
         train_it()
         return made[0], False
-    text, kept = cache.text_of(sources, settings, train_it, notify)
+    text, kept = cache.cached_text(sources, settings, train_it, notify)
     return made[0] if made else models.read_trained_tokenizer(text), kept
 
 

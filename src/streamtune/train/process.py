@@ -130,7 +130,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         self._owner = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            self._entered.enter_context(interrupts.handled_elsewhere())
+            self._entered.enter_context(interrupts.use_other_handlers())
             for signum in interrupts.SIGNALS:
                 if not interrupts.is_ignored(signum):
                     self._previous[signum] = signal.signal(signum, self._handle)

@@ -40,7 +40,7 @@ def test_the_allocator_gives_what_is_simulated(name: str, dtype: torch.dtype) ->
         in_backward: Holdings.of(
             make("meta"), workload(make, make_optimizer=partial(optimizer_of, name), step=kind)
         ).temporary
-        for in_backward, kind in ((False, PLAIN_STEP), (True, PLAIN_STEP.in_backward()))
+        for in_backward, kind in ((False, PLAIN_STEP), (True, PLAIN_STEP.with_step_in_backward()))
     }
     model: Any = make("cpu")
     optimizer = optimizer_of(name, model)

@@ -612,7 +612,7 @@ def test_so_it_is_with_an_optimizer_in_the_backward() -> None:
         step()
         step()
     weights = sum(p.nbytes for p in model.parameters())
-    found = simulate(workload(make, make_optimizer=adamw, step=PLAIN_STEP.in_backward()), BASE)
+    found = simulate(workload(make, make_optimizer=adamw, step=PLAIN_STEP.with_step_in_backward()), BASE)
     after = simulate(workload(make, make_optimizer=adamw), BASE)
     assert found.peak_bytes == pytest.approx(weights + live.peak, rel=0.01)
     largest = max(p.nbytes for p in model.parameters())
@@ -666,8 +666,8 @@ def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool)
         step()
         step()
     backend.close()
-    kind = PLAIN_STEP.in_backward() if in_backward else PLAIN_STEP
-    found = simulate(workload(make, make_optimizer=adamw, step=kind.on_host()), BASE)
+    kind = PLAIN_STEP.with_step_in_backward() if in_backward else PLAIN_STEP
+    found = simulate(workload(make, make_optimizer=adamw, step=kind.with_host_states()), BASE)
     there = simulate(workload(make, make_optimizer=adamw, step=kind), BASE)
     states = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
     weights, largest = (f(p.nbytes for p in model.parameters()) for f in (sum, max))
@@ -680,7 +680,7 @@ def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool)
     assert bool(found.work.host_overlapped_bytes) == in_backward != bool(found.work.host_touched_bytes)
     here, away = (
         simulate(replace(workload(make, make_optimizer=adamw, step=step), device_type="cuda"), BASE).phases
-        for step in (kind, kind.on_host())
+        for step in (kind, kind.with_host_states())
     )
     waits = 2 * largest if in_backward else 0  # gradients, for the thread
     assert here["backward"] - away["backward"] == pytest.approx(states - waits, rel=0.01)
@@ -695,7 +695,7 @@ def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
     assert found.host_terms["weights"] == found.host_terms["gradients"] == all_of_it - norm
     assert found.host_terms["optimizer"] == pytest.approx(2 * (all_of_it - norm), rel=1e-3)
     assert found.terms["weights"] == held_bytes(model) - (all_of_it - norm)
-    freed = simulate(workload(make, make_optimizer=adamw, step=PLAIN_STEP.in_backward()), schedule)
+    freed = simulate(workload(make, make_optimizer=adamw, step=PLAIN_STEP.with_step_in_backward()), schedule)
     layer = sum(p.nbytes for p in decoder_layers(model)[0].parameters())
     assert freed.host_terms["gradients"] == 2 * max(layer, model.lm_head.weight.nbytes)
     # Every weight goes there twice (embedding and head once), and its gradient comes back.

@@ -183,7 +183,7 @@ class PrefixTree:
         self.tokens = 0
         """number of tokens of the sequence"""
 
-    def room_for(self, example: Example) -> int:
+    def count_added(self, example: Example) -> int:
         """Return how many tokens an example would add to the sequence."""
         return len(example.input_ids) - sum(shared for _, shared in self._path(*_ids_and_targets(example)))
 
@@ -279,16 +279,16 @@ class PrefixTree:
         attention is computed in few rectangles.
         """
         found: list[tuple[int, _Node]] = []
-        waiting = [(-1, child) for child in sorted(self._root.children, key=_longest_row)]
+        waiting = [(-1, child) for child in sorted(self._root.children, key=_end_of_longest_row)]
         while waiting:
             parent, node = waiting.pop()
             found.append((parent, node))
-            waiting += [(len(found) - 1, child) for child in sorted(node.children, key=_longest_row)]
+            waiting += [(len(found) - 1, child) for child in sorted(node.children, key=_end_of_longest_row)]
         return found
 
     @property
     def squares(self) -> int:
-        """Attention work: about twice the number of pairs of a token and a token that it attends to."""
+        """Attention work: about twice the number of (query token, key token) pairs."""
         total, stops = 0, list[int]()
         for parent, node in self.nodes():
             start = stops[parent] if parent >= 0 else 0
@@ -297,7 +297,7 @@ class PrefixTree:
         return total
 
 
-def _longest_row(node: _Node) -> int:
+def _end_of_longest_row(node: _Node) -> int:
     """Return the number of tokens from the start of a node to the end of its longest row."""
     longest, waiting = 0, [(0, node)]
     while waiting:
@@ -363,7 +363,7 @@ def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: i
         tree, origin = PrefixTree(), ""
         for row in range(first, stop):
             example = examples[row]
-            if row > first and (example.origin != origin or tree.tokens + tree.room_for(example) > max_length):
+            if row > first and (example.origin != origin or tree.tokens + tree.count_added(example) > max_length):
                 starts.append(row)
                 sizes.append(tree.tokens)
                 squares.append(tree.squares)

@@ -290,7 +290,7 @@ class Choice:
 
 
 def small_sources(sizes: Sequence[int]) -> frozenset[int]:
-    """Return the sources with fewer rows than the mean of all non-empty sources.
+    """Return the sources whose number of rows is below the mean number of rows of all non-empty sources.
 
     Args:
         sizes: [sources] number of rows of each source.

@@ -46,13 +46,13 @@ class LengthPolicy:
 
     def holds(self, tree: Tree) -> bool:
         """Return True if the tree fits both limits."""
-        return self.holds_prompt(tree) and tree.longest_row <= self.max_length
+        return self.holds_prompt(tree) and tree.longest_row_tokens <= self.max_length
 
     def holds_prompt(self, tree: Tree) -> bool:
         """Return True if the prompt fits ``max_prompt_length``."""
         return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
 
-    def cut(self, tree: Tree) -> Tree | None:
+    def truncate(self, tree: Tree) -> Tree | None:
         """Return the tree with the start of its prompt and the ends of its completions cut off.
 
         None if no token of a completion fits, or if a completion has no counted token left.
@@ -107,7 +107,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             return
         self.counts["too_long"] += 1
         self.counts["long_prompts"] += not self.policy.holds_prompt(tree)
-        cut = self.policy.cut(tree) if self.overlength == "truncate" else None
+        cut = self.policy.truncate(tree) if self.overlength == "truncate" else None
         if cut is None or _has_identical_answers(cut):
             self.counts["dropped"] += 1
             self.counts["tokens_lost"] += tree.num_tokens_separate
@@ -135,7 +135,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         self.counts["dropped"] += 1
 
     def _measure_tree(self, tree: Tree) -> None:
-        self.measure(tree.longest_row, tree.origin, tokens=tree.num_tokens_separate)
+        self.measure(tree.longest_row_tokens, tree.origin, tokens=tree.num_tokens_separate)
         self.longest_prompt = max(self.longest_prompt, (len(tree.prompt), tree.origin), key=lambda pair: pair[0])
         self.prompt_lengths.append(len(tree.prompt))
         labels = tree.labels or [True, False]
@@ -158,7 +158,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         if self.counts["negative_margins"]:
             notify(f"{count_has(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
-    def too_long(self) -> DataError:
+    def too_long_error(self) -> DataError:
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
@@ -184,7 +184,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             fix=f"set max_length to {size} or more, or set overlength to truncate or drop",
         )
 
-    def own_counts(self) -> dict[str, Any]:
+    def kind_counts(self) -> dict[str, Any]:
         lengths = self.completion_lengths
         return {
             **{name: self.counts[name] for name in ("identical", "completions", "negative_margins")},
@@ -260,10 +260,10 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         self.groups.append(group)
         self.counts["tokens"] += prompt.num_tokens
 
-    def changes(self) -> str:
+    def describe_changes(self) -> str:
         return "truncated" if self.counts["truncated"] else "dropped"
 
-    def too_long(self) -> DataError:
+    def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
             f"{count_has(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
@@ -271,7 +271,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
             fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end) or drop",
         )
 
-    def own_counts(self) -> dict[str, Any]:
+    def kind_counts(self) -> dict[str, Any]:
         return {"tree_tokens": self.counts["tokens"], "prompt_lengths": length_percentiles(self.lengths)}
 
 

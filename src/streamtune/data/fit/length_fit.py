@@ -131,11 +131,11 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.trained, self.lost = array("q"), array("q")
         self.starts: list[SourceStart] = []
 
-    def begin(self, source: Source) -> None:
+    def start_source(self, source: Source) -> None:
         """Start a source: rows added from now on belong to it."""
-        self.starts.append(self._now(source))
+        self.starts.append(self._source_start(source))
 
-    def _now(self, source: Source) -> SourceStart:
+    def _source_start(self, source: Source) -> SourceStart:
         rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
         return SourceStart(source, Counter(self.counts), rows, kept, records)
 
@@ -193,7 +193,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.lost.append(lost)
         self.writer.append(record)
 
-    def prepared(
+    def make_prepared(
         self, table: MappedTable, val_size: float, seed: int, notify: Notify = lambda message: None
     ) -> Prepared[RecordT, ReportT]:
         """Split the written records into a training part and a held-out part.
@@ -232,7 +232,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             validation=Stored(self.record, table, held_out),
             report=replace(report, sources=share_epoch(report.sources, bounds, lengths, mixture)),
             fingerprint=total.hexdigest(),
-            measured=self._measured(),
+            measured=self._make_measured(),
             bad_rows=self.bad_rows,
             bounds=bounds,
             mixture=mixture,
@@ -251,7 +251,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         ]
         return np.concatenate(repeated), (0, *np.cumsum([len(part) for part in repeated]).tolist())
 
-    def _measured(self) -> Measured:
+    def _make_measured(self) -> Measured:
         sizes = (self.lengths, self.tokens, self.first_trained, self.trained, self.lost)
         lengths, tokens, first_trained, trained, lost = (np.frombuffer(each, dtype=np.int64) for each in sizes)
         return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
@@ -264,7 +264,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """
         rows, too_long = self.rows, self.counts["too_long"]
         if too_long and self.overlength == "error":
-            raise self.too_long()
+            raise self.too_long_error()
         if self.counts["identical"]:
             notify(f"{self.counts['identical']:,} of {rows:,} pairs dropped: both answers are the same")
         if not len(self.groups):
@@ -276,22 +276,25 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
                 fix=f"the longest has {self.about_longest} tokens, {self.limit}" if size else "",
             )
         if too_long:
-            notify(f"{too_long:,} of {rows:,} {self.noun}s exceed {self.over}: {self.changes()}{self._lost()}")
+            notify(
+                f"{too_long:,} of {rows:,} {self.noun}s exceed {self.over}: {self.describe_changes()}"
+                f"{self._describe_lost()}"
+            )
 
-    def changes(self) -> str:
+    def describe_changes(self) -> str:
         """Return how many of the rows that were too long were truncated, split and dropped, for a note."""
         dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
         named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
         return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
 
-    def _lost(self) -> str:
+    def _describe_lost(self) -> str:
         names = ("tokens_lost", "supervised_tokens_lost", "estimated")
         lost, trained, estimated = (self.counts[name] for name in names)
         supervised = f" and {trained:,} trained tokens" if self.trains else ""
         return f"; {'about ' if estimated else ''}{lost:,} tokens{supervised} lost"
 
     @abstractmethod
-    def too_long(self) -> DataError:
+    def too_long_error(self) -> DataError:
         """Return the error for rows over the maximum length."""
 
     def report(
@@ -321,12 +324,12 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             held_out_duplicates=held_out_duplicates,
             special_rows=self.counts["special_rows"],
             sources=self._source_reports(),
-            **self.own_counts(),
+            **self.kind_counts(),
         )
 
     def _source_reports(self) -> tuple[SourceReport, ...]:
         reports = []
-        for start, end in pairwise([*self.starts, self._now(self.starts[-1].source)]):
+        for start, end in pairwise([*self.starts, self._source_start(self.starts[-1].source)]):
             source = start.source
             counts, lengths = end.counts - start.counts, self.lengths[start.rows : end.rows]
             names = (
@@ -353,7 +356,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         return tuple(reports)
 
     @abstractmethod
-    def own_counts(self) -> dict[str, Any]:
+    def kind_counts(self) -> dict[str, Any]:
         """Return the fields that only this kind of report has."""
 
 

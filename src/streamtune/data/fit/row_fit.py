@@ -239,7 +239,7 @@ class RowFit(LengthFit[Example, DataReport]):
                 "than half of max_length, or the chat template does not print it separately at the start"
             )
 
-    def too_long(self) -> DataError:
+    def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
             f"{count_has(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; "
@@ -248,7 +248,7 @@ class RowFit(LengthFit[Example, DataReport]):
             fix=f"set max_length to {size} or more, or set overlength to truncate, drop or split",
         )
 
-    def own_counts(self) -> dict[str, Any]:
+    def kind_counts(self) -> dict[str, Any]:
         return {name: self.counts[name] for name in ("split", "pieces_dropped", "tokens_repeated", "estimated")}
 
 

@@ -138,22 +138,26 @@ def _digits(draw: random.Random, count: int) -> str:
     return "".join(_pick(draw, tuple("0123456789")) for _ in range(count))
 
 
-def _copy(draw: random.Random) -> tuple[str, str]:
+def _draw_copy(draw: random.Random) -> tuple[str, str]:
     digits = _digits(draw, 3 + int(draw.random() * 4))
     return f"copy {digits}", digits
 
 
-def _sort(draw: random.Random) -> tuple[str, str]:
+def _draw_sort(draw: random.Random) -> tuple[str, str]:
     digits = _digits(draw, 3 + int(draw.random() * 4))
     return f"sort {digits}", "".join(sorted(digits))
 
 
-def _add(draw: random.Random) -> tuple[str, str]:
+def _draw_add(draw: random.Random) -> tuple[str, str]:
     digits = _digits(draw, 3 + int(draw.random() * 2))
     return f"add {digits}", str(sum(map(int, digits)))
 
 
-TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {"copy": _copy, "sort": _sort, "add": _add}
+TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
+    "copy": _draw_copy,
+    "sort": _draw_sort,
+    "add": _draw_add,
+}
 """Task name -> function that draws a prompt and its answer."""
 
 
@@ -280,12 +284,12 @@ def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Ite
             long.append(_module_row(module))
         if len(short) >= SPARE * wanted and len(long) * LONG_EVERY >= wanted:
             break
-    short.sort(key=lambda row: _spread(row.origin))
-    long.sort(key=lambda row: _spread(row.origin))
+    short.sort(key=lambda row: _shuffle_key(row.origin))
+    long.sort(key=lambda row: _shuffle_key(row.origin))
     return islice(_interleave(short, long), max_rows)
 
 
-def _spread(name: str) -> bytes:
+def _shuffle_key(name: str) -> bytes:
     """Return a sort key that mixes modules: in alphabetical order ``max_rows`` would take only the first letters."""
     return hashlib.sha256(name.encode()).digest()
 
@@ -302,7 +306,7 @@ def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
 
 def _modules(root: Path) -> Iterator[_Module]:
     """Yield every readable module below ``root``, in a shuffled order that is always the same."""
-    for path in sorted(_files(root), key=lambda path: _spread(path.relative_to(root).as_posix())):
+    for path in sorted(_python_files(root), key=lambda path: _shuffle_key(path.relative_to(root).as_posix())):
         relative = path.relative_to(root)
         try:
             with tokenize.open(path) as file:
@@ -317,11 +321,11 @@ def _modules(root: Path) -> Iterator[_Module]:
         yield _Module(name, relative.as_posix(), source, tree)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _python_files(folder: Path) -> Iterator[Path]:
     for child in folder.iterdir():
         if child.is_dir():
             if child.name not in SKIPPED_FOLDERS:
-                yield from _files(child)
+                yield from _python_files(child)
         elif child.suffix == ".py":
             yield child
 

@@ -50,7 +50,7 @@ class FileHashes:
     def __post_init__(self) -> None:
         self._known = self._file().read_json(self.notify)
 
-    def of(self, path: Path) -> str:
+    def hash_of(self, path: Path) -> str:
         """Return the hash of a regular file's bytes, in hexadecimal.
 
         Raises:
@@ -70,7 +70,7 @@ class FileHashes:
             self._known[name] = self._new[name] = [*facts, digest]
         return digest
 
-    def touched(self) -> list[Path]:
+    def changed_files(self) -> list[Path]:
         """Return the files whose size, mtime, ctime or inode changed since they were first hashed."""
         return [path for path, facts in self._read.items() if _file_stats_at(path) != facts]
 
@@ -117,7 +117,7 @@ class StreamedFiles:
     _versions: dict[_Entry, list[tuple[str, str | None]]] = field(default_factory=dict)
     _reading: dict[_Entry, tuple[Source, Path]] = field(default_factory=dict)
 
-    def listed(self, source: Source, files: Sequence[DataFile]) -> None:
+    def check_listing(self, source: Source, files: Sequence[DataFile]) -> None:
         """Check the file names, and the versions of remote files, against the first list.
 
         Raises:
@@ -129,7 +129,7 @@ class StreamedFiles:
             names = sorted({name for name, _ in {*found} ^ {*before}})
             raise _changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
-    def opens(self, source: Source, file: DataFile) -> None:
+    def check_file(self, source: Source, file: DataFile) -> None:
         """Check the file that is opened next.
 
         Raises:
@@ -217,7 +217,7 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
 def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
     """Return everything that determines the rows of a streamed source; None if its contents are unknown.
 
-    The location of the files is not part of it. A dataset on the hub is not downloaded for it.
+    The location of the files does not count. A dataset on the hub is not downloaded.
     """
     found = fingerprint_source(source, hashes)
     if found is None:
@@ -249,7 +249,7 @@ def _version(file: DataFile, hashes: FileHashes) -> str | None:
         return file.version
     with open_bytes(file, text=False):  # opened as a reader does: a pipe or a device is rejected
         pass
-    return hashes.of(file.path)
+    return hashes.hash_of(file.path)
 
 
 def _library_files() -> str:

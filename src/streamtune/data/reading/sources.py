@@ -39,11 +39,11 @@ READ_BY = {
 class SourceWatch(Protocol):
     """Checks that the files of a source are still the files that were read first."""
 
-    def listed(self, source: Source, files: Sequence[DataFile]) -> None:
+    def check_listing(self, source: Source, files: Sequence[DataFile]) -> None:
         """Check the list of files; raise ``DataError`` if it changed."""
         ...
 
-    def opens(self, source: Source, file: DataFile) -> None:
+    def check_file(self, source: Source, file: DataFile) -> None:
         """Check the file that is opened next; raise ``DataError`` if it changed."""
         ...
 
@@ -222,10 +222,10 @@ def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
         if folder.left_out:
             bad.notify(f"{source.path}: files not read: {_join_names(folder.left_out)}")
     if source.watch is not None:
-        source.watch.listed(source, files)
+        source.watch.check_listing(source, files)
     for file in files:
         if source.watch is not None:
-            source.watch.opens(source, file)
+            source.watch.check_file(source, file)
         yield from read_data_file(file, bad)
 
 

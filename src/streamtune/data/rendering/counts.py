@@ -114,16 +114,16 @@ class RenderLog:
         self.by_path: dict[str, RenderCounts] = {}
         self.path = ""
         """path of the dataset whose rows are being rendered"""
-        self.now = RenderCounts()
+        self.current = RenderCounts()
         """counts of this dataset"""
         self._noted: set[str] = set()
 
-    def begin(self, path: str) -> None:
+    def start_dataset(self, path: str) -> None:
         """Start counting for the dataset at ``path``."""
         self.path = path
-        self.now = self.of(path)
+        self.current = self.counts_of(path)
 
-    def of(self, path: str) -> RenderCounts:
+    def counts_of(self, path: str) -> RenderCounts:
         return self.by_path.setdefault(path, RenderCounts())
 
     def note(self, message: str) -> None:
@@ -149,7 +149,7 @@ class RenderLog:
         self._check_findings(self._counts_by_path())
 
     def _counts_by_path(self) -> dict[str, RenderCounts]:
-        return {**self.by_path, **({} if self.by_path else {"": self.now})}
+        return {**self.by_path, **({} if self.by_path else {"": self.current})}
 
     def _check_findings(self, of_all: Mapping[str, RenderCounts]) -> None:
         empty = [counts for counts in of_all.values() if counts.empty]

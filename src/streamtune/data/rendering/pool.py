@@ -150,7 +150,7 @@ def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterato
 
 def _render_here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> RenderedItems[ItemT]:
     for batch in batches(items, rows_at_once, BATCH_CHARACTERS):
-        renderer.log.begin(batch[0].path)
+        renderer.log.start_dataset(batch[0].path)
         renderer.render_ahead(batch)
         batch.reverse()
         while batch:
@@ -197,8 +197,8 @@ def _render_in_children(
         outcomes, counts, messages, failure = future.result()
         if failure is not None:
             raise failure
-        log.begin(batch[0].path)
-        log.now.add(counts)
+        log.start_dataset(batch[0].path)
+        log.current.add(counts)
         for message in messages:
             log.note(message)
         batch.reverse()
@@ -226,14 +226,14 @@ def _serve(connection: Any, packed: bytes) -> None:
             return
         messages.clear()
         renderer.log.by_path.clear()
-        renderer.log.begin(batch[0].path)
+        renderer.log.start_dataset(batch[0].path)
         outcomes, failure = [], None
         try:
             renderer.render_ahead(batch)
             outcomes = [_render_one(renderer, item) for item in batch]
         except StreamTuneError as error:
             failure = error
-        answer = (outcomes, renderer.log.now, list(messages), failure)
+        answer = (outcomes, renderer.log.current, list(messages), failure)
         try:
             connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
         except OSError:  # the parent process was killed

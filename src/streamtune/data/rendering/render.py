@@ -159,7 +159,7 @@ class RowRenderer:
         else:
             empty = int(isinstance(content, PromptCompletion) and not content.completion.strip())
         if empty:
-            self.log.now.add_empty_answers(empty, origin)
+            self.log.current.add_empty_answers(empty, origin)
         return empty > 0 and self._options.on_empty != "train"
 
     def _conversation(self, content: Conversation, origin: str) -> Rendered:
@@ -187,12 +187,12 @@ class RowRenderer:
         if not chat.ends:
             self.log.note("the chat template ends answers without a special token: the model does not learn to stop")
         self._count_findings(content, trained, answers, chat.system, origin)
-        self.log.now.tools_left_out += bool(content.tools) and not any(
+        self.log.current.tools_left_out += bool(content.tools) and not any(
             name in chat.text for name in _tool_names(content.tools)
         )
-        self.log.now.reasoning += chat.reasoned
-        self.log.now.reasoning_closed += chat.closed
-        self.log.now.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
+        self.log.current.reasoning += chat.reasoned
+        self.log.current.reasoning_closed += chat.closed
+        self.log.current.add_dropped_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
         prefix = self._system_prefix(content, chat, origin)
         # Without special tokens, as apply_chat_template does: the template has printed them.
         ask = partial(_tokenise, turns=chat.turns, origin=origin, exchanges=chat.exchanges, prefix=prefix or 0)
@@ -217,7 +217,7 @@ class RowRenderer:
 
         A row may be rendered several times.
         """
-        now, (row, seen) = self.log.now, self._counted
+        now, (row, seen) = self.log.current, self._counted
         if row != origin:
             self._counted = row, seen = origin, set()
         found = [(message, names) for message in messages if (names := self._specials.found_in(message))]
@@ -230,7 +230,7 @@ class RowRenderer:
         """Tokenise a text without roles, and count the names of special tokens in it."""
         names = self._specials.found(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
-            self.log.now.add_special_names("text", names, new_row=True)
+            self.log.current.add_special_names("text", names, new_row=True)
 
         def ask(masks: MaskTokenizer, text: str) -> TextTokens:
             return masks(MarkedText(text, turns, origin, special=True, border=border))
@@ -257,7 +257,7 @@ class RowRenderer:
     def _count_findings(
         self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str, origin: str
     ) -> None:
-        now, messages = self.log.now, content.messages
+        now, messages = self.log.current, content.messages
         now.answers += len(answers)
         now.other_system += content.other_system
         now.wrapped_tools += content.wrapped_tools
@@ -287,7 +287,7 @@ class RowRenderer:
         return found[-1:] if last else found
 
     def _completion(self, content: PromptCompletion, origin: str) -> Rendered:
-        text, border, now = content.prompt + content.completion, len(content.prompt), self.log.now
+        text, border, now = content.prompt + content.completion, len(content.prompt), self.log.current
         turns = None if self._train_on == "all" else [ChatTurn(border, len(text))]
         tokens = self._drop_second_bos(text, self._text(text, origin, turns=turns, border=border))
         now.answers += 1
@@ -306,7 +306,7 @@ class RowRenderer:
         """Return the tokens without the first BOS if the text begins with BOS and the tokenizer added another."""
         if not _has_two_bos(self._tokenizer, text, tokens.ids):
             return tokens
-        self.log.now.begins_twice += 1
+        self.log.current.begins_twice += 1
         return tokens.without_first()
 
     def _append_eos(self, tokens: TextTokens) -> TextTokens:
@@ -314,7 +314,7 @@ class RowRenderer:
         end = self._tokenizer.eos_token_id
         if end is None:
             self.log.note(_NO_END)
-        return tokens if end is None or tokens.estimated is not None else tokens.ended(end)
+        return tokens if end is None or tokens.estimated is not None else tokens.with_end_token(end)
 
     def _to_rendered(self, tokens: TextTokens, *, has_answer: bool = False, system: int | None = None) -> Rendered:
         begins = self._begin is not None and bool(tokens.ids) and tokens.ids[0] == self._begin
@@ -461,7 +461,7 @@ class TreeRenderer:
 
 
 def _common_beginning(rows: Sequence[Sequence[int]]) -> int:
-    """Return how many first tokens all rows have in common."""
+    """Return how many tokens at their beginning all rows have in common."""
     shortest = min(map(len, rows))
     return next((index for index in range(shortest) if len({row[index] for row in rows}) > 1), shortest)
 
@@ -495,7 +495,7 @@ class PromptRenderer:
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
         (row, prompt), origin = item.take(), item.origin
         tools, wrapped = tools_and_form(row.columns.get("tools"), origin)
-        self.log.now.wrapped_tools += wrapped
+        self.log.current.wrapped_tools += wrapped
         variables = variables_of(row.columns.get("chat_template_kwargs"), origin)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
@@ -533,13 +533,13 @@ class PromptRenderer:
     def _text(self, prompt: str, origin: str) -> list[int]:
         names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
-            self.log.now.add_special_names("text", names, new_row=True)
+            self.log.current.add_special_names("text", names, new_row=True)
         ids = self._ids(prompt, origin, special=True, splits=bool(names), rendered=False)
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
         if _has_two_bos(self._tokenizer, prompt, ids):
-            self.log.now.begins_twice += 1
+            self.log.current.begins_twice += 1
             ids = ids[1:]
         return ids
 
@@ -551,7 +551,7 @@ class PromptRenderer:
             messages = [{"role": "system", "content": self._options.default_system}, *messages]
         spelled = [(message["role"], names) for message in messages if (names := self._specials.found_in(message))]
         for number, (role, names) in enumerate(spelled):
-            self.log.now.add_special_names(role, names, new_row=number == 0)
+            self.log.current.add_special_names(role, names, new_row=number == 0)
         shown: Any = (messages, tools)
         if self._options.split_special_tokens:
             shown = self._specials.shield([messages, tools], origin)

@@ -97,7 +97,7 @@ class TextTokens:
         breaks = None if self.breaks is None else self.breaks[1:]
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, prefix=max(0, self.prefix - 1))
 
-    def ended(self, end: int) -> TextTokens:
+    def with_end_token(self, end: int) -> TextTokens:
         """Return the tokens with the trained end token after them, added unless the tokenizer already did so."""
         if self.ids and self.ids[-1] == end:
             self.trained[-1] = True

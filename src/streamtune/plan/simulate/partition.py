@@ -167,7 +167,7 @@ class Holdings:
         waits = workload.frees_gradients and workload.device_type == "cuda"
         touched = _step_touched(size, self.state) + copies
         host = {**self.host, "optimizer": self.host.get("optimizer", 0) + self.state}
-        a_weight_at_a_time = replace(workload, device_type="cpu", step=workload.step.in_backward())
+        a_weight_at_a_time = replace(workload, device_type="cpu", step=workload.step.with_step_in_backward())
         _, temporary, _ = _optimizer_step(model, a_weight_at_a_time)
         return replace(
             self,

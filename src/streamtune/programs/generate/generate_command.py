@@ -244,7 +244,7 @@ def _stop_on_interrupt(answerer: Answerer) -> Iterator[None]:
         yield
         return
     try:
-        with interrupts.handled_elsewhere():
+        with interrupts.use_other_handlers():
             yield
     finally:
         signal.signal(signal.SIGINT, before)

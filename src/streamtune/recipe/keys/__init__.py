@@ -1,1 +1,1 @@
-"""Keys of a recipe, a file a topic: their texts, and what they combine with."""
+"""Keys of a recipe, with one file for each topic: their descriptions, and rules about combinations of keys."""

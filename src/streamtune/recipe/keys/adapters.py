@@ -1,5 +1,5 @@
-"""Keys that choose what is trained: all weights or adapters, the kind of adapters, and what does not combine with
-them."""
+"""Keys that choose the trained weights: all of them, or adapters of some kind. Rules refuse other keys that do not work
+with this choice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNQUANTISED = tuple(name for name, kind in ADAPTERS.items() if not kind.on_quant
 
 
 def unread_adapter_keys(recipe: Any) -> dict[str, str]:
-    """Return the given keys that have no effect in this recipe: key -> the setting that makes it so."""
+    """Return the adapter keys of a recipe that have no effect, each with the setting that disables it."""
     given = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set]
     if recipe.finetuning_type == "full":
         return dict.fromkeys(given, "finetuning_type: full")
@@ -41,77 +41,79 @@ def unread_adapter_keys(recipe: Any) -> dict[str, str]:
 
 
 class AdapterKeys(Spec):
-    """Keys that choose what is trained: every weight, or adapters."""
+    """Keys that choose full fine-tuning or adapters, and that configure the adapters."""
 
     finetuning_type: Literal["full", "lora", "qlora"] = "full"
-    """Weights to train: all (`full`), or adapters beside frozen weights (`lora`). `qlora` keeps the frozen weights in 8
-    or 4 bits."""
+    """Weights to train. `full`: all weights. `lora`: adapters beside frozen weights. `qlora`: adapters beside frozen
+    weights that are quantised to 8 or 4 bits."""
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
     """Quantisation of the frozen linear layers and experts with `finetuning_type: qlora`: `nf4` (4 bits, bitsandbytes)
-    or `int8` (torchao). `auto` is `nf4` on an accelerator and where ranks share the weights (`zero3`, `fsdp`), else
-    `int8`. Embedding, norms and head keep their dtype."""
+    or `int8` (torchao). `auto` is `nf4` on an accelerator or if ranks shard the weights (`zero3`, `fsdp`), else `int8`.
+    Embedding, norms and head keep their dtype."""
 
     adapter_type: AdapterName = "lora"
-    """Kind of adapters: `lora`, `rslora` (scaled by alpha / sqrt(r)) or `dora`. LoRA with another start: `pissa` and
-    `olora` (the leading part of each weight), `lora_ga` (the leading part of its gradient), `loftq` (its quantisation
-    error under `qlora`). Other kinds of peft: `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`. `paca` trains
-    `lora_r` columns of each weight."""
+    """Kind of adapters: `lora`, `rslora` (scaled by alpha / sqrt(r)) or `dora`. LoRA with another initialisation:
+    `pissa` and `olora` (from the leading part of each weight), `lora_ga` (from the leading part of each weight's
+    gradient), `loftq` (from each weight's quantisation error under `qlora`). Other kinds of peft: `vera`, `ia3`, `oft`,
+    `hra`, `loha`, `lokr`, `miss`. `paca` trains `lora_r` columns of each weight."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters."""
 
     lora_alpha: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_r. Default: twice the rank."""
+    """Scale of the adapters: their output is multiplied by lora_alpha / lora_r (`rslora`: lora_alpha / sqrt(lora_r)).
+    Default: 2 x `lora_r`."""
 
     lora_dropout: Fraction = 0.0
-    """Dropout on the input of the adapters."""
+    """Dropout probability on the input of the adapters."""
 
     lora_target: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Literal["all-linear"] = "all-linear"
-    """Modules that get an adapter, named by the end of their name, `[q_proj, v_proj]`; also experts stored as one
-    tensor, `[gate_up_proj]`. `all-linear` is every linear layer except the head and routers."""
+    """Modules that get an adapter, as ends of module names: `[q_proj, v_proj]`. Experts that are stored as one tensor
+    can be named too: `[gate_up_proj]`. `all-linear` is every linear layer except the head and routers."""
 
     lora_exclude: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Modules that get no adapter, named by the end of their name: `[down_proj]`."""
+    """Modules that get no adapter, as ends of module names: `[down_proj]`."""
 
     lora_rank_pattern: Annotated[dict[Text, Annotated[int, Field(ge=1), at_most(10**5)]], Field(default_factory=dict)]
-    """Ranks of single modules: pattern of the end of a module's name -> rank, as in `{o_proj: 4}`."""
+    """Ranks that differ from `lora_r`: pattern of the end of a module's name -> rank, as in `{o_proj: 4}`."""
 
     lora_alpha_pattern: Annotated[
         dict[Text, Annotated[float, Field(gt=0), at_most(10**6)]], Field(default_factory=dict)
     ]
-    """`lora_alpha` of single modules: pattern of the end of a module's name -> alpha, as in `{o_proj: 8}`."""
+    """Scales that differ from `lora_alpha`: pattern of the end of a module's name -> alpha, as in `{o_proj: 8}`."""
 
     lora_ga_rows: Annotated[int, Field(ge=1), at_most(10**4)] = 8
-    """`adapter_type: lora_ga`: number of rows, drawn by `seed`, whose gradient the adapters start from. Gradients of
-    several rows are summed on the host."""
+    """`adapter_type: lora_ga`: number of training rows, drawn with `seed`, whose gradient initialises the adapters.
+    Gradients of several rows are summed in host memory."""
 
     lora_ga_gamma: Annotated[float, Field(gt=0), at_most(10**9)] = 16.0
-    """`adapter_type: lora_ga`: the first values of the adapters are divided by the square root of this number."""
+    """`adapter_type: lora_ga`: number whose square root divides the initial values of the adapters."""
 
     loftq_iter: Annotated[int, Field(ge=1), at_most(100)] = 1
-    """`adapter_type: loftq`: number of LoftQ iterations. Each quantises the weight minus the adapters' product, and
-    then recomputes the adapters. From 2 on, the quantised base differs from the quantised checkpoint, and the
-    difference is saved with the adapters."""
+    """`adapter_type: loftq`: number of LoftQ iterations. Each iteration quantises the weight minus the adapters'
+    product, and then recomputes the adapters. With 2 or more, the quantised base weights differ from the quantised
+    checkpoint, and the difference is saved with the adapters."""
 
     oft_block_size: Annotated[int, Field(ge=2), at_most(10**5)] = 32
-    """`adapter_type: oft`: size of the blocks of the input that are rotated."""
+    """`adapter_type: oft`: number of input features in each rotated block."""
 
     modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Modules whose full weights are trained and saved with the adapters, named by the end of their name:
-    `[lm_head]`."""
+    """Modules whose full weights are trained and saved with the adapters, as ends of module names: `[lm_head]`."""
 
     adapter_name_or_path: Text | None = None
-    """Folder with adapters in peft's format to start from. It decides their kind, ranks and modules."""
+    """Folder with adapters in peft's format from which training starts. It sets their kind, ranks and modules, so other
+    adapter keys are refused."""
 
     @property
     def starts_from_gradients(self) -> bool:
-        """True if adapters start from gradients of rows, which are computed before the first step."""
+        """True if adapters are initialised from gradients of training rows, which are computed before the first
+        step."""
         return self.finetuning_type == "lora" and ADAPTERS[self.adapter_type].start == "gradient"
 
     @property
     def starts_from_quantisation(self) -> bool:
-        """True if adapters start from the quantisation error of the weights."""
+        """True if adapters are initialised from the quantisation error of the weights."""
         qlora = self.finetuning_type == "qlora" and self.adapter_name_or_path is None
         return qlora and ADAPTERS[self.adapter_type].start == "quantisation"
 
@@ -143,8 +145,8 @@ ADAPTER_RULES: Rules = (
         {"finetuning_type": Not("full"), "adapter_type": having(ADAPTERS, {"start": "gradient"})},
         Clash(
             {"objective": Not("sft")},
-            "starts from the gradient of training rows, and {objective} has a reference, or completions that do not "
-            "exist yet",
+            "is initialised from gradients of training rows, and gradients of {objective} need a reference or "
+            "completions that do not exist yet",
             LORA + "pissa",
             key="adapter_type",
         ),
@@ -183,14 +185,14 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
     ),
     Clash(
         {"adapter_type": having(ADAPTERS, {"on_shared": False}), "finetuning_type": Not("full")},
-        "adapters of kind {adapter_type} need whole weights or have values besides parameters; ranks that share the "
-        "weights neither have nor save these",
+        "adapters of kind {adapter_type} need unsharded weights or have values besides parameters, and here ranks "
+        "shard the weights",
         "write deepspeed: zero2, or adapter_type: lora or rslora",
     ),
     Clash(
         {"modules_to_save": GIVEN, "finetuning_type": Not("full")},
-        "'modules_to_save' copies modules before the ranks that share the weights have loaded them",
+        "'modules_to_save' copies modules before the ranks have loaded their shards of the weights",
         "write deepspeed: zero2, or delete the line",
     ),
 )
-"""Choices that are refused if ranks share the weights."""
+"""Choices that are refused if ranks shard the weights."""

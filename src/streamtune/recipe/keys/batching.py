@@ -27,18 +27,19 @@ from streamtune.recipe.rules import (
 
 
 class BucketSpec(Spec):
-    """Pieces of rows by length (buckets), and the order of the lengths in an epoch."""
+    """Keys of ``batching: buckets``: the smallest length, and the order of lengths in an epoch."""
 
     curriculum: Literal["uniform", "grow-linear", "grow-p2"] = "grow-p2"
-    """Relative probability of a batch as the next one, by its length. `uniform`: the same for every length. `grow-p2`:
-    halved each time the length doubles, so that short pieces come first in a cycle. `grow-linear`: lowered by a
-    constant each time the length doubles."""
+    """Relative probability that a batch is drawn next, as a function of the length of its pieces. `uniform`: the same
+    for every length. `grow-p2`: halved each time the length doubles, so that short pieces come first in a cycle.
+    `grow-linear`: lowered by a constant each time the length doubles."""
 
     cycles: Annotated[int, Field(ge=1), at_most(1000)] = 8
     """Number of times in an epoch that lengths grow from short to long."""
 
     min_length: Annotated[int, Field(ge=2), at_most(10**6)] = 64
-    """Length of the smallest bucket in tokens, a power of two. It also holds the shorter ends of rows."""
+    """Length of the pieces in the smallest bucket, in tokens; a power of two. Shorter ends of rows are in this bucket
+    too."""
 
     @field_validator("min_length")
     @classmethod
@@ -54,36 +55,37 @@ class BucketSpec(Spec):
 
 
 class BatchKeys(Spec):
-    """Contents of a batch, and the rows held out for evaluation."""
+    """Keys of the rows in a batch, and of the rows held out for evaluation."""
 
     packing: bool = False
-    """Pack several rows into one sequence of at most `max_length` tokens, without attention between rows: no padding,
-    the same gradient. `per_device_train_batch_size` then counts sequences."""
+    """Pack several rows into one sequence of at most `max_length` tokens, without attention between rows. Nothing is
+    padded, and the gradient stays the same. `per_device_train_batch_size` then counts sequences."""
 
     batching: Literal["rows", "tokens", "buckets"] = "rows"
-    """Unit of an optimizer step. `rows`: a number of rows. `tokens`: rows with at most `tokens_per_batch` tokens
-    together. `buckets`: rows are cut into pieces of power-of-two length; a step has pieces of one length, as many as
+    """Unit of an optimizer step. `rows`: a fixed number of rows. `tokens`: rows with at most `tokens_per_batch` tokens
+    in total. `buckets`: rows are cut into pieces of power-of-two length; a step has pieces of one length, as many as
     `tokens_per_batch` holds."""
 
     tokens_per_batch: Count | None = None
-    """Tokens of one optimizer step over all ranks, for `batching: tokens` and `batching: buckets`."""
+    """`batching: tokens`, `batching: buckets`: maximum number of tokens in one optimizer step over all ranks."""
 
     buckets: BucketSpec | None = None
-    """`batching: buckets`: curriculum and smallest length, such as `{curriculum: grow-p2, cycles: 8, min_length: 64}`
-    (dataset decomposition, arXiv 2405.13226)."""
+    """`batching: buckets`: order and smallest length of the pieces, such as `{curriculum: grow-p2, cycles: 8,
+    min_length: 64}` (dataset decomposition, arXiv 2405.13226)."""
 
     select_rows: Literal["colm"] | None = None
-    """`sft`: train each step on a few representative rows (`colm`, arXiv 2407.19580). For each step, `select_from`
-    times its rows are drawn and run forward. In each dataset the rows whose gradients best represent all drawn rows are
-    chosen. All drawn rows of datasets smaller than the mean are kept. `selected.jsonl` lists the choices."""
+    """`sft`: choose the trained rows of each step by their gradients (`colm`, arXiv 2407.19580). A step draws
+    `select_from` times as many rows as it trains, and runs all of them forward. In each dataset it chooses the rows
+    whose gradients best represent the drawn rows. From a dataset with fewer rows than the datasets have on average, it
+    trains all drawn rows. `selected.jsonl` lists the chosen rows."""
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2
-    """`select_rows`: number of times that the rows of a step are drawn for it. An epoch draws each row once and trains
-    on one of every `select_from` rows."""
+    """`select_rows`: number of drawn rows for each trained row. An epoch draws each row once, and trains on one of
+    every `select_from` rows."""
 
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
-    """Rows of `datasets` held out for evaluation: a fraction below 1, or a number of rows. Beside `eval_datasets` they
-    form the set `held_out`."""
+    """Rows of `datasets` held out for evaluation: a fraction below 1, or a number of rows. With `eval_datasets` they
+    are one more set, `held_out`."""
 
     @field_validator("val_size")
     @classmethod
@@ -96,27 +98,28 @@ class BatchKeys(Spec):
 
     @property
     def draws(self) -> int:
-        """Number of times that the rows of a step are drawn for it; 1 if all drawn rows are trained on."""
+        """Number of drawn rows for each trained row; 1 without ``select_rows``."""
         return 1 if self.select_rows is None else self.select_from
 
 
 class StepKeys(Spec):
-    """Size of an optimizer step, and number of steps."""
+    """Keys of the size of an optimizer step, and of the number of steps."""
 
     per_device_train_batch_size: Rows = 1
-    """Rows of one forward and backward."""
+    """Number of rows in one forward and backward of each rank. For `dpo`, a pair counts as one row."""
 
     per_device_eval_batch_size: Rows = 1
-    """Rows of one forward in an evaluation."""
+    """Number of rows in one forward of each rank during an evaluation."""
 
     gradient_accumulation_steps: Rows = 1
-    """Forwards and backwards per optimizer step. The loss is the mean over the tokens of all of them."""
+    """Number of micro-batches (one forward and backward each) in an optimizer step of each rank. The loss is the mean
+    over the tokens of all micro-batches."""
 
     num_train_epochs: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
-    """Number of passes through the data."""
+    """Number of passes through the training data."""
 
     max_steps: Literal[-1] | Count = -1
-    """Optimizer steps of the run, in place of `num_train_epochs`. -1: `num_train_epochs` decides."""
+    """Number of optimizer steps of the run, in place of `num_train_epochs`. -1: `num_train_epochs` decides."""
 
 
 def _row_exceeds_budget(recipe: Any) -> Iterator[Refusal]:
@@ -210,7 +213,7 @@ BATCH_RULES: Rules = (
 ONE_BY_ONE = "rows are compared one by one"
 DELETE_EITHER = "delete the line, or select_rows"
 ADAMW = "write optim: adamw, or delete select_rows"
-DIVIDED = "ranks share the weight whose gradient compares rows, or its moments"
+DIVIDED = "ranks shard the weight whose gradients are compared, or its moments"
 
 SELECTION_RULES: Rules = (
     Clash(

@@ -31,7 +31,7 @@ SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Pattern of an eval set's name, which becomes part of a metric's name."""
 
 RESERVED = {"held_out": "the rows that val_size holds out", "nll": "a loss of preferences, eval_nll_loss"}
-"""Names that an eval set cannot have -> what has this name."""
+"""Name that an eval set cannot have -> what already has this name."""
 
 
 def _duplicate_columns(spec: Any) -> Iterator[Refusal]:
@@ -41,30 +41,33 @@ def _duplicate_columns(spec: Any) -> Iterator[Refusal]:
 
 
 class DatasetSpec(Spec):
-    """One source of rows."""
+    """Keys of one entry of ``datasets``, which is a source of rows."""
 
     path: Text
     """Source of the rows. Local: a .jsonl, .json, .parquet, .arrow, .csv or .txt file, compressed or not; a pattern
-    such as `data/*.jsonl`; or a folder. Paths are relative to the recipe, then to the working directory. Remote: an
-    address (`hf://datasets/...`, `s3://`, `gs://`, `https://`) or the name of a hub dataset. Built in: `python-stdlib`
-    (documented functions, classes and modules of the running Python); `demo-preferences` (pairs of answers that differ
-    by a rule). `demo-arithmetic` has tasks on digits, `demo-passkey` logs from short to long with a question about one
-    line."""
+    such as `data/*.jsonl`; or a folder. Paths are relative to the recipe's folder, then to the working directory.
+    Remote: a URL (`hf://datasets/...`, `s3://`, `gs://`, `https://`) or the name of a hub dataset. Built in:
+    `python-stdlib` (documented functions, classes and modules of the running Python); `demo-preferences` (pairs of
+    answers, of which one is polite and names the thing asked for); `demo-arithmetic` (tasks on digits); `demo-passkey`
+    (short to long logs, with a question about one line)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
     ] = "auto"
-    """Shape of a row. `auto` infers it from the columns and prints it. `dpo` reads `preference` and `unpaired` rows,
-    `grpo` reads `prompts`, `sft` the other types."""
+    """Format of the rows. `auto` infers the format from the columns and prints it. `dpo` reads `preference` and
+    `unpaired` rows, `grpo` reads `prompts`, `sft` the other types."""
 
     split: Text = "train"
-    """Split of a hub dataset or of a folder. In a folder the names of files and subfolders tell the split."""
+    """Split of a hub dataset or of a folder. In a folder, the split is recognised by the names of files and
+    subfolders."""
 
     name: Text | None = None
-    """Configuration of a hub dataset that has several. For `demo-arithmetic` the task: `copy`, `sort` or `add`."""
+    """Configuration (subset) of a hub dataset that has several. For `demo-arithmetic`, the task: `copy`, `sort` or
+    `add`."""
 
     columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
-    """Column names: name used here -> name in the files, as in `{prompt: question}`. Other columns keep their names."""
+    """Column names: StreamTune's name -> name in the files, as in `{prompt: question}`. Other columns keep their
+    names."""
 
     input_separator: str = "\n\n"
     """Text between `instruction` and `input` of an `alpaca` row; by default a blank line. LLaMA-Factory and ms-swift
@@ -74,14 +77,14 @@ class DatasetSpec(Spec):
     """Maximum number of rows to use: the first ones, or with `shuffle` a random choice."""
 
     shuffle: bool = False
-    """Draw the `max_rows` rows at random from all rows of this entry, by the recipe's `seed`."""
+    """Draw the `max_rows` rows at random from all rows of this entry, with the recipe's `seed`."""
 
     repeat: Count = 1
     """Number of times that each training row of this entry is visited in an epoch. Held-out rows are evaluated once."""
 
     weight: Annotated[float, Field(ge=0), at_most(10**12)] | None = None
-    """Share of this entry in an epoch relative to the other weights, in units of `mix_by`: weights of 3 and 1 give 75%
-    and 25%. Either all entries have a weight, or none. An entry with weight 0 is not trained on."""
+    """Relative share of this entry in an epoch, counted in the unit `mix_by`: weights of 3 and 1 give 75% and 25%. Give
+    a weight to all entries or to none. An entry with weight 0 is not trained on."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,17 +115,17 @@ class DataKeys(Spec):
     """Sources of the rows. `[data/train.jsonl]` is short for `[{path: data/train.jsonl}]`."""
 
     mix_by: Literal["rows", "tokens"] = "rows"
-    """Unit in which `weight` divides an epoch between the datasets."""
+    """Unit in which the share that `weight` gives a dataset is counted."""
 
     eval_datasets: Annotated[
         dict[Text, Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]], Field(default_factory=dict)
     ]
     """Named sets of rows for evaluation, never trained on: `{code: data/code.jsonl, prose: [{path: ...}]}`. Each set
-    has its own loss, `eval_code_loss`; `eval_loss` covers all held-out rows."""
+    has its own loss, here `eval_code_loss`; `eval_loss` covers all held-out rows."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """Action on rows that are malformed or cannot be trained on. `error` refuses the data and lists the first ten;
-    `skip` leaves them out and lists them in `bad_rows.json`."""
+    """Action on rows that are malformed or cannot be trained on. `error` refuses the data and lists the first ten such
+    rows; `skip` leaves the rows out and lists them in `bad_rows.json`."""
 
     max_bad_rows: Steps = 100
     """Maximum number of rows that `on_bad_row: skip` leaves out; one more is an error."""
@@ -131,18 +134,18 @@ class DataKeys(Spec):
     """Number of processes that render and tokenise rows. It does not change the rows."""
 
     streaming: bool = False
-    """`sft`: read, render and fit rows during training, for data that does not fit on disk. It needs `max_steps`. No
-    row is prepared before the first step, and none is cached."""
+    """`sft`: read, tokenise and cut rows during training instead of before, for data too large for the disk. It needs
+    `max_steps`. Prepared rows are not cached."""
 
     shuffle_buffer: Count = 10_000
-    """`streaming`: number of rows in memory from which the next row is drawn; fewer if rows are long."""
+    """`streaming`: number of rows in memory from which the next row is drawn at random; fewer if rows are long."""
 
 
 class CacheKeys(Spec):
-    """Keys of files that are kept for the next start."""
+    """Key of the cache on disk."""
 
     cache: bool = True
-    """Cache prepared rows and a trained tokenizer on disk for the next start. The cache key is a hash of the files, the
+    """Cache prepared rows and a trained tokenizer on disk for later runs. The cache key is a hash of the files, the
     tokenizer and the options."""
 
 

@@ -40,16 +40,16 @@ Auto = Literal["auto"]
 
 
 def _open_choices(spec: Any) -> dict[str, Any]:
-    """Return every choice of a schedule: the value in the recipe; else the default with ``schedule: fixed``, and None
-    otherwise."""
+    """Return the value of every schedule choice. A choice that the recipe does not set has its default with ``schedule:
+    fixed``, and is None (open) with ``auto``."""
     return {**(DEFAULTS if spec.schedule == "fixed" else dict.fromkeys(DEFAULTS)), **spec.choices()}
 
 
 def _contradictions(spec: Any) -> Iterator[Refusal]:
-    """Yield choices that exclude each other in every plan."""
+    """Yield a refusal for each pair of choices that exclude each other."""
     choices = _open_choices(spec)
     if choices["order"] == "chunk" and spec.keep_kv == "auto":
-        choices["keep_kv"] = None  # it is kept without a word
+        choices["keep_kv"] = None  # order: chunk keeps keys and values in any case
     for field, what, (other, value) in contradictions(choices, _quote_choice):
         fix = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
         yield Refusal(f"engine.{field}", what, fix)
@@ -70,11 +70,12 @@ def _quote_choice(field: str, value: str | None = None) -> str:
 
 
 class EngineSpec(Spec):
-    """Streaming of the sequence. Every choice gives the same gradient; choices differ in memory and time."""
+    """Keys of the ``engine`` group, which decide how a step is streamed. All values give the same gradient; they differ
+    in memory and time."""
 
     schedule: Literal["auto", "fixed"] = "auto"
-    """`auto`: the planner picks the fastest schedule that fits, and keeps the choices that the recipe sets. `fixed`: no
-    planner; choices that the recipe does not set have their default with `fixed`."""
+    """Choice of the keys below that the recipe does not set. `auto`: the planner picks the fastest schedule that fits
+    in memory. `fixed`: no planner; each key has its default with `fixed`, which its description names."""
 
     chunk_size: Count | Auto = "auto"
     """Maximum number of tokens of the sequence that a layer processes at once. Default with `fixed`: 2048."""
@@ -87,70 +88,76 @@ class EngineSpec(Spec):
     Default with `fixed`: device."""
 
     offload_dir: Text | None = None
-    """Directory for `offload: disk`, on a fast local disk. Its file is deleted when the run ends, also after a
-    crash."""
+    """Directory for `offload: disk`, on a fast local disk. The file with the layer inputs is deleted when the run ends,
+    also after a crash."""
 
     device_layers: Steps | Auto = "auto"
-    """With `offload: host` or `disk`: number of layer inputs that stay on the device. Default with `fixed`: 0."""
+    """With `offload: host` or `offload: disk`: number of layer inputs that stay on the device. Default with `fixed`:
+    0."""
 
     levels: Annotated[int, Field(ge=1, le=2)] | Auto = "auto"
-    """Levels of stored layer inputs. 1 stores the input of every layer. 2 stores the input of every `segment_size`-th
-    layer and recomputes the others, for one more forward. Default with `fixed`: 1."""
+    """Number of levels of stored layer inputs. `1`: the input of every layer is stored. `2`: only every
+    `segment_size`-th layer's input is stored. The backward recomputes the other inputs, which costs one more forward.
+    Default with `fixed`: 1."""
 
     segment_size: Count | Auto = "auto"
-    """Layers of a segment with `levels: 2`. Default with `fixed`: the size that stores the fewest inputs."""
+    """With `levels: 2`: number of layers in a segment. Default with `fixed`: the size that stores the fewest layer
+    inputs."""
 
     keep_kv: bool | Literal[Auto, Kept] = "auto"
-    """Keep every layer's keys and values from forward to backward instead of projecting them again. `true` means
-    `device`. Default with `fixed`: no."""
+    """Memory that keeps every layer's keys and values until the backward. With `no`, the backward projects them again.
+    `true` means `device`. Default with `fixed`: no."""
 
     keep_attention: Literal[Auto, Kept] = "auto"
-    """Keep the output of every attention, so that the backward does not recompute it. Default with `fixed`: no."""
+    """Memory that keeps the output of every attention until the backward. With `no`, the backward recomputes it.
+    Default with `fixed`: no."""
 
     keep_layers: Steps | Auto = "auto"
-    """Number of last layers that keep all activations and recompute nothing. Default with `fixed`: 0."""
+    """Number of layers, counted from the last, that keep all activations and recompute nothing. Default with `fixed`:
+    0."""
 
     stream_grads: bool | Auto = "auto"
-    """Overwrite the gradient of a layer's output with the gradient of its input, chunk by chunk, in the memory of the
-    layer inputs. Default with `fixed`: false."""
+    """Save memory for gradients of hidden states. Chunk by chunk, the gradient with respect to a layer's input
+    overwrites the gradient with respect to its output, in the memory of the layer inputs. Default with `fixed`:
+    false."""
 
     grad_dtype: GradDtype = "float32"
-    """Dtype in which gradients are summed over chunks: float32, or the parameter's own. The planner never changes it,
-    because it affects rounding."""
+    """Dtype in which gradients are summed over chunks: float32, or the dtype of the parameter (`param`). It affects
+    rounding, so the planner never changes it."""
 
     fuse: Literal[Auto, Fuse] = "auto"
-    """Norms and rotary embeddings on CUDA: torch's fused operators (`torch`), or as the model writes them (`none`).
-    They differ only by rounding, so the planner never changes it. Default with `fixed`: torch."""
+    """Implementation of norms and rotary embeddings on CUDA: torch's fused operators (`torch`), or the model's own code
+    (`none`). The choice affects rounding, so the planner never changes it. Default with `fixed`: torch."""
 
     order: Literal[Auto, Order] = "auto"
-    """Outer loop of the backward. `layer` processes all chunks of a layer and stores every layer's input. `chunk`
-    processes all layers of a chunk; it stores one layer input, and every layer's keys and values with their gradients.
-    With `chunk`, `keep_kv` is device or host (recurrent states too), and `offload` places the one input. `levels: 2`
-    then holds a chunk's activations of `segment_size` layers (with `fixed`: 1) instead of all. Default with `fixed`:
-    layer."""
+    """Outer loop of the backward. `layer` processes all chunks of a layer, then the next layer; it stores the input of
+    every layer. `chunk` processes all layers of a chunk, then the next chunk. It stores the input of the first layer,
+    and every layer's keys and values (or recurrent states) with their gradients. With `chunk`, `keep_kv` is device or
+    host, and `offload` places the first layer's input. `levels: 2` then holds a chunk's activations for `segment_size`
+    layers at once (with `fixed`: 1) instead of all layers. Default with `fixed`: layer."""
 
     weights: Literal[Auto, WeightTier] = "auto"
-    """Memory of weights that are not in use. `host`: weights of layers, embedding and head are in host memory. Each
-    layer is copied to the device before it computes, and its gradient is copied back. Weights trained there are stepped
-    on the CPU; adapters stay on the device. One device only. The planner chooses `host` only if no other schedule fits,
-    and says so. Default with `fixed`: device."""
+    """Memory that holds weights while they are not in use. `host`: weights of layers, embedding and head are in host
+    memory. Each layer is copied to the device before it computes, and its gradient is copied back. The optimizer
+    updates these weights on the CPU; adapters stay on the device. One device only. The planner chooses `host` only if
+    no other schedule fits, and says so. Default with `fixed`: device."""
 
     fetch_dtype: Literal[Auto, FetchDtype] = "auto"
-    """Dtype of a weight's copy on the device, with `weights: host`. `bfloat16`: the model computes in bfloat16;
-    weights, gradient sums and optimizer stay in float32. It replaces `bf16` and halves the layer inputs. The planner
-    never changes it. Default with `fixed`: param."""
+    """With `weights: host`: dtype of the copies of weights on the device. `param` is the dtype of the weight. With
+    `bfloat16` the model computes in bfloat16; weights, gradient sums and optimizer stay in float32. This replaces
+    `bf16`, and halves the bytes of the layer inputs. The planner never changes it. Default with `fixed`: param."""
 
     optimizer: Literal[Auto, "device", "host"] = "auto"
-    """Memory of the optimizer's states, where the optimizer also steps. `host` with weights on the device: each
-    gradient is copied to host memory, and the stepped weight is copied back; with `optim_in_backward` this overlaps
-    with the computation. `auto`: where the weights are. For full fine-tuning the planner chooses the host if nothing
-    else fits; adapters beside host weights stay on the device. One device only."""
+    """Memory that holds the optimizer's states; the optimizer also runs there. `host` with weights on the device: each
+    gradient is copied to host memory, and the updated weight is copied back; with `optim_in_backward` the copies
+    overlap with the computation. `auto`: the memory of the weights. For full fine-tuning the planner chooses the host
+    if nothing else fits; adapters beside host weights stay on the device. One device only."""
 
     device_memory: Size | Auto = "auto"
     """Device memory to plan with, such as `80GiB`. `auto` is the memory free at the start of the run."""
 
     host_memory: Size | Auto = "auto"
-    """Host memory to plan with. `auto` is the available memory, with a container's limit respected."""
+    """Host memory to plan with. `auto` is the available memory, at most the limit of the container."""
 
     disk_memory: Size | Auto = "auto"
     """Disk space in `offload_dir` to plan with. `auto` is the free space."""
@@ -176,33 +183,33 @@ class EngineSpec(Spec):
     )
 
     @property
-    def on_host(self) -> str | None:
-        """The key because of which the optimizer steps on the host; None if it steps on the device."""
+    def host_key(self) -> str | None:
+        """The key that makes the optimizer run on the host; None if it runs on the device."""
         return next((key for key in ("weights", "optimizer") if getattr(self, key) == "host"), None)
 
     def written(self) -> dict[str, Any]:
-        """Return the schedule choices in the recipe, by field of the engine's ``Schedule``.
+        """Return the schedule choices in the recipe as fields of ``Schedule``: name -> value.
 
-        ``segment_size`` implies two levels, and ``keep_kv: true`` becomes ``device``. ``offload`` is not derived from
-        ``device_layers``: the caller does that.
+        ``segment_size`` implies two levels, and ``keep_kv: true`` becomes ``device``. The caller has to derive
+        ``offload`` from ``device_layers``.
         """
-        made = self.choices()
-        if "keep_kv" in made:
-            made["keep_kv"] = kept(made["keep_kv"])
-        if "segment_size" in made:
-            made["levels"] = 2
-        return made
+        fields = self.choices()
+        if "keep_kv" in fields:
+            fields["keep_kv"] = kept(fields["keep_kv"])
+        if "segment_size" in fields:
+            fields["levels"] = 2
+        return fields
 
     def choices(self) -> dict[str, Any]:
-        """Return the schedule choices in the recipe, with the values as written."""
+        """Return the schedule choices in the recipe, with the values as they are written there."""
         return {name: value for name in DEFAULTS if (value := getattr(self, name)) not in ("auto", None)}
 
 
 class EngineKeys(Spec):
-    """Keys of streaming, and of the device."""
+    """Keys of the streamed step, and of the device that computes it."""
 
     engine: EngineSpec = EngineSpec()
-    """Streaming of the sequence. The defaults suit most runs."""
+    """Keys that decide how a step is streamed, and its memory budgets. The defaults suit most runs."""
 
     bf16: bool | None = None
     """Compute in bfloat16 (autocast); the weights keep their dtype. Default: true if `dtype: auto` trains the weights
@@ -213,7 +220,7 @@ class EngineKeys(Spec):
 
     peak_flops: Annotated[float, Field(gt=0), at_most(10**20)] | None = None
     """Peak dense FLOP/s of one device, from which `mfu` is computed. Default: the bfloat16 figure in the data sheet of
-    a known device; otherwise, as on a CPU, there is no `mfu`."""
+    a known device. For other devices and the CPU, `mfu` is not reported."""
 
 
 ENGINE_RULES: Rules = (
@@ -250,7 +257,7 @@ ENGINE_RULES: Rules = (
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"engine.order": "chunk"},
-        "'order: chunk' reads the weights of all layers once for every chunk, and ranks that share them would send "
+        "'order: chunk' reads the weights of all layers once for every chunk, and ranks that shard them would send "
         "them each time",
         "write order: layer, or deepspeed: zero2",
     ),
@@ -258,40 +265,42 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
 
 
 SHARING_PRESETS = ("zero3", "zero3_offload")
-"""Values of ``deepspeed`` with which ranks share the weights."""
+"""Values of ``deepspeed`` with which ranks shard the weights."""
 
 
 class DeviceKeys(Spec):
-    """Keys of several devices."""
+    """Keys of training on several devices."""
 
     deepspeed: Text | None = None
-    """Share optimizer, gradients and weights between ranks with DeepSpeed: `zero1`, `zero2`, `zero3`, `zero3_offload`
-    (weights and optimizer on the host), or the path of a DeepSpeed configuration, whose `auto` values are filled from
-    the recipe. Default: each rank has a whole model (DDP)."""
+    """Shard optimizer states (`zero1`), also gradients (`zero2`), also weights (`zero3`) across ranks with DeepSpeed.
+    `zero3_offload` has weights and optimizer in host memory. The path of a DeepSpeed configuration is accepted too; its
+    `auto` values are filled from the recipe. Default: each rank has the whole model (DDP)."""
 
     fsdp: bool = False
-    """Share weights, gradients and optimizer between ranks with PyTorch's FSDP2, instead of DeepSpeed."""
+    """Shard weights, gradients and optimizer states across ranks with PyTorch's FSDP2, instead of DeepSpeed."""
 
     sequence_parallel_size: Rows = 1
-    """Number of ranks that share each sequence; the longest possible sequence grows with it. It divides the number of
-    ranks."""
+    """Number of ranks that share each sequence; more ranks allow longer sequences. The number of all ranks must be a
+    multiple of it."""
 
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
-    """Method of sharing a sequence between ranks: `ulysses` exchanges heads for tokens, `ring` passes keys and values
-    around. `auto` is `ulysses` if the number of heads is divisible by the ranks."""
+    """Method by which ranks share a sequence: `ulysses` exchanges attention heads for tokens, `ring` passes keys and
+    values from rank to rank. `auto` is `ulysses` if the number of attention heads is divisible by
+    `sequence_parallel_size`, else `ring`."""
 
     train_batch_size: Rows | None = None
-    """Rows of one optimizer step over all ranks. It replaces `gradient_accumulation_steps`, which is then derived from
-    the number of ranks: a recipe trains the same on any number of ranks."""
+    """Number of rows in one optimizer step over all ranks. It replaces `gradient_accumulation_steps`, which is then
+    derived from the number of ranks. So a recipe trains the same on any number of ranks."""
 
     @property
     def divides(self) -> str | None:
-        """The key that makes ranks share the optimizer or the weights; None if each rank has them whole."""
+        """The key that shards the optimizer or the weights across ranks; None if each rank has both whole."""
         return "fsdp" if self.fsdp else "deepspeed" if self.deepspeed is not None else None
 
     @property
     def shares_weights(self) -> bool:
-        """True if a key of the recipe makes ranks share the weights. The stage of a DeepSpeed file is not read here."""
+        """True if a key of the recipe shards the weights across ranks. A DeepSpeed configuration is not read here, so
+        its stage does not count."""
         return self.fsdp or self.deepspeed in SHARING_PRESETS
 
 

@@ -25,7 +25,7 @@ ScheduleName = Literal[
 ]
 
 Range = tuple[float, float] | tuple[str, ...]
-"""Smallest and largest value of a number, or the words that an option takes."""
+"""Smallest and largest number that an option accepts, or the words that it accepts."""
 
 RATE, PART, CYCLES, STEPS = (0.0, 1.0), (0.0, 1.0), (0.0, 1e6), (0.0, 1e12)
 
@@ -53,7 +53,8 @@ OPTIONS: Mapping[str, Mapping[str, Range]] = {
         "decay_ratio": PART,
     },
 }
-"""Schedule -> its options and their ranges. Schedules that transformers has too have its option names."""
+"""Schedule -> its options and their ranges. Options of schedules that also exist in transformers have the same names
+there."""
 
 NEEDED = {"power": ("batch_size", "tokens_per_step")}
 ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps", "decay_ratio")}
@@ -78,18 +79,20 @@ class LearningRateKeys(Spec):
     `{batch_size: 64, tokens_per_step: 262144}`."""
 
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """Multiply `learning_rate` by the step size divided by `lr_scaling_base` (`linear`), or by its square root
-    (`sqrt`)."""
+    """Scaling of `learning_rate` with the size of an optimizer step. `linear` multiplies it by step size /
+    `lr_scaling_base`, `sqrt` by the square root of this ratio."""
 
     lr_scaling_base: Count | None = None
-    """`lr_scaling`: step size that `learning_rate` was chosen for, in the unit of the recipe's steps: rows over all
-    ranks (sequences with `packing`), or tokens with `tokens_per_batch`."""
+    """`lr_scaling`: size of an optimizer step for which `learning_rate` was chosen. It is counted over all ranks, in
+    rows (with `packing` in sequences), or in tokens if `tokens_per_batch` is set."""
 
     warmup_ratio: Fraction = 0.0
-    """Fraction of the steps in which the learning rate rises. Give either this key or `warmup_steps`."""
+    """Fraction of all steps, at the start, in which the learning rate rises to its peak. Give either this key or
+    `warmup_steps`."""
 
     warmup_steps: Steps = 0
-    """Number of steps in which the learning rate rises. Give either this key or `warmup_ratio`."""
+    """Number of steps, at the start, in which the learning rate rises to its peak. Give either this key or
+    `warmup_ratio`."""
 
 
 def _value_error(value: Any, known: Range) -> str | None:

@@ -19,7 +19,7 @@ from streamtune.recipe.rules import (
     Text,
     Where,
     at_most,
-    shown,
+    show_value,
 )
 
 TEACHER_FILE = ".safetensors"
@@ -27,12 +27,12 @@ TEACHER_FILE = ".safetensors"
 
 
 class LossKeys(Spec):
-    """Loss of a trained token."""
+    """Keys of the loss of a trained token, and of distillation from a teacher."""
 
     loss_type: Literal["nll", "dft", "focal"] = "nll"
     """`sft`: loss of a trained token with probability p. `nll` is -log p. `dft` multiplies -log p by p, without a
     gradient through this factor (arXiv 2508.05629). `focal` multiplies it by (1 - p)^`focal_gamma`. Held-out rows are
-    always evaluated with `nll`; `metrics.jsonl` has `nll` too if `loss` is another."""
+    always evaluated with `nll`. If training uses another loss, `metrics.jsonl` has `nll` too."""
 
     focal_gamma: Annotated[float, Field(ge=0), at_most(100)] = 2.0
     """`sft`: exponent of `loss_type: focal`. Larger values reduce the weight of tokens that are already predicted
@@ -42,51 +42,50 @@ class LossKeys(Spec):
     """`sft`: fraction of a target's probability that is spread evenly over the vocabulary."""
 
     z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """`sft`: coefficient of the z-loss: the squared log-sum-exp of a token's logits, added to its loss to keep it
-    small."""
+    """`sft`: coefficient of the z-loss. The z-loss is the squared log-sum-exp of a token's logits; added to the token's
+    loss, it keeps the log-sum-exp near 0."""
 
     teacher: Text | None = None
     """Teacher for distillation, for `sft` and for `grpo` with `loss_type: gkd`: hub name or local folder of a model
-    with the same tokens. Its distribution is learnt at each trained token. The teacher is in memory beside the model
-    and is not trained; the full logits of neither ever exist. For `sft` also a file `NAME.safetensors` with the
-    teacher's top-k tokens, written by `streamtune teach`."""
+    with the same tokens. The model learns the teacher's distribution at each trained token. The teacher is in memory
+    beside the model and is not trained; full logits exist for neither. For `sft` the teacher can also be a file
+    `NAME.safetensors` with its top-k tokens, written by `streamtune teach`."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
-    """`teacher`: Kullback-Leibler divergence of the teacher's distribution from the model's (`forward`), of the model's
-    from the teacher's (`reverse`), or of both from their mixture (`jsd`, arXiv 2306.13649)."""
+    """`teacher`: divergence of the distributions. `forward` is KL(teacher || model), `reverse` is KL(model || teacher).
+    `jsd` sums the divergences of both from their mixture (arXiv 2306.13649)."""
 
     kd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """`kd_divergence: jsd`: share of the teacher in the mixture. Near 0 it behaves like `forward`, near 1 like
+    """`kd_divergence: jsd`: share of the teacher in the mixture. Near 0, `jsd` behaves like `forward`, near 1 like
     `reverse`."""
 
     kd_temperature: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
     """`teacher`: temperature by which the logits of both models are divided in the divergence."""
 
     kd_hard_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """`teacher` in `sft`: weight of the loss of the rows' own tokens (`loss_type`). The divergence has the remaining
-    weight."""
+    """`sft` with `teacher`: weight of the loss `loss_type` on the rows' own tokens. The divergence has the remaining
+    weight, 1 - `kd_hard_share`."""
 
     @property
     def teacher_file(self) -> str | None:
-        """The file with the teacher's top-k tokens of the rows; None if the teacher is a model, or without a
-        teacher."""
+        """File with the teacher's top-k tokens for the rows; None if the teacher is a model, or without a teacher."""
         return self.teacher if self.teacher is not None and self.teacher.endswith(TEACHER_FILE) else None
 
 
 class RouterKeys(Spec):
-    """Losses of the routers of a mixture of experts."""
+    """Keys of the losses that are added for the routers of a mixture of experts."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
-    """Coefficient of the load-balancing loss, which is added to the loss. Default: as in the model's configuration,
-    which adds it only with `output_router_logits`. `metrics.jsonl` reports this loss as `aux_loss`."""
+    """Coefficient of the load-balancing loss, which is added to the loss. Default: the coefficient in the model's
+    configuration if that sets `output_router_logits`, else 0. `metrics.jsonl` reports this loss as `aux_loss`."""
 
     router_z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
     """Coefficient of the router z-loss: the mean squared log-sum-exp of the routers' logits."""
 
     moe_balance: Literal["micro", "global"] = "micro"
-    """Tokens over which experts are balanced. `micro`: the tokens of each forward; the losses are averaged, weighted by
-    tokens. `global`: the tokens of the whole optimizer step; with several forwards in a step, each forward runs
-    twice."""
+    """Tokens over which the load-balancing loss is computed. `micro`: the tokens of each forward; the losses of a step
+    are averaged, weighted by tokens. `global`: the tokens of the whole optimizer step; with several forwards in a step,
+    each forward runs twice."""
 
 
 OF_TEACHER = ("kd_divergence", "kd_beta", "kd_temperature", "kd_hard_share")
@@ -133,7 +132,7 @@ LOSS_RULES: Rules = (
         *(
             Clash(
                 {key: value, "teacher_file": Not(None)},
-                f"'{key}: {shown(value)}' {why}, and 'teacher' is a file about whole prepared rows",
+                f"'{key}: {show_value(value)}' {why}, and 'teacher' is a file about whole prepared rows",
                 "delete the line, or name a model as teacher",
             )
             for key, value, why in (
@@ -158,7 +157,7 @@ LOSS_RULES: Rules = (
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"teacher": Not(None), "teacher_file": None},
-        "distillation reads the heads of teacher and model together, and ranks that share weights gather one at a time",
+        "distillation reads the heads of teacher and model together, and ranks that shard weights gather one at a time",
         "write deepspeed: zero2, or train on completions that the teacher wrote",
     ),
 )

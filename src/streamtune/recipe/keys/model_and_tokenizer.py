@@ -11,38 +11,38 @@ from streamtune.recipe.rules import KEEP_ONE, Clash, Count, Custom, Not, Refusal
 
 
 class ModelInit(Spec):
-    """A model made from a configuration, with random weights; nothing is downloaded."""
+    """Key of a model with random weights, built from a configuration; nothing is downloaded."""
 
     init: Annotated[
         dict[str, Any],
         Field(json_schema_extra={"required": ["model_type"], "properties": {"model_type": {"type": "string"}}}),
     ]
-    """Keys of the model's Hugging Face configuration, with `model_type` among them: `{model_type: qwen3, hidden_size:
-    256, ...}`."""
+    """Keys of the model's Hugging Face configuration. `model_type` is required: `{model_type: qwen3, hidden_size: 256,
+    ...}`."""
 
     @field_validator("init")
     @classmethod
-    def _names_its_type(cls, init: dict[str, Any]) -> dict[str, Any]:
+    def _check_model_type(cls, init: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(init.get("model_type"), str):
             raise mistake("'model.init' has no model_type", key="model", fix="add a model_type, such as qwen3")
         return init
 
 
 class TokenizerTrain(Spec):
-    """A byte-level BPE tokenizer trained on the recipe's own rows."""
+    """Key of a byte-level BPE tokenizer that is trained on the rows of the recipe."""
 
     vocab_size: Annotated[int, Field(ge=259), at_most(2 * 10**6)] = 4096
-    """Entries of the vocabulary, including the 256 bytes and the 3 special tokens."""
+    """Number of tokens in the vocabulary, including the 256 single bytes and 3 special tokens."""
 
 
 class TokenizerSpec(Spec):
-    """The tokenizer: either `path` or `train`."""
+    """Keys of the tokenizer: either `path` or `train`."""
 
     path: Text | None = None
     """Hub name or local folder of a tokenizer."""
 
     train: TokenizerTrain | None = None
-    """Train a tokenizer on the recipe's own rows, with the ChatML template."""
+    """Train a byte-level BPE tokenizer on the rows of the recipe. Its chat template is ChatML."""
 
     rules = tuple(
         Clash(
@@ -71,53 +71,60 @@ class SpecialTokens(Spec):
     """Token for text that the vocabulary does not cover."""
 
     additional_special_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Further special tokens, such as the ones that a chat template writes: `["<|im_start|>"]`. Decoding can skip
-    them."""
+    """Further special tokens, such as the turn markers of a chat template: `["<|im_start|>"]`. Decoding with
+    `skip_special_tokens` leaves them out."""
 
 
 Factors = Annotated[tuple[Annotated[float, Field(gt=0), at_most(10**6)], ...], Field(min_length=1, strict=False)]
-"""Divisors, one for each rotary frequency."""
+"""Divisors of the rotary frequencies, one number for each frequency."""
 
 
 class RopeScaling(Spec):
-    """Scaling of the rotary positions (RoPE). Keys are named as in the model's own configuration."""
+    """Scaling of the rotary positions (RoPE). Keys have the same names as in a model's Hugging Face configuration."""
 
     rope_type: Literal["yarn", "linear", "llama3", "dynamic", "longrope", "default"]
     """Kind of scaling: `yarn` (arXiv 2309.00071), `linear` (position interpolation, arXiv 2306.15595), `llama3`,
-    `dynamic` (the base depends on the length of the row) or `longrope` (arXiv 2402.13753). `default` scales nothing:
-    longer rows are trained at positions that the model has never seen."""
+    `dynamic` (the rotary base depends on the length of the row) or `longrope` (arXiv 2402.13753). `default` leaves
+    positions unscaled: tokens beyond the pretraining length have positions that the model has never seen."""
 
     factor: Annotated[float, Field(ge=1), at_most(10**6)] | None = None
-    """Factor by which the pretraining length is extended. Default: the smallest whole number that reaches
+    """Extended length divided by the pretraining length. Default: the smallest whole number that reaches
     `max_length`."""
 
     original_max_position_embeddings: Count | None = None
-    """Length in tokens that the model was pretrained for. Default: the value in its configuration."""
+    """Pretraining length in tokens. Default: the value in the model's configuration."""
 
     attention_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`yarn`, `longrope`: factor of the attention scores. Default: derived from `factor`."""
+    """`yarn`, `longrope`: factor of the rotary cosines and sines, so attention scores change by its square. Default:
+    derived from `factor`."""
 
     beta_fast: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`yarn`: number of rotations above which a frequency stays unchanged. Default: 32."""
+    """`yarn`: number of rotations within the pretraining length above which a rotary frequency is not scaled. Default:
+    32."""
 
     beta_slow: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`yarn`: number of rotations below which a frequency is interpolated. Default: 1."""
+    """`yarn`: number of rotations within the pretraining length below which a rotary frequency is divided by `factor`.
+    Default: 1."""
 
     low_freq_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`llama3`: end of the band of low frequencies. Default: 1."""
+    """`llama3`: number of rotations within the pretraining length below which a rotary frequency is divided by
+    `factor`. Default: 1."""
 
     high_freq_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`llama3`: start of the band of high frequencies. Default: 4."""
+    """`llama3`: number of rotations within the pretraining length above which a rotary frequency is not scaled.
+    Default: 4."""
 
     short_factor: Factors | None = None
-    """`longrope`: divisors of the frequencies, one for each, in rows up to the pretraining length."""
+    """`longrope`: divisors of the rotary frequencies for rows up to the pretraining length, one number for each
+    frequency."""
 
     long_factor: Factors | None = None
-    """`longrope`: divisors of the frequencies, one for each, in longer rows."""
+    """`longrope`: divisors of the rotary frequencies for rows longer than the pretraining length, one number for each
+    frequency."""
 
     @model_validator(mode="after")
-    def _keys_of_the_type(self) -> RopeScaling:
-        for kind, keys in OF_TYPE.items():
+    def _check_keys_of_type(self) -> RopeScaling:
+        for kind, keys in KEYS_OF_TYPES.items():
             given = next((key for key in keys if getattr(self, key) is not None), None)
             if given is not None and self.rope_type not in kind:
                 raise mistake(
@@ -149,7 +156,7 @@ class RopeScaling(Spec):
         return self
 
 
-OF_TYPE = {
+KEYS_OF_TYPES = {
     ("yarn", "linear", "llama3", "dynamic", "longrope"): ("factor",),
     ("yarn", "llama3", "dynamic", "longrope"): ("original_max_position_embeddings",),
     ("yarn", "longrope"): ("attention_factor",),
@@ -157,55 +164,57 @@ OF_TYPE = {
     ("llama3",): ("low_freq_factor", "high_freq_factor"),
     ("longrope",): ("short_factor", "long_factor"),
 }
-"""Kinds of scaling -> keys that only these kinds read."""
+"""Values of ``rope_type`` -> keys that only these types read."""
 
 
 class ModelKeys(Spec):
-    """The model to fine-tune, and its tokenizer."""
+    """Keys of the model to fine-tune and its tokenizer, of dtypes, and of rotary positions."""
 
     model_name_or_path: Text | None = None
     """Hub name or local folder of the model to fine-tune. Give either this key or `model`."""
 
     model: ModelInit | None = None
-    """Start from a configuration with random weights: `{init: {model_type: qwen3, ...}}`."""
+    """Model with random weights, built from a configuration: `{init: {model_type: qwen3, ...}}`. Give either this key
+    or `model_name_or_path`."""
 
     tokenizer: TokenizerSpec | None = None
-    """Tokenizer. Default: the one in `model_name_or_path`."""
+    """Tokenizer to load or to train. Default: the tokenizer of `model_name_or_path`."""
 
     special_tokens: SpecialTokens = SpecialTokens()
-    """Special tokens to use; the tokenizer gets the ones that it lacks: `{eos_token: "<|im_end|>",
+    """Special tokens to use; tokens that the tokenizer lacks are added: `{eos_token: "<|im_end|>",
     additional_special_tokens: ["<|im_start|>"]}`. The model's embedding gets a row for each new token."""
 
     added_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Tokens to add that decode as ordinary text: `["<think>", "</think>"]`. Their rows in embedding and head start as
-    the mean of the other rows. These rows are trained, also beside adapters."""
+    """Tokens to add that decode as ordinary text: `["<think>", "</think>"]`. Their rows of the embedding and head
+    matrices start as the mean of the other rows, and are trained even with adapters."""
 
     chat_template: Text | None = None
-    """Jinja chat template, inline or as the path of a file. Default: the tokenizer's own."""
+    """Jinja chat template, as text or as the path of a file. Default: the template of the tokenizer."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Set it only for sources that you trust."""
 
     allow_pickle: bool = False
-    """Also read weights from a pickle (`pytorch_model.bin`), tensors only. Otherwise only safetensors are read."""
+    """Also read weights from pickle files (`pytorch_model.bin`), tensors only. With false, only safetensors files are
+    read."""
 
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
-    """Dtype of the weights. `mixed`: frozen weights keep the checkpoint's dtype, trained weights are float32, so that
-    small steps are not rounded away. `auto`: `mixed` with `bf16`; where that does not fit, bfloat16 with
-    `weight_rounding: stochastic`, and the banner says so. A model made from a configuration is float32."""
+    """Dtype of the weights. `mixed`: frozen weights keep the checkpoint's dtype; trained weights are float32, so that
+    small steps are not lost by rounding. `auto`: `mixed` with `bf16` (see there); if that does not fit in memory,
+    bfloat16 with `weight_rounding: stochastic`, which the banner reports. A model built from a configuration is
+    float32."""
 
     weight_rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Rounding of bfloat16 weights after each step, which is computed in float32. `nearest` loses steps smaller than
-    half of the distance between two bfloat16 numbers. `stochastic` rounds up with a probability equal to the remainder,
-    drawn by `seed`, so that steps are kept on average. It needs `dtype: bfloat16`, or `modules_to_save` of a bfloat16
-    checkpoint."""
+    """Rounding of bfloat16 weights after each optimizer step; the step is computed in float32. `nearest` loses changes
+    below half the distance between two bfloat16 numbers. `stochastic` rounds up or down at random (with `seed`), and
+    its mean is the unrounded weight. It needs `dtype: bfloat16`, or `modules_to_save` of a bfloat16 checkpoint."""
 
     rope_scaling: RopeScaling | None = None
-    """Extend the rotary positions of the model to longer rows: `{rope_type: yarn, factor: 4}`. The scaling is saved in
-    the model's configuration, where inference engines read it."""
+    """Scaling of the rotary positions for rows longer than the pretraining length: `{rope_type: yarn, factor: 4}`. It
+    is saved in the model's configuration, which inference engines read."""
 
     rope_theta: Annotated[float, Field(gt=1), at_most(10**15)] | None = None
-    """Base of the rotary frequencies. Default: the model's own. It is saved in the model's configuration."""
+    """Base of the rotary frequencies. Default: the base in the model's configuration. A given base is saved there."""
 
 
 MODEL_RULES: Rules = (

@@ -1,4 +1,5 @@
-"""Keys of the optimizer: options, groups of learning rates, clipping, and what does not combine with them."""
+"""Keys of the optimizer: its options, groups of learning rates, and clipping. Rules refuse other keys that do not work
+with it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from streamtune.base.optimizer_table import ADAM_KEYS, OPTIMIZERS, OptimizerName, argument_mistakes
+from streamtune.base.optimizer_table import ADAM_KEYS, OPTIMIZERS, OptimizerName, find_argument_mistake
 from streamtune.recipe.rules import (
     DELETE,
     GIVEN,
@@ -30,14 +31,14 @@ class LearningRateGroup(Spec):
     """Learning rate or weight decay of the parameters that a pattern matches."""
 
     match: Text
-    """Pattern of whole parts of parameter names: `embed_tokens`, `layers.0`, `lora_B`, `layers.*.mlp`. `*` matches any
-    text, `?` one character. The first of several matching patterns applies."""
+    """Pattern of one or more complete components of a parameter name: `embed_tokens`, `layers.0`, `lora_B`,
+    `layers.*.mlp`. `*` matches any text, `?` one character. The first of several matching patterns applies."""
 
     learning_rate: Annotated[float, Field(ge=0)] | None = None
-    """Peak learning rate of these parameters. They follow the common schedule."""
+    """Peak learning rate of these parameters. It follows the same schedule as `learning_rate`."""
 
     weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
-    """Weight decay of these parameters, vectors included."""
+    """Weight decay of these parameters. It applies to vectors (biases, norms) too."""
 
     rules = (
         Clash(
@@ -53,7 +54,8 @@ class OptimizerKeys(Spec):
     """Keys of the optimizer, its rates by parameter, and gradient clipping."""
 
     optim: OptimizerName = "adamw"
-    """Optimizer. `streamtune optim ls` lists them with bytes of state, library, and what they do not combine with."""
+    """Name of the optimizer. `streamtune optim ls` lists all optimizers with their library, bytes of state, and
+    unsupported combinations."""
 
     optim_args: Annotated[dict[str, Any], Field(default_factory=dict)]
     """Options of the optimizer, such as `{momentum: 0.9}`; `streamtune optim ls` lists them. AdamW's options are keys:
@@ -64,9 +66,9 @@ class OptimizerKeys(Spec):
     learning_rate: 1.0e-6}]`. LoRA+ is `[{match: lora_B, learning_rate: ...}]` with 16 times `learning_rate`."""
 
     lr_layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor of the learning rate from each layer to the layer below. The head has `learning_rate`, the last layer
-    `learning_rate` times this factor, and so on; the embeddings have the lowest rate. A rate in `lr_groups` is not
-    changed."""
+    """Factor by which the learning rate changes from each layer to the layer below. The head has `learning_rate`, the
+    last layer `learning_rate` times this factor, and so on; the embeddings have the lowest rate. A rate in `lr_groups`
+    is not changed."""
 
     optim_states: Literal["param", "float32", "bfloat16"] = "param"
     """Dtype of AdamW's two moments. `param`: the dtype of the weight. `bfloat16` takes half the bytes of float32 and is
@@ -77,26 +79,28 @@ class OptimizerKeys(Spec):
     """Decoupled weight decay, applied to matrices only."""
 
     adam_beta1: Fraction = 0.9
-    """Decay of the mean of the gradient, in AdamW and its variants."""
+    """Decay rate of the running mean of the gradient, in AdamW and its variants."""
 
     adam_beta2: Fraction = 0.999
-    """Decay of the mean of the squared gradient, in AdamW and its variants."""
+    """Decay rate of the running mean of the squared gradient, in AdamW and its variants."""
 
     adam_epsilon: Annotated[float, Field(gt=0), at_most(10**9)] = 1e-8
-    """Term in AdamW that prevents division by zero."""
+    """Number that AdamW adds to the denominator, which prevents division by zero."""
 
     max_grad_norm: Annotated[float, Field(ge=0), at_most(10**9)] = 1.0
-    """Norm to which the gradient is clipped; 0 disables clipping."""
+    """Maximum norm of the gradient; a gradient with a larger norm is scaled down. 0 disables clipping."""
 
     optim_in_backward: bool = False
-    """Step each weight as soon as its gradient is complete, and free the gradient: the same step, with the gradients of
-    two layers in memory instead of all. `max_grad_norm` needs a first backward that measures the norm, which doubles
-    the time. `max_grad_norm: 0` and `clip_norm: lagged` need only one backward. One device only."""
+    """Update each weight during the backward, as soon as its gradient is complete, and then free the gradient. The step
+    is the same, with gradients of two layers in memory instead of all. `max_grad_norm` needs a first backward that
+    measures the norm, which doubles the time. `max_grad_norm: 0` and `clip_norm: lagged` need only one backward. One
+    device only."""
 
     clip_norm: Literal["exact", "lagged"] = "exact"
-    """Norm for clipping with `optim_in_backward`. `exact`: the norm of this step's gradient, which needs a first
-    backward. `lagged`: the norm of the previous step (in the first step its own), which takes half the time and trains
-    differently. `metrics.jsonl` then has both: `clip_norm`, the norm used, and `grad_norm`."""
+    """Norm by which `optim_in_backward` clips the gradient. `exact`: the norm of this step's gradient, which needs a
+    first backward. `lagged`: the norm of the previous step's gradient (in the first step, of its own), which takes half
+    the time, but changes the steps. `metrics.jsonl` then has both norms: `clip_norm`, which clips, and `grad_norm` of
+    this step."""
 
 
 FORWARD_ONLY = having(OPTIMIZERS, {"step.gradients": "none"})
@@ -107,7 +111,7 @@ USE_ADAMW = "write optim: adamw"
 
 
 def _wrong_options(recipe: Any) -> Iterator[Refusal]:
-    if found := argument_mistakes(recipe.optim, recipe.optim_args):
+    if found := find_argument_mistake(recipe.optim, recipe.optim_args):
         option, what, fix = found
         yield Refusal(f"optim_args.{option}", what, fix)
 
@@ -128,15 +132,15 @@ def _sharded_optimizer(recipe: Any) -> Iterator[Refusal]:
 
 
 def _steps_on_host(recipe: Any) -> Iterator[Refusal]:
-    name, on_host = recipe.optim, recipe.engine.on_host
-    if on_host and (only := OPTIMIZERS[name].only_on):
-        what = f"'optim: {name}' runs only on {only}, and 'engine.{on_host}: host' steps on the host"
-        yield Refusal("optim", what, f"write optim: {name.removeprefix('paged_')}, or delete 'engine.{on_host}'")
+    name, key = recipe.optim, recipe.engine.host_key
+    if key and (only := OPTIMIZERS[name].only_on):
+        what = f"'optim: {name}' runs only on {only}, and 'engine.{key}: host' steps on the host"
+        yield Refusal("optim", what, f"write optim: {name.removeprefix('paged_')}, or delete 'engine.{key}'")
 
 
 def _no_bfloat16_weights(recipe: Any) -> Iterator[Refusal]:
-    whole = recipe.finetuning_type != "full" and (recipe.modules_to_save or recipe.adapter_name_or_path)
-    if recipe.dtype != "bfloat16" and not whole:
+    trains_modules = recipe.finetuning_type != "full" and (recipe.modules_to_save or recipe.adapter_name_or_path)
+    if recipe.dtype != "bfloat16" and not trains_modules:
         yield Refusal(
             "weight_rounding",
             f"'weight_rounding: stochastic' needs trained bfloat16 weights, and 'dtype' is {recipe.dtype}",
@@ -202,10 +206,10 @@ ROUNDING_RULES: Rules = (
 BLOCK_RULES = Where(
     {"optim": ONE_BLOCK},
     Clash(
-        {"engine.on_host": Not(None)},
-        "'optim: {optim}' changes which weights are trained, and 'engine.{engine.on_host}: host' moves the trained "
+        {"engine.host_key": Not(None)},
+        "'optim: {optim}' changes which weights are trained, and 'engine.{engine.host_key}: host' moves the trained "
         "weights to the host only once",
-        "delete 'engine.{engine.on_host}'; moments exist only for one block",
+        "delete 'engine.{engine.host_key}'; moments exist only for one block",
         key="optim",
     ),
     Clash(
@@ -225,10 +229,10 @@ BLOCK_RULES = Where(
 FORWARD_RULES = Where(
     {"optim": FORWARD_ONLY},
     Clash(
-        {"engine.on_host": Not(None)},
-        "'optim: {optim}' perturbs each weight while its layer computes and keeps no states; 'engine.{engine.on_host}: "
-        "host' is for weights that are fetched and for states",
-        "delete 'engine.{engine.on_host}', or write optim: adamw",
+        {"engine.host_key": Not(None)},
+        "'optim: {optim}' perturbs each weight while its layer computes and keeps no states; "
+        "'engine.{engine.host_key}: host' is for weights that are fetched and for states",
+        "delete 'engine.{engine.host_key}', or write optim: adamw",
         key="optim",
     ),
     Clash(

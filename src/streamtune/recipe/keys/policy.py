@@ -1,4 +1,5 @@
-"""Keys of the loss on completions that the model writes: by rewards, or by a teacher. Names are TRL's."""
+"""Keys of the loss on completions that the model writes: a policy gradient from rewards, or a divergence from a
+teacher. Names are TRL's."""
 
 from __future__ import annotations
 
@@ -28,54 +29,60 @@ UNREAD_WITH_GKD = {
 
 
 class PolicyKeys(LossKeys):
-    """Keys of a policy gradient with its reference, or of the divergence from a teacher."""
+    """Keys of the policy-gradient loss and its reference, or of the divergence from a teacher."""
 
     loss_type: PolicyLossName = "dapo"  # type: ignore[assignment]
-    """Loss of a token, and the set over which it is averaged. `gkd` is on-policy distillation (arXiv 2306.13649): the
-    `kd_divergence` from the `teacher` at each token of a completion, averaged over the completion."""
+    """Loss on completions. `grpo` averages over the tokens of a completion, then over completions; `dapo` over all
+    tokens of the step; `bnpo` over all tokens of a micro-batch. `dr_grpo` divides the sum by `max_completion_length`.
+    `gspo` has one probability ratio per completion. `rloo` and `remax` treat a completion as one action. `gkd` is
+    on-policy distillation (arXiv 2306.13649): the `kd_divergence` from the `teacher` at each token of a completion,
+    averaged over the completion."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None
-    """Ratio of new to old probability: of each token, or of the whole completion (`sequence`). Default: as `loss_type`
-    defines it; only `gspo` uses `sequence`."""
+    """Unit with one ratio of new to old probability: each token, or the whole completion (`sequence`). Default: as
+    `loss_type` defines it; `gspo`, `rloo` and `remax` use `sequence`."""
 
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Standard deviation by which advantages are divided: of the rewards of the group, of the batch, or none. Default:
     as `loss_type` was published: `dr_grpo`, `rloo` and `remax` use none, the others `group`."""
 
     epsilon: Positive = 0.2
-    """Ratios are clipped at 1 - epsilon, and at 1 + epsilon unless `epsilon_high` is given."""
+    """Range of ratios of new to old probability: they are clipped at 1 - `epsilon`, and at 1 + `epsilon` unless
+    `epsilon_high` is given."""
 
     epsilon_high: Positive | None = None
-    """Ratios are clipped at 1 + epsilon_high."""
+    """Upper range of the ratios, which are clipped at 1 + `epsilon_high`. Default: `epsilon`."""
 
     delta: Positive | None = None
-    """Upper clip of the ratio where the advantage is negative (two-sided clipping). It must be above 1 + epsilon."""
+    """Upper bound of the ratio if the advantage is negative (two-sided clipping). It must be above 1 +
+    `epsilon_high`."""
 
     num_iterations: Rows = 1
-    """Number of passes through a batch of completions."""
+    """Number of times that training passes through each batch of completions."""
 
     beta: NotNegative = 0.0
-    """Weight of the KL divergence from the reference. With 0 there is no reference."""
+    """Weight of the KL divergence from the reference. With 0 no reference is used."""
 
     use_bias_correction_kl: bool = False
     """Multiply the KL divergence by the ratio of new to old probability, which makes the gradient of the reverse KL
     unbiased (arXiv 2512.02556, eq. 7). TRL 1.16 has it on by default."""
 
     ref_model_name_or_path: Text | None = None
-    """Reference model. Default: the model at the start of training; under adapters this takes no extra memory."""
+    """Hub name or local folder of the reference model. Default: the model at the start of training, which takes no
+    extra memory with adapters."""
 
     mask_truncated_completions: bool = False
-    """Do not train on truncated completions."""
+    """Do not train on completions that were truncated at `max_completion_length`."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Compute a prompt, and the prefix that its completions share, once for all of them in a micro-batch: the same
-    gradient in less time and memory. `auto` does so if the model allows it; `never` gives each completion its own
-    copy."""
+    """Compute a prompt, and a prefix that its completions share, once in a micro-batch instead of once for each
+    completion. The gradient is the same, in less time and memory. `auto` does so if the model allows it; `never` gives
+    each completion its own copy."""
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
-    def _switch(cls, scale_rewards: Any) -> Any:
-        """Accept TRL's older form: true is ``group``, false is ``none``."""
+    def _accept_bool(cls, scale_rewards: Any) -> Any:
+        """Convert TRL's older form: true is ``group``, false is ``none``."""
         return {True: "group", False: "none"}[scale_rewards] if isinstance(scale_rewards, bool) else scale_rewards
 
     @property
@@ -126,12 +133,12 @@ POLICY_RULES: Rules = (
 NEEDS_WHOLE_WEIGHTS: Rules = (
     Clash(
         {"use_vllm": True},
-        "'use_vllm' needs whole weights on each rank, and here ranks share them",
+        "'use_vllm' needs whole weights on each rank, and here ranks shard them",
         "write deepspeed: zero2, or use_vllm: false",
     ),
     Clash(
         {"repetition_penalty": GIVEN},
-        "'repetition_penalty' would count padding, which ranks that share the weights add to write in step",
+        "'repetition_penalty' would count padding, which ranks with sharded weights add to stay in step",
         "write deepspeed: zero2, or repetition_penalty: 1.0",
     ),
 )

@@ -1,4 +1,4 @@
-"""Keys of preference training. Keys that TRL has too have its names."""
+"""Keys of preference training. Keys that also exist in TRL have the same names there."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ROW_RULES: Rules = (
         "delete the line; with shared prompts, the rows of a batch are in one sequence anyway",
     ),
 )
-"""Rules of objectives whose rows are prompts with completions."""
+"""Rules for objectives whose rows are prompts with completions: dpo and grpo."""
 
 
 def _prompt_too_long(recipe: Any) -> Iterator[Refusal]:
@@ -104,7 +104,7 @@ DPO_RULES: Rules = (
         for key in keys
     ),
 )
-"""Refusals of keys without effect. Keys that only some pair losses read are refused where the loss is made."""
+"""Rules that refuse keys without effect. Keys that only some pair losses read are refused when the loss is built."""
 
 
 class PreferenceKeys(LossKeys):
@@ -117,7 +117,7 @@ class PreferenceKeys(LossKeys):
     `apo_zero_unpaired`). `orpo`, `simpo` and `cpo` need no reference."""
 
     beta: Annotated[float, Field(gt=0), at_most(10**9)] = 0.1
-    """Factor of the log-ratios. The larger it is, the closer the model stays to the reference."""
+    """Factor of the log-ratios between model and reference. A larger factor keeps the model closer to the reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed share of pairs with swapped labels, for `sigmoid`, `robust`, `exo_pair`, `simpo` and `cpo`."""
@@ -127,19 +127,20 @@ class PreferenceKeys(LossKeys):
     added."""
 
     simpo_gamma: Annotated[float, Field(ge=0), at_most(10**9)] = 0.5
-    """Target margin of `simpo`."""
+    """`simpo`: target margin between the rewards of the chosen and the rejected completion."""
 
     cpo_alpha: Annotated[float, Field(ge=0), at_most(10**9)] = 1.0
-    """Weight of the negative log-likelihood in `cpo`."""
+    """`cpo`: weight of the chosen completion's negative log-likelihood."""
 
     dpop_lambda: Annotated[float, Field(ge=0), at_most(10**9)] = 50.0
-    """Weight of the penalty of `dpop` (DPO-positive)."""
+    """`dpop` (DPO-positive): weight of the penalty on a chosen completion that is less likely than under the
+    reference."""
 
     desirable_weight: Annotated[float, Field(gt=0), at_most(10**9)] = 1.0
-    """Weight of desirable completions in `kto` and `apo_zero_unpaired`."""
+    """`kto`, `apo_zero_unpaired`: weight of desirable completions in the loss."""
 
     undesirable_weight: Annotated[float, Field(gt=0), at_most(10**9)] = 1.0
-    """Weight of undesirable completions in `kto` and `apo_zero_unpaired`."""
+    """`kto`, `apo_zero_unpaired`: weight of undesirable completions in the loss."""
 
     length_normalization: bool = False
     """Use mean log-probs per token instead of sums. `ipo`, `simpo` and `orpo` always use means."""
@@ -147,28 +148,30 @@ class PreferenceKeys(LossKeys):
     # --- the reference -----------------------------------------------------------------------------------------
 
     reference_free: bool = False
-    """Use a uniform reference: log-probs in place of log-ratios."""
+    """Use no reference model: log-probs take the place of log-ratios, as if the reference were uniform."""
 
     ref_model_name_or_path: Text | None = None
-    """Hub name or local folder of the reference. Default: the model as it is when training starts (the frozen weights
-    under adapters, or a copy)."""
+    """Hub name or local folder of the reference model. Default: the model at the start of training; with adapters its
+    frozen weights, otherwise a copy."""
 
     precompute_ref_log_probs: bool = False
-    """Compute the reference's log-probs once before training and cache them on disk, for later runs with the same model
-    and rows too. The reference is not in memory during training."""
+    """Compute the log-probs under the reference once before training, and cache them on disk. Later runs with the same
+    model and rows read them from there. The reference is not in memory during training."""
 
     # --- data --------------------------------------------------------------------------------------------------
 
     max_prompt_length: Count | None = None
-    """Maximum number of tokens of a prompt, as part of `max_length`. Default: no separate limit."""
+    """Maximum number of tokens of a prompt; `max_length` limits prompt and completion together. Default: no separate
+    limit."""
 
     identical_pairs: Literal["error", "drop"] = "error"
-    """Action on a pair with equal chosen and rejected completions. `error` refuses it, `drop` leaves it out and counts
-    it."""
+    """Action on a pair whose chosen and rejected completions are equal. `error` refuses the data; `drop` leaves the
+    pair out and counts such pairs."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Compute a prompt, and the prefix that its completions share, once for all of them: the same gradient in less time
-    and memory. `auto` does so if the model allows it; `never` gives each completion its own copy."""
+    """Compute a prompt, and a prefix that its completions share, once instead of once for each completion. The gradient
+    is the same, in less time and memory. `auto` does so if the model allows it; `never` gives each completion its own
+    copy."""
 
     @property
     def unpaired(self) -> bool:

@@ -1,4 +1,4 @@
-"""The objective, and presets: several keys with values that apply where the recipe does not set them."""
+"""Keys ``objective`` and ``preset``. A preset is a set of key values that apply unless the recipe sets these keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Preset -> its keys and values. ``small_sft`` is for models of 3B to 7B parameters (arXiv 2412.13337): steps of
 thousands of rows at a low, constant learning rate without warm-up."""
 
-INSTEAD = {
+REPLACED_BY = {
     "train_batch_size": ("gradient_accumulation_steps", "tokens_per_batch", "batching"),
     "warmup_ratio": ("warmup_steps",),
     "warmup_steps": ("warmup_ratio",),
@@ -31,46 +31,47 @@ apply."""
 
 
 def with_preset(given: Any) -> Any:
-    """Return a recipe's keys together with the keys of its preset that it does not give; return other values
-    unchanged."""
+    """Return the keys of a recipe, completed with the keys of its preset. Keys of the recipe take precedence. A value
+    that is not a recipe with a preset is returned unchanged."""
     name = given.get("preset") if isinstance(given, dict) else None
     if not isinstance(name, str) or name not in PRESETS:
         return given
     added = {
         key: value
         for key, value in PRESETS[name].items()
-        if key not in given and not any(other in given for other in INSTEAD.get(key, ()))
+        if key not in given and not any(other in given for other in REPLACED_BY.get(key, ()))
     }
     return {**given, **added}
 
 
 def describe_preset(recipe: Any) -> str | None:
-    """Return which keys a recipe's preset sets, and which of its keys the recipe replaces; None without a preset."""
+    """Return a text that lists the keys set by the preset, and the keys of the preset that the recipe sets itself; None
+    without a preset."""
     if recipe.preset is None:
         return None
     values = PRESETS[recipe.preset]
-    kept = [f"{key} {value}" for key, value in values.items() if getattr(recipe, key) == value]
+    applied = [f"{key} {value}" for key, value in values.items() if getattr(recipe, key) == value]
     replaced = [key for key, value in values.items() if getattr(recipe, key) != value]
-    return f"{recipe.preset} sets {', '.join(kept) or 'nothing'}" + (
+    return f"{recipe.preset} sets {', '.join(applied) or 'nothing'}" + (
         f"; the recipe has its own {', '.join(replaced)}" if replaced else ""
     )
 
 
 class ObjectiveKeys(Spec):
-    """The objective, and the preset."""
+    """Keys that choose the training objective, and a preset of other keys."""
 
     objective: Literal["sft", "dpo", "grpo"] = "sft"
     """Training objective: `sft` trains on the rows, `dpo` on preferences between completions, `grpo` on rewards of the
-    model's own completions. The command of the same name implies it."""
+    model's own completions. `streamtune sft`, `dpo` and `grpo` set the key if the recipe does not."""
 
     preset: Literal["small_sft"] | None = None
-    """`sft`: values of several keys, used where the recipe does not set them. `small_sft`, for models of 3B to 7B
-    (arXiv 2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`, `lr_scheduler_type: constant`, no warm-up.
-    The banner and `plan` show which values are used."""
+    """`sft`: set of values for several keys; keys that the recipe sets take precedence. `small_sft`, for models of 3B
+    to 7B parameters (arXiv 2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`, `lr_scheduler_type:
+    constant`, no warm-up. The banner and `plan` show which values are used."""
 
     @model_validator(mode="before")
     @classmethod
-    def _takes_its_preset(cls, given: Any) -> Any:
+    def _add_preset_keys(cls, given: Any) -> Any:
         return with_preset(given)
 
 

@@ -37,14 +37,16 @@ LENGTHS = ("max_prompt_length", "max_completion_length")
 
 
 class RewardKeys(RunKeys):
-    """Keys of reward functions."""
+    """Keys that name the reward functions and their weights."""
 
     reward_funcs: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Functions that score a completion: names of built-in rewards; with `allow_code` also `module:function` or
-    `path.py:function`. At least one is needed, except with `loss_type: gkd`, where rewards are only reported."""
+    `path.py:function`. At least one is required. With `loss_type: gkd` none is required, and rewards are only
+    reported."""
 
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
-    """Weight of each of `reward_funcs` in the reward, their weighted sum. Default: 1 for each."""
+    """Weights of the scores of `reward_funcs`, in the same order. The reward of a completion is the weighted sum.
+    Default: 1 for each."""
 
     @field_validator("reward_funcs", mode="before")
     @classmethod
@@ -56,82 +58,86 @@ class RolloutKeys(StepKeys):
     """Keys of completions: how many per prompt, which prompts, sampling, and how many are written at once."""
 
     num_generations: Rows = 8
-    """Completions per prompt. They form the group over which advantages are computed."""
+    """Number of completions for each prompt. They are the group in which advantages are computed."""
 
     max_prompt_length: Count = 512
-    """Maximum number of tokens of a prompt; `overlength` decides about longer ones. `truncate` keeps the end of a
-    prompt, or its beginning and end with `truncate_side: middle`."""
+    """Maximum number of tokens of a prompt; `overlength` is the action on longer prompts. `overlength: truncate` keeps
+    the end of a prompt, or with `truncate_side: middle` its beginning and end."""
 
     max_completion_length: Count = 512
-    """Maximum number of tokens of a completion. One without EOS by then is truncated."""
+    """Maximum number of tokens of a completion. A completion that reaches it without EOS is truncated."""
 
     temperature: Positive = 1.0
-    """Temperature of sampling, and of the trained log-probs. With `loss_type: gkd` the divergence uses `kd_temperature`
-    instead."""
+    """Temperature that divides the logits for sampling and for the trained log-probs. With `loss_type: gkd` the
+    divergence uses `kd_temperature` instead."""
 
     top_p: UpToOne = 1.0
     """Nucleus sampling: draw from the smallest set of tokens with this total probability."""
 
     top_k: Steps = 0
-    """Top-k sampling: draw from this many of the most likely tokens. 0 uses all tokens."""
+    """Top-k sampling: draw from this number of most likely tokens. 0 draws from all tokens."""
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Leave out tokens whose probability is below this fraction of the highest one."""
+    """Min-p sampling: leave out tokens whose probability is below this fraction of the highest probability."""
 
     repetition_penalty: Positive = 1.0
     """Penalty on the logits of tokens that already occur in prompt or completion. 1 has no effect."""
 
     per_device_train_batch_size: Rows = 8
-    """Completions of one forward and backward. Completions of the same prompt share its computation."""
+    """Number of completions in one forward and backward of each rank. Completions of the same prompt share the
+    computation of the prompt."""
 
     steps_per_generation: Rows | None = None
     """Number of micro-batches made of one batch of completions. Default: `gradient_accumulation_steps`, so that each
     optimizer step has new completions."""
 
     generation_batch_size: Rows | None = None
-    """Completions written at once, in place of `steps_per_generation`: `steps_per_generation` times
-    `per_device_train_batch_size`."""
+    """Number of completions in a batch of completions: `steps_per_generation` times `per_device_train_batch_size`. Give
+    only one of this key and `steps_per_generation`."""
 
     per_device_generation_batch_size: Rows | None = None
-    """Completions whose keys and values are in memory together during generation. Default:
-    `per_device_train_batch_size`, which fits because training on them fits."""
+    """Number of completions whose keys and values are in memory at once during generation. Default:
+    `per_device_train_batch_size`, which fits in memory if training on as many completions fits."""
 
     use_vllm: bool = False
-    """Generate completions with vLLM. It must be installed, and keeps a copy of the model on the device."""
+    """Generate completions with vLLM, which must be installed. vLLM keeps a copy of the model on the device."""
 
     vllm_gpu_memory_utilization: UpToOne = 0.3
     """Fraction of the device memory that vLLM uses."""
 
     prompts: Literal["uniform", "pass_rate", "middle"] = "uniform"
-    """Choice of the next prompts. `uniform`: each once per epoch. `pass_rate`: prompts that the model solves sometimes
-    are drawn more often. `middle`: mostly prompts that 25% to 75% of the completions solve (arXiv 2504.03380)."""
+    """Choice of the next prompts. `uniform`: each once per epoch. `pass_rate`: prompts that the model solves only
+    sometimes are drawn more often. `middle`: mostly prompts that 25% to 75% of the completions solve (arXiv
+    2504.03380)."""
 
     allocation: Literal["equal", "gvm", "neyman"] = "equal"
-    """Completions of each prompt. `equal`: `num_generations` each. `gvm` and `neyman`: `num_generations` on average,
-    divided so that a gradient has the lowest variance. For `gvm` (arXiv 2505.02391) it is the gradient of completions
-    that pass; hard prompts get more. For `neyman` it is the gradient of advantages; prompts that half of the
-    completions solve get more. With both, prompts with large gradients get more, and prompts that none solves get two.
-    Advantages are scaled so that every prompt counts the same."""
+    """Division of completions between prompts. `equal`: `num_generations` for each. `gvm` and `neyman`:
+    `num_generations` on average, divided so that the variance of a gradient is lowest. `gvm` (arXiv 2505.02391) uses
+    the gradient of completions that pass, and gives hard prompts more completions. `neyman` uses the gradient with
+    advantages, and gives more to prompts that half of the completions solve. Both give more to prompts with large
+    gradients, and two completions to prompts that no completion solves. Advantages are scaled so that every prompt
+    counts the same."""
 
     pass_reward: float = 1.0
-    """Smallest reward with which a completion passes, for `prompts: pass_rate` and `middle`, and for `allocation`."""
+    """Smallest reward of a completion that counts as solving its prompt, for `prompts: pass_rate` and `middle`, and for
+    `allocation`."""
 
     skip_limit: Count = 20
-    """Maximum number of batches in a row in which the rewards of every group are equal, so that nothing can be learnt.
-    Such a batch is counted and drawn again; after this many the run ends with an error."""
+    """Number of consecutive batches without any difference of rewards within a group after which the run ends with an
+    error. Such a batch teaches nothing, so it is counted and replaced by a new one."""
 
     sft_steps: Steps = 0
-    """Optimizer steps of supervised fine-tuning on the rows' own completions before the first rollout."""
+    """Number of optimizer steps of supervised fine-tuning before the first rollout, on completions in the rows."""
 
     sft_batch_size: Rows = 32
-    """Rows of each of the `sft_steps`, packed into one sequence."""
+    """Number of rows in each of the `sft_steps`, packed into one sequence."""
 
     sft_learning_rate: NotNegative | None = None
     """Peak learning rate of the `sft_steps`. Default: `learning_rate`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _longest(cls, values: Any) -> Any:
+    def _add_max_length(cls, values: Any) -> Any:
         """Set ``max_length`` to the longest prompt plus the longest completion, unless the recipe sets it."""
         if not isinstance(values, dict) or "max_length" in values:
             return values
@@ -140,19 +146,19 @@ class RolloutKeys(StepKeys):
 
     @property
     def completions_per_step(self) -> int:
-        """Number of completions in one optimizer step."""
+        """Number of completions of a rank in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def completions_per_generation(self) -> int:
-        """Number of completions written at once."""
+        """Number of completions of a rank in one batch of completions."""
         if self.generation_batch_size is not None:
             return self.generation_batch_size
         return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
 
     @property
     def prompts_per_generation(self) -> int:
-        """Number of prompts whose completions are written at once."""
+        """Number of prompts of a rank in one batch of completions."""
         return self.completions_per_generation // self.num_generations
 
     @property
@@ -246,7 +252,7 @@ ALLOCATION_RULES: Rules = (
         ),
         Clash(
             {"beta": GIVEN, "loss_type": Not(*KL_IN_REWARD)},
-            "makes prompts count the same by scaling advantages, and 'beta' adds a divergence without one",
+            "makes prompts count the same by scaling advantages, and 'beta' adds a divergence that has no advantage",
             "delete the line, or write loss_type: rloo, which has the divergence in its rewards",
         ),
         *(

@@ -1,4 +1,4 @@
-"""Keys of the run: seed, checkpoints, evaluation, samples, and user code."""
+"""Keys of the run: seed, checkpoints, evaluation, early stopping, samples, and user code."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from streamtune.recipe.rules import GIVEN, Clash, Count, Custom, Not, Refusal, R
 
 
 class SampleSpec(Spec):
-    """Prompts that the model completes at the end of a run and, with `sample_steps`, during training."""
+    """Keys of the prompts that the model completes at the end of a run and, with `sample_steps`, during training."""
 
     prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text | None = None
     """The user's message, or a list of messages. Without a chat template it is the beginning of the text."""
 
     held_out: Steps = 0
-    """`sft`: also complete the prompts of this many held-out rows, the longest ones, with greedy decoding, and count
-    the correct answers."""
+    """`sft`: number of held-out rows, the longest ones, whose prompts are completed too, with greedy decoding. Correct
+    answers are counted."""
 
     max_new_tokens: Count = 64
     """Maximum number of tokens to generate."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        """The prompts as a tuple."""
+        """The given prompts, as a tuple; empty without prompts."""
         if self.prompt is None:
             return ()
         return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
 
 class RunKeys(Spec):
-    """Keys of the run: its folder, what it saves, shows and samples, and when it ends."""
+    """Keys of the run: its folder, checkpoints, logs and samples, and its early end."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
-    """Seed of the weights, the order of the rows, and dropout."""
+    """Seed of the random numbers for new weights, the order of the rows, and dropout."""
 
     shuffle: bool = True
     """Visit the rows in a random order drawn from `seed`, a new one in each epoch. `false`: in the order of the
@@ -55,22 +55,22 @@ class RunKeys(Spec):
     needs more than half of the free memory, training waits instead."""
 
     metric_for_best_model: Text | None = None
-    """Metric by which the best checkpoints are kept besides the newest: a name in `metrics.jsonl`, such as `eval_loss`.
-    A checkpoint counts with the metric's value when it was saved. If an evaluation metric (`eval_...`) is among the
-    best so far, a checkpoint is saved whatever `save_steps` says."""
+    """Name of the metric in `metrics.jsonl`, such as `eval_loss`, whose best checkpoints are kept besides the newest.
+    Checkpoints are ranked by the value of the metric when they were saved. If it is an evaluation metric (`eval_...`),
+    each evaluation among the best so far also saves a checkpoint, regardless of `save_steps`."""
 
     greater_is_better: bool | None = None
-    """True if a higher `metric_for_best_model` is better. Default: true unless its name ends in `loss`."""
+    """Whether a higher value of `metric_for_best_model` is better. Default: true unless its name ends in `loss`."""
 
     early_stopping_patience: Steps = 0
-    """Stop, as at the end of the run, after this many evaluations in a row without a better `metric_for_best_model`; 0
+    """Number of consecutive evaluations without a better `metric_for_best_model` after which the run ends early; 0
     disables early stopping. The final model has the weights of the last step; the best weights are in a checkpoint."""
 
     early_stopping_threshold: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """`early_stopping_patience`: a metric must improve by more than this to count as better."""
+    """`early_stopping_patience`: improvement that the metric must exceed to count as better."""
 
     save_best_limit: Count = 1
-    """Number of best checkpoints to keep, besides the newest."""
+    """`metric_for_best_model`: number of best checkpoints to keep, besides the newest."""
 
     on_nan: Literal["stop", "skip"] = "stop"
     """Action on a NaN or infinite loss or gradient. `stop` ends the run before the weights change; `skip` drops the
@@ -84,12 +84,12 @@ class RunKeys(Spec):
     next. `replan` switches to it and repeats the step, with the same gradient. With several ranks the run stops."""
 
     deterministic: bool = False
-    """Refuse kernels whose result differs between runs. This is slower on accelerators, and a resumed run is
-    bit-identical there. On the CPU training is always deterministic."""
+    """Refuse kernels whose results differ between runs. On accelerators this is slower, and makes a resumed run
+    bit-identical to an uninterrupted one. On the CPU training is always deterministic."""
 
     dataloader_num_workers: Annotated[int, Field(ge=0), at_most(1000)] = 0
-    """Number of threads that prepare the batches of coming steps. 0 prepares each batch when it is needed. The number
-    does not change the rows."""
+    """Number of threads that prepare the batches of coming steps. 0 prepares each batch when it is needed. The batches
+    do not depend on the number of threads."""
 
     eval_steps: Steps = 0
     """Number of steps between evaluations on the held-out rows. 0 evaluates only at the end."""

@@ -1,4 +1,4 @@
-"""Keys of a row's tokens: its length, which of them are trained, and how a chat template renders it."""
+"""Keys of a row's length, of its tokens that count in the loss, and of the chat template that renders it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamtune.recipe.rules import (
     Spec,
     Text,
     at_most,
-    shown,
+    show_value,
 )
 
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
@@ -28,26 +28,27 @@ RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_templa
 
 
 class TrainedTokenKeys(Spec):
-    """Length of a row, and which of its tokens are trained."""
+    """Keys of a row's length, and of its tokens that count in the loss."""
 
     max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
-    """Maximum number of tokens of a row."""
+    """Maximum number of tokens of a row; for `dpo` and `grpo`, of a prompt plus its longest completion."""
 
     overlength: Literal["error", "truncate", "drop", "split"] = "error"
-    """Action on a row longer than `max_length`. `error` refuses it, `truncate` cuts a part off, `drop` leaves it out,
-    `split` makes several rows of it."""
+    """Action on a row longer than `max_length`. `error` refuses the data, `truncate` cuts off a part of the row, `drop`
+    leaves the row out, `split` makes several rows of it."""
 
     truncate_side: Literal["auto", "left", "right", "middle"] = "auto"
-    """Part of a row that `overlength: truncate` cuts off. `auto` keeps the beginning of a document, and the last answer
-    of other rows: the prompt loses its beginning, and an answer longer than `max_length` loses its end. A system
-    message stays. Not for `dpo`. For the prompts of `grpo`, `auto` is `left`."""
+    """`overlength: truncate`: part of a row that is cut off. `auto` cuts off the end of a document; of other rows the
+    beginning of the prompt, except a system message, and the end of a last answer longer than `max_length`. For the
+    prompts of `grpo`, `auto` is `left`. `dpo` does not read this key."""
 
     split_at: Literal["turn", "paragraph", "line", "token"] = "turn"
-    """`overlength: split`: preferred place of a cut. `turn` is the start of an exchange in a chat; rows without one are
-    cut at a blank line, else at the end of a line, else at any token."""
+    """`overlength: split`: preferred place of a cut. `turn` is the start of an exchange in a chat. A row without such a
+    place is cut at a blank line, else at the end of a line, else at any token."""
 
     split_overlap: Annotated[int, Field(ge=0), at_most(10**12)] = 0
-    """`overlength: split`: tokens of context repeated at the start of each later piece. They are not trained twice."""
+    """`overlength: split`: number of tokens that each later piece repeats from the piece before, as context. Repeated
+    tokens are not trained twice."""
 
     train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
     """Tokens that count in the loss. `assistant`: the assistant's turns. `completion`: the completion (in a chat, the
@@ -59,29 +60,29 @@ class TrainedTokenKeys(Spec):
     """`sft`: roles whose messages are trained. A message with `train: false` is never trained."""
 
     train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
-    """`sft`: end-of-turn tokens that are trained. `turn`: of trained turns. `all`: of all turns. `last`: only the last
-    one of the chat."""
+    """`sft`: end-of-turn tokens that are trained. `turn`: at the end of trained turns. `all`: at the end of all turns.
+    `last`: only at the end of the chat. `none`: no end-of-turn token."""
 
     reasoning: Literal["template", "keep", "error", "per_turn"] = "template"
     """Action on the reasoning of a trained answer (`<think>`, `reasoning_content`, `reasoning`, `thinking`) that the
-    chat template leaves out. `template` trains without it and reports how much is left out, `keep` adds it to the text,
-    `error` refuses the rows. `per_turn` (`sft`) trains each turn with the context that the model sees when it writes
-    this turn; prefixes that turns share are computed once."""
+    chat template leaves out. `template` trains without this reasoning and reports how much is left out, `keep` adds the
+    reasoning to the text, `error` refuses the data. `per_turn` (`sft`) trains each turn with the context that the model
+    sees when it writes this turn; prefixes that turns share are computed once."""
 
     on_empty: Literal["error", "drop", "train"] = "error"
-    """`sft`: action on a row whose answer is empty or only whitespace. `error` refuses it, `drop` leaves it out,
-    `train` trains the empty answer."""
+    """`sft`: action on a row whose answer is empty or only whitespace. `error` refuses the data, `drop` leaves the row
+    out, `train` trains the empty answer."""
 
     default_system: Text | None = None
-    """System message of conversations without one."""
+    """System message that conversations without a system message get."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
-    """Variables of the chat template, such as `{enable_thinking: false}`. A row's column of this name takes
-    precedence."""
+    """Variables of the chat template, such as `{enable_thinking: false}`. A row's own column `chat_template_kwargs`
+    takes precedence."""
 
     split_special_tokens: bool = False
-    """Read special tokens in the text of a row, such as `<|im_end|>` in an answer, as plain text. Otherwise they become
-    special tokens, as in a request to a server, and the rows that contain them are counted."""
+    """Tokenise the text of special tokens in a row, such as `<|im_end|>` in an answer, as plain text. With false it
+    becomes special tokens, as in a request to an inference server, and rows with such text are counted."""
 
 
 def _reserved_variables(recipe: Any) -> Iterator[Refusal]:
@@ -128,8 +129,8 @@ TURN_RULES: Rules = (
     *(
         Clash(
             {key: Not(value), "reasoning": "per_turn"},
-            f"'reasoning: per_turn' needs '{key}: {shown(value)}': {why}",
-            f"write {key}: {shown(value)}",
+            f"'reasoning: per_turn' needs '{key}: {show_value(value)}': {why}",
+            f"write {key}: {show_value(value)}",
         )
         for key, value, why in (
             ("train_on", "assistant", "every turn is a row, and its last answer is trained"),
