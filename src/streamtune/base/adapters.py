@@ -156,8 +156,8 @@ class AdapterSpec:
     Attributes:
         kind: Key of :data:`ADAPTERS`.
         r: Rank; for ``hra`` the number of reflections.
-        alpha: Scale: the adapters' output is multiplied by ``alpha / r`` (``rslora``: ``alpha / sqrt(r)``). None: ``2 *
-            r``.
+        alpha: Scale: the adapters' output is multiplied by ``alpha / r`` (``rslora``, ``lora_ga``: ``alpha /
+            sqrt(r)``). None: ``2 * r``.
         dropout: Dropout on the adapters' input.
         target: ``all-linear``, or name endings of modules (``q_proj``) and of tensors (``gate_up_proj``).
             ``all-linear`` is every linear layer except head and routers, and experts stored as one tensor if peft

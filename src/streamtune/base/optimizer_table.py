@@ -36,8 +36,8 @@ States = Literal["device", "host", "none"]
 
 @dataclass(frozen=True)
 class StepKind:
-    """What an optimizer step runs and stores: forwards and backwards per micro-batch, gradients that exist at once, and
-    the memory of the states.
+    """Work and storage of an optimizer step: forwards and backwards per micro-batch, gradients that exist at once, and
+    the memory of the optimizer states.
 
     Each entry of :data:`OPTIMIZERS` has one, and a recipe's keys change it (``Recipe.step_kind``). Plan, simulation,
     operation count and training loop use it.
@@ -102,7 +102,7 @@ class OptimizerEntry:
     only_on: str = ""
     """The only device type that it supports; empty if it supports all."""
     step: StepKind = PLAIN_STEP
-    """What its step runs and stores, unless a recipe key changes it."""
+    """Work and storage of its step, unless a recipe key changes them."""
     repeated_by: str = ""
     """Option in ``optim_args`` that multiplies the forwards of a step; empty without one."""
     not_divided: str = ""
@@ -377,7 +377,7 @@ def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *,
 
 
 def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
-    """Return what a step of an optimizer with these ``optim_args`` runs and stores."""
+    """Return the work and storage of a step of an optimizer with these ``optim_args``."""
     entry = OPTIMIZERS[name]
     times = int({**entry.options, **args}[entry.repeated_by]) if entry.repeated_by else 1
     return replace(entry.step, forwards=entry.step.forwards * times)

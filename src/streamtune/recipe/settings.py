@@ -58,7 +58,8 @@ class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, En
 
     @property
     def step_kind(self) -> StepKind:
-        """What an optimizer step runs and stores: number of forwards and backwards, gradients and states in memory."""
+        """Work and storage of an optimizer step: number of forwards and backwards, gradients that exist at once, memory
+        of the states."""
         kind = step_kind(self.optim, self.optim_args)
         if self.optim_in_backward:
             kind = kind.with_step_in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")

@@ -61,7 +61,7 @@ class Mistake:
 
 @dataclass
 class Marks:
-    """Where each key of a recipe was set: a line of the file, or a command-line setting.
+    """Place where each key of a recipe was set: a line of the file, or a command-line setting.
 
     Args:
         file: Path of the recipe, as the user gave it.

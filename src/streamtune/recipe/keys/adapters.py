@@ -62,8 +62,8 @@ class AdapterKeys(Spec):
     """Rank of the adapters."""
 
     lora_alpha: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_r (`rslora`: lora_alpha / sqrt(lora_r)).
-    Default: 2 x `lora_r`."""
+    """Scale of the adapters: their output is multiplied by lora_alpha / lora_r (`rslora`, `lora_ga`: lora_alpha /
+    sqrt(lora_r)). Default: 2 x `lora_r`."""
 
     lora_dropout: Fraction = 0.0
     """Dropout probability on the input of the adapters."""

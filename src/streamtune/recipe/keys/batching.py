@@ -58,8 +58,8 @@ class BatchKeys(Spec):
     """Keys of the rows in a batch, and of the rows held out for evaluation."""
 
     packing: bool = False
-    """Pack several rows into one sequence of at most `max_length` tokens, without attention between rows. Nothing is
-    padded, and the gradient stays the same. `per_device_train_batch_size` then counts sequences."""
+    """Pack several rows into one sequence of at most `max_length` tokens, without attention between rows. Rows of a
+    sequence need no padding, and the gradient stays the same. `per_device_train_batch_size` then counts sequences."""
 
     batching: Literal["rows", "tokens", "buckets"] = "rows"
     """Unit of an optimizer step. `rows`: a fixed number of rows. `tokens`: rows with at most `tokens_per_batch` tokens

@@ -53,7 +53,7 @@ class LossKeys(Spec):
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """`teacher`: divergence of the distributions. `forward` is KL(teacher || model), `reverse` is KL(model || teacher).
-    `jsd` sums the divergences of both from their mixture (arXiv 2306.13649)."""
+    `jsd` is the weighted sum of KL(teacher || mixture) and KL(model || mixture), arXiv 2306.13649."""
 
     kd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """`kd_divergence: jsd`: share of the teacher in the mixture. Near 0, `jsd` behaves like `forward`, near 1 like

@@ -35,7 +35,7 @@ class LearningRateGroup(Spec):
     `layers.*.mlp`. `*` matches any text, `?` one character. The first of several matching patterns applies."""
 
     learning_rate: Annotated[float, Field(ge=0)] | None = None
-    """Peak learning rate of these parameters. It follows the same schedule as `learning_rate`."""
+    """Peak learning rate of these parameters. It follows the same schedule as the recipe's `learning_rate`."""
 
     weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
     """Weight decay of these parameters. It applies to vectors (biases, norms) too."""
