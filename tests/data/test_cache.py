@@ -356,13 +356,13 @@ def test_processes_that_prepare_the_same_rows_at_once(
 def test_clearing_frees_everything(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache) -> None:
     source = write(tmp_path / "rows.jsonl", chats())
     prepared = prepare([source], tokenizer, max_length=200, cache=cache)
-    texts = [cache.text_of([source], {}, lambda: "a vocabulary", print) for _ in range(2)]
+    texts = [cache.cached_text([source], {}, lambda: "a vocabulary", print) for _ in range(2)]
     assert texts == [("a vocabulary", False), ("a vocabulary", True)]
     size = cache.size()
     assert size > 1000
     assert cache.clear() == (1, size)
     assert cache.size() == 0
-    assert cache.text_of([source], {}, lambda: "another", print) == ("another", False)
+    assert cache.cached_text([source], {}, lambda: "another", print) == ("another", False)
     assert len(prepared.train[0].input_ids) > 3, "rows in use stay readable"
 
 
@@ -430,9 +430,9 @@ def test_rows_of_a_file_that_is_edited_meanwhile_are_not_kept(
 
         return make
 
-    assert cache.text_of(sources, {}, train(True), notes.append) == ("of the edited rows", False)
-    assert cache.text_of(sources, {}, train(False), notes.append) == ("of the rows", False), "a tokenizer likewise"
-    assert cache.text_of(sources, {}, train(False), notes.append) == ("of the rows", True)
+    assert cache.cached_text(sources, {}, train(True), notes.append) == ("of the edited rows", False)
+    assert cache.cached_text(sources, {}, train(False), notes.append) == ("of the rows", False), "a tokenizer likewise"
+    assert cache.cached_text(sources, {}, train(False), notes.append) == ("of the rows", True)
 
 
 @pytest.mark.parametrize("start", ["first", "second"])

@@ -137,7 +137,7 @@ class DataReport:
             parts.append(f"cut into {self.pieces:,} pieces: {lost}{outside}")
         parts += _describe_specials(self) + _describe_lost(self)
         cut = " before they were cut" if self.truncated or self.split else ""
-        parts.append(f"lengths {_range(self.length_percentiles)}{cut}")
+        parts.append(f"lengths {_describe_range(self.length_percentiles)}{cut}")
         return "; ".join(parts)
 
 
@@ -199,8 +199,8 @@ class CompletionReport:
     def describe(self) -> str:
         """Return the report in one line, without counts of zero."""
         parts = _describe_rows(self)
-        parts.append(f"prompts {_range(self.prompt_lengths)}")
-        parts += [f"{name} {_range(lengths)}" for name, lengths in self.completion_lengths.items()]
+        parts.append(f"prompts {_describe_range(self.prompt_lengths)}")
+        parts += [f"{name} {_describe_range(lengths)}" for name, lengths in self.completion_lengths.items()]
         if self.completions:
             together = f"{self.tree_tokens:,} with shared beginnings counted once"
             parts.append(f"{self.tokens:,} tokens, {together}, {self.supervised_tokens:,} trained")
@@ -245,7 +245,7 @@ def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
     return [*parts, *([f"{trained:,} trained tokens lost"] if trained else [])]
 
 
-def _range(lengths: dict[str, int]) -> str:
+def _describe_range(lengths: dict[str, int]) -> str:
     return f"{lengths['min']:,} to {lengths['max']:,}, median {lengths['p50']:,}"
 
 

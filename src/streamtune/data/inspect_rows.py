@@ -134,7 +134,7 @@ class RowInspector:
             source=int(np.searchsorted(self.measured.starts, place, side="right")) - 1,
             held_out=bool(self.held_out[place]),
             lost=int(self.measured.lost[place]),
-            parts=_parts(record, self.kinds),
+            parts=_make_parts(record, self.kinds),
         )
 
     def find(self, origin: str) -> list[int]:
@@ -173,11 +173,11 @@ class RowInspector:
         stop = 0
         for start, end in shown_ranges(part.trained, most):
             if start > stop:
-                shown.append(_gap(part, stop, start))
+                shown.append(_make_gap(part, stop, start))
             shown += self._runs(part.input_ids[start:end], part.trained[start:end])
             stop = end
         if stop < len(part.input_ids):
-            shown.append(_gap(part, stop, len(part.input_ids)))
+            shown.append(_make_gap(part, stop, len(part.input_ids)))
         return shown
 
     def _runs(self, ids: list[int], trained: npt.NDArray[np.bool_]) -> list[TokenRun]:
@@ -268,7 +268,7 @@ def _true_ranges(mask: npt.NDArray[np.bool_]) -> list[list[int]]:
     return ranges
 
 
-def _gap(part: RowPart, start: int, stop: int) -> TokenGap:
+def _make_gap(part: RowPart, start: int, stop: int) -> TokenGap:
     return TokenGap(stop - start, int(part.trained[start:stop].sum()))
 
 
@@ -278,21 +278,21 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
     return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
 
-def _parts(record: Record, kinds: tuple[str, str]) -> list[RowPart]:
+def _make_parts(record: Record, kinds: tuple[str, str]) -> list[RowPart]:
     if isinstance(record, Example):
-        return [_part("row", record.input_ids, np.asarray(record.labels) != IGNORE_INDEX)]
+        return [_make_part("row", record.input_ids, np.asarray(record.labels) != IGNORE_INDEX)]
     if isinstance(record, Prompt):
-        return [_part("prompt", record.input_ids, False)]
+        return [_make_part("prompt", record.input_ids, False)]
     assert isinstance(record, Tree)
-    parts = [_part("prompt", record.prompt, False)]
+    parts = [_make_part("prompt", record.prompt, False)]
     for index, completion in enumerate(record.completions):
         first = record.labels[index] if record.labels is not None else index == 0
         counted = True if record.masks is None else np.array(record.masks[index], dtype=np.bool_)
-        parts.append(_part(kinds[0] if first else kinds[1], completion, counted))
+        parts.append(_make_part(kinds[0] if first else kinds[1], completion, counted))
     return parts
 
 
-def _part(name: str, ids: Any, trained: npt.NDArray[np.bool_] | bool) -> RowPart:
+def _make_part(name: str, ids: Any, trained: npt.NDArray[np.bool_] | bool) -> RowPart:
     array = np.asarray(ids, dtype=np.int64)
     return RowPart(name, array.tolist(), np.broadcast_to(np.asarray(trained, dtype=np.bool_), array.shape))
 

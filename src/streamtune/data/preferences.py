@@ -127,7 +127,7 @@ def _parse_pair(row: Row) -> Answers:
             fix="write both as text, or both as messages",
         )
     identical = chosen == rejected
-    margin, tools = _margin(row), tools_of(row.columns.get("tools"), row.origin)
+    margin, tools = _read_margin(row), tools_of(row.columns.get("tools"), row.origin)
     if identical:
         return Answers(chosen, (), margin=margin, identical=True, tools=tools)
     prompt: TextOrMessages
@@ -137,7 +137,7 @@ def _parse_pair(row: Row) -> Answers:
     else:
         _refuse_other_prompt(row, is_text=isinstance(chosen, str))
         if isinstance(chosen, str) and isinstance(rejected, str):
-            start = _text_prompt(chosen, rejected)
+            start = _common_prompt_length(chosen, rejected)
         else:
             pairs = enumerate(zip(chosen, rejected, strict=False))
             start = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
@@ -179,7 +179,7 @@ def _split_prompt(
     return chosen[:start], chosen[start:], rejected[start:]
 
 
-def _text_prompt(chosen: str, rejected: str) -> int:
+def _common_prompt_length(chosen: str, rejected: str) -> int:
     """Return the length of the prompt: the common beginning, up to the last whole word and without trailing blanks."""
     start = common_prefix(chosen, rejected)
     following = (chosen[start : start + 1], rejected[start : start + 1])
@@ -236,7 +236,7 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) 
     return first[:start]
 
 
-def _margin(row: Row) -> float | None:
+def _read_margin(row: Row) -> float | None:
     """Return the chosen score minus the rejected score, or else the column ``margin``; None without both."""
     for names in _SCORES:
         if any(_is_given(row, name) for name in names):

@@ -95,8 +95,8 @@ class RowStream:
         """
         log = RenderLog(self.options.chat, self._note)
         for number, source in enumerate(self.sources):
-            bad = self._new_bad()
-            if next(self._read(number, Reading(self.sources, self._new_fit()[0], log, bad)), None) is None:
+            bad = self._make_bad_rows()
+            if next(self._read(number, Reading(self.sources, self._make_fit()[0], log, bad)), None) is None:
                 bad.raise_if_all_bad()
                 raise DataError(
                     f"'{source.path}' has no rows", where=source.place, fix="add rows, or remove the dataset"
@@ -126,15 +126,15 @@ class RowStream:
         make = partial(RowRenderer, self.tokenizer, train_on=options.train_on, chat=options.chat, policy=self.policy)
         with rendering(make, options.processes, self._note) as (log, render):
             while True:
-                bad = self._new_bad()
+                bad = self._make_bad_rows()
                 bad.count = position.counts.get("bad", 0)
-                order = self._order(position.epoch, Reading(self.sources, self._new_fit()[0], log, bad))
+                order = self._order_rows(position.epoch, Reading(self.sources, self._make_fit()[0], log, bad))
                 rendered = render(islice(order, position.rows, None))
-                yield from self._pass(position, rendered, log, bad)
+                yield from self._iterate_pass(position, rendered, log, bad)
                 position = StreamPosition(position.epoch + 1)
                 yield None, position
 
-    def _pass(
+    def _iterate_pass(
         self, start: StreamPosition, rendered: Iterator[tuple[Item[Content], Any]], log: RenderLog, bad: BadRows
     ) -> Iterator[tuple[Example, StreamPosition]]:
         counts, told, handed_out = Counter(start.counts), 0, bool(start.rows or start.pieces)
@@ -144,11 +144,11 @@ class RowStream:
             examples: list[Example] = []
             before = bad.count
             with bad:
-                examples, of_row = self._fit(outcome.get(), item.origin)
+                examples, of_row = self._fit_row(outcome.get(), item.origin)
             if bad.count > before:
                 of_row = Counter(rows=1, bad=1)
             log.check()
-            told = self._tell_bad(bad, told)
+            told = self._report_bad_rows(bad, told)
             for piece in range(done, len(examples)):
                 handed_out = True
                 if piece + 1 < len(examples):
@@ -159,7 +159,7 @@ class RowStream:
                     yield examples[piece], StreamPosition(start.epoch, rows + 1, 0, dict(behind))
             rows, done = rows + 1, 0
             counts.update(of_row)
-        self._tell_bad(bad, told)
+        self._report_bad_rows(bad, told)
         if not handed_out:
             bad.raise_if_all_bad()
             raise DataError(
@@ -171,9 +171,9 @@ class RowStream:
         counts.update(rows=bad.count - counts["bad"], bad=bad.count - counts["bad"])  # rows that could not be read
         self.notify(f"pass {start.epoch + 1} over the data finished: {describe_counts(counts)}")
 
-    def _fit(self, rendered: Any, origin: str) -> tuple[list[Example], Counter[str]]:
+    def _fit_row(self, rendered: Any, origin: str) -> tuple[list[Example], Counter[str]]:
         """Return the examples of a rendered row, and its counts; ``rendered`` is None for an empty answer."""
-        fit, writer = self._new_fit()
+        fit, writer = self._make_fit()
         if rendered is None:
             fit.skip_empty()
         else:
@@ -187,15 +187,15 @@ class RowStream:
         fit.counts["rows"] = 1
         return writer.records, fit.counts
 
-    def _new_bad(self) -> BadRows:
+    def _make_bad_rows(self) -> BadRows:
         return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
 
-    def _new_fit(self) -> tuple[RowFit, _ExampleCollector]:
+    def _make_fit(self) -> tuple[RowFit, _ExampleCollector]:
         """Return an empty fit for one row: counts of all rows of an endless stream would grow without bound."""
         writer = _ExampleCollector()
         return RowFit(writer, self.policy), writer
 
-    def _tell_bad(self, bad: BadRows, told: int) -> int:
+    def _report_bad_rows(self, bad: BadRows, told: int) -> int:
         for error in bad.errors[told:]:
             self.left_out(error)
             if told < MOST_TOLD:
@@ -211,7 +211,7 @@ class RowStream:
 
     # --- the order ---------------------------------------------------------------------------------------------
 
-    def _order(self, epoch: int, reading: Reading) -> Items:
+    def _order_rows(self, epoch: int, reading: Reading) -> Items:
         weighted = self.sources[0].weight is not None
         items = self._read_by_weight(epoch, reading) if weighted else self._read_in_turn(reading)
         if self.options.shuffle_buffer == 1:
@@ -298,14 +298,14 @@ def _shuffle(items: Items, size: int, random: np.random.RandomState) -> Items:
         characters += item.size
         del item
         while buffer and (len(buffer) >= size or characters > BUFFER_CHARACTERS):
-            characters -= _draw(buffer, random)
+            characters -= _move_random_to_end(buffer, random)
             yield buffer.pop()
     while buffer:
-        _draw(buffer, random)
+        _move_random_to_end(buffer, random)
         yield buffer.pop()
 
 
-def _draw(buffer: list[Item[Content]], random: np.random.RandomState) -> int:
+def _move_random_to_end(buffer: list[Item[Content]], random: np.random.RandomState) -> int:
     """Move a random row to the end of the buffer and return its size in characters."""
     place = int(random.randint(len(buffer)))
     buffer[place], buffer[-1] = buffer[-1], buffer[place]

@@ -326,7 +326,9 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
         by_source.setdefault(sources[row], []).append(row)
     candidates = [by_source[source] for source in sorted(by_source)]
     chosen = list(kept)
-    for places, budget in zip(candidates, _budgets([len(own) for own in candidates], count - len(kept)), strict=True):
+    for places, budget in zip(
+        candidates, _divide_count([len(own) for own in candidates], count - len(kept)), strict=True
+    ):
         chosen += [places[index] for index in medoids(points[places], budget)]
     chosen.sort()
     return Choice(tuple(chosen), len(kept), *_mean_gaps(points[chosen], points[usable]))
@@ -354,7 +356,7 @@ def medoids(points: Points, count: int) -> list[int]:
     return chosen
 
 
-def _budgets(sizes: Sequence[int], count: int) -> list[int]:
+def _divide_count(sizes: Sequence[int], count: int) -> list[int]:
     """Divide ``count`` in proportion to the sizes by the largest-remainder method; no share exceeds its size."""
     total = sum(sizes)
     budgets = [count * size // total for size in sizes]

@@ -211,7 +211,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         is_held_out = choose_held_out(self.groups, self.starts, val_size, seed)[rows]
         sources = [start.source for start in self.starts if start.source.evaluates is None]
         numbers: npt.NDArray[np.int64]
-        numbers, bounds = self._repeat(np.flatnonzero(~is_held_out), sources)
+        numbers, bounds = self._repeat_records(np.flatnonzero(~is_held_out), sources)
         train = Stored(self.record, table, numbers)
         held_out: npt.NDArray[np.int64] = np.flatnonzero(is_held_out)
         lengths, eval_sets = train.lengths(), split_sets(held_out, self.starts)
@@ -239,7 +239,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             eval_sets=eval_sets,
         )
 
-    def _repeat(
+    def _repeat_records(
         self, records: npt.NDArray[np.int64], sources: Sequence[Source]
     ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
         """Return the training records, repeated as each source's ``repeat`` says, and the bounds of the sources."""

@@ -134,22 +134,22 @@ def keeps_the_rule(question: str, answer: str) -> bool:
 # -------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def _digits(draw: random.Random, count: int) -> str:
+def _draw_digits(draw: random.Random, count: int) -> str:
     return "".join(_pick(draw, tuple("0123456789")) for _ in range(count))
 
 
 def _draw_copy(draw: random.Random) -> tuple[str, str]:
-    digits = _digits(draw, 3 + int(draw.random() * 4))
+    digits = _draw_digits(draw, 3 + int(draw.random() * 4))
     return f"copy {digits}", digits
 
 
 def _draw_sort(draw: random.Random) -> tuple[str, str]:
-    digits = _digits(draw, 3 + int(draw.random() * 4))
+    digits = _draw_digits(draw, 3 + int(draw.random() * 4))
     return f"sort {digits}", "".join(sorted(digits))
 
 
 def _draw_add(draw: random.Random) -> tuple[str, str]:
-    digits = _digits(draw, 3 + int(draw.random() * 2))
+    digits = _draw_digits(draw, 3 + int(draw.random() * 2))
     return f"add {digits}", str(sum(map(int, digits)))
 
 

@@ -76,12 +76,14 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
     checked = {key: value for key, value in _without_none(message).items() if key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
     if "content" in checked or not stands_in:
-        checked["content"] = _content(checked.get("content"), f"{place}.content", origin)
+        checked["content"] = _message_text(checked.get("content"), f"{place}.content", origin)
     if "tool_calls" in checked:
         calls, where = checked["tool_calls"], f"{place}.tool_calls"
         if not isinstance(calls, list):
             raise DataError(f"{where} must be a list, found {kind_of(calls)}", where=origin)
-        checked["tool_calls"] = [_tool_call(call, f"{where}[{index}]", origin) for index, call in enumerate(calls)]
+        checked["tool_calls"] = [
+            _parse_tool_call(call, f"{where}[{index}]", origin) for index, call in enumerate(calls)
+        ]
     flag = _trained_flag(message, place, origin)
     return checked if flag is None else {**checked, "weight": int(flag)}
 
@@ -127,12 +129,12 @@ def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
         raise DataError(f"{place} has the unknown speaker '{speaker}' in 'from'", where=origin, fix=fix)
     if speaker == "function_call":
         flags = {name: turn[name] for name in FLAGS if name in turn}
-        return {"role": "assistant", "tool_calls": _sharegpt_calls(value, f"{place}.value", origin), **flags}
+        return {"role": "assistant", "tool_calls": _parse_sharegpt_calls(value, f"{place}.value", origin), **flags}
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
     return {**rest, "role": SHAREGPT_ROLES[speaker], "content": value}
 
 
-def _sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]:
+def _parse_sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]:
     """Return the tool calls of a ``function_call`` turn; its value is JSON: one call, or a list of calls."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
@@ -141,7 +143,7 @@ def _sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _content(content: Any, place: str, origin: str) -> str:
+def _message_text(content: Any, place: str, origin: str) -> str:
     """Return the text of a message; a list of text parts is joined.
 
     Raises:
@@ -165,7 +167,7 @@ def _content(content: Any, place: str, origin: str) -> str:
     return "".join(texts)
 
 
-def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
+def _parse_tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
     """Return a tool call with its arguments as an object: a chat template would quote a JSON string again.
 
     Raises:

@@ -48,7 +48,7 @@ class FileHashes:
     _digests: dict[Path, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._known = self._file().read_json(self.notify)
+        self._known = self._cache_file().read_json(self.notify)
 
     def hash_of(self, path: Path) -> str:
         """Return the hash of a regular file's bytes, in hexadecimal.
@@ -93,10 +93,10 @@ class FileHashes:
         """Write new hashes to the cache. A write error is ignored: the hashes are computed again next time."""
         if self._new:
             with suppress(OSError):
-                self._file().update(lambda known: {**known, **self._new})
+                self._cache_file().update(lambda known: {**known, **self._new})
             self._new = {}
 
-    def _file(self) -> CacheFile:
+    def _cache_file(self) -> CacheFile:
         return CacheFile(self.path, "files")
 
 
@@ -124,7 +124,7 @@ class StreamedFiles:
             DataError: A file was added, removed or replaced.
         """
         found = [(file.shown, file.version) for file in files]
-        before = self._versions.setdefault(_entry(source), found)
+        before = self._versions.setdefault(_entry_key(source), found)
         if found != before:
             names = sorted({name for name, _ in {*found} ^ {*before}})
             raise _changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
@@ -135,10 +135,10 @@ class StreamedFiles:
         Raises:
             DataError: The file was changed, replaced or removed.
         """
-        self._reading.pop(_entry(source), None)
+        self._reading.pop(_entry_key(source), None)
         if file.path is not None:
-            self._reading[_entry(source)] = (source, file.path)
-            self._check(source, file.path)
+            self._reading[_entry_key(source)] = (source, file.path)
+            self._check_unchanged(source, file.path)
 
     def check(self) -> None:
         """Check the files that are currently read.
@@ -147,9 +147,9 @@ class StreamedFiles:
             DataError: A file was changed, replaced or removed.
         """
         for source, path in list(self._reading.values()):
-            self._check(source, path)
+            self._check_unchanged(source, path)
 
-    def _check(self, source: Source, path: Path) -> None:
+    def _check_unchanged(self, source: Source, path: Path) -> None:
         try:
             same = self.hashes.is_same(path)
         except OSError:
@@ -158,7 +158,7 @@ class StreamedFiles:
             raise _changed_error(str(path), "was changed, replaced or removed", source)
 
 
-def _entry(source: Source) -> _Entry:
+def _entry_key(source: Source) -> _Entry:
     return source.path, source.split, source.name, source.where
 
 
@@ -238,12 +238,12 @@ def _source_contents(source: Source, hashes: FileHashes) -> Any:
         if source.streamed:  # loading it would download all of it
             return None
         return load_hub(source.path, source.name, source.split, source.place)._fingerprint
-    files = [(file.shown, _version(file, hashes)) for file in found[0]]
+    files = [(file.shown, _file_version(file, hashes)) for file in found[0]]
     left_out = [] if found[1] is None else list(found[1].left_out)
     return None if any(version is None for _, version in files) else [files, left_out]
 
 
-def _version(file: DataFile, hashes: FileHashes) -> str | None:
+def _file_version(file: DataFile, hashes: FileHashes) -> str | None:
     """Return the hash of a local file, or the version that a remote file's storage gives."""
     if file.path is None:
         return file.version

@@ -60,7 +60,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
     elif _looks_like_hub_name(path):
         return None
     else:
-        raise DataError(f"the file '{path}' does not exist", where=where, fix=_nearest_name(local))
+        raise DataError(f"the file '{path}' does not exist", where=where, fix=_suggest_path(local))
     _refuse_split(path, split, config, where)
     return files, None
 
@@ -123,7 +123,7 @@ def _looks_like_hub_name(path: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(path) not in READERS
 
 
-def _nearest_name(path: Path) -> str:
+def _suggest_path(path: Path) -> str:
     """Return a hint for a path that does not exist: a similar name, or the first folder that is missing."""
     folder = path.parent
     if not folder.is_dir():
@@ -214,14 +214,16 @@ def _remote_file(system: Any, path: str, shown: str) -> DataFile:
             raise _unreachable_error(shown, error, shown) from error
         return cast(IO[bytes], opened if hasattr(opened, "peek") else io.BufferedReader(opened))
 
-    return DataFile(path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_it, None, _version(system, path))
+    return DataFile(
+        path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_it, None, _remote_version(system, path)
+    )
 
 
 _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "md5Hash", "sha256", "mtime", "LastModified", "last_modified")
 """Keys of file information that identify a file's version, in various storage systems."""
 
 
-def _version(system: Any, path: str) -> str | None:
+def _remote_version(system: Any, path: str) -> str | None:
     """Return the version of a remote file; None if its storage reports none."""
     try:
         info = system.info(path)

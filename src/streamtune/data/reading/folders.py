@@ -165,7 +165,7 @@ def _files_by_config(
     Raises:
         DataError: The configuration does not exist, or several exist and the recipe chooses none.
     """
-    configs = _configs(read("README.md")) if "README.md" in names else {}
+    configs = _read_configs(read("README.md")) if "README.md" in names else {}
     if not configs:
         if config is not None:
             raise DataError(
@@ -189,7 +189,7 @@ def _files_by_config(
     }
 
 
-def _configs(readme: str) -> dict[str, dict[str, Any]]:
+def _read_configs(readme: str) -> dict[str, dict[str, Any]]:
     """Return the configurations in the YAML header of a README: ``splits`` (split -> patterns) and ``default``."""
     parts = readme.split("---", 2)
     if not readme.startswith("---") or len(parts) < 3:
@@ -200,12 +200,12 @@ def _configs(readme: str) -> dict[str, dict[str, Any]]:
         return {}
     found = {}
     for entry in (header.get("configs") if isinstance(header, dict) else None) or ():
-        if isinstance(entry, dict) and (splits := _patterns(entry)):
+        if isinstance(entry, dict) and (splits := _read_patterns(entry)):
             found[str(entry.get("config_name", "default"))] = {"splits": splits, "default": entry.get("default")}
     return found
 
 
-def _patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
+def _read_patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return split -> file patterns of a configuration, relative to the folder (``data_dir`` is put before them)."""
     files = entry.get("data_files")
     if isinstance(files, list) and any(isinstance(item, dict) for item in files):

@@ -350,16 +350,16 @@ def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
             with pa.ipc.open_file(raw) as opened:
                 _unique_columns(opened.schema.names, file.shown)
                 parts = (opened.get_batch(number) for number in range(opened.num_record_batches))
-                yield from _slices(parts)
+                yield from _slice_batches(parts)
         else:
             with pa.ipc.open_stream(raw) as stream:
                 _unique_columns(stream.schema.names, file.shown)
-                yield from _slices(stream)
+                yield from _slice_batches(stream)
 
     return _arrow_rows(file, batches, "Arrow")
 
 
-def _slices(batches: Any) -> Iterator[Any]:
+def _slice_batches(batches: Any) -> Iterator[Any]:
     """Yield the batches in slices of 64 rows, because rows as Python values take much more memory."""
     for batch in batches:
         batch.validate(full=True)  # a damaged file may have offsets outside its buffers
@@ -420,7 +420,7 @@ def _remove_added_nulls(read: Reader) -> Reader:
         for row in read(file, bad):
             held = [row]  # keep no reference to a long row
             del row
-            if any(map(_has_null, _arguments(held[0].columns))):
+            if any(map(_has_null, _call_arguments(held[0].columns))):
                 if padded is None:
                     padded = _have_same_keys(read(file, BadRows("skip", sys.maxsize)))
                     bad.notify(f"{file.shown}: {_NULLS_REMOVED if padded else _NULLS_TRAINED}")
@@ -440,7 +440,7 @@ _NULLS_TRAINED = (
 )
 
 
-def _arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _call_arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a row's tool calls, if they are objects and not JSON text."""
     for messages in columns.values():
         for message in messages if isinstance(messages, list) else ():
@@ -464,7 +464,7 @@ def _have_same_keys(rows: Iterator[Row]) -> bool:
     keys: dict[tuple[str, ...], frozenset[str]] = {}
     count = 0
     for row in rows:
-        for arguments in _arguments(row.columns):
+        for arguments in _call_arguments(row.columns):
             count += 1
             if not _has_known_keys(arguments, (), keys):
                 return False
@@ -483,7 +483,7 @@ def _has_known_keys(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ..
 
 def _remove_nulls(columns: Mapping[str, Any]) -> None:
     """Remove null arguments of tool calls in place."""
-    for arguments in _arguments(columns):
+    for arguments in _call_arguments(columns):
         left = without_nulls(arguments)
         arguments.clear()
         arguments.update(left)

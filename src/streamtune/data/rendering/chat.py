@@ -128,7 +128,7 @@ class ChatRenderer:
         answers = [index for index in trained if messages[index]["role"] == "assistant"]
         turns = self._marked_turns(chat, answers)
         if turns is None:
-            turns = self._located_turns(chat, answers)
+            turns = self._locate_turns(chat, answers)
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         for index in answers:
             self._check_printed(chat, index, texts)
@@ -142,7 +142,7 @@ class ChatRenderer:
         text, answered = chat.text, self._exchange_ends(chat, own) if find_exchanges else []
         if dropped and self._options.reasoning == "keep":
             if not own.keys() >= set(dropped):
-                own = dict(zip(dropped, self._located_turns(chat, dropped), strict=True))
+                own = dict(zip(dropped, self._locate_turns(chat, dropped), strict=True))
             put_back = {index: own[index] for index in dropped}
             text, moved = self._with_reasoning(chat, [*turns, *answered], put_back)
             turns, answered = moved[: len(turns)], moved[len(turns) :]
@@ -177,7 +177,7 @@ class ChatRenderer:
         answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
         if not own.keys() >= set(answers):
             try:
-                own = dict(zip(answers, self._located_turns(chat, answers), strict=True))
+                own = dict(zip(answers, self._locate_turns(chat, answers), strict=True))
             except DataError:
                 answers = [index for index in answers if index in own]
         return [own[index] for index in answers]
@@ -199,7 +199,7 @@ class ChatRenderer:
                     wanted += [replace(before, generation=True), before]
         return wanted
 
-    def _located_turns(self, chat: Renderings, answers: Sequence[int]) -> list[ChatTurn]:
+    def _locate_turns(self, chat: Renderings, answers: Sequence[int]) -> list[ChatTurn]:
         turns = self._prefix_turns(chat, answers)
         return self._changed_turns(chat, answers) if turns is None else turns
 
@@ -233,7 +233,7 @@ class ChatRenderer:
         terminators = {self._end}
         if answers and answers[-1] == len(chat.messages) - 1:
             terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
-        return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
+        return [self._extend_to_terminator(chat.text, start, end, terminators) for start, end in spans]
 
     def _generation_spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
         """Return the spans of ``{% generation %}`` blocks.
@@ -249,7 +249,7 @@ class ChatRenderer:
             self._agreed = self._agreed + 1 if ahead == spans else _DISAGREED
         return spans
 
-    def _with_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
+    def _extend_to_terminator(self, text: str, start: int, end: int, terminators: set[str]) -> ChatTurn:
         """Return a marked span up to its end token: some templates mark too little, others a line break too much."""
         marked = text[start:end].rstrip()
         if self._ends_with_special(marked):
@@ -269,11 +269,11 @@ class ChatRenderer:
             before, through = chat.prompt_length(index), chat.through_length(index)
             if before is None or through is None or before > through:
                 return None
-            start = self._start_behind(chat, index, before, chat.text, through)
+            start = self._turn_start(chat, index, before, chat.text, through)
             turns.append(ChatTurn(start, self._end_of_turn(chat, index, start, chat.text[start:through])))
         return turns
 
-    def _start_behind(self, chat: Renderings, index: int, before: int, text: str, through: int | None = None) -> int:
+    def _turn_start(self, chat: Renderings, index: int, before: int, text: str, through: int | None = None) -> int:
         """Return where a turn starts in ``text``.
 
         Args:
@@ -343,12 +343,14 @@ class ChatRenderer:
             place = _printed_range(chat, places, index)
             earlier = (each[1] for each in places[:index] if each is not None and each[1] <= place[0])
             floor = max(turns[-1].end if turns else 0, *earlier, 0)
-            turn = ChatTurn(self._rewritten_start(chat, index, place, floor), self._rewritten_end(chat, index, place))
-            _refuse_shared(chat, places, index, turn)
+            turn = ChatTurn(
+                self._changed_turn_start(chat, index, place, floor), self._changed_turn_end(chat, index, place)
+            )
+            _check_no_overlap(chat, places, index, turn)
             turns.append(turn)
         return turns
 
-    def _rewritten_start(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int:
+    def _changed_turn_start(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int:
         """Return the end of the header before ``place``; the search goes back to ``floor``.
 
         Raises:
@@ -356,12 +358,12 @@ class ChatRenderer:
         """
         before = chat.prompt(index)
         if before is not None and chat.text.startswith(before) and floor <= len(before) <= place[0]:
-            return self._start_behind(chat, index, len(before), chat.text)
+            return self._turn_start(chat, index, len(before), chat.text)
         for header in chat.headers(index):
             found = chat.text.rfind(header, floor, place[0])
             if found >= 0:
                 return found + len(header)
-        start = self._behind_printed_header(chat, index, place, floor)
+        start = self._printed_header_end(chat, index, place, floor)
         if start is not None:
             return start
         lead = None if chat.has_generation_prompt(index) else chat.lead(index)
@@ -370,7 +372,7 @@ class ChatRenderer:
             return start + self._plain_header_length(chat, index, chat.text[start:])
         raise chat.refusal(index, "prints another text before it than its generation prompt")
 
-    def _behind_printed_header(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int | None:
+    def _printed_header_end(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int | None:
         """Return the end of a header that is only the beginning of the generation prompt; None if there is none.
 
         A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The
@@ -397,7 +399,7 @@ class ChatRenderer:
         common = next((header[:size] for size in sizes if text.endswith(header[:size], floor, position)), "")
         return common if common.strip() else ""
 
-    def _rewritten_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
+    def _changed_turn_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
         through = chat.through(index)
         place_in_prefix = chat.place_in_prefix(index)
         if through is not None and place_in_prefix is not None:
@@ -422,7 +424,7 @@ class ChatRenderer:
         places = [chat.place(index) for index in range(len(chat.messages))] if others else []
         for index in others:
             start, end = _printed_range(chat, places, index)
-            _refuse_shared(chat, places, index, ChatTurn(start, end))
+            _check_no_overlap(chat, places, index, ChatTurn(start, end))
             turns = [*turns, ChatTurn(start, self._after_end_token(chat.text, end, enders))]
         if which != "turn":
             turns = [ChatTurn(turn.start, self._before_end_token(chat.text, turn, enders)) for turn in turns]
@@ -448,7 +450,7 @@ class ChatRenderer:
     def _ends_of_turns(self, chat: Renderings, enders: set[str]) -> list[ChatTurn]:
         """Return the character ranges of the end tokens of all messages, of every role."""
         ends = []
-        turns = dict(zip(chat.answers(), self._located_turns(chat, chat.answers()), strict=True))
+        turns = dict(zip(chat.answers(), self._locate_turns(chat, chat.answers()), strict=True))
         for index in range(len(chat.messages)):
             if index in turns:
                 ends.append(ChatTurn(self._before_end_token(chat.text, turns[index], enders), turns[index].end))
@@ -496,7 +498,7 @@ class ChatRenderer:
                 before = _CLOSED_REASONING.sub("", before)  # the reasoning replaces an empty <think></think>
             if before is None or through is None or not through.startswith(before):
                 continue
-            start = self._start_behind(chat, index, len(before), through)
+            start = self._turn_start(chat, index, len(before), through)
             turn = through[start:].rstrip()
             if reasoning in turn:
                 token = next((token for token in self._special_tokens if printed.endswith(token)), "")
@@ -524,7 +526,7 @@ def _printed_range(chat: Renderings, places: Places, index: int) -> tuple[int, i
     return place
 
 
-def _refuse_shared(chat: Renderings, places: Places, index: int, turn: ChatTurn) -> None:
+def _check_no_overlap(chat: Renderings, places: Places, index: int, turn: ChatTurn) -> None:
     """Check that the turn of a message does not overlap the text of another message.
 
     Raises:

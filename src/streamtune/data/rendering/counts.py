@@ -141,7 +141,7 @@ class RenderLog:
         of_all = self._counts_by_path()
         self._check_findings(of_all)
         for path, counts in of_all.items():
-            for text in _notes(counts, self.options):
+            for text in _describe_findings(counts, self.options):
                 self.note(f"{path}: {text}" if path else text)
 
     def check(self) -> None:
@@ -174,7 +174,7 @@ def _join_places(places: Iterable[str]) -> str:
     return "; ".join(list(places)[:_SHOWN])
 
 
-def _notes(counts: RenderCounts, options: ChatOptions) -> list[str]:
+def _describe_findings(counts: RenderCounts, options: ChatOptions) -> list[str]:
     found = []
     if counts.unread_columns:
         names = ", ".join(f"'{name}'" for name in counts.unread_columns)

@@ -122,7 +122,7 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
     if _splits_at_blanks(kind, normaliser, splitter):
         return CutRule(BORDER if kind == "WordPiece" else BLANK_BORDER)
     if kind == "BPE" and _is_whole(splitter) and _merges_no_border(backend):
-        return _rule_of_blanks(normaliser, splitter)
+        return _blank_cut_rule(normaliser, splitter)
     return None
 
 
@@ -239,7 +239,7 @@ def _merges_no_border(backend: Any) -> bool:
     return _BLANK in vocabulary and not any(_BLANK in token[1:] and crossing.search(token) for token in vocabulary)
 
 
-def _rule_of_blanks(normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> CutRule | None:
+def _blank_cut_rule(normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> CutRule | None:
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
     prepends = {"type": "Prepend", "prepend": _BLANK}
     if splitter and splitter[0]["type"] == "Metaspace":
@@ -321,18 +321,18 @@ class LongTextTokenizer:
             special: Whether to add the tokens that the tokenizer puts around a text.
             offsets: Whether the character offsets of the tokens will be read.
         """
-        around = self._around(special) if len(text) > 2 * PART_CHARACTERS and self.rule is not None else None
+        around = self._find_added_tokens(special) if len(text) > 2 * PART_CHARACTERS and self.rule is not None else None
         if around is None:
             if len(text) > NOTED:
                 self._note(_WHOLE)
             yield self._encode(text, 0, len(text), 0, special=special, offsets=offsets)
             return
         assert self.rule is not None, "a text is cut only by a rule"
-        yield _part_around(0, around[0], offsets)
+        yield _make_added_part(0, around[0], offsets)
         for start, stop in self._cuts(text, self.rule):
             skip = self.rule.skip if start else 0
             yield self._encode(text[start + skip : stop], start, stop, skip, special=False, offsets=offsets)
-        yield _part_around(len(text), around[1], offsets)
+        yield _make_added_part(len(text), around[1], offsets)
 
     @cached_property
     def _backend(self) -> Any:
@@ -365,7 +365,9 @@ class LongTextTokenizer:
             ids, read = list(encoding["input_ids"]), lambda: encoding["offset_mapping"]
         if skip and ids:
             is_blank = self.tokenizer.convert_ids_to_tokens(ids[0]) == "▁"
-            return TextPart(start, stop, ids, (lambda: _with_skipped(read(), is_blank=is_blank)) if offsets else None)
+            return TextPart(
+                start, stop, ids, (lambda: _offsets_with_blank(read(), is_blank=is_blank)) if offsets else None
+            )
         return TextPart(start, stop, ids, read if offsets else None)
 
     def _cuts(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
@@ -379,7 +381,7 @@ class LongTextTokenizer:
             start = match.start()
         yield start, len(text)
 
-    def _around(self, special: bool) -> tuple[list[int], list[int]] | None:
+    def _find_added_tokens(self, special: bool) -> tuple[list[int], list[int]] | None:
         """Return the tokens that the tokenizer adds before and after a text; None if they cannot be separated."""
         if not special:
             return [], []
@@ -389,12 +391,12 @@ class LongTextTokenizer:
         return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if len(starts) == 1 else None
 
 
-def _part_around(place: int, ids: Sequence[int], offsets: bool) -> TextPart:
+def _make_added_part(place: int, ids: Sequence[int], offsets: bool) -> TextPart:
     """Return tokens that the tokenizer adds around a text, as a part without characters."""
     return TextPart(place, place, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
-def _with_skipped(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:
+def _offsets_with_blank(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:
     """Return the offsets of a part whose first blank was removed, because the tokenizer adds a blank itself."""
     moved = [(start + 1, end + 1) for start, end in offsets]
     moved[0] = (0, 1 if is_blank else moved[0][1])

@@ -139,11 +139,11 @@ class RowRenderer:
 
     def __call__(self, content: Content, origin: str) -> Rendered:
         if isinstance(content, Conversation):
-            rendered = self._conversation(content, origin)
+            rendered = self._render_conversation(content, origin)
         elif isinstance(content, PromptCompletion):
-            rendered = self._completion(content, origin)
+            rendered = self._render_completion(content, origin)
         else:
-            rendered = self._document(content, origin)
+            rendered = self._render_document(content, origin)
         if rendered.estimated is None and all(label == IGNORE_INDEX for label in rendered.labels):
             raise DataError(
                 "the row has no token to train on",
@@ -162,7 +162,7 @@ class RowRenderer:
             self.log.current.add_empty_answers(empty, origin)
         return empty > 0 and self._options.on_empty != "train"
 
-    def _conversation(self, content: Conversation, origin: str) -> Rendered:
+    def _render_conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
         content = _with_default_system(content, self._options.default_system)
         self._count_specials(origin, content.messages)
@@ -226,7 +226,9 @@ class RowRenderer:
                 now.add_special_names(message["role"], names, new_row=not seen)
                 seen.add(id(message))
 
-    def _text(self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None) -> Any:
+    def _tokenise_text(
+        self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None
+    ) -> Any:
         """Tokenise a text without roles, and count the names of special tokens in it."""
         names = self._specials.found(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
@@ -286,18 +288,18 @@ class RowRenderer:
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found
 
-    def _completion(self, content: PromptCompletion, origin: str) -> Rendered:
+    def _render_completion(self, content: PromptCompletion, origin: str) -> Rendered:
         text, border, now = content.prompt + content.completion, len(content.prompt), self.log.current
         turns = None if self._train_on == "all" else [ChatTurn(border, len(text))]
-        tokens = self._drop_second_bos(text, self._text(text, origin, turns=turns, border=border))
+        tokens = self._drop_second_bos(text, self._tokenise_text(text, origin, turns=turns, border=border))
         now.answers += 1
         now.completions += 1
         now.merged_borders += tokens.crosses
         del text  # frees the memory of a long row
         return self._to_rendered(self._append_eos(tokens), has_answer=self._train_on != "all")
 
-    def _document(self, content: Document, origin: str) -> Rendered:
-        tokens = self._drop_second_bos(content.text, self._text(content.text, origin))
+    def _render_document(self, content: Document, origin: str) -> Rendered:
+        tokens = self._drop_second_bos(content.text, self._tokenise_text(content.text, origin))
         if not tokens.ids:
             raise DataError("the tokenizer gives no token for the text", where=origin, fix="remove the row")
         return self._to_rendered(self._append_eos(tokens))
@@ -391,15 +393,15 @@ class TurnRenderer:
 
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
         """Return one rendered example per turn; None if all turns are dropped because of empty answers."""
-        turns = self._turns(item.take())
+        turns = self._split_turns(item.take())
         found = [self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
         contents = [item.row for item in items if item.row is not None]
-        self._rows.ask_ahead(turn for content in contents for turn in self._turns(content))
+        self._rows.ask_ahead(turn for content in contents for turn in self._split_turns(content))
 
-    def _turns(self, content: Content) -> list[Content]:
+    def _split_turns(self, content: Content) -> list[Content]:
         """Return one conversation per trained turn, each ending with that turn."""
         if not isinstance(content, Conversation):
             return [content]
@@ -442,7 +444,7 @@ class TreeRenderer:
         rendered = [self._render(content, origin) for content in answers.contents]
         ids = [row.input_ids for row in rendered]
         counted = [[label != IGNORE_INDEX for label in row.labels] for row in rendered]
-        start = min(_common_beginning(ids), *(mask.index(True) for mask in counted))
+        start = min(_count_common_tokens(ids), *(mask.index(True) for mask in counted))
         if start == 0:
             raise DataError(
                 "the answers have no prompt token in common, so no token predicts their first token",
@@ -460,7 +462,7 @@ class TreeRenderer:
         )
 
 
-def _common_beginning(rows: Sequence[Sequence[int]]) -> int:
+def _count_common_tokens(rows: Sequence[Sequence[int]]) -> int:
     """Return how many tokens at their beginning all rows have in common."""
     shortest = min(map(len, rows))
     return next((index for index in range(shortest) if len({row[index] for row in rows}) > 1), shortest)
@@ -524,17 +526,19 @@ class PromptRenderer:
                 the prompt has no token.
         """
         ids = (
-            self._text(prompt, origin) if isinstance(prompt, str) else self._messages(prompt, tools, origin, variables)
+            self._tokenise_text(prompt, origin)
+            if isinstance(prompt, str)
+            else self._tokenise_messages(prompt, tools, origin, variables)
         )
         if not ids:
             raise DataError("the tokenizer gives no token for the prompt", where=origin, fix="remove the row")
         return ids
 
-    def _text(self, prompt: str, origin: str) -> list[int]:
+    def _tokenise_text(self, prompt: str, origin: str) -> list[int]:
         names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
-        ids = self._ids(prompt, origin, special=True, splits=bool(names), rendered=False)
+        ids = self._tokenise_ids(prompt, origin, special=True, splits=bool(names), rendered=False)
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
@@ -543,7 +547,7 @@ class PromptRenderer:
             ids = ids[1:]
         return ids
 
-    def _messages(
+    def _tokenise_messages(
         self, messages: list[dict[str, Any]], tools: Any, origin: str, own: Mapping[str, Any] | None
     ) -> list[int]:
         require_template(self._tokenizer, "prompt", origin)
@@ -559,9 +563,9 @@ class PromptRenderer:
         request = ChatRequest(shown[0], shown[1], True, variables)
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
-        return self._ids(text, origin, special=False, splits=shown[0] is not messages, rendered=True)
+        return self._tokenise_ids(text, origin, special=False, splits=shown[0] is not messages, rendered=True)
 
-    def _ids(self, text: str, origin: str, *, special: bool, splits: bool, rendered: bool) -> list[int]:
+    def _tokenise_ids(self, text: str, origin: str, *, special: bool, splits: bool, rendered: bool) -> list[int]:
         """Return the token ids of a text.
 
         Args:

@@ -89,8 +89,8 @@ def render_messages(
         if filled != messages:
             with suppress(DataError):  # the first error says more
                 return render_messages(tokenizer, replace(request, messages=filled), origin, template=template)
-        index = _refused_at(tokenizer, request, template) if explain else None
-        raise _refusal(messages, index, error.what, origin) from error
+        index = _find_rejected_message(tokenizer, request, template) if explain else None
+        raise _rejection_error(messages, index, error.what, origin) from error
 
 
 _MISSING = re.compile(r"has no attribute '(\w+)'")
@@ -98,7 +98,9 @@ _MOST_TRIED = 256
 """Maximum number of renderings to find the message that a template rejects."""
 
 
-def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, template: str | None) -> int | None:
+def _find_rejected_message(
+    tokenizer: PreTrainedTokenizerBase, request: ChatRequest, template: str | None
+) -> int | None:
     """Return the index of the first message that a template rejects; None if unknown."""
     messages = request.messages
     for count in range(len(messages) - 1, max(0, len(messages) - _MOST_TRIED), -1):
@@ -108,7 +110,7 @@ def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, templa
     return 0 if len(messages) == 1 else None
 
 
-def _refusal(messages: Sequence[Mapping[str, Any]], index: int | None, what: str, origin: str) -> DataError:
+def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, what: str, origin: str) -> DataError:
     """Return the error for a conversation that the template rejects.
 
     Args:
@@ -194,7 +196,7 @@ class Renderings:
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
         is_answered = messages[-1]["role"] == "assistant" and messages[0]["role"] == "system"
         if self.system == "late" and is_answered and not generation and len(messages) > 2:
-            return self._behind_its_prompt(messages, template)
+            return self._render_after_prompt(messages, template)
         return self._render_unchanged(messages, generation, template)
 
     def _render_unchanged(self, messages: list[Message], generation: bool, template: str | None = None) -> str:
@@ -218,7 +220,7 @@ class Renderings:
             self._cache.clear()
             self.text = check_unicode(self._render(self.messages), self._origin)
 
-    def _behind_its_prompt(self, messages: list[Message], template: str | None) -> str:
+    def _render_after_prompt(self, messages: list[Message], template: str | None) -> str:
         """Return the prompt of the last answer, then the answer as printed after a prompt without system message."""
         shorter = self._render_unchanged(messages[1:-1], True, template)
         whole = self._render_unchanged(messages[1:], False, template)
@@ -235,7 +237,7 @@ class Renderings:
         except DataError:
             return None
 
-    def _cut(self, count: int, generation: bool) -> str | None:
+    def _render_prefix(self, count: int, generation: bool) -> str | None:
         """Return the rendering of the first ``count`` messages. Only a few are cached: a long chat has too many."""
         if count == len(self.messages) and not generation:
             return self.text
@@ -243,7 +245,7 @@ class Renderings:
         return self.text[:kept] if isinstance(kept, int) else kept
 
     def _cached_prefix(self, count: int, generation: bool) -> str | int | None:
-        """Return the same as :meth:`_cut`, but for a long prefix of the full rendering only its length."""
+        """Return the same as :meth:`_render_prefix`, but for a long prefix of the full rendering only its length."""
         if (count, generation) not in self._cache:
             if len(self._cache) >= _CACHED_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
@@ -254,25 +256,25 @@ class Renderings:
 
     def history(self, index: int) -> str | None:
         """Return the rendering of the messages before ``index``; None if the template rejects them, or without any."""
-        return self._cut(index, False)
+        return self._render_prefix(index, False)
 
     def prompt(self, index: int) -> str | None:
         """Return :meth:`history` with the generation prompt; None in the same cases."""
-        return self._cut(index, True)
+        return self._render_prefix(index, True)
 
     def through(self, index: int) -> str | None:
         """Return the rendering of the messages up to and including ``index``; None if the template rejects them."""
-        return self._cut(index + 1, False)
+        return self._render_prefix(index + 1, False)
 
     def prompt_length(self, index: int) -> int | None:
         """Return the length of :meth:`prompt`; None if the full rendering does not begin with it."""
-        return self._length(index, True)
+        return self._prefix_length(index, True)
 
     def through_length(self, index: int) -> int | None:
         """Return the length of :meth:`through`; None if the full rendering does not begin with it."""
-        return len(self.text) if index + 1 == len(self.messages) else self._length(index + 1, False)
+        return len(self.text) if index + 1 == len(self.messages) else self._prefix_length(index + 1, False)
 
-    def _length(self, count: int, generation: bool) -> int | None:
+    def _prefix_length(self, count: int, generation: bool) -> int | None:
         kept = self._cached_prefix(count, generation)
         if isinstance(kept, str):
             return len(kept) if self.text.startswith(kept) else None
@@ -284,7 +286,7 @@ class Renderings:
         A ``<think>`` that the generation prompt opens belongs to the answer, not to the header.
         """
         for count in (index, len(self.messages)):
-            history, prompt = self._cut(count, False), self._cut(count, True)
+            history, prompt = self._render_prefix(count, False), self._render_prefix(count, True)
             if history and prompt and prompt.startswith(history) and len(prompt) > len(history):
                 header = prompt[len(history) :]
                 yield header[: len(header) - opened_reasoning(header)]
@@ -318,13 +320,13 @@ class Renderings:
             Start and end (exclusive). They are equal if the message has no text, and (0, 0) if the template omits the
                 message. None if the template rejects or escapes the replaced text.
         """
-        return self._place(self.messages, self.text, index)
+        return self._find_place(self.messages, self.text, index)
 
     def place_in_prefix(self, index: int) -> tuple[int, int] | None:
         """Return the same as :meth:`place`, in the rendering of the messages up to and including ``index``."""
-        return self._place(self.messages[: index + 1], self.through(index), index)
+        return self._find_place(self.messages[: index + 1], self.through(index), index)
 
-    def _place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
+    def _find_place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
         mark = self.unused_character()
         variant = self.try_render([*messages[:index], _replace_text(messages[index], mark), *messages[index + 1 :]])
         if original is None or variant is None:
@@ -367,7 +369,7 @@ class Renderings:
         """Return the text after the last answer when a user message follows; None if the template rejects that."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
-        place = self._place(messages, text, len(self.messages) - 1)
+        place = self._find_place(messages, text, len(self.messages) - 1)
         return None if text is None or place is None else text[place[1] :]
 
     def refusal(self, index: int, why: str) -> DataError:

@@ -85,9 +85,11 @@ class SpecialText:
         if not any(map(self.found, _texts(value))):
             return value
         self._refuse_private(_texts(value), origin)
-        return _replace_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_in(match.group()), text))
+        return _replace_texts(
+            value, lambda text: self._pattern.sub(lambda match: self._make_placeholder(match.group()), text)
+        )
 
-    def _stand_in(self, name: str) -> str:
+    def _make_placeholder(self, name: str) -> str:
         return chr(_STAND_IN + self._names.index(name)) * len(name)
 
     def tokenise(
@@ -120,7 +122,7 @@ class SpecialText:
 
     def _text_for_copy(self, text: str) -> str:
         """Return the text for the copy: its spelling of the template's special tokens, and names for placeholders."""
-        text = self._all.sub(lambda match: self._copy.written[match.group()], text)
+        text = self._name_pattern.sub(lambda match: self._copy.written[match.group()], text)
         for place, name in enumerate(self._names):
             text = text.replace(chr(_STAND_IN + place) * len(name), name)
         return text
@@ -136,7 +138,7 @@ class SpecialText:
             )
 
     @cached_property
-    def _all(self) -> re.Pattern[str]:
+    def _name_pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, special_names(self._tokenizer))) or r"(?!)")
 
     @cached_property

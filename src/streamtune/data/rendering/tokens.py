@@ -167,7 +167,7 @@ class MaskTokenizer:
         first = next(parts)
         read = _PartReader(self._tokenizer, asked, None if finds_places else self._speller)
         if first.stop == len(text):
-            trained = read.mask(first) if offsets or not turns else self._by_prefixes(asked, first)
+            trained = read.mask(first) if offsets or not turns else self._mask_by_prefixes(asked, first)
             found = read.breaks(first) if breaks else None
             return TextTokens(array("i", first.ids), trained, found, read.prefix_tokens, crosses=read.crosses)
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
@@ -192,7 +192,7 @@ class MaskTokenizer:
         """Return the token ids of a text; ``special`` adds the tokens that the tokenizer puts around it."""
         return self._long_text.ids(text, special=special)
 
-    def _by_prefixes(self, asked: MarkedText, whole: TextPart) -> Mask:
+    def _mask_by_prefixes(self, asked: MarkedText, whole: TextPart) -> Mask:
         """Return a mask of the trained tokens, [T], for Python tokenizers, which report no offsets.
 
         The text before each border of a turn is tokenised separately; its ids must be a prefix of all ids.
@@ -254,7 +254,7 @@ class _PartReader:
             ids = part.ids
             names = lambda: list(self.tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
             pairs = _offset_array(_extents(self.text[part.start : part.stop], offsets, names))
-        return _cover(pairs, *self._turns_in(part))
+        return _make_mask(pairs, *self._turns_in(part))
 
     def _turns_in(self, part: TextPart) -> tuple[list[int], list[int]]:
         """Return the starts and ends of the turns in a part, relative to the start of the part."""
@@ -313,7 +313,7 @@ def _border_positions(border: re.Pattern[str], text: str, part: TextPart) -> npt
     return np.fromiter(places(), np.int64).reshape(-1, 2)
 
 
-def _cover(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> Mask:
+def _make_mask(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> Mask:
     """Return a mask [T] of the tokens that contain a character of a turn.
 
     Args:

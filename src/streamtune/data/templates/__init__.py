@@ -345,7 +345,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=_environment(),
+            env=_worker_environment(),
             start_new_session=True,  # Ctrl-C must not reach the worker
         )
         self.owner = os.getpid()
@@ -359,7 +359,7 @@ class _Worker:
             self.process.stdin.write(request)
             del request  # frees the memory of a long conversation
             self.process.stdin.flush()
-            if not _readable(self.process.stdout, patience):
+            if not _is_readable(self.process.stdout, patience):
                 return None
             head = self.process.stdout.read(ANSWER.size)
             return self.process.stdout.read(ANSWER.unpack(head)[0]) if len(head) == ANSWER.size else None
@@ -395,12 +395,12 @@ class _Workers:
     def render_ahead(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
         found = json.loads(self.render({**shared, "many": list(own)}, limits))
         for request, rendered in zip(own, found, strict=True):
-            if rendered is not None and (key := _ready_key(shared["chat_template"], request)):
+            if rendered is not None and (key := _lookup_key(shared["chat_template"], request)):
                 self.ready[key] = rendered
 
     def take(self, template: str, own: dict[str, Any]) -> Any:
         """Return the stored ``[text, spans]`` of a conversation; None if it was not rendered ahead."""
-        return self.ready.get(_ready_key(template, own)) if self.ready else None
+        return self.ready.get(_lookup_key(template, own)) if self.ready else None
 
     def forget(self) -> None:
         self.ready.clear()
@@ -439,7 +439,7 @@ class _Workers:
             self._worker = None
 
 
-def _ready_key(template: str, own: dict[str, Any]) -> bytes:
+def _lookup_key(template: str, own: dict[str, Any]) -> bytes:
     """Return the lookup key of a conversation; empty if a value is not of a basic Python type."""
     try:
         return marshal.dumps((template, own), 2)  # version 2 has no references: equal values give equal bytes
@@ -458,13 +458,13 @@ def _worker_error(code: int, seconds: float) -> TemplateLimitError | TemplateRef
     return _limit_error(f"killed the process that renders it (signal {-code})")
 
 
-def _readable(file: Any, seconds: float) -> bool:
+def _is_readable(file: Any, seconds: float) -> bool:
     if os.name == "nt":  # Windows cannot wait for a pipe
         return True
     return bool(select.select([file], [], [], seconds)[0])
 
 
-def _environment() -> dict[str, str]:
+def _worker_environment() -> dict[str, str]:
     """Return the worker's environment: same import path, offline, no access tokens, one thread."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "HF_HUB_OFFLINE"), "1")
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}

@@ -285,8 +285,8 @@ class DeviceKeys(Spec):
 
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
     """Method by which ranks share a sequence: `ulysses` exchanges attention heads for tokens, `ring` passes keys and
-    values from rank to rank. `auto` is `ulysses` if the number of attention heads is divisible by
-    `sequence_parallel_size`, else `ring`."""
+    values from rank to rank. `auto` is `ulysses` if the number of query heads is divisible by `sequence_parallel_size`,
+    else `ring`."""
 
     train_batch_size: Rows | None = None
     """Number of rows in one optimizer step over all ranks. It replaces `gradient_accumulation_steps`, which is then
