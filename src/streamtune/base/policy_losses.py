@@ -1,4 +1,4 @@
-"""Facts about policy-gradient losses that a recipe is checked against; neither torch nor a formula is imported.
+"""Facts about policy-gradient losses, against which recipes are checked. torch is not imported.
 
 ``streamtune.tasks.objectives.policy`` has the formulas.
 """
@@ -14,7 +14,8 @@ class PolicyLossFacts:
     """Facts about a policy-gradient loss."""
 
     kl_in_reward: bool = False
-    """True if the KL with the reference is subtracted from the reward, as published, and not added to the loss."""
+    """True if the KL divergence from the reference is subtracted from the reward, as published. False if it is added to
+    the loss."""
 
 
 POLICY_LOSS_FACTS: Mapping[str, PolicyLossFacts] = {
@@ -29,4 +30,4 @@ POLICY_LOSS_FACTS: Mapping[str, PolicyLossFacts] = {
 """Name of a loss (``loss_type``) -> its facts."""
 
 KL_IN_REWARD = tuple(name for name, facts in POLICY_LOSS_FACTS.items() if facts.kl_in_reward)
-"""Names of the losses whose KL is subtracted from the reward."""
+"""Names of the losses whose KL divergence is subtracted from the reward."""

@@ -8,8 +8,7 @@
     texts: the texts alone, for training a tokenizer
 
 A bad file or row raises ``DataError``, wherever it is found. ``faults`` collects the errors of rows. ``counts`` holds
-what rendering notes about valid rows. Modules import only modules to their left. Nothing here imports a model or a
-recipe.
+findings about valid rows. Modules import only modules to their left. Nothing here imports a model or a recipe.
 """
 
 from __future__ import annotations

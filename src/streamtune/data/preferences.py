@@ -46,7 +46,8 @@ _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"
 """Columns with the scores of both answers, as public datasets name them."""
 
 _PROMPT_LIKE = ("question", "instruction", "input", "query", "context", "problem")
-"""Columns that probably hold the prompt: with one of them the prompt is not guessed from the answers."""
+"""Columns that probably hold the prompt. If a row has one of them, the common beginning of the answers is not used as
+the prompt."""
 
 
 @dataclass(frozen=True)

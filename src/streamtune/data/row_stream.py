@@ -191,7 +191,8 @@ class RowStream:
         return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
 
     def _make_fit(self) -> tuple[RowFit, _ExampleCollector]:
-        """Return an empty fit for one row: counts of all rows of an endless stream would grow without bound."""
+        """Return an empty fit for one row, and its writer. A fit of all rows of an endless stream would grow without
+        bound."""
         writer = _ExampleCollector()
         return RowFit(writer, self.policy), writer
 

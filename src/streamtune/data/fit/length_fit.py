@@ -357,7 +357,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @abstractmethod
     def kind_counts(self) -> dict[str, Any]:
-        """Return the fields that only this kind of report has."""
+        """Return the fields of the report that only this kind of rows has."""
 
 
 def count_has(number: int, noun: str) -> str:

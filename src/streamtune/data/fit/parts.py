@@ -190,7 +190,7 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
 def share_epoch(
     reports: Sequence[SourceReport], bounds: Sequence[int], lengths: Numbers, mixture: Mixture | None
 ) -> tuple[SourceReport, ...]:
-    """Return the reports, completed with how many rows and tokens of each source an epoch visits.
+    """Return the reports, completed with the number of rows and of tokens of each source that an epoch visits.
 
     Args:
         reports: Report of every source; eval sets come last, and an epoch does not visit them.

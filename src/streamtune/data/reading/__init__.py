@@ -1,4 +1,4 @@
-"""Reading: folders, the hub and files of every format as raw rows, each with the place it came from.
+"""Read folders, datasets on the hub and files of every format as raw rows, each with its place in the source.
 
 data_paths (folders, hub) -> sources -> readers (files, cells);  builtin makes rows without a file
 """

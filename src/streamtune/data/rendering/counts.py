@@ -1,4 +1,4 @@
-"""Count what rendering notes about rows: dropped reasoning, empty answers, ignored columns.
+"""Count the findings of rendering: dropped reasoning, empty answers, ignored columns.
 
 :class:`RenderLog` has one :class:`RenderCounts` per dataset. When all rows are rendered, :meth:`RenderLog.finish`
 notifies the user, or raises if the options treat a finding as an error.
@@ -18,7 +18,7 @@ _SHOWN, _NAMED = 10, 4
 
 @dataclass
 class RenderCounts:
-    """Counts of what rendering notes about the rows of one dataset."""
+    """Counts of findings about the rows of one dataset."""
 
     answers: int = 0
     """number of trained answers"""

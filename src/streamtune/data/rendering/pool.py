@@ -58,7 +58,7 @@ class Item(Generic[ItemT]):
 
 
 class Renderer(Protocol):
-    """Renders one kind of rows, and counts what it notes about them."""
+    """Renders one kind of rows, and counts findings about them."""
 
     log: RenderLog
     """counts of each dataset"""

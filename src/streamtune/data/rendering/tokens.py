@@ -98,7 +98,7 @@ class TextTokens:
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, prefix=max(0, self.prefix - 1))
 
     def with_end_token(self, end: int) -> TextTokens:
-        """Return the tokens with the trained end token after them, added unless the tokenizer already did so."""
+        """Return the tokens followed by the end token, trained. It is added unless the tokens already end with it."""
         if self.ids and self.ids[-1] == end:
             self.trained[-1] = True
             return self
