@@ -177,7 +177,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         """Store the keys ``[B, T, D]`` of an indexer, which selects the keys to attend to; return prefix and chunk."""
         if self.exchange is not None:
             raise UnsupportedModelError(
-                "a layer selects its keys by an indexer, which sequence parallelism does not support",
+                "a layer selects its keys with an indexer, which sequence parallelism does not support",
                 fix="set sequence_parallel_size: 1",
             )
         keys = indexer_key_states[:, None]

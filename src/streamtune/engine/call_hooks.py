@@ -256,7 +256,7 @@ class StreamedCalls(StreamedModel):
         if self.sequence_parallel is not None:
             raise UnsupportedModelError(
                 "a label follows left padding, which attends to all tokens under eager attention; ranks that share a "
-                "sequence do not have all tokens",
+                "sequence have only their own tokens",
                 fix="give the first token of each row the label -100, or pad on the right",
             )
         if not self._warned_of_padding:

@@ -130,7 +130,7 @@ class _Preflight:
             loss, grad = self._forward(self._compare_call)
             if len(self.streamed) != len(self.calls):
                 raise DiffersError(
-                    f"{self._name} made {len(self.streamed)} layer calls when streamed, {len(self.calls)} unstreamed"
+                    f"{self._name} made {len(self.streamed)} layer calls streamed, but {len(self.calls)} unstreamed"
                 )
             self._check_head(loss, loss_ref, grad, grad_ref)
             for call, streamed in self._one_call_per_kind():
@@ -264,7 +264,7 @@ class _Preflight:
             if not distance(value, reference, None) <= bound:
                 raise DiffersError(
                     f"{self._name} is not streamed exactly: its head's {what} differs by "
-                    f"{distance(value, reference, None):.1e} (rounding explains {bound:.0e})",
+                    f"{distance(value, reference, None):.1e} (rounding explains at most {bound:.0e})",
                     where=f"the head of {self._name}",
                     fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
                 )

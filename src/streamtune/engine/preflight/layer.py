@@ -205,7 +205,7 @@ class LayerCheck:
         """Return the error for a difference that rounding does not explain."""
         return DiffersError(
             f"{self.name} is not streamed exactly: the {what} of {type(self.layers[index]).__name__} in chunks "
-            f"differs from the whole sequence's by {error:.1e} (rounding explains {bound:.0e})",
+            f"differs from the whole sequence's by {error:.1e} (rounding explains at most {bound:.0e})",
             where=self.location(index),
             fix=FIX,
         )
@@ -255,7 +255,7 @@ def check_shared(handle: StreamedModel) -> None:
         if not (error := distance(value, reference, None)) <= bound:
             raise UnsupportedModelError(
                 f"{type(handle.model).__name__} gives other results when {ranks.size} ranks share its sequence: the "
-                f"{what} differs by {error:.1e} (rounding explains {bound:.0e})",
+                f"{what} differs by {error:.1e} (rounding explains at most {bound:.0e})",
                 fix="set sequence_parallel_size: 1",
             )
 

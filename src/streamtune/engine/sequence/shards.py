@@ -187,7 +187,7 @@ class SequenceShards:
             if mask.function is not None or mask.span_start is not None:
                 raise UnsupportedModelError(
                     "the attention mask of packed rows depends on positions within a row; ranks that share a sequence "
-                    "cannot compute it",
+                    "cannot compute this mask",
                     fix="set packing: false, or sequence_parallel_size: 1",
                 )
             begins = torch.nn.functional.pad(self.rows.begins, (0, self.total - self.length))
@@ -427,8 +427,8 @@ def chunks_between_rows(schedule: Schedule, min_tokens: int, size: int, rows: Pa
         if stops is not None:
             return [slice(*each) for each in pairwise([0, *stops])]
     raise UnsupportedModelError(
-        f"short rows cannot be divided among {size} ranks: layers with states need at least two tokens on the rank "
-        "from whose state another part of the row continues",
+        f"short rows cannot be divided among {size} ranks: a rank whose state a later part of a row reads needs two or "
+        "more tokens of that row",
         fix="set share_prefix: never, pack with per_device_train_batch_size: 1, or sequence_parallel_size: 1",
     )
 
