@@ -201,7 +201,7 @@ def test_a_resume_over_changed_files_is_refused(folder: Path, capsys: pytest.Cap
 def test_a_pass_has_every_row_once_in_another_order_each_time(folder: Path) -> None:
     steps = steps_of(folder, max_length=400, datasets=["rows.jsonl", {"path": "a.jsonl", "repeat": 2}])
     passes: list[list[str]] = [[], []]
-    while (epoch := steps._behind.epoch) < 2:
+    while (epoch := steps._drawn_position.epoch) < 2:
         passes[epoch] += places(steps.next_step())
     expected = Counter({f"rows.jsonl:{number}": 1 for number in range(1, 19)})
     expected += Counter({f"a.jsonl:{number}": 2 for number in range(1, 13)})
