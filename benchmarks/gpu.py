@@ -196,7 +196,7 @@ def table(until: float, name: str, *options: str) -> Document:
     model += ["--set", "dtype=bfloat16", "--set", f"engine={schedule}"]
     together = [mode for mode, way in MODE_SETUPS.items() if not way.alone]
     compares = TABLES[name].compares_modes
-    alone = [mode for mode, way in MODE_SETUPS.items() if compares and way.alone and not way.lacks("cuda")]
+    alone = [mode for mode, way in MODE_SETUPS.items() if compares and way.alone and not way.why_unavailable("cuda")]
     found: Document = {"tables": []}
     for number, modes in enumerate([together, *(["plain", "checkpoint", mode] for mode in alone)]):
         folder = KEPT / f"{name}-{number}"

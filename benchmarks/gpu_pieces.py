@@ -38,7 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import streamtune
 from benchmarks.gpu import GIB, LARGE
 from streamtune import Schedule
-from streamtune.cli.machine import grow_segments
+from streamtune.cli.machine import use_expandable_segments
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.plan.simulate import Mode
 from streamtune.programs.bench.modes import MODE_SETUPS, Ready, absent
@@ -202,7 +202,7 @@ def search(step: Callable[[int], str], left: Callable[[], float]) -> dict[str, A
 def longest(model: Any, mode: Mode, left: Callable[[], float]) -> dict[str, Any]:
     """Return the longest row of a mode, the peak of its step, and the seconds of each (``step_seconds``)."""
     try:
-        with MODE_SETUPS[mode].entered(model, LONGEST_SCHEDULE) as ready:  # once: what it keeps between steps stays
+        with MODE_SETUPS[mode].prepare(model, LONGEST_SCHEDULE) as ready:  # once: what it keeps between steps stays
             return {"mode": mode, **_longest(model, ready, left)}
     except Exception as error:  # a peer may not know this model or these versions
         return {"mode": mode, "fits": 0, "stopped": _first_line(error), "peak_bytes": None, "step_seconds": {}}
@@ -356,7 +356,7 @@ def main() -> None:
         command.add_argument("--json", type=Path, required=command is not step, help="write the figures to this file")
     options = parser.parse_args()
     if options.what == "whole":
-        grow_segments()  # as the command line does, before the device is used
+        use_expandable_segments()  # as the command line does, before the device is used
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
     if options.what == "longest":

@@ -29,7 +29,7 @@ from streamtune.recipe import RECIPES, Recipe
 from streamtune.recipe.mistakes import explain
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint
-from streamtune.run.ranks import check_layout, check_start, shares_weights
+from streamtune.run.ranks import check_layout, check_reference_start, shares_weights
 from streamtune.tasks import TASKS
 
 from .support_options import BASES, GROUPS, MODELS, OF_THREE, TABLES, THEMES, Option, Table
@@ -92,7 +92,7 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     own = tuple((key, getattr(recipe, key)) for key in names)
     _check_loss(recipe.objective, own)
     task = TASKS[recipe.objective](recipe)
-    check_start(task)
+    check_reference_start(task)
     world = check_layout(recipe, ranks, shares_weights=shares_weights(recipe))
     task.check_ranks(here, world)
     assert recipe.model is not None, "all of them have a model of a configuration"

@@ -34,7 +34,7 @@ from streamtune.distributed.deepspeed import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.recipe import Recipe
 from streamtune.run.model import make_optimizer
-from streamtune.run.ranks import config_values, make_backend, sequence_ranks
+from streamtune.run.ranks import deepspeed_values, make_backend, sequence_ranks
 
 Rows = list[tuple[Tensor, Tensor]]
 
@@ -130,7 +130,7 @@ def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.M
     streams = case["mode"] == "streaming"
     if case.get("preset") and streams:
         return make_backend(recipe, model, layers, world)
-    config = resolve_config(case["engine"], config_values(recipe, model, world))
+    config = resolve_config(case["engine"], deepspeed_values(recipe, model, world))
     zero = config["zero_optimization"]
     if not case.get("preset"):
         zero["reduce_bucket_size"] //= len(layers)

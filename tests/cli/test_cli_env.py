@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from streamtune.cli import main
-from streamtune.cli.machine import VARIABLES, allocator_setting, grow_segments
+from streamtune.cli.machine import ALLOCATOR_VARIABLES, allocator_setting, use_expandable_segments
 
 
 def test_env_json(capsys):
@@ -53,7 +53,7 @@ def test_env_for_people(capsys):
 @pytest.fixture
 def environment(monkeypatch):
     """Environment without allocator variables; changes by a command are undone afterwards."""
-    for name in VARIABLES:
+    for name in ALLOCATOR_VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -64,20 +64,20 @@ def test_segments_grow_unless_the_user_says_otherwise(environment, capsys):
     with pytest.raises(SystemExit):
         main(["env", "--json"])
     assert json.loads(capsys.readouterr().out)["allocator"] == "expandable_segments:True"
-    assert [os.environ[name] for name in VARIABLES] == ["expandable_segments:True"] * 2
+    assert [os.environ[name] for name in ALLOCATOR_VARIABLES] == ["expandable_segments:True"] * 2
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 def test_the_users_own_setting_stays(environment, capsys, name):
     environment.setenv(name, "max_split_size_mb:128")
     with pytest.raises(SystemExit):
         main(["env", "--json"])
     assert json.loads(capsys.readouterr().out)["allocator"] == "max_split_size_mb:128"
-    assert [other in os.environ for other in VARIABLES] == [other == name for other in VARIABLES]
+    assert [other in os.environ for other in ALLOCATOR_VARIABLES] == [other == name for other in ALLOCATOR_VARIABLES]
 
 
 def test_an_empty_setting_is_the_users_too():
     chosen = {"PYTORCH_ALLOC_CONF": ""}
-    grow_segments(chosen)
+    use_expandable_segments(chosen)
     assert chosen == {"PYTORCH_ALLOC_CONF": ""}
     assert allocator_setting(chosen) == ""

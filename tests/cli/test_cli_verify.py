@@ -135,7 +135,7 @@ def test_another_dtype(verify: Callable[..., int], capsys: pytest.CaptureFixture
 def test_without_memory_for_a_truth_the_screen_says_so(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(FreeMemory, "lacks", lambda *given: "needs 9.0 GiB more memory, 2.0 GiB are free")
+    monkeypatch.setattr(FreeMemory, "why_too_large", lambda *given: "needs 9.0 GiB more memory, 2.0 GiB are free")
     assert verify("--length", "64") == 0
     shown = capsys.readouterr().out
     assert "float32, the training dtype (no wider dtype: float64: needs 9.0 GiB more memory, 2.0 GiB are free)" in shown

@@ -113,7 +113,7 @@ def test_the_simulated_peak_is_the_allocators(device: torch.device, name: str) -
 def test_segments_grow_where_the_command_line_starts(tmp_path: Path) -> None:
     """What the command line sets is what the allocator follows."""
     code = (
-        "from streamtune.cli.machine import grow_segments; grow_segments(); import torch; "
+        "from streamtune.cli.machine import use_expandable_segments; use_expandable_segments(); import torch; "
         "torch.zeros(1, device='cuda'); "
         "print(torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments'])"
     )

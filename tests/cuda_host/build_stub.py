@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from streamtune.cli.machine import VARIABLES
+from streamtune.cli.machine import ALLOCATOR_VARIABLES
 
 SOURCES = Path(__file__).parent / "stub"
 BUILD = Path(__file__).parents[2] / "build" / "cuda_host"
@@ -59,7 +59,7 @@ def runtime() -> dict[str, str]:
     # What triton compiles here is for this runtime only.
     caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     # Segments that grow, which the command line asks for, need more of the driver than there is here.
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
     return {**kept, **libraries, **caches}
 
 

@@ -15,7 +15,7 @@ from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.engine.observe import observed
 from streamtune.recipe import Recipe
 from streamtune.run.model import make_optimizer
-from streamtune.run.ranks import config_values, make_backend
+from streamtune.run.ranks import deepspeed_values, make_backend
 from streamtune.schedule import Schedule
 from streamtune.train import World
 from tests.distributed.equality_cases import whole_gradients
@@ -113,7 +113,7 @@ def _backend(case: dict[str, Any], handle: Any) -> Any:
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if case["engine"] == "fsdp":
         return make_backend(recipe, handle.model, handle.layers, world)
-    config = resolve_config(case["engine"], config_values(recipe, handle.model, world))
+    config = resolve_config(case["engine"], deepspeed_values(recipe, handle.model, world))
     config["zero_optimization"] |= case.get("zero", {})
     return DeepSpeedBackend(handle.model, make_optimizer(recipe, handle.model), config, handle.layers)
 

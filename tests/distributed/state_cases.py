@@ -34,7 +34,7 @@ from streamtune.models import save_gathered
 from streamtune.recipe import Recipe, load_recipe
 from streamtune.run import ranks as build_world
 from streamtune.run.build import build_run
-from streamtune.run.ranks import fill_model, make_backend
+from streamtune.run.ranks import load_weights_by_layer, make_backend
 from streamtune.run.train import Run, train_run
 from streamtune.train.process import capture_rng
 from streamtune.train.saver import CheckpointSaver, Keep
@@ -113,7 +113,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
         return shared
 
     share = _share_of(recipe, model, layers, world)
-    fill_model(model, layers, world, torch.device("cpu"), watched(share))
+    load_weights_by_layer(model, layers, world, torch.device("cpu"), watched(share))
     after = _live_bytes()
     backend = make_backend(recipe, model, layers, world, torch.device("cpu"))
     held, written = _live_bytes(), 0
@@ -141,7 +141,7 @@ def _share_of(recipe: Recipe, model: Any, layers: Any, world: train.World) -> Ca
     if recipe.fsdp:
         return lambda module: share_layer(module, layers)
     assert recipe.deepspeed is not None
-    config = resolve_config(recipe.deepspeed, build_world.config_values(recipe, model, world))
+    config = resolve_config(recipe.deepspeed, build_world.deepspeed_values(recipe, model, world))
     return lambda module: share_module(module, config)
 
 

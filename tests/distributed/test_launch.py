@@ -345,7 +345,7 @@ def test_fewer_ranks_whose_steps_would_have_fewer_rows(folder: Path, capsys: pyt
     more = ("--set", "max_steps=3", "--allow-change", "max_steps")
     assert run(*more) == 2
     shown = " ".join(capsys.readouterr().err.split())
-    assert "has 4 rows, on 2 ranks; with 1 rank this recipe has 2" in shown
+    assert "trains 4 rows per step on 2 ranks, but this recipe trains 2 on 1 rank" in shown
     assert "write train_batch_size: 4, which holds on any number of ranks, or start 2 ranks" in shown
     assert "gradient_accumulation_steps" not in shown.partition("--allow-change")[0]
     assert run(*more, "--set", "train_batch_size=4") == 0

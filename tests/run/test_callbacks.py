@@ -118,7 +118,7 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
         ("audit.py:Nothing", "has none of the methods of a callback", "on_start, on_step, on_evaluate, on_end"),
         ("nowhere.py:Audit", "there is no file", "paths are relative to"),
         ("audit.py", "the callback must be file.py:Name or module:Name, found 'audit.py'", "file.py:Name"),
-        ("audit.py:Unmakeable", "making the callback", ""),
+        ("audit.py:Unmakeable", "creating the callback", ""),
     ],
 )
 def test_a_wrong_callback_is_refused_by_its_line(tmp_path: Path, spec: str, what: str, fix: str) -> None:

@@ -19,7 +19,7 @@ from streamtune.run.engine import place_weights
 from streamtune.run.model import make_blueprint, weights_dtype
 from streamtune.run.plan import place_recipe
 from streamtune.run.start import start_run
-from streamtune.run.weight_choices import as_before, loses_steps, precise, precisions
+from streamtune.run.weight_choices import precisions, rounding_warning, with_best_precision, with_saved_precision
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 CUDA = torch.device("cuda")
@@ -302,11 +302,11 @@ def test_a_checkpoint_without_a_dtype_in_its_configuration_is_read_from_its_weig
     config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     (folder / "base" / "config.json").write_text(json.dumps(config))
     write_recipe(folder, TRAIN)
-    assert precise(load_recipe("tiny.yaml").recipe).dtype == "mixed"
+    assert with_best_precision(load_recipe("tiny.yaml").recipe).dtype == "mixed"
 
 
 def test_another_model_that_is_not_trained_keeps_its_own_dtype(folder: Path):
-    recipe = precise(large(folder))
+    recipe = with_best_precision(large(folder))
     assert weights_dtype(recipe) == "float32"
     assert weights_dtype(recipe, frozen=True) == "auto"
     assert make_blueprint(recipe, CUDA).dtype == torch.float32
@@ -370,15 +370,18 @@ def test_stochastic_rounding_of_what_is_not_rounded_is_a_mistake(
 def test_a_warning_is_of_weights_that_lose_steps_alone(folder: Path):
     narrow = large(folder, dtype="bfloat16")
     model = make_blueprint(narrow, CUDA)
-    assert "bfloat16 weights are trained" in (loses_steps(narrow, model) or "")
+    assert "bfloat16 weights are trained" in (rounding_warning(narrow, model) or "")
     for more in ({"weight_rounding": "stochastic"}, {"optim": "badam"}, {"deepspeed": "zero2"}):
-        assert loses_steps(narrow.model_copy(update=more), model) is None
-    assert loses_steps(precise(large(folder)), make_blueprint(precise(large(folder)), CUDA)) is None
+        assert rounding_warning(narrow.model_copy(update=more), model) is None
+    assert (
+        rounding_warning(with_best_precision(large(folder)), make_blueprint(with_best_precision(large(folder)), CUDA))
+        is None
+    )
 
 
 def test_settings_of_an_older_run_are_taken_over_where_the_recipe_leaves_them_open(folder: Path):
     recipe = large(folder)
-    assert as_before(recipe, {"dtype": "auto", "bf16": False}).bf16 is False
-    assert as_before(recipe, {}) == recipe
+    assert with_saved_precision(recipe, {"dtype": "auto", "bf16": False}).bf16 is False
+    assert with_saved_precision(recipe, {}) == recipe
     written = recipe.model_copy(update={"dtype": "float32", "engine": EngineSpec()})
-    assert as_before(written, {"dtype": "mixed", "bf16": True}).dtype == "float32"
+    assert with_saved_precision(written, {"dtype": "mixed", "bf16": True}).dtype == "float32"

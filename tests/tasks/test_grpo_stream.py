@@ -14,7 +14,7 @@ from torch import Tensor
 from streamtune import data, train
 from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.recipe.schema import GrpoRecipe
-from streamtune.run.train import PATIENT
+from streamtune.run.train import SLOW_ACTIVITIES
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.grpo.rollout_rules import RolloutTools
@@ -175,7 +175,7 @@ def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(t
     list(stream.held_out())
     calls = [index for index, phase in enumerate(phases) if phase == "CALL"]
     assert [phases[index - 1] for index in calls] == ["scoring completions", "scoring held-out completions"]
-    assert not any(phases[index + 1].startswith(PATIENT) for index in calls)
+    assert not any(phases[index + 1].startswith(SLOW_ACTIVITIES) for index in calls)
 
 
 def test_held_out_prompts_are_answered_by_the_likeliest_tokens(tmp_path: Path) -> None:

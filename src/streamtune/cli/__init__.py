@@ -12,8 +12,8 @@ from streamtune.base.libraries import pip_install, quiet_imports, untested_note
 from streamtune.base.patterns import tokenizer_error
 from streamtune.base.privacy import go_offline, is_offline, keep_private
 from streamtune.base.streams import keep_streams, lost_output, reader_is_gone
-from streamtune.cli.console import is_needed, need_output, print_note
-from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, temporary_home
+from streamtune.cli.console import is_output_needed, need_output, print_note
+from streamtune.cli.machine import check_directory, machine_error, name_locale, temporary_home, use_expandable_segments
 from streamtune.cli.rank_process import note_failure, remember_arguments, report_failure
 from streamtune.distributed.local_ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
@@ -21,7 +21,7 @@ from streamtune.errors import RunError, StreamTuneError
 __all__ = ["main"]
 
 NO_VERSION_NOTE = ("--version", "doctor", "env", "optim", "recipes", "report", "schema", "validate")
-"""First arguments without a note on untested versions: nothing is computed, or (`doctor`) versions are reported."""
+"""Commands that print no note on untested library versions: they compute nothing, or (`doctor`) report versions."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(given: list[str]) -> None:
     die_with_launcher()
-    grow_segments()
+    use_expandable_segments()
     keep_private()
     debug = "--debug" in given
     if not debug:
@@ -94,7 +94,7 @@ def _check_output() -> None:
     """
     sys.stdout.flush()
     error = lost_output()
-    if error is not None and not reader_is_gone() and is_needed():
+    if error is not None and not reader_is_gone() and is_output_needed():
         raise RunError(
             f"the output cannot be written: {error.strerror}",
             where="standard output",
@@ -104,7 +104,7 @@ def _check_output() -> None:
 
 def _unexpected(error: BaseException) -> StreamTuneError:
     """Return a StreamTune error for any other exception: a limit of the machine, or a bug."""
-    known = error_of_machine(error)
+    known = machine_error(error)
     if known is not None:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")

@@ -28,16 +28,16 @@ if not os.environ.get("COLUMNS", "").strip("0"):  # rich would show nothing in n
     os.environ.pop("COLUMNS", None)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
-SHOWN_BYTES = 64 * 1024
-"""Bytes of a file that are read to show one of its lines: the largest size of a recipe."""
+MAX_RECIPE_BYTES = 64 * 1024
+"""Maximum number of bytes read of a recipe to show the line of an error; no recipe may be larger."""
 _UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Unprintable characters that `json.dumps` leaves unescaped."""
-NARROW = 40
-"""Columns below which a terminal has no room for a two-column table: plain lines are printed instead."""
-SCREEN = 80
-"""Columns within which the right part of a title is aligned."""
+MIN_TABLE_WIDTH = 40
+"""Width in columns below which a terminal gets plain lines instead of two-column tables."""
+SCREEN_WIDTH = 80
+"""Width in columns within which the right part of a title is aligned."""
 
-_needed = [True]
+_output_needed = [True]
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def loading_libraries() -> Iterator[Status]:
     """Context manager: show a message while libraries are imported, with garbage collection off.
 
     An import creates many objects and little garbage. With collection on, importing torch and transformers takes a
-    fifth longer. Objects of the first import are left out of later collections.
+    fifth longer. Objects of the first import are frozen, so later collections skip them.
     """
     collects, is_first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
@@ -60,13 +60,13 @@ def loading_libraries() -> Iterator[Status]:
 
 
 def need_output(needed: bool) -> None:
-    """Set whether the running command fails if its output is lost; False for a command that writes files."""
-    _needed[:] = [needed]
+    """Set whether the running command fails if its output cannot be written; False if its results are files."""
+    _output_needed[:] = [needed]
 
 
-def is_needed() -> bool:
-    """Return True if the running command fails when its output is lost."""
-    return _needed[0]
+def is_output_needed() -> bool:
+    """Return True if the running command fails when its output cannot be written."""
+    return _output_needed[0]
 
 
 def print_json(document: Any) -> None:
@@ -83,7 +83,7 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     """
     rows = [(plain(name), plain(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
-    if not out.is_terminal or out.width < NARROW:
+    if not out.is_terminal or out.width < MIN_TABLE_WIDTH:
         for name, value in rows:
             print(f"{indent}{name:<{width}}  {value}".rstrip(), flush=True)  # a log is read while it grows
         return
@@ -95,22 +95,22 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     out.print(table)
 
 
-def print_hanging(head: Text, text: Text, to: Console = out) -> None:
-    """Print a text after a head, by default on stdout.
+def print_hanging(label: Text, text: Text, to: Console = out) -> None:
+    """Print a label and a text, by default on stdout.
 
-    On a terminal the text wraps at words, and its further lines are indented by the width of the head. Elsewhere it
+    On a terminal the text wraps at words, and its further lines are indented by the width of the label. Elsewhere it
     stays on one line.
     """
-    if not to.is_terminal or to.width < NARROW:
-        to.print(Text.assemble(head, text), soft_wrap=True)
+    if not to.is_terminal or to.width < MIN_TABLE_WIDTH:
+        to.print(Text.assemble(label, text), soft_wrap=True)
         return
-    if not head:
+    if not label:
         to.print(text)
         return
     table = Table.grid()
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(head, text)
+    table.add_row(label, text)
     to.print(table)
 
 
@@ -126,9 +126,10 @@ def make_table(
     """Return an empty table without borders, in the style of all screens.
 
     Args:
-        columns: Columns of the table. A name makes a right-aligned column of figures; with a dim header it never wraps.
+        columns: Columns of the table. A string becomes a right-aligned column of that name, which does not wrap if the
+            header is dim.
         header: Style of the column names; None shows no names.
-        padding: Blanks around a cell. None takes the padding of the style.
+        padding: Padding of each cell, as in rich; None takes the default for the header's style.
     """
     dim = header != "bold"
     return Table(
@@ -153,7 +154,7 @@ def print_title(text: str, *, right: str = "") -> None:
     """Print the first line of a screen: the version, ``text``, and ``right`` at the right edge."""
     title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  {plain(text)}")
     if right:
-        room = min(out.width, SCREEN) - title.cell_len - len(right) if out.is_terminal else 0
+        room = min(out.width, SCREEN_WIDTH) - title.cell_len - len(right) if out.is_terminal else 0
         title.append(" " * max(2, room)).append(right, style="bold yellow")
     print_hanging(Text(), title)
 
@@ -165,7 +166,7 @@ def print_note(note: str) -> None:
 
 def print_error(error: StreamTuneError, to: Console = err) -> None:
     """Print an error, by default on stderr: as a panel on a terminal, else as plain lines."""
-    if to.is_terminal and to.width >= NARROW:
+    if to.is_terminal and to.width >= MIN_TABLE_WIDTH:
         to.print(error_panel(error))
     else:
         to.print(Text(error_text(error)), soft_wrap=True)
@@ -197,14 +198,14 @@ def error_panel(error: StreamTuneError) -> Panel:
         parts += ["", details]
     return Panel(
         Group(*parts),
-        title=f"[bold red]{_title(error)}[/]",
+        title=f"[bold red]{_error_title(error)}[/]",
         title_align="left",
         border_style="red",
         padding=(0, 1),
     )
 
 
-def _title(error: StreamTuneError) -> str:
+def _error_title(error: StreamTuneError) -> str:
     """Return the title of an error's panel: ``Recipe error`` for a ``RecipeError``."""
     if type(error) in (StreamTuneError, UserError):
         return "Error"
@@ -214,7 +215,7 @@ def _title(error: StreamTuneError) -> str:
 
 
 def _list_item(line: str) -> RenderableType:
-    """Return a line of a longer message; a line that starts with a dash is indented where it wraps."""
+    """Return a line of an error after its first; a line that starts with a dash becomes a list item."""
     if not line.startswith("- "):
         return _bold_commands(line)
     item = Table.grid(padding=(0, 1))
@@ -238,7 +239,7 @@ def _source_line(where: str) -> str:
         return ""
     try:
         with open(file, encoding="utf-8-sig", opener=open_nonblocking) as lines:
-            return lines.read(SHOWN_BYTES).splitlines()[int(number) - 1].strip()
+            return lines.read(MAX_RECIPE_BYTES).splitlines()[int(number) - 1].strip()
     except (OSError, ValueError, IndexError):
         return ""
 
@@ -246,41 +247,41 @@ def _source_line(where: str) -> str:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def replace_page(content: bytes, page: Path, named: str, *, begins: bytes = b"") -> None:
-    """Write a page or a picture; replace an earlier one atomically, and never replace any other file.
+def replace_page(content: bytes, page: Path, option: str, *, signature: bytes = b"") -> None:
+    """Write an HTML page or a picture. An earlier page or picture is replaced atomically; any other file is an error.
 
     Args:
         content: Bytes of the file.
         page: Path of the file.
-        named: Option that names the path, for errors.
-        begins: First bytes of a picture; empty for a page.
+        option: Command-line option that names the path, for errors.
+        signature: First bytes of a picture's file format; empty for an HTML page.
 
     Raises:
-        ArgumentError: The file cannot be written, or a file of another origin exists.
+        ArgumentError: The file cannot be written, or the path has a file that is not such a page or picture.
     """
     from streamtune.train.staging import replace_file
 
     try:
-        if page.is_symlink() or (page.exists() and not _is_page(page, begins)):
-            what = "picture" if begins else "page"
+        if page.is_symlink() or (page.exists() and not _is_page(page, signature)):
+            what = "picture" if signature else "page"
             raise ArgumentError(
                 f"{page} exists and is not a {what} of this command; it is not overwritten",
-                where=named,
-                fix=f"give another path with {named}",
+                where=option,
+                fix=f"give another path with {option}",
             )
         replace_file(page, content, durably=False)
     except OSError as error:
         raise ArgumentError(
-            f"{page} cannot be written: {error.strerror or error}", where=named, fix=f"give another path with {named}"
+            f"{page} cannot be written: {error.strerror or error}", where=option, fix=f"give another path with {option}"
         ) from error
 
 
-def _is_page(page: Path, begins: bytes) -> bool:
-    """Return True if a file is empty, a page of this command, or a picture that starts with ``begins``."""
+def _is_page(page: Path, signature: bytes) -> bool:
+    """Return True if a file is empty, a page of this command, or a picture that starts with ``signature``."""
     if not page.is_file():
         return False
     with page.open("rb") as file:
         start = file.read(4096)
-    if begins and start:
-        return start.startswith(begins)
+    if signature and start:
+        return start.startswith(signature)
     return not start or (start.startswith(b"<!doctype html>") and b"- StreamTune</title>" in start)

@@ -26,7 +26,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _clear_cache(wanted: bool) -> None:
-    """Delete all prepared rows and exit."""
+    """Delete the cached rows and tokenizers of all recipes, and exit."""
     if not wanted:
         return
     from streamtune.data.row_cache import RowCache
@@ -50,14 +50,23 @@ def data(
     row: Annotated[
         str | None,
         option(
-            "N|FILE:LINE", "Show only this row, whole: its number, or its file and line as errors name it.", "--row"
+            "N|FILE:LINE", "Show only this row, in full. Give its number, or its FILE:LINE as errors print it.", "--row"
         ),
     ] = None,
-    ids: Annotated[bool, option(None, "With --row: show each token with its id on its own line.", "--ids")] = False,
-    worst: Annotated[bool, option(None, "Show the longest, least trained and most truncated rows.", "--worst")] = False,
-    png: Annotated[Path | None, option("FILE", "PNG file for a histogram of the row lengths.", "--png")] = None,
+    ids: Annotated[bool, option(None, "With --row: print one token per line, with its id.", "--ids")] = False,
+    worst: Annotated[
+        bool,
+        option(
+            None,
+            "Show the longest rows, the rows with the fewest trained tokens, and the most truncated rows.",
+            "--worst",
+        ),
+    ] = False,
+    png: Annotated[
+        Path | None, option("FILE", "Write a histogram of the row lengths to this PNG file.", "--png")
+    ] = None,
     html: Annotated[
-        Path | None, option("FILE", "HTML file for a self-contained page of rows and counts.", "--html")
+        Path | None, option("FILE", "Write a self-contained page of rows and counts to this HTML file.", "--html")
     ] = None,
     clear_cache: Annotated[
         bool,
@@ -74,7 +83,8 @@ def data(
 ) -> None:
     """Show the rows of a recipe as the model sees them: trained, masked and special tokens, counts, lengths.
 
-    Reads rows as training does, without a model. A bad row stops it with the same error.
+    Rows are read and tokenized as in training, without loading the model. A row that training would reject is reported
+    with the same error.
 
         streamtune data recipe.yaml
 
@@ -91,9 +101,9 @@ def data(
     for note in loaded.notes:
         print_note(note)
     found = inspect_recipe(loaded, notify=print_note, doing=err.status)
-    views = _choose(found, 3 if rows is None else rows, row, worst)
+    views = _choose_rows(found, 3 if rows is None else rows, row, worst)
     if png is not None:
-        _draw(found, png)
+        _write_histogram(found, png)
     if html is not None:
         with err.status("writing the page"):
             _write_page(found, PAGE_ROWS if rows is None else rows, html)
@@ -109,7 +119,7 @@ def data(
             err.print(f"wrote {written}  {written.stat().st_size / 1024:,.0f} KiB", soft_wrap=True, markup=False)
 
 
-def _choose(found: Inspection, count: int, row: str | None, worst: bool) -> list[tuple[str, RowView]]:
+def _choose_rows(found: Inspection, count: int, row: str | None, worst: bool) -> list[tuple[str, RowView]]:
     """Return (reason, row) for each row to show; the reason is empty for evenly spaced rows.
 
     Raises:
@@ -167,16 +177,16 @@ def _run_document(run: TokenRun | TokenGap) -> dict[str, Any]:
     return dict(vars(run)) if hasattr(run, "text") else {"text": None, **vars(run)}
 
 
-def _draw(found: Inspection, path: Path) -> None:
+def _write_histogram(found: Inspection, path: Path) -> None:
     """Write a histogram of the row lengths; an earlier picture is replaced, any other file is an error."""
     from streamtune.data.length_measures import draw_lengths
 
     report = found.prepared.report
     title = f"{found.loaded.path.name}: {report.rows:,} rows, {report.tokens + report.tokens_lost:,} tokens"
     picture = draw_lengths(found.histogram, found.limit, title, found.limit_name)
-    replace_page(picture, path, "--png", begins=PNG)
+    replace_page(picture, path, "--png", signature=PNG)
 
 
 def _write_page(found: Inspection, count: int, path: Path) -> None:
-    views = [*_choose(found, 2, None, True), *_choose(found, count, None, False)]
+    views = [*_choose_rows(found, 2, None, True), *_choose_rows(found, count, None, False)]
     replace_page(load(PARTS["page of rows"])(found, views).encode("utf-8"), path, "--html")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from streamtune.data import BatchFacts
     from streamtune.run.build import Inspection
 
-WIDE = 110
-"""Columns of a terminal that has room for all percentiles beside the names of datasets."""
-COUNTS = ("dropped", "split", "truncated", "tokens_lost", "supervised_tokens_lost")
+WIDE_TERMINAL = 110
+"""Minimum width of a terminal, in columns, to show all percentiles beside the names of datasets."""
+OPTIONAL_COLUMNS = ("dropped", "split", "truncated", "tokens_lost", "supervised_tokens_lost")
 """Columns of the table of datasets that are shown only if a dataset has a count other than zero."""
 
 
@@ -52,13 +52,13 @@ def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], mo
     if (epoch := _epoch_table(found)) is not None:
         print_table("one epoch of weighted datasets", epoch)
     compared = ", prompt and longest answer together" if report.to_json().get("completions") else ""
-    print_table(f"row lengths in tokens, before truncation{compared}: {report.rows:,} rows", _histogram(found))
+    print_table(f"row lengths in tokens, before truncation{compared}: {report.rows:,} rows", _histogram_table(found))
     batches = found.batches
     padded = f"; padding in batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
     print_table(f"with another {found.limit_name}: longer rows and lost tokens{padded}", _choices_table(found))
     if views:
         out.print()
-        print_text(_legend())
+        print_text(_token_legend())
     for reason, view in views:
         print_view(found, view, most=most, reason=reason)
 
@@ -125,7 +125,7 @@ def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
         else:
             shown = plain(run.text)
             # The sign makes the colour of a trained line break visible.
-            text.append(shown.replace("\n", "↵\n") if out.is_terminal and trained else shown, style=_style(run))
+            text.append(shown.replace("\n", "↵\n") if out.is_terminal and trained else shown, style=_token_style(run))
     return text.append(closes) if before else text
 
 
@@ -134,7 +134,7 @@ def describe_gap(gap: TokenGap) -> str:
     return f"{gap.tokens:,} tokens" + (f", {gap.trained:,} of them trained" if gap.trained else "")
 
 
-def _style(run: TokenRun) -> str:
+def _token_style(run: TokenRun) -> str:
     if out.no_color or out.color_system is None:
         return "underline" if run.trained else "bold" if run.special else ""
     if run.special:
@@ -142,7 +142,7 @@ def _style(run: TokenRun) -> str:
     return "green" if run.trained else "dim"
 
 
-def _legend() -> Text:
+def _token_legend() -> Text:
     kinds = [(trained, special) for trained in (False, True) for special in (False, True)]
     names = [("trained" if trained else "masked") + (" special" if special else "") for trained, special in kinds]
     shown = [tokens_text([TokenRun(name, 1, *kind)]) for name, kind in zip(names, kinds, strict=True)]
@@ -158,7 +158,7 @@ def _print_ids(found: Inspection, part: RowPart) -> None:
         run = TokenRun(text, 1, trained=trained, special=token in special)
         kind = ("trained" if trained else "masked") + (" special" if run.special else "")
         shown = json.dumps(plain(text), ensure_ascii=False)
-        line = Text(f"    {position:>7,}  {token:>7}  {kind:<15}  ").append(shown, style=_style(run))
+        line = Text(f"    {position:>7,}  {token:>7}  {kind:<15}  ").append(shown, style=_token_style(run))
         out.print(line, soft_wrap=True)
 
 
@@ -166,7 +166,7 @@ def _print_ids(found: Inspection, part: RowPart) -> None:
 
 
 def describe_rows(report: Any, *, problems: bool = True) -> list[tuple[str, str]]:
-    """Return what is trained and held out, its lengths and its tokens, as (name, text) lines.
+    """Return lines (name, text) about the training and held-out rows: their number, lengths and tokens.
 
     Args:
         report: Report of the prepared rows. A report of streamed rows has one line, as their number is unknown.
@@ -284,7 +284,7 @@ def _describe_steps(facts: BatchFacts) -> str:
 
 
 def _describe_attention(facts: BatchFacts) -> str:
-    """Return the work of attention as the sum of squared lengths, beside the sum of concatenated rows."""
+    """Return the cost of attention (sum of squared row lengths) and its ratio for rows concatenated and cut."""
     ratio = facts.attention_ratio
     times = f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
     own = f"sum of squared lengths {facts.squared_lengths:.3g}"
@@ -317,12 +317,14 @@ def _length_table(first: str, *names: str) -> Table:
 def _sources_table(found: Inspection) -> Table:
     """Return a table with a row for each dataset and a total; columns of zeros are left out."""
     report = found.prepared.report
-    counts = [name for name in COUNTS if getattr(report, name)]
+    counts = [name for name in OPTIONAL_COLUMNS if getattr(report, name)]
     trained = report.supervised_tokens > 0
-    points = ("min", "p50", "p90", "max") if out.width >= WIDE else ("p50", "max") if len(counts) < 4 else ("max",)
+    points = (
+        ("min", "p50", "p90", "max") if out.width >= WIDE_TERMINAL else ("p50", "max") if len(counts) < 4 else ("max",)
+    )
     short = {"truncated": "cut", "tokens_lost": "lost", "supervised_tokens_lost": "trained\nlost"}
     names = [short.get(name, name) for name in counts]
-    kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else rows - dropped
+    kept = ["kept"] if out.width >= WIDE_TERMINAL or "dropped" not in counts else []  # else rows - dropped
     table = _length_table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
         lengths = source.length_percentiles
@@ -352,7 +354,7 @@ def _epoch_table(found: Inspection) -> Table | None:
     return table
 
 
-def _histogram(found: Inspection) -> Table:
+def _histogram_table(found: Inspection) -> Table:
     """Return the histogram of row lengths: a line for each bin, and a line at the limit."""
     table = make_table("", "", Column(no_wrap=True), header=None)
     most = max(each.rows for each in found.histogram)
@@ -372,7 +374,7 @@ def _histogram(found: Inspection) -> Table:
 
 
 def _choices_table(found: Inspection) -> Table:
-    """Return a table of other limits; the limit of the recipe is bold."""
+    """Return a table of alternative length limits with what each would lose; the recipe's limit is bold."""
     packed, padded = found.batches is not None, found.batches is not None and found.batches.batch_size > 1
     cut = any(each.lost_if_truncated is not None for each in found.choices)
     columns = [*(["lost if cut"] if cut else []), "lost if dropped", *(["padding"] if padded else [])]

@@ -29,7 +29,7 @@ from .env import environment
 from .options import JsonOption
 
 GIB = 1024**3
-MARKS = {"ok": ("ok", "green"), "advice": ("!", "yellow"), "problem": ("x", "red")}
+STATUS_MARKS = {"ok": ("ok", "green"), "advice": ("!", "yellow"), "problem": ("x", "red")}
 OPTIONAL = {
     "deepspeed": ("deepspeed", "`deepspeed:` (ZeRO) in a recipe"),
     "bitsandbytes": ("quant", "`finetuning_type: qlora` in nf4"),
@@ -65,11 +65,14 @@ class CheckResult:
 
 def doctor(
     directory: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Folder that runs or layer inputs would be written to.")
+        Path,
+        typer.Option(
+            "--dir", metavar="DIR", help="Folder whose disk is tested: the one for runs, or for offloaded layer inputs."
+        ),
     ] = Path(),
     json: JsonOption = False,
 ) -> None:
-    """Check what a run needs on this machine, and print what to fix. Exits with 1 if a run would fail."""
+    """Check this machine for training, and print what to fix. Exits with 1 if a run would fail."""
     with loading_libraries():
         found = environment()
     findings = []
@@ -104,13 +107,13 @@ def print_end(findings: list[CheckResult], accelerators: int) -> None:
 
 def print_result(finding: CheckResult) -> None:
     """Print one result: its mark, its check, its text, and how to fix it."""
-    mark, style = MARKS[finding.status]
+    mark, style = STATUS_MARKS[finding.status]
     print_hanging(Text.assemble((f"{mark:>3}", style), f"  {finding.check:<18}"), Text(plain(finding.found)))
     if finding.fix:
         print_hanging(Text(" " * 23), Text(finding.fix, style="dim"))
 
 
-def _devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     import torch
 
     build = f"torch {torch.__version__}"
@@ -138,7 +141,7 @@ def _devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             yield CheckResult("device", "ok", text)
 
 
-def _kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     for device, by_dtype in found["attention"].items():
         for dtype, by_mask in by_dtype.items():
             names = ", ".join(f"{kernel} ({mask})" for mask, kernel in by_mask.items())
@@ -149,7 +152,7 @@ def _kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             yield CheckResult("attention", "advice" if tiled else "ok", f"{device} {dtype}: {names}", fix)
 
 
-def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Compare the streamed gradient of a small model with plain autograd's, in fp32 on each device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -167,7 +170,7 @@ def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="not tested with")  # `_versions` reports it
+            warnings.filterwarnings("ignore", message="not tested with")  # `_check_versions` reports it
             handle = stream(model, chunk_size=48)
         with handle:
             model(input_ids=ids, labels=ids).loss.backward()
@@ -186,7 +189,7 @@ def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             )
 
 
-def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Copy pinned memory to each accelerator, as `offload: host` does."""
     import torch
 
@@ -213,7 +216,7 @@ def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         yield CheckResult("pinned memory", "advice" if slow else "ok", text, fix)
 
 
-def _memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     memory = found["memory"]
     limit = memory["container_limit_bytes"]
     text = f"{show_size(memory['available_bytes'])} of {show_size(memory['total_bytes'])} free"
@@ -229,7 +232,7 @@ def _memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         yield CheckResult("shared memory", "advice", f"/dev/shm has {show_size(shared)} free", fix)
 
 
-def _disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     from streamtune.plan.calibrate import measure_disk
 
     for name, folder in (("disk", directory), ("temporary files", Path(tempfile.gettempdir()))):
@@ -249,7 +252,7 @@ def _disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             yield CheckResult(name, "ok", text)
 
 
-def _hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Check that the hub answers and that its cache can be written."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
@@ -270,7 +273,7 @@ def _hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     yield CheckResult("hub", "ok", f"{ENDPOINT} answers")
 
 
-def _packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     versions = found["versions"]
     for package, (extra, use) in OPTIONAL.items():
         if versions.get(package) is None:
@@ -282,7 +285,7 @@ def _packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         yield CheckResult("compiler", "advice", "no C++ compiler found", fix)
 
 
-def _versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Compare the versions of torch and transformers with the tested versions."""
     shown = ", ".join(f"{name} {found['versions'][name]}" for name in TESTED)
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
@@ -293,14 +296,14 @@ def _versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any], Path], Iterator[CheckResult]]] = {
-    "versions": _versions,
-    "devices": _devices,
-    "attention kernels": _kernels,
-    "exactness": _exactness,
-    "pinned memory": _copies,
-    "host memory": _memory,
-    "disk": _disk,
-    "hub": _hub,
-    "packages": _packages,
+    "versions": _check_versions,
+    "devices": _check_devices,
+    "attention kernels": _check_kernels,
+    "exactness": _check_exactness,
+    "pinned memory": _check_copies,
+    "host memory": _check_memory,
+    "disk": _check_disk,
+    "hub": _check_hub,
+    "packages": _check_packages,
 }
 """Checks by name, in the order they run. Each takes the document of ``env --json`` and the folder of runs."""

@@ -28,8 +28,8 @@ def env(json: JsonOption = False) -> None:
         return
     _print_section("versions", {name: version or "not installed" for name, version in found["versions"].items()})
     memory = found["memory"]
-    _print_section("memory", {name.removesuffix("_bytes"): _gib(size) for name, size in memory.items() if size})
-    devices = {device["name"]: _describe(device) for device in found["devices"]}
+    _print_section("memory", {name.removesuffix("_bytes"): _show_gib(size) for name, size in memory.items() if size})
+    devices = {device["name"]: _describe_device(device) for device in found["devices"]}
     _print_section("devices", devices)
     kernels = {
         f"{device} {dtype}": "  ".join(f"{mask}: {kernel}" for mask, kernel in by_mask.items())
@@ -56,15 +56,15 @@ def environment() -> dict[str, Any]:
     versions: dict[str, str | None] = {"streamtune": __version__, "python": platform.python_version()}
     versions |= {name: _package_version(name) for name in PACKAGES}
     versions["torch"] = str(torch.__version__)  # with the build (+cpu, +cu130), which package metadata may lack
-    devices = _devices()
-    kernels = {device["name"]: _kernels(torch.device(device["name"])) for device in devices}
+    devices = _list_devices()
+    kernels = {device["name"]: _fastest_kernels(torch.device(device["name"])) for device in devices}
     return {
         "versions": versions,
         "platform": platform.platform(),
-        "memory": _memory(),
+        "memory": _host_memory(),
         "devices": devices,
         "attention": kernels,
-        "head": {device["name"]: {"candidates": _heads(device["name"])} for device in devices},
+        "head": {device["name"]: {"candidates": _fused_head_names(device["name"])} for device in devices},
         "allocator": allocator_setting(),
     }
 
@@ -76,7 +76,7 @@ def _package_version(name: str) -> str | None:
         return None
 
 
-def _devices() -> list[dict[str, Any]]:
+def _list_devices() -> list[dict[str, Any]]:
     import psutil
     import torch
 
@@ -113,7 +113,7 @@ def _cpu_model() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _kernels(device: Any) -> dict[str, dict[str, str]]:
+def _fastest_kernels(device: Any) -> dict[str, dict[str, str]]:
     import torch
 
     from streamtune.ops.attention.kernels import kernel_names, use_installed_flash
@@ -122,7 +122,7 @@ def _kernels(device: Any) -> dict[str, dict[str, str]]:
     return {str(dtype).removeprefix("torch."): kernel_names(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
-def _heads(device: str) -> list[str]:
+def _fused_head_names(device: str) -> list[str]:
     from streamtune.ops.head.kernels import head_candidates
 
     return [] if device == "cpu" else [kernel.name for kernel in head_candidates()]
@@ -133,7 +133,7 @@ def _describe_head(head: dict[str, list[str]]) -> str:
     return f"streamed, or {', '.join(names)} if the first step finds it faster" if names else "streamed"
 
 
-def _memory() -> dict[str, int | None]:
+def _host_memory() -> dict[str, int | None]:
     """Return bytes of host memory: total, available, and the limit of the container (None without a limit)."""
     import psutil
 
@@ -156,15 +156,15 @@ def _container_limit() -> int | None:
     return None
 
 
-def _describe(device: dict[str, Any]) -> str:
+def _describe_device(device: dict[str, Any]) -> str:
     if device["name"] == "cpu":
         return f"{device['model']}, {device['cores']} cores, {device['threads']} threads"
-    memory = f"{_gib(device['free_bytes'])} of {_gib(device['memory_bytes'])} free"
+    memory = f"{_show_gib(device['free_bytes'])} of {_show_gib(device['memory_bytes'])} free"
     bf16 = "bfloat16" if device["bf16"] else "no bfloat16"
     return f"{device['model']}, {memory}, compute capability {device['capability']}, {bf16}"
 
 
-def _gib(size: int) -> str:
+def _show_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 

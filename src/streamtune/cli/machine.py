@@ -17,9 +17,9 @@ from streamtune.base import interrupts
 from streamtune.base.paths import NO_HOME, check_descriptors, has_home
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 
-MEMORY = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
+MEMORY_TEXTS = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
           "failed to map segment")  # fmt: skip
-TEMPORARY = ("TMPDIR", "TEMP", "TMP")
+TEMPORARY_VARIABLES = ("TMPDIR", "TEMP", "TMP")
 
 
 def check_directory() -> None:
@@ -28,8 +28,8 @@ def check_directory() -> None:
     Raises:
         ArgumentError: The current directory was deleted.
     """
-    if _has_no_directory():
-        raise _no_directory()
+    if _is_directory_deleted():
+        raise _deleted_directory_error()
 
 
 @contextmanager
@@ -51,28 +51,28 @@ def temporary_home() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def _no_directory() -> ArgumentError:
+def _deleted_directory_error() -> ArgumentError:
     return ArgumentError("the current directory was deleted", fix="cd to an existing directory")
 
 
-def error_of_machine(error: BaseException) -> StreamTuneError | None:
-    """Return the StreamTune error for a limit of the machine that no other code caught; None for other exceptions.
+def machine_error(error: BaseException) -> StreamTuneError | None:
+    """Return the StreamTune error for an exception caused by a limit of the machine; None for any other exception.
 
     Args:
         error: Exception that reached the command line.
     """
     for each in _causes(error):
-        if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY):
+        if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY_TEXTS):
             return OutOfMemoryError(_memory_message(each), fix="close other programs, or raise the limit")
         if isinstance(each, FileNotFoundError) and "No usable temporary directory" in str(each):
-            named = [f"{name}={os.environ[name]}" for name in TEMPORARY if os.environ.get(name)]
+            named = [f"{name}={os.environ[name]}" for name in TEMPORARY_VARIABLES if os.environ.get(name)]
             return RunError(
                 "no directory for temporary files is writable",
                 where=", ".join(named) or "/tmp",
                 fix="set TMPDIR to a writable directory, or free space in it",
             )
-        if isinstance(each, FileNotFoundError) and _has_no_directory():
-            return _no_directory()
+        if isinstance(each, FileNotFoundError) and _is_directory_deleted():
+            return _deleted_directory_error()
         if isinstance(each, BlockingIOError) or "can't start new thread" in str(each):
             return RunError(
                 "the limit of processes or threads is reached",
@@ -83,35 +83,35 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
                 check_descriptors(each)
             except RunError as known:
                 return known
-        if isinstance(each, OSError) and each.errno in FULL:
+        if isinstance(each, OSError) and each.errno in DISK_ERRORS:
             return RunError(
-                f"{each.strerror or FULL[each.errno]}" + (f": {each.filename}" if each.filename else ""),
+                f"{each.strerror or DISK_ERRORS[each.errno]}" + (f": {each.filename}" if each.filename else ""),
                 where=str(each.filename or ""),
-                fix=f"free space, or raise the limit (ulimit); temporary files are in {_temporary()}",
+                fix=f"free space, or raise the limit (ulimit); temporary files are in {_temporary_folder()}",
             )
-        if isinstance(each, OSError) and each.errno in NAMES and each.filename is not None:
+        if isinstance(each, OSError) and each.errno in PATH_ERRORS and each.filename is not None:
             shown = str(each.filename)
             return ArgumentError(
-                f"{NAMES[each.errno]}: {shown if len(shown) <= 100 else shown[:97] + '...'}",
+                f"{PATH_ERRORS[each.errno]}: {shown if len(shown) <= 100 else shown[:97] + '...'}",
                 fix="use another path",
             )
     return None
 
 
 def name_locale(error: StreamTuneError) -> None:
-    """Add the encoding of the locale to the fix of an error with non-ASCII text, if the encoding is not UTF-8."""
+    """If an error has non-ASCII text and the locale is not UTF-8, name the locale's encoding in its fix."""
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not f"{error.what}{error.where}".isascii():
         fix = f"this locale reads file names and arguments as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
         error.fix = f"{error.fix}; {fix}" if error.fix else fix
 
 
-FULL = {
+DISK_ERRORS = {
     errno.ENOSPC: "No space left on device",
     errno.EDQUOT: "Disk quota exceeded",
     errno.EFBIG: "File too large",
 }
-NAMES = {
+PATH_ERRORS = {
     errno.ENAMETOOLONG: "this file name is too long",
     errno.EACCES: "no permission",
     errno.EPERM: "no permission",
@@ -120,7 +120,7 @@ NAMES = {
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and its chain of causes or contexts, at most 10 exceptions."""
+    """Yield an exception, then its causes (or contexts) in turn; at most 10 in all."""
     for _ in range(10):
         if error is None:
             return
@@ -143,7 +143,7 @@ def _memory_message(error: BaseException) -> str:
     return f"memory ran out{library}{limited}"
 
 
-def _has_no_directory() -> bool:
+def _is_directory_deleted() -> bool:
     try:
         os.getcwd()  # noqa: PTH109 - what fails is the call
     except FileNotFoundError:
@@ -151,21 +151,21 @@ def _has_no_directory() -> bool:
     return False
 
 
-def _temporary() -> str:
-    return next((os.environ[name] for name in TEMPORARY if os.environ.get(name)), "/tmp")
+def _temporary_folder() -> str:
+    return next((os.environ[name] for name in TEMPORARY_VARIABLES if os.environ.get(name)), "/tmp")
 
 
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables of the allocator, the newer name first; some versions of torch read only one of them."""
-SETTING = "expandable_segments:True"
+ALLOCATOR_SETTING = "expandable_segments:True"
 
 
-def grow_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set expandable segments for this process and its children, unless the user set the allocator. Linux only."""
-    if sys.platform == "linux" and not any(name in environment for name in VARIABLES):
-        environment.update(dict.fromkeys(VARIABLES, SETTING))
+    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment.update(dict.fromkeys(ALLOCATOR_VARIABLES, ALLOCATOR_SETTING))
 
 
 def allocator_setting(environment: MutableMapping[str, str] = os.environ) -> str:
     """Return the allocator's setting from the environment; an empty string if there is none."""
-    return next((environment[name] for name in VARIABLES if environment.get(name)), "")
+    return next((environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name)), "")

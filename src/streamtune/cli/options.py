@@ -19,7 +19,7 @@ from streamtune.recipe.mistakes import leaf_paths
 
 
 def option(metavar: str | None, help: str, *names: str, least: int | None = None) -> Any:
-    """Return an option whose help shows no default. Without ``names``, the parameter gives the option its name."""
+    """Return a typer option whose help shows no default. Without ``names`` it is named after the parameter."""
     return typer.Option(*names, metavar=metavar, help=help, min=least, show_default=False)
 
 
@@ -29,35 +29,41 @@ RecipeArgument = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    option("KEY=VALUE", "Change a recipe key, such as `--set max_length=4096`. Repeatable.", "--set"),
+    option("KEY=VALUE", "Override a recipe key, such as `--set max_length=4096`. Repeatable.", "--set"),
 ]
 NprocOption = Annotated[
-    int | None, option("N", "Number of ranks to start on this machine, or on each host of the hostfile.", "--nproc")
+    int | None, option("N", "Number of ranks to start on this machine, or on each machine of --hostfile.", "--nproc")
 ]
 HostfileOption = Annotated[
     Path | None,
     option(
-        "FILE", "File of the machines to train on, reached over ssh: one line `HOST slots=N` per machine.", "--hostfile"
+        "FILE",
+        "File that lists the machines to train on, reached over ssh: a line `HOST slots=N` for each.",
+        "--hostfile",
     ),
 ]
 AllowCodeOption = Annotated[
     bool,
     typer.Option(
         "--allow-code",
-        help="Allow code that the recipe names to run: callbacks, reward functions, and code that the model writes "
-        "(`unit_tests`).",
+        help="Allow running the Python code that the recipe names (callbacks, reward functions), and code that the "
+        "model writes (reward `unit_tests`).",
         show_default=False,
     ),
 ]
 RanksOption = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Total number of devices to simulate.", show_default=False),
+    typer.Option(
+        metavar="N",
+        help="Number of devices to simulate, on all machines together. [default: sequence_parallel_size]",
+        show_default=False,
+    ),
 ]
 NodesOption = Annotated[
     int | None,
     typer.Option(
         metavar="M",
-        help="Number of machines. [default: ranks / 8 if that is a whole number, else 1]",
+        help="Number of machines that the devices are on. [default: --ranks / 8 if that is a whole number, else 1]",
         show_default=False,
     ),
 ]
@@ -81,9 +87,9 @@ class HelpCommand(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            raise (self._explain(ctx, error, given) or error) from None
+            raise (self._usage_error(ctx, error, given) or error) from None
 
-    def _explain(self, ctx: Any, error: Exception, arguments: Sequence[str]) -> ArgumentError | None:
+    def _usage_error(self, ctx: Any, error: Exception, arguments: Sequence[str]) -> ArgumentError | None:
         """Return the error to show for an unknown option or a value that is not a number; None for other errors."""
         kind, param = type(error).__name__, getattr(error, "param", None)
         if kind == "NoSuchOption":
@@ -180,16 +186,16 @@ def read_recipe(
         leave_an_unreachable_hub()
     else:
         stay_off_the_hub()
-    wait_passively()
+    let_idle_threads_sleep()
     return loaded
 
 
 def recipe_name(path: Path) -> str:
-    """Return the name of a shipped recipe, given its file; of any other recipe the path itself."""
+    """Return the name of the shipped recipe in a file; for any other file, its path."""
     return next((recipe.name for recipe in shipped_recipes() if recipe.path == path), str(path))
 
 
-def wait_passively() -> None:
+def let_idle_threads_sleep() -> None:
     """Let idle OpenMP threads sleep: spinning threads slow each other down on shared cores.
 
     torch reads the variable when it is imported.

@@ -27,25 +27,43 @@ if TYPE_CHECKING:
 def plan(
     recipe: RecipeArgument,
     device: Annotated[
-        str | None, option("NAME", "Device to plan for, such as h100-80gb. [default: this machine's]")
+        str | None, option("NAME", "Device to plan for, such as h100-80gb. [default: this machine's device]")
     ] = None,
     device_memory: Annotated[
         str | None,
-        option("SIZE", "Device memory to plan with, such as 80GiB. [default: the whole device, or what is free here]"),
+        option(
+            "SIZE",
+            "Device memory to plan with, such as 80GiB. [default: engine.device_memory; if that is auto, all memory of "
+            "--device, or the free memory of this machine's device]",
+        ),
     ] = None,
-    host_memory: Annotated[str | None, option("SIZE", "Host memory to plan with. [default: what is free here]")] = None,
+    host_memory: Annotated[
+        str | None,
+        option(
+            "SIZE",
+            "Host memory to plan with. [default: engine.host_memory; if that is auto, this machine's free memory]",
+        ),
+    ] = None,
     disk_memory: Annotated[
-        str | None, option("SIZE", "Space in engine.offload_dir to plan with. [default: what is free]")
+        str | None,
+        option(
+            "SIZE",
+            "Disk space to plan with. [default: engine.disk_memory; if that is auto, the free space in "
+            "engine.offload_dir]",
+        ),
     ] = None,
-    length: Annotated[int | None, option("N", "Row length in tokens. [default: max_length]", least=2)] = None,
+    length: Annotated[
+        int | None, option("N", "Row length to plan for, in tokens. [default: max_length]", least=2)
+    ] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the fastest exact schedule that fits, its memory by term and its step time.
+    """Predict the fastest schedule that fits in memory, its step time, and its memory by purpose.
 
-    Reads the model's configuration, but neither weights nor data. To plan another model, change its configuration:
+    A schedule is how a step is streamed: chunk size, what is stored where, what is recomputed. Reads the model's
+    configuration, but neither weights nor data. With `--set`, keys of the configuration describe another model:
 
         streamtune recipes copy qwen3-8b-long my.yaml
 
@@ -84,12 +102,12 @@ def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
         from streamtune.run.plan import plan_recipe
 
         planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else ProgressPrinter())
-    return {"document": _document(planned), "screen": screen_texts(planned)}
+    return {"document": _plan_document(planned), "screen": screen_texts(planned)}
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Context manager: turn garbage collection off, which would visit all objects of libraries and models."""
+    """Context manager: garbage collection is off while active; it would visit all objects of libraries and models."""
     if not gc.isenabled():
         yield
         return
@@ -101,10 +119,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 class ProgressPrinter:
-    """Prints progress messages where no status line is shown.
+    """Prints progress messages as lines, for output that cannot show a status line.
 
-    A message is an activity, or an activity, a colon and its progress. A new activity is printed immediately; its
-    progress at most every ``SECONDS``.
+    A message is ``activity`` or ``activity: progress``. A new activity is printed at once, its progress at most every
+    ``SECONDS`` seconds.
     """
 
     SECONDS = 2.0
@@ -120,7 +138,7 @@ class ProgressPrinter:
         err.print(message, soft_wrap=True, markup=False)
 
 
-def _document(planned: RecipePlan) -> dict[str, Any]:
+def _plan_document(planned: RecipePlan) -> dict[str, Any]:
     return {
         **planned.plan.to_json(),
         **_cluster_document(planned),

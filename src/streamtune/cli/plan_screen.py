@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamtune.run.plan import RecipePlan
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-FIXED = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
+FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
 """Terms of the memory that do not grow with the row length; their bars are blue."""
 ACCURACY = "+-25%"
 """Accuracy of predicted step times (docs/guide/limits.md)."""
@@ -187,15 +187,15 @@ def _show_flops(count: float) -> str:
 
 
 def _describe_limit(chosen: Plan) -> str:
-    """Return the term of the memory that limits the step, and how full the device is."""
+    """Return what limits the schedule, and the fraction of the usable device memory that the step takes."""
     limits, simulation = chosen.limits, chosen.simulation
     used = simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0)
     share = used / limits.device if limits.device else 0.0
     return f"{chosen.binds}; the step takes {share:.0%} of the usable device memory"
 
 
-SHOWN = 1 << 10
-"""Bytes of the smallest term that is shown."""
+MIN_TERM_BYTES = 1 << 10
+"""Minimum size of a term to be shown, in bytes."""
 
 
 def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
@@ -208,8 +208,8 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
     width = max(10, min(60, out.width - 38))
     whole = max(limits["device_bytes"], peak, 1)
     for name, size in sorted(document["terms"].items(), key=lambda item: -item[1]):
-        if size >= SHOWN:
-            style = "blue" if name in FIXED else "cyan"
+        if size >= MIN_TERM_BYTES:
+            style = "blue" if name in FIXED_TERMS else "cyan"
             table.add_row(f"  {name}", show_size(size), Text(bar(size / whole, width), style=style))
     total = f"of {show_size(limits['device_bytes'])}, {show_size(limits['device_bytes'] - peak)} free"
     table.add_row("  device, total", show_size(peak), total, style="bold")
@@ -248,7 +248,8 @@ def describe_memory(chosen: Plan, baselines: Mapping[str, int]) -> str:
 
     Args:
         chosen: Plan of the run.
-        baselines: Peak bytes by ``checkpoint`` and by ``plain``; empty if they are unknown.
+        baselines: Peak bytes of the same step with gradient checkpointing (key ``checkpoint``) and with plain autograd
+            (key ``plain``); empty if unknown.
     """
     limits, simulation = chosen.limits, chosen.simulation
     text = _describe_share(simulation.peak_bytes, limits.device_bytes)
@@ -262,7 +263,7 @@ def describe_memory(chosen: Plan, baselines: Mapping[str, int]) -> str:
 
 
 def describe_optimizer(recipe: OptimizerSettings) -> str:
-    """Return the optimizer, with settings of its states and clipping that are not the default."""
+    """Return the optimizer's name; also state dtype, state placement and clipping if they are not the default."""
     text: str = recipe.optim
     if recipe.optim_states != "param":
         rounded = ", rounded stochastically" if recipe.optim_states == "bfloat16" else ""
@@ -282,7 +283,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """Return a bar of an eighth of a character up to ``width`` characters, for a share of 0 to 1."""
+    """Return a bar for a share of 0 to 1: up to ``width`` block characters, at least an eighth of one."""
     eighths = max(1, round(max(0.0, min(1.0, share)) * width * 8))
     return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
 

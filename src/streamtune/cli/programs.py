@@ -36,7 +36,7 @@ PARTS = {
     "page of a run": "streamtune.programs.report.page:write_report",
     "page of rows": "streamtune.programs.report.rows_page:render_rows",
 }
-"""Parts of programs that commands of the core load when they need them."""
+"""Part of a program -> its ``module:name``. Commands of the core load these parts when they need them."""
 
 
 def load(entry: str) -> Any:

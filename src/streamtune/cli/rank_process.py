@@ -32,28 +32,28 @@ ECHO_SECONDS = 3.0
 Rank 0 usually fails with the same error, and the launcher then ends this process before it prints.
 """
 
-_given: list[str] = []
+_arguments: list[str] = []
 _terminal: list[int] = []
 """Descriptor of the terminal, in a rank whose output goes elsewhere; else empty."""
 
 
 def remember_arguments(given: Sequence[str]) -> None:
     """Save the command's arguments for :func:`launch_ranks` and :func:`given_arguments`."""
-    _given[:] = given
+    _arguments[:] = given
 
 
 def given_arguments() -> list[str]:
     """Return the arguments of the running command, without the program's name."""
-    return list(_given)
+    return list(_arguments)
 
 
 def launch_ranks(nproc: int | None, hostfile: Path | None, device: str) -> int:
     """Run the current command in several ranks, and return their exit code."""
-    return launch(_given, nproc=nproc, hostfile=hostfile, device=device)
+    return launch(_arguments, nproc=nproc, hostfile=hostfile, device=device)
 
 
 def enter_rank() -> RankEnvironment:
-    """Return the rank of this process, export it for the libraries, and leave the terminal to rank 0."""
+    """Read the rank of this process, export it for libraries, and detach ranks other than 0 from the terminal."""
     environment = read_environment()
     environment.export()
     before = leave_terminal(environment)
@@ -62,13 +62,13 @@ def enter_rank() -> RankEnvironment:
     return environment
 
 
-def watch(environment: RankEnvironment) -> Watchdog:
-    """Return the watchdog that ends all ranks when one fails, as a context manager."""
+def make_watchdog(environment: RankEnvironment) -> Watchdog:
+    """Return the watchdog: a context manager that ends all ranks when one fails."""
     return Watchdog(environment, show=print_error)
 
 
-def with_report(doing: Doing, watchdog: Watchdog) -> Doing:
-    """Return ``doing`` with a report: each call also tells the watchdog, and so the other ranks, its text."""
+def report_activity(doing: Doing, watchdog: Watchdog) -> Doing:
+    """Return a wrapper of ``doing`` that also passes each text to the watchdog, which shows it to other ranks."""
 
     def reported(text: str) -> AbstractContextManager[Any]:
         watchdog.at(0, text, patient=True)

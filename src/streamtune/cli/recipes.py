@@ -55,22 +55,23 @@ STARTERS = {
     "llama3-8b-32gpu": "to plan with: shape of Llama-3.1-8B, 4 x 8 devices",
     "bench": "the model that `streamtune bench` measures",
 }
-"""Shipped recipes that are not made for one device, in the order of the list -> a text of at most 51 characters."""
+"""General shipped recipe, in the order of `recipes ls` -> its description of at most 51 characters."""
 
 
 @recipes.command("ls", cls=HelpCommand)
 def list_recipes(
     device: Annotated[
-        str | None, option("SIZE", "Show only recipes made for this device memory, such as 24GB or 8x80GB.", "--device")
+        str | None,
+        option("SIZE", "Show only recipes for devices with this much memory, such as 24GB or 8x80GB.", "--device"),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List the shipped recipes: starters first, then recipes for one model and device."""
+    """List the shipped recipes: first general ones, then one for each combination of model and device."""
     shipped = [(recipe, load_recipe(recipe.path).recipe) for recipe in shipped_recipes()]
     if device is not None:
         shipped = _made_for_device(device, shipped)
     if json:
-        print_json([_document(recipe, spec) for recipe, spec in shipped])
+        print_json([_recipe_document(recipe, spec) for recipe, spec in shipped])
         return
     starters = [(recipe, spec) for recipe, spec in shipped if not recipe.device]
     if starters:
@@ -98,17 +99,18 @@ def _made_for_device(
         ArgumentError: No recipe is made for it.
     """
     wanted = f"{device.upper().replace(' ', '').removesuffix('GB').removesuffix('GIB')}GB"
-    found = [(recipe, spec) for recipe, spec in shipped if _short_device(recipe).upper() == wanted]
+    found = [(recipe, spec) for recipe, spec in shipped if _device_without_blanks(recipe).upper() == wanted]
     if not found:
         sizes = sorted(
-            {_short_device(recipe) for recipe, _ in shipped if recipe.device}, key=lambda size: (len(size), size)
+            {_device_without_blanks(recipe) for recipe, _ in shipped if recipe.device},
+            key=lambda size: (len(size), size),
         )
         fix = f"choose one of: {', '.join(sizes)}"
         raise ArgumentError(f"no recipe is made for a device of {device}", where="--device", fix=fix)
     return found
 
 
-def _short_device(recipe: ShippedRecipe) -> str:
+def _device_without_blanks(recipe: ShippedRecipe) -> str:
     """Return the device of a recipe without blanks: ``24GB``, ``8x80GB``, or an empty string."""
     return recipe.device.replace(" ", "")
 
@@ -123,14 +125,14 @@ def _recipes_table(rows: Sequence[tuple[ShippedRecipe, Recipe]]) -> Table:
         table.add_row(
             Text(recipe.name, style="bold"),
             spec.finetuning_type,
-            _short_device(recipe),
+            _device_without_blanks(recipe),
             f"{spec.max_length:,}",
             f" {str(spec.model_name_or_path).rpartition('/')[2]}",
         )
     return table
 
 
-def _document(shipped: ShippedRecipe, spec: Recipe) -> dict[str, object]:
+def _recipe_document(shipped: ShippedRecipe, spec: Recipe) -> dict[str, object]:
     return {
         "name": shipped.name,
         "summary": shipped.summary,
@@ -145,7 +147,7 @@ def _document(shipped: ShippedRecipe, spec: Recipe) -> dict[str, object]:
 
 @recipes.command("show", cls=HelpCommand)
 def show_recipe(name: NameArgument) -> None:
-    """Print a shipped recipe."""
+    """Print the text of a shipped recipe."""
     text = read_shipped(name).text
     if out.is_terminal:
         coloured = Syntax("", "yaml", theme="ansi_dark", background_color="default").highlight(text)
@@ -160,7 +162,9 @@ def copy_recipe(
     dest: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DEST]", help='File or folder. [default: NAME.yaml, "/" written as "-"]', show_default=False
+            metavar="[DEST]",
+            help='New file, or folder for it. [default: NAME.yaml, with "-" for each "/" of the name]',
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -189,19 +193,19 @@ def write_new(dest: Path, text: str, fix: str) -> None:
         with dest.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise file_exists(dest, fix) from None
+        raise file_exists_error(dest, fix) from None
     except OSError as error:
         fix = f"make the folder first: `mkdir -p {dest.parent}`" if not dest.parent.is_dir() else ""
         raise ArgumentError(f"cannot be written: {error.strerror}", where=str(dest), fix=fix) from None
 
 
-def file_exists(dest: Path, fix: str) -> ArgumentError:
+def file_exists_error(dest: Path, fix: str) -> ArgumentError:
     """Return the error for a file that exists and is not overwritten."""
     return ArgumentError("the file already exists; it is not overwritten", where=str(dest), fix=fix)
 
 
 def schema() -> None:
-    """Print the JSON schema of recipes: type, default and meaning of every key."""
+    """Print the JSON schema of recipes: type, default and description of every key."""
     print_json(json_schema())
 
 
@@ -217,7 +221,7 @@ TRAIN_ON = {
 
 
 def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = False) -> None:
-    """Check a recipe: keys, types, ranges. Fast: reads neither data nor model."""
+    """Check the keys and values of a recipe, without reading data or model."""
     try:
         loaded = load_recipe(recipe, set_ or [])
     except RecipeError as error:
@@ -241,17 +245,17 @@ def _print_facts(loaded: LoadedRecipe) -> None:
 def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
     """Return a summary of a recipe as (name, text) lines."""
     return [
-        ("model", _model(recipe)),
-        ("tokenizer", _tokenizer(recipe)),
-        ("objective", _objective(recipe)),
+        ("model", _describe_model(recipe)),
+        ("tokenizer", _describe_tokenizer(recipe)),
+        ("objective", _describe_objective(recipe)),
         *method_facts(recipe),
-        ("training", _training(recipe)),
-        ("data", ", ".join(_dataset(spec.path, spec.max_rows) for spec in recipe.datasets)),
+        ("training", _describe_training(recipe)),
+        ("data", ", ".join(_describe_dataset(spec.path, spec.max_rows) for spec in recipe.datasets)),
         ("length", f"{recipe.max_length:,} tokens; longer rows are {OVERLENGTH[recipe.overlength]}"),
         *([("loss on", TRAIN_ON[recipe.train_on])] if recipe.objective == "sft" else []),
-        ("batch", _batch(recipe)),
-        ("optimizer", _optimizer(recipe)),
-        ("duration", _duration(recipe)),
+        ("batch", _describe_batch(recipe)),
+        ("optimizer", _describe_optimizer(recipe)),
+        ("duration", _describe_duration(recipe)),
         ("output", recipe.output_dir),
         *([("runs code", "; ".join(code))] if (code := code_of(recipe)) else []),
     ]
@@ -275,20 +279,20 @@ def method_facts(recipe: Recipe) -> list[tuple[str, str]]:
     return found
 
 
-def _model(recipe: Recipe) -> str:
+def _describe_model(recipe: Recipe) -> str:
     if recipe.model is None:
         return str(recipe.model_name_or_path)
     return f"{recipe.model.init['model_type']} from a configuration, random weights"
 
 
-def _tokenizer(recipe: Recipe) -> str:
+def _describe_tokenizer(recipe: Recipe) -> str:
     spec = recipe.tokenizer
     if spec is None:
         return "the model's own"
     return f"trained on the rows, {spec.train.vocab_size:,} entries" if spec.train else str(spec.path)
 
 
-def _objective(recipe: Recipe) -> str:
+def _describe_objective(recipe: Recipe) -> str:
     if isinstance(recipe, GrpoRecipe):
         functions, count = ", ".join(recipe.reward_funcs), recipe.num_generations
         return f"{OBJECTIVES['grpo']} from {functions}: {recipe.loss_type} loss, {count} completions per prompt"
@@ -298,7 +302,7 @@ def _objective(recipe: Recipe) -> str:
     return f"{OBJECTIVES['dpo']}: {recipe.loss_type} loss on {compared}, beta {recipe.beta:g}"
 
 
-def _training(recipe: Recipe) -> str:
+def _describe_training(recipe: Recipe) -> str:
     kind = "all weights"
     if recipe.finetuning_type != "full":
         target = recipe.lora_target if isinstance(recipe.lora_target, str) else ", ".join(recipe.lora_target)
@@ -317,7 +321,7 @@ def _training(recipe: Recipe) -> str:
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
-def _dataset(path: str, max_rows: int | None) -> str:
+def _describe_dataset(path: str, max_rows: int | None) -> str:
     remarks = [f"at most {max_rows:,} rows"] if max_rows is not None else []
     file = Path(path).expanduser()
     if file.suffix in DATA_FILES and not path_exists(file) and not re.search(r"[*?\[]|://", path):
@@ -325,7 +329,7 @@ def _dataset(path: str, max_rows: int | None) -> str:
     return f"{path} ({', '.join(remarks)})" if remarks else path
 
 
-def _batch(recipe: Recipe) -> str:
+def _describe_batch(recipe: Recipe) -> str:
     rows, micro = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
     unit = "packed sequence" if recipe.packing else "row"
     if recipe.tokens_per_batch is not None:
@@ -334,13 +338,13 @@ def _batch(recipe: Recipe) -> str:
     return f"{rows * micro:,} {unit}s a step ({rows} at a time)" if rows * micro > 1 else f"1 {unit} a step"
 
 
-def _optimizer(recipe: Recipe) -> str:
+def _describe_optimizer(recipe: Recipe) -> str:
     warmup = f", {recipe.warmup_ratio:.0%} warm-up" if recipe.warmup_ratio else ""
     warmup = f", {recipe.warmup_steps} steps warm-up" if recipe.warmup_steps else warmup
     return f"{recipe.optim}, learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
 
 
-def _duration(recipe: Recipe) -> str:
+def _describe_duration(recipe: Recipe) -> str:
     supervised = getattr(recipe, "sft_steps", 0)
     first = f"{supervised:,} supervised steps, then " if supervised else ""
     if recipe.max_steps != -1:
@@ -351,7 +355,9 @@ def _duration(recipe: Recipe) -> str:
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
-optimizers = typer.Typer(cls=HelpGroup, help="List the values of the recipe key `optim`.", no_args_is_help=True)
+optimizers = typer.Typer(
+    cls=HelpGroup, help="List the optimizers that the recipe key `optim` accepts.", no_args_is_help=True
+)
 
 SIZE = 4096
 """Rows and columns of the matrix whose optimizer state is shown."""
@@ -359,7 +365,7 @@ SIZE = 4096
 
 @optimizers.command("ls", cls=HelpCommand)
 def list_optimizers(json: JsonOption = False) -> None:
-    """List the optimizers: bytes of state, library, options, and which ones DeepSpeed and FSDP exclude."""
+    """List the optimizers: bytes of state per parameter, library, options, and whether ZeRO and FSDP2 support them."""
     if json:
         print_json([_optimizer_document(name, entry) for name, entry in OPTIMIZERS.items()])
         return
@@ -372,7 +378,7 @@ def list_optimizers(json: JsonOption = False) -> None:
     table.pad_edge = True
     for name, entry in OPTIMIZERS.items():
         library = entry.library if entry.installed else f"{entry.library}*"
-        sizes = (f"{_per_parameter(name, width):.3g}" for width in (4, 2))
+        sizes = (f"{_state_bytes_per_parameter(name, width):.3g}" for width in (4, 2))
         divided = f"no ({reasons.index(entry.not_divided) + 1})" if entry.not_divided else "yes"
         table.add_row(Text(name, style="bold"), *sizes, library, divided)
     out.print(table)
@@ -389,7 +395,7 @@ def list_optimizers(json: JsonOption = False) -> None:
     print_rows([(name, _describe_entry(entry)) for name, entry in OPTIMIZERS.items()], name_style="bold", indent="")
 
 
-def _per_parameter(name: str, width: int) -> float:
+def _state_bytes_per_parameter(name: str, width: int) -> float:
     return state_bytes(name, (SIZE, SIZE), width, {}) / SIZE**2
 
 
@@ -411,7 +417,10 @@ def _optimizer_document(name: str, entry: OptimizerEntry) -> dict[str, Any]:
         "library": entry.library,
         "installed": entry.installed,
         "install": entry.install or None,
-        "state_bytes_per_parameter": {"float32": _per_parameter(name, 4), "bfloat16": _per_parameter(name, 2)},
+        "state_bytes_per_parameter": {
+            "float32": _state_bytes_per_parameter(name, 4),
+            "bfloat16": _state_bytes_per_parameter(name, 2),
+        },
         "options": dict(entry.options),
         "adam_keys": entry.is_adam or entry.adamw_for_rest,
         "adamw_for_rest": entry.adamw_for_rest,

@@ -37,9 +37,11 @@ def describe_schedule(schedule: Schedule, layers: int) -> str:
     if schedule.levels == 2:
         size = schedule.segment_size
         if by_chunk:
-            parts.append(f"holds {_layers(size or 1)} of a chunk at a time (levels: 2)")
+            parts.append(f"holds {_show_layers(size or 1)} of a chunk at a time (levels: 2)")
         else:
-            parts.append(f"recomputes layer inputs{f' by segments of {_layers(size)}' if size else ''} (levels: 2)")
+            parts.append(
+                f"recomputes layer inputs{f' by segments of {_show_layers(size)}' if size else ''} (levels: 2)"
+            )
     kept = [
         f"{name}{' on host' if tier == 'host' else ''}"
         for name, tier in (("K/V", schedule.keep_kv), ("attention outputs", schedule.keep_attention))
@@ -76,7 +78,7 @@ def describe_difference(chosen: Mapping[str, Any], other: Mapping[str, Any], lay
         "offload": f"layer inputs on {other['offload']}",
         "device_layers": f"the last {other['device_layers']} layer inputs on device",
         "levels": "two levels" if other["levels"] == 2 else "one level",
-        "segment_size": f"segments of {_layers(other['segment_size'] or 0)}",
+        "segment_size": f"segments of {_show_layers(other['segment_size'] or 0)}",
         "keep_kv": _describe_tier("K/V", other["keep_kv"]),
         "keep_attention": _describe_tier("attention outputs", other["keep_attention"]),
         "stream_grads": "hidden-state gradients streamed" if other["stream_grads"] else "whole hidden-state gradients",
@@ -100,5 +102,5 @@ def _describe_tier(name: str, tier: str) -> str:
     return f"{name} not kept" if tier == "no" else f"{name} on {tier}"
 
 
-def _layers(count: int) -> str:
+def _show_layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count} layers"

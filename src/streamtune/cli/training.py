@@ -16,39 +16,42 @@ from streamtune.recipe import LoadedRecipe
 from .console import err, loading_libraries, need_output, out, print_note, print_title
 from .options import AllowCodeOption, HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe, recipe_name
 from .programs import PARTS, load
-from .rank_process import enter_rank, given_arguments, launch_ranks, watch, with_report
+from .rank_process import enter_rank, given_arguments, launch_ranks, make_watchdog, report_activity
 from .training_screens import print_banner, print_dry_run_end, print_outcome
 
 if TYPE_CHECKING:
     from streamtune.train.progress import Listener, Listeners
 
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Load everything, show what would run, and stop.", show_default=False)
+    bool,
+    typer.Option("--dry-run", help="Load model and data, print what would run, and train nothing.", show_default=False),
 ]
 ResumeOption = Annotated[
     str,
     typer.Option(
         metavar="auto|never|PATH",
-        help="auto: resume the run in the output directory. never: start a new run. PATH: resume from a checkpoint.",
+        help="auto: resume the run in the output directory, if there is one. never: start a new run, and move an "
+        "earlier run aside. PATH: resume from this checkpoint.",
     ),
 ]
 OutputDirOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Directory of the run. [default: runs/NAME of the recipe]", show_default=False),
+    typer.Option(metavar="DIR", help="Directory of the run. [default: the recipe's output_dir]", show_default=False),
 ]
 AllowChangeOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
-        help="Resume although KEY changed since the start of the run. KEY is a recipe key, `data`, or one of the files "
-        "that are read again: `base` (the model), `adapter` (the base that its adapters name), `start` (the adapters "
-        "that it starts from), `reference`, `rewards` (source of reward functions). Repeatable.",
+        help="Resume although KEY changed since the start of the run. KEY is a recipe key or one of these. `data`: the "
+        "rows. `base`: files of model_name_or_path. `adapter`: the base model recorded in model_name_or_path, if that "
+        "holds adapters. `start`: files of adapter_name_or_path. `reference`: files of the reference model, or a "
+        "teacher's file. `rewards`: source code of reward functions. Repeatable.",
         show_default=False,
     ),
 ]
 
 
-def _command(objective: str, text: str) -> Callable[..., None]:
+def _make_command(objective: str, text: str) -> Callable[..., None]:
     """Return the command that trains recipes of one objective and refuses other recipes; ``text`` is its help."""
 
     def train(
@@ -75,9 +78,9 @@ def _command(objective: str, text: str) -> Callable[..., None]:
     return train
 
 
-sft = _command("sft", "Fine-tune a model on the rows of a recipe (SFT).")
-dpo = _command("dpo", "Train a model on preferences: chosen completions over rejected ones (DPO).")
-grpo = _command("grpo", "Train a model with rewards on its own completions (GRPO).")
+sft = _make_command("sft", "Fine-tune a model on the rows of a recipe (SFT).")
+dpo = _make_command("dpo", "Train a model on preferences: chosen completions over rejected ones (DPO).")
+grpo = _make_command("grpo", "Train a model with rewards on its own completions (GRPO).")
 
 
 def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_run: bool) -> None:
@@ -94,14 +97,14 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
             print_note(note)
         with blame_recipe(loaded):
             callbacks = _load_callbacks(loaded, environment.is_main)
-        with watch(environment) as watchdog:
-            doing = with_report(err.status, watchdog)
+        with make_watchdog(environment) as watchdog:
+            doing = report_activity(err.status, watchdog)
             run = build_run(
                 loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=print_note, doing=doing
             )
             run.watchdog = watchdog
             print_banner(run)
-            listeners = None if dry_run else _listeners(loaded, callbacks)
+            listeners = None if dry_run else _make_listeners(loaded, callbacks)
             try:
                 outcome = None if dry_run else train_run(run, out, listeners)
             finally:
@@ -136,7 +139,7 @@ def _check_trackers(loaded: LoadedRecipe) -> None:
 
 
 def _load_callbacks(loaded: LoadedRecipe, main: bool) -> list[Listener]:
-    """Return the callbacks of the recipe; on other ranks than 0 import their code, and return none."""
+    """Return the recipe's callbacks on rank 0. Other ranks import their code and return an empty list."""
     recipe = loaded.recipe
     if not recipe.callbacks:
         return []
@@ -149,7 +152,7 @@ def _load_callbacks(loaded: LoadedRecipe, main: bool) -> list[Listener]:
     )
 
 
-def _listeners(loaded: LoadedRecipe, callbacks: Sequence[Listener]) -> Listeners:
+def _make_listeners(loaded: LoadedRecipe, callbacks: Sequence[Listener]) -> Listeners:
     """Return the listeners of the run: trackers, then callbacks."""
     from streamtune.train.progress import Listeners
 

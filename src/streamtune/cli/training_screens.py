@@ -54,7 +54,7 @@ def print_banner(run: Run) -> None:
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
             *([("preset", preset)] if (preset := describe_preset(run.recipe)) is not None else []),
             *method_facts(run.recipe),
-            *([("stops at", _describe_ends(run))] if run.added_ends else []),
+            *([("stops at", _describe_stop_tokens(run))] if run.added_stop_tokens else []),
             ("output", _describe_output(run)),
             *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
         ]
@@ -95,7 +95,7 @@ def _describe_model(run: Run) -> str:
 
 
 def _describe_positions(run: Run) -> str:
-    """Return the change of the model's positions that the recipe asks for; an empty string if there is none."""
+    """Return how the recipe extends the model's RoPE positions; an empty string if it does not."""
     from streamtune import models
 
     config, scaling = base_of(run.model).config, run.recipe.rope_scaling
@@ -140,7 +140,7 @@ def _describe_ranks(run: Run) -> str:
 
 
 def _describe_deepspeed(run: Run) -> str:
-    """Return the values that the recipe filled into the DeepSpeed configuration, and the file that has all of it."""
+    """Return the DeepSpeed values that follow from the recipe, and the file with the whole configuration."""
     from streamtune.distributed.deepspeed_config import filled
 
     assert run.recipe.deepspeed is not None
@@ -149,10 +149,10 @@ def _describe_deepspeed(run: Run) -> str:
     return f"{shown or 'as written'}; full configuration in {run.directory.deepspeed.name}"
 
 
-def _describe_ends(run: Run) -> str:
-    from streamtune.run.samples import describe_ends
+def _describe_stop_tokens(run: Run) -> str:
+    from streamtune.run.samples import describe_stop_tokens
 
-    return describe_ends(run.added_ends, run.tokenizer, run.model)
+    return describe_stop_tokens(run.added_stop_tokens, run.tokenizer, run.model)
 
 
 def _describe_steps(run: Run) -> str:
@@ -194,7 +194,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
     """Print the results of the run, the samples, and the next command."""
     state, folder = outcome.progressed, run.directory.path
     out.print()
-    print_text(_title(run, outcome))
+    print_text(_outcome_title(run, outcome))
     rows = [("trained", _describe_trained(run, outcome))] if outcome.tokens > 0 else []
     rows += _loss_rows(outcome)
     # A policy's loss stays near 0 whatever the policy learns, so the reward is drawn.
@@ -218,8 +218,10 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
     next_command = "run the same command again, which resumes"
     if outcome.finished:
         rows.append(("model", f"{run.directory.final}/"))
-        rows.append(("load", _how_to_load(run)))
-        if run.added_ends and run.recipe.finetuning_type != "full":  # PEFT takes the generation config of the base
+        rows.append(("load", _load_call(run)))
+        if (
+            run.added_stop_tokens and run.recipe.finetuning_type != "full"
+        ):  # PEFT takes the generation config of the base
             ends = f'generation_config=GenerationConfig.from_pretrained("{run.directory.final}")'
             rows.append(("generate", f"model.generate(..., {ends}) stops where trained turns end"))
         saved = run.directory.recipe
@@ -264,7 +266,7 @@ def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
 
 
 def _peak_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
-    """Return a row with the measured peak memory and what it counts, beside the planned peak."""
+    """Return a row with the measured peak memory, what it includes, and the planned peak."""
     peaks = [record["peak_mem_gib"] for record in outcome.records if "peak_mem_gib" in record]
     if not peaks:
         return []
@@ -275,7 +277,7 @@ def _peak_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
     return [("memory", text)]
 
 
-def _title(run: Run, outcome: RunOutcome) -> Text:
+def _outcome_title(run: Run, outcome: RunOutcome) -> Text:
     """Return the first line of the results: how the run ended."""
     step, steps = f"{outcome.progressed.step:,}", f"{run.plan.total_steps:,}"
     if not outcome.finished:
@@ -290,7 +292,7 @@ def _title(run: Run, outcome: RunOutcome) -> Text:
     return Text("Done", style="bold green")
 
 
-def _how_to_load(run: Run) -> str:
+def _load_call(run: Run) -> str:
     """Return the Python call that loads the final model, or the reason why it must be merged first."""
     from streamtune import models
 

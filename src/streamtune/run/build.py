@@ -32,8 +32,8 @@ from streamtune.run.engine import place_weights, plan_start, stream_start
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.plan import LongestStep
 from streamtune.run.reference import cached_logps, load_reference, make_reference
-from streamtune.run.samples import end_as_trained
-from streamtune.run.start import Doing, start_run, tell_of_model
+from streamtune.run.samples import add_stop_tokens
+from streamtune.run.start import Doing, notify_model_warnings, start_run
 from streamtune.run.train import Run
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.grpo.task import GrpoData
@@ -85,39 +85,39 @@ def build_run(
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_together(task, start.world, sources, tokenizer, notify)
-        start.with_data(prepared.fingerprint)
+        start.record_data(prepared.fingerprint)
         longest = task.longest(prepared)
         with doing("choosing the precision and the memory of the weights"):
             start = place_weights(start, prepared, longest, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
-        tell_of_model(model, longest, start, notify)
-        added_ends = end_as_trained(task, prepared, tokenizer, model)
-        held = None
+        notify_model_warnings(model, longest, start, notify)
+        added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
+        second_model = None
         if task.compares and not task.precomputes:
             with doing("loading the reference"):
-                held = load_reference(task, model, tokenizer, start.device, sharing=start.sharing)
+                second_model = load_reference(task, model, tokenizer, start.device, sharing=start.sharing)
         share = False
         if task.scores:
             with doing("checking that prompts can be shared"):
-                whole = held is not None and models.deferred_of(held) is None
+                whole = second_model is not None and models.deferred_of(second_model) is None
                 share = task.can_share(
-                    make_trial_model(recipe, model, start.device), notify, beside=held if whole else None
+                    make_trial_model(recipe, model, start.device), notify, beside=second_model if whole else None
                 )
         batches = task.batches(prepared, tokenizer, share=share)
 
-        def first(handle: StreamHandle) -> None:
+        def start_adapters(handle: StreamHandle) -> None:
             if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
                 with doing("computing gradients to start the adapters from"):
-                    start_from_rows(recipe, task, model, handle, batches, start.world)
+                    start_adapters_from_rows(recipe, task, model, handle, batches, start.world)
 
         completions = task.own_completions(prepared, longest, share=share)
         longest_step = LongestStep(
-            task.planned_length(longest), completions, 0 if held is None else device_held_bytes(held)
+            task.planned_length(longest), completions, 0 if second_model is None else device_held_bytes(second_model)
         )
         planned = plan_start(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
-        streamed = stream_start(start, model, planned, first, notify=notify, doing=doing)
+        streamed = stream_start(start, model, planned, start_adapters, notify=notify, doing=doing)
         plan = task.count_steps(batches, start.micro_batches, start.world)
         if (note := plan.unfinished_warmup) is not None:
             notify(note)
@@ -127,7 +127,7 @@ def build_run(
             reference = GivenReference()
             batches.reference_logps = cached_logps(start, model, streamed.handle, tokenizer, batches, closing, doing)
         else:
-            reference = make_reference(start, model, streamed.handle, held, closing)
+            reference = make_reference(start, model, streamed.handle, second_model, closing)
         return Run(
             start=start,
             device=start.device,
@@ -147,18 +147,18 @@ def build_run(
             share=share,
             plan=plan,
             closing=closing.pop_all(),
-            added_ends=added_ends,
+            added_stop_tokens=added_stop_tokens,
         )
 
 
-def start_from_rows(
+def start_adapters_from_rows(
     recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any, world: train.World
 ) -> None:
     """Initialise the adapters from the gradient of the mean loss of ``lora_ga_rows`` random rows (LoRA-GA).
 
-    Rank 0 computes the gradient in layer order and sends the factors to the other ranks. Each row is a micro-batch. It
-    needs the memory of a training step, without adapter gradients and optimizer states, but with the gradients of one
-    layer's weights.
+    Rank 0 computes the gradient in layer order and sends the factors to the other ranks. Each row is a micro-batch.
+    Memory is needed as for a training step, without adapter gradients and optimizer states, but with the gradients of
+    one layer's weights.
 
     Args:
         recipe: Settings of the adapters; the seed draws the rows.
@@ -220,7 +220,7 @@ def _check_host_memory(recipe: ModelSettings, model: Any) -> None:
     room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
     if wanted > room:
         raise ArgumentError(
-            f"summing the gradients of {recipe.lora_ga_rows:,} rows needs {show_size(wanted)} of host memory, and "
+            f"summing the gradients of {recipe.lora_ga_rows:,} rows needs {show_size(wanted)} of host memory, but only "
             f"{show_size(room)} are usable",
             where="lora_ga_rows",
             fix="write lora_ga_rows: 1, which needs no sum, or adapter_type: lora",
@@ -236,12 +236,12 @@ class Inspection:
     prepared: Prepared[Any, Any]
     rows: RowInspector
     limit: int
-    """Tokens: ``max_length`` of the recipe, or ``max_prompt_length`` for prompts."""
+    """Length limit in tokens: the recipe's ``max_length``, or ``max_prompt_length`` for prompts."""
     limit_name: str
     histogram: list[LengthBin]
     choices: list[LengthChoice]
     batches: BatchFacts | None
-    """Measures of the batches; None for trees and prompts, whose batches depend on the model and its completions."""
+    """Statistics of the batches; None for trees and prompts, whose batches depend on the model and its completions."""
 
     def to_json(self) -> dict[str, Any]:
         recipe = self.loaded.recipe
@@ -261,7 +261,7 @@ class Inspection:
 def inspect_recipe(
     loaded: LoadedRecipe, notify: Notify = lambda message: None, doing: Doing = nullcontext
 ) -> Inspection:
-    """Return the rows of a recipe, read, rendered, fitted to the length limit and measured; no model is made."""
+    """Read, render and measure the rows of a recipe, fitted to its length limit; no model is loaded."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
     with blame_recipe(loaded):
         prepare_libraries(torch.device("cpu"))

@@ -24,10 +24,10 @@ from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Lin
 from streamtune.plan.simulate.shard import heads_of
 from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.settings import BatchSettings, TrainingSettings
-from streamtune.run.ranks import config_values
+from streamtune.run.ranks import deepspeed_values
 from streamtune.tasks.steps import accumulation
 
-NODE = 8
+DEVICES_PER_NODE = 8
 """Number of devices per node, if the command line does not give the number of nodes."""
 
 PREFETCH = 50_000_000
@@ -35,8 +35,8 @@ PREFETCH = 50_000_000
 
 
 @dataclass(frozen=True)
-class Wider:
-    """The longest row that would fit, within some percent, if more ranks shared each sequence."""
+class SharedLimit:
+    """Longest row that fits, to a few percent, if ``sequence_size`` ranks share each sequence."""
 
     sequence_size: int
     form: Form
@@ -44,20 +44,20 @@ class Wider:
 
 
 @dataclass(frozen=True)
-class RanksAsked:
+class RequestedRanks:
     """Numbers of ranks and nodes from the command line; None if an option is not given."""
 
     ranks: int | None = None
     nodes: int | None = None
 
 
-def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, links: Links) -> Cluster:
+def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RequestedRanks, links: Links) -> Cluster:
     """Return the cluster of ranks that a recipe is planned for.
 
     Args:
-        recipe: Recipe; it says what the ranks share.
+        recipe: Recipe; its keys decide what the ranks share.
         model: Model on ``meta``, whose attention heads are counted.
-        asked: Numbers of ranks and nodes. Without a number of ranks, ``sequence_parallel_size`` is taken.
+        asked: Numbers of ranks and nodes; the default number of ranks is ``sequence_parallel_size``.
         links: Links between the devices.
 
     Raises:
@@ -68,13 +68,16 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, li
         raise ArgumentError(
             f"--nodes {asked.nodes} without --ranks",
             where="--nodes",
-            fix=f"--ranks counts the devices of all nodes, such as --ranks {NODE * asked.nodes} --nodes {asked.nodes}",
+            fix="--ranks counts the devices of all nodes, such as "
+            f"--ranks {DEVICES_PER_NODE * asked.nodes} --nodes {asked.nodes}",
         )
     for name, number in (("--ranks", asked.ranks), ("--nodes", asked.nodes)):
         if number is not None and number < 1:
             raise ArgumentError(f"{name} must be at least 1, found {number}", where=name)
     ranks = size if asked.ranks is None else asked.ranks
-    nodes = asked.nodes or (ranks // NODE if ranks % NODE == 0 and ranks > NODE else 1)
+    nodes = asked.nodes or (
+        ranks // DEVICES_PER_NODE if ranks % DEVICES_PER_NODE == 0 and ranks > DEVICES_PER_NODE else 1
+    )
     Cluster(ranks, nodes, sequence_size=size)  # raises if the ranks cannot be divided
     shared = _backend_cluster(recipe, model, train.World(0, ranks, size))
     cluster = replace(shared, ranks=ranks, nodes=nodes, sequence_size=size, links=links)
@@ -82,7 +85,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, li
         cluster = replace(cluster, engine="ddp")
     if size > 1:
         cluster = replace(cluster, form=form_of(recipe.sequence_parallel, size, heads_of(model)))
-    accumulation_of(recipe, cluster)
+    micro_batches_per_step(recipe, cluster)
     return cluster
 
 
@@ -91,10 +94,12 @@ def cluster_here(recipe: TrainingSettings, model: nn.Module, world: train.World,
     if world.size == 1:
         return Cluster()
     on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return cluster_of(recipe, model, RanksAsked(world.size, max(1, world.size // on_a_node)), links_for(None, device))
+    return cluster_of(
+        recipe, model, RequestedRanks(world.size, max(1, world.size // on_a_node)), links_for(None, device)
+    )
 
 
-def accumulation_of(recipe: BatchSettings, cluster: Cluster) -> int:
+def micro_batches_per_step(recipe: BatchSettings, cluster: Cluster) -> int:
     """Return how many micro-batches a rank computes in one optimizer step."""
     return accumulation(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
 
@@ -114,24 +119,24 @@ def links_for(device: Device | None, here: torch.device) -> Links:
     return Links()
 
 
-def wider_of(
+def longest_if_shared(
     recipe: TrainingSettings, workload: Workload, limits: Limits, notify: Callable[[str], None]
-) -> Iterator[Wider]:
-    """Yield the longest row that fits if the ranks of a node shared each sequence, and if all ranks did.
+) -> Iterator[SharedLimit]:
+    """Yield the longest row that fits if all ranks of a node share each sequence, then if all ranks do.
 
     Args:
-        recipe: Recipe; fields of the schedule that it gives stay.
+        recipe: Recipe; schedule fields that it sets are not changed.
         workload: Workload whose ranks do not share sequences.
         limits: Memory of a rank.
         notify: Called with the name of each search before it starts.
     """
     cluster, heads = workload.cluster, heads_of(workload.make_model())
     for size in sorted({cluster.ranks_per_node, cluster.ranks} - {1}):
-        notify(f"searching the longest row that {size} ranks hold together")
+        notify(f"searching for the longest row that {size} ranks can share")
         form = form_of("auto", size, heads)
         shared = replace(workload, cluster=cluster.shared_by(size, form))
         if longest := longest_of(shared, limits, recipe.engine.written()):
-            yield Wider(size, form, longest)
+            yield SharedLimit(size, form, longest)
 
 
 def _backend_cluster(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
@@ -140,7 +145,7 @@ def _backend_cluster(recipe: TrainingSettings, model: nn.Module, world: train.Wo
         return Cluster(engine="fsdp")
     if recipe.deepspeed is None:
         return Cluster()
-    config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
+    config = resolve_config(recipe.deepspeed, deepspeed_values(recipe, model, world))
     zero, stage = config["zero_optimization"], stage_of(config)
     engines: tuple[Engine, ...] = ("zero1", "zero2", "zero3")
     return Cluster(

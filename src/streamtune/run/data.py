@@ -3,8 +3,9 @@
 Files that a run reads again at each start are fingerprinted:
 
     base        model_name_or_path: configuration and weights of a folder, or the commit of a model on a hub
-    adapter     base model that the adapters in that folder name
-    reference   ref_model_name_or_path
+    adapter     base model recorded in model_name_or_path, if that folder holds adapters
+    start       adapter_name_or_path: adapters that training starts from
+    reference   ref_model_name_or_path or teacher: a model or a teacher's file
     rewards     source code of the user's reward functions
 
 A new model depends on ``model.init`` and ``seed``, and a trained tokenizer on the data; these are compared directly. A
@@ -73,10 +74,10 @@ def make_tokenizer(
             special_tokens=recipe.special_tokens.model_dump(),
             added_tokens=recipe.added_tokens,
         )
-    _tell_of_new_tokens(recipe, tokenizer, notify)
+    _notify_new_tokens(recipe, tokenizer, notify)
     if template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
-        _tell_of_chatml(recipe, tokenizer, notify)
+        _notify_split_marks(recipe, tokenizer, notify)
     return tokenizer
 
 
@@ -114,7 +115,7 @@ def prepare_together(
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> PreparedRows:
-    """Return the prepared rows on every rank; with a cache, one rank per machine does it. Called by all ranks."""
+    """Return the prepared rows; with a cache, one rank per machine fills it first. Called by all ranks."""
     made: list[PreparedRows] = []
 
     def prepare() -> PreparedRows:
@@ -132,14 +133,14 @@ def _tokenizer_name(recipe: ModelKeys) -> str:
     return name
 
 
-def _tell_of_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
+def _notify_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
     new = new_token_ids(recipe, tokenizer)
     if new:
         shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:8])) + (" ..." if len(new) > 8 else "")
         notify(f"added {len(new):,} tokens to the tokenizer: {shown}; it now has {len(tokenizer):,}")
 
 
-def _tell_of_chatml(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
+def _notify_split_marks(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
     """Notify the user if the tokenizer splits the marks of the built-in chat template into several tokens."""
     if recipe.chat_template != "chatml":
         return
@@ -211,7 +212,7 @@ def fingerprint_inputs(
         folder: Folder of the recipe, for relative paths of reward functions.
         resumed: True if the run resumes from a checkpoint.
         hubs: True to include the commits of models on a hub, which are known once the models are loaded.
-        times: Modification times of files that were read before; filled and compared.
+        times: Modification times of files from earlier calls; new files are added, changed times are an error.
 
     Raises:
         ArgumentError: A file cannot be read, or was changed after it was read before.

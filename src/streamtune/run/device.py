@@ -39,7 +39,7 @@ def check_host_memory(spec: EngineSpec) -> None:
     """Check that ``engine.host_memory`` does not exceed the machine's memory, before anything is loaded.
 
     Raises:
-        ArgumentError: It does.
+        ArgumentError: ``engine.host_memory`` exceeds the machine's memory.
     """
     total = total_host_bytes()
     if spec.host_memory == "auto" or parse_size(spec.host_memory, where="engine.host_memory") <= total:
@@ -140,7 +140,7 @@ def stream_model(
         raise
 
 
-def peak_of(recipe: EngineKeys, device: torch.device) -> float | None:
+def known_peak_flops(recipe: EngineKeys, device: torch.device) -> float | None:
     """Return the peak FLOP/s that the recipe gives, or the device's data-sheet value; None if neither is known."""
     if recipe.peak_flops is not None:
         return recipe.peak_flops

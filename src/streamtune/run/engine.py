@@ -23,18 +23,18 @@ from streamtune.run.plan import LongestStep, PlanInputs, make_workload, place_re
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
 from streamtune.run.weight_choices import (
-    choices_made,
+    chosen_values,
+    describe_placement,
     describe_precision,
-    describe_tiers,
     has_choice,
-    placed_before,
-    precise,
+    with_best_precision,
+    with_saved_placement,
 )
 from streamtune.schedule import Schedule
 from streamtune.tasks.task import Notify, PreparedRows
 
 TIERS = "tiers"
-"""Key of the choices of :func:`place_weights` in the identity of a run; a resumed run does not compare them."""
+"""Key in a run's identity for the placement that :func:`place_weights` chose; a resumed run does not compare it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Streamed:
     baselines: Mapping[str, int]
     """Peak bytes of that step by ``plain`` autograd and by gradient ``checkpoint``; empty if nothing was planned."""
     plan_below: Callable[[Schedule], Plan]
-    """Plans a schedule with less memory than one that ran out of memory; called while the model is not streamed."""
+    """Function from a schedule that ran out of memory to the plan of a smaller one; the model must not be streamed."""
 
 
 def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: Notify) -> Start:
@@ -63,7 +63,7 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
         notify: Called with notes on the choices.
     """
     recipe, task, world = start.recipe, start.task, start.world
-    begun = start.checkpoint is not None or bool(start.continued)
+    resumed = start.checkpoint is not None or bool(start.continued)
 
     def completions(model: Any) -> Completions | None:
         share = task.scores and shares_prompts(task, model, start.device)
@@ -72,29 +72,29 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
     before = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
 
     def choose() -> dict[str, Any]:
-        chosen = placed_before(recipe, before) or place_recipe(
+        chosen = with_saved_placement(recipe, before) or place_recipe(
             recipe,
             task.planned_length(longest),
             start.device,
             completions,
-            begun=begun,
+            resumed=resumed,
             cluster_of=partial(cluster_here, recipe, world=world, device=start.device) if world.size > 1 else None,
         )
         moved = {key: getattr(chosen.engine, key) for key in ("weights", "optimizer")}
-        return {"precision": choices_made(recipe, chosen), "tiers": moved}
+        return {"precision": chosen_values(recipe, chosen), "tiers": moved}
 
-    chosen = recipe if begun else precise(recipe)
-    if world.size == 1 or (not begun and has_choice(recipe)):  # else weights stay on the device
+    chosen = recipe if resumed else with_best_precision(recipe)
+    if world.size == 1 or (not resumed and has_choice(recipe)):  # else weights stay on the device
         # If the model cannot be made on meta, loading it raises the error.
         with suppress(UserError, RuntimeError):
             made = world.main(choose)  # rank 0 chooses for all ranks
             engine = recipe.engine.model_copy(update=made["tiers"])
             chosen = recipe.model_copy(update={**made["precision"], "engine": engine})
-    moved = describe_tiers(recipe, chosen)
+    moved = describe_placement(recipe, chosen)
     if moved is not None:
         notify(moved)
         start.identity[TIERS] = {"weights": chosen.engine.weights, "optimizer": chosen.engine.optimizer}
-    if precision := choices_made(recipe, chosen):
+    if precision := chosen_values(recipe, chosen):
         start.identity["recipe"] |= precision
         with suppress(UserError, RuntimeError):
             if (note := describe_precision(recipe, chosen, make_blueprint(chosen, start.device))) is not None:
@@ -110,7 +110,7 @@ class PlannedStart:
     """The planned schedule of a run, before the model is streamed."""
 
     plan_below: Callable[[Schedule], Plan]
-    """Plans a schedule with less memory than one that ran out of memory."""
+    """Function from a schedule that ran out of memory to the plan of a smaller one."""
     schedule: Schedule | None = None
     """Schedule of all ranks; None if the recipe fixes it."""
     reserve: int | None = None
@@ -141,7 +141,7 @@ def plan_start(
     # Chunk order would gather the weights of every layer once per chunk.
     fixed = {"order": "layer"} if start.shares_weights else {}
     plan_given = partial(plan_model, recipe, model, longest, device)
-    found = PlannedStart(lambda failed: plan_given(PlanInputs(below=failed, fixed=fixed)))
+    found = PlannedStart(lambda failed: plan_given(PlanInputs(failed_schedule=failed, fixed=fixed)))
     if recipe.engine.schedule != "auto" and not dry_run:
         return found
 
@@ -149,7 +149,7 @@ def plan_start(
         nonlocal found
         cluster = cluster_here(recipe, model, world, device)
         baselines = _baseline_bytes(make_workload(recipe, meta_copy(model), longest, device, cluster))
-        given = PlanInputs(cluster, keep=_schedule_of(start.checkpoint), fixed=fixed)
+        given = PlanInputs(cluster, resumed_schedule=_saved_schedule(start.checkpoint), fixed=fixed)
         memory = plan_given(given, notify=notify)
         found = replace(found, memory=memory, baselines=baselines)
         return asdict(memory.schedule), memory.simulation.streamed_host_bytes
@@ -174,7 +174,7 @@ def stream_start(
     start: Start,
     model: Any,
     planned: PlannedStart,
-    first: Callable[[StreamHandle], None],
+    before_backend: Callable[[StreamHandle], None],
     *,
     notify: Notify,
     doing: Doing,
@@ -185,7 +185,7 @@ def stream_start(
         start: Start of the run.
         model: Model on its device, with its adapters; changed in place.
         planned: Planned schedule.
-        first: Called with the handle of the streamed model, before the backend wraps the model.
+        before_backend: Called with the handle of the streamed model, before the backend wraps the model.
         notify: Called with messages for the user.
         doing: Context manager that shows a message while something takes long.
     """
@@ -193,7 +193,7 @@ def stream_start(
     handle = stream_model(recipe, model, planned.schedule, sequence_ranks(recipe, world))
     with doing("checking that this model streams exactly"):
         _check_streams(start, model, handle, notify)
-    first(handle)
+    before_backend(handle)
     with doing("setting up the optimizer"):  # after the checks, because a backend may shard the weights
         backend = make_backend(recipe, model, handle.layers, world, start.device)
     if planned.reserve is not None:
@@ -230,7 +230,7 @@ def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notif
     )
 
 
-def _schedule_of(checkpoint: train.Checkpoint | None) -> Schedule | None:
+def _saved_schedule(checkpoint: train.Checkpoint | None) -> Schedule | None:
     """Return the schedule saved in a checkpoint; None if there is none, or this version does not know it."""
     saved = checkpoint.state["identity"].get("schedule") if checkpoint is not None else None
     try:

@@ -41,7 +41,7 @@ from streamtune.tasks.rewards.spec import import_target, restore_globals
 from streamtune.train.progress import Listener, RunFacts
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_end")
-SPEC = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)")
+CALLBACK_PATTERN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)")
 
 
 class Callback(Listener):
@@ -77,7 +77,7 @@ class Callback(Listener):
         except (Exception, SystemExit) as error:
             raise RunError(
                 f"{event} of the callback {self.name} raised {type(error).__name__}: {error}",
-                where=_line_of(error),
+                where=_source_line(error),
                 fix="fix the callback, or delete it from callbacks, and run the same command again: the run resumes "
                 "from its last checkpoint",
             ) from error
@@ -105,7 +105,7 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
                 where=where,
                 fix="read the code; if you trust it, run with --allow-code or set allow_code: true",
             )
-        match = SPEC.fullmatch(spec.strip())
+        match = CALLBACK_PATTERN.fullmatch(spec.strip())
         if match is None:
             raise ArgumentError(
                 f"the callback must be file.py:Name or module:Name, found '{spec}'",
@@ -151,11 +151,11 @@ def _make_callback(spec: str, target: Any, where: str) -> Any:
             return target()
     except (Exception, SystemExit) as error:
         raise ArgumentError(
-            f"making the callback {spec} raised {type(error).__name__}: {error}", where=_line_of(error) or where
+            f"creating the callback {spec} raised {type(error).__name__}: {error}", where=_source_line(error) or where
         ) from error
 
 
-def _line_of(error: BaseException) -> str:
+def _source_line(error: BaseException) -> str:
     """Return ``file:line`` of the last traceback frame in the callback's code, outside StreamTune and libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
@@ -163,14 +163,14 @@ def _line_of(error: BaseException) -> str:
     return f"{last[0].filename}:{last[0].lineno}" if last else ""
 
 
-COMPARED = 5
-"""Number of steps whose fastest is compared with the prediction."""
+COMPARED_STEPS = 5
+"""Number of timed steps; the fastest is compared with its prediction."""
 
-MOST_RATIO = 4 / 3
-"""Ratio of measured to predicted seconds, or its inverse, from which the rates are corrected."""
+CORRECTED_RATIO = 4 / 3
+"""Ratio of measured to predicted seconds. Rates are corrected if the ratio is at least this, or at most 1 / this."""
 
-SHORTEST = 0.25
-"""Seconds below which a step is not compared."""
+SHORTEST_SECONDS = 0.25
+"""Seconds; a step is not compared if its measured and its predicted time are both below."""
 
 
 class StepFlops:
@@ -181,10 +181,10 @@ class StepFlops:
         self.count = FlopCount.of(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
-        return self.count.step((span for batch in micro_batches for span in _spans(batch)), self.step)
+        return self.count.step((span for batch in micro_batches for span in _attention_spans(batch)), self.step)
 
 
-def _spans(batch: train.MicroBatch) -> Iterator[Span]:
+def _attention_spans(batch: train.MicroBatch) -> Iterator[Span]:
     branches = getattr(batch, "branches", None)
     if branches is not None:
         for part in branches.table.parts:
@@ -204,7 +204,7 @@ class StepTimes(train.Listener):
     Args:
         plan: Plan of the longest rows, with rates measured on the device.
         device, dtype: Device and dtype of the measured rates.
-        say: Called at most once, if times and plan differ: step number, message, figures by name.
+        say: Called at most once, if measured and predicted time differ, with step number, message and figures by name.
     """
 
     plan: Plan
@@ -213,32 +213,37 @@ class StepTimes(train.Listener):
     say: Callable[[int, str, dict[str, float]], None]
     _ratios: list[float] = field(default_factory=list, init=False)
     _steps: int = field(default=0, init=False)
-    _used: float = field(default=0.0, init=False)
+    _processor_seconds: float = field(default=0.0, init=False)
     """Processor time in seconds at the end of the previous step."""
 
     def step(self, record: dict[str, Any]) -> None:
-        """Record a step; after :data:`COMPARED` steps, compare the fastest with the prediction."""
+        """Record a step; after :data:`COMPARED_STEPS` steps, compare the fastest with the prediction."""
         self._steps += 1
-        used, self._used = time.process_time() - self._used, time.process_time()
+        used, self._processor_seconds = time.process_time() - self._processor_seconds, time.process_time()
         flops = record.get("flops", 0)
-        if self._steps == 1 or len(self._ratios) >= COMPARED or "loss" not in record or 4 * flops < self.plan.flops:
+        if (
+            self._steps == 1
+            or len(self._ratios) >= COMPARED_STEPS
+            or "loss" not in record
+            or 4 * flops < self.plan.flops
+        ):
             return
         seconds = record["tokens"] / record["tokens_per_s"]
         if self.device.type == "cpu":
             seconds = min(seconds, used)
         predicted = self.plan.step_seconds * flops / self.plan.flops
-        if max(seconds, predicted) < SHORTEST:
+        if max(seconds, predicted) < SHORTEST_SECONDS:
             return
         self._ratios.append(seconds / predicted)
-        if len(self._ratios) < COMPARED:
+        if len(self._ratios) < COMPARED_STEPS:
             return
         ratio = min(self._ratios)
-        if 1 / MOST_RATIO < ratio < MOST_RATIO:
+        if 1 / CORRECTED_RATIO < ratio < CORRECTED_RATIO:
             return
         correct_rates(self.device, self.dtype, ratio)
         self.say(
             record["step"],
-            f"a step takes {ratio * predicted:.3g} s, predicted were {predicted:.3g} s; later plans on this device are "
-            "corrected",
+            f"a step takes {ratio * predicted:.3g} s instead of the predicted {predicted:.3g} s; later plans on this "
+            "device use corrected rates",
             {"seconds": ratio * predicted, "predicted": predicted, "ratio": round(ratio, 4)},
         )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LARGEST_RATE = torch.finfo(torch.float32).max
-"""Largest learning rate that float32 weights survive: a step of AdamW moves each weight by about the rate."""
+"""Maximum learning rate: a step of AdamW moves each weight by about the rate, so a larger one overflows float32."""
 
 
 def make_model(
@@ -52,7 +52,9 @@ def make_model(
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_room(recipe, device)
-    return _placed(recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing), device)
+    return _move_to_device(
+        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing), device
+    )
 
 
 def _make_model(
@@ -68,7 +70,7 @@ def _make_model(
         _refuse_new_tokens(recipe, tokenizer, new)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
     change = _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
-    model = _base_model(
+    model = _make_base_model(
         recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, sharing=sharing, change=change
     )
     if new and (adapters or checkpoint is None):
@@ -104,7 +106,7 @@ def make_reference_model(
         _refuse_new_tokens(recipe, tokenizer, new)
     name = name or recipe.model_name_or_path
     there = _loading_device(recipe, device)
-    model = _base_model(
+    model = _make_base_model(
         recipe,
         there,
         len(tokenizer),
@@ -116,14 +118,14 @@ def make_reference_model(
     )
     if new:
         models.add_rows(model, len(tokenizer), new)
-    return _placed(recipe, model, device)
+    return _move_to_device(recipe, model, device)
 
 
 def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
     """Check that weights or optimizer fit the host memory, before anything is loaded.
 
     Raises:
-        ArgumentError: They do not fit.
+        ArgumentError: Weights or optimizer do not fit the host memory.
     """
     model = base_of(make_blueprint(recipe, device))
     waits = recipe.engine.weights == "host"
@@ -163,7 +165,7 @@ def _loading_device(recipe: ModelSettings, device: torch.device) -> torch.device
     return torch.device("cpu") if recipe.engine.weights == "host" else device
 
 
-def _placed(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
+def _move_to_device(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
     """Return the model on the device, with its weights in host memory if the recipe says so."""
     if recipe.engine.weights == "host":
         keep_on_host(model, device)
@@ -184,7 +186,8 @@ def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase
 def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
     """Return a small model to check in place of a model whose weights are loaded later.
 
-    It has the same configuration, one layer of each kind, and is not streamed. A model with weights is returned itself.
+    It has the same configuration, one layer of each kind, and is not streamed. If ``model`` already has its
+    weights, it is returned itself.
     """
     if models.deferred_of(model) is None:
         return model
@@ -193,41 +196,43 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 
 def make_model_alone(recipe: ModelSettings, device: torch.device) -> Any:
     """Return the model without its data; its vocabulary has the size that the recipe gives for a new tokenizer."""
-    base = _base_alone(recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe))
-    return _placed(recipe, _add_adapters(recipe, base), device)
+    base = _make_base_alone(
+        recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe)
+    )
+    return _move_to_device(recipe, _add_adapters(recipe, base), device)
 
 
 def make_reference_alone(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     """Return the reference model without tokenizer or data: the model ``name``, or a copy of the recipe's model."""
-    model = _base_alone(recipe, _loading_device(recipe, device), name or recipe.model_name_or_path)
-    return _placed(recipe, model, device).requires_grad_(False).eval()
+    model = _make_base_alone(recipe, _loading_device(recipe, device), name or recipe.model_name_or_path)
+    return _move_to_device(recipe, model, device).requires_grad_(False).eval()
 
 
-def _base_alone(
+def _make_base_alone(
     recipe: ModelSettings, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
 ) -> Any:
-    size = _trained_vocabulary(recipe) or 0
+    size = _trained_vocabulary_size(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
     frozen = name != recipe.model_name_or_path
-    return _base_model(recipe, device, size, {}, name=name, change=change, frozen=frozen)
+    return _make_base_model(recipe, device, size, {}, name=name, change=change, frozen=frozen)
 
 
 def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     """Return the reference model on ``meta``: the model ``name``, or the recipe's model."""
-    return _blueprint(recipe, device, name).requires_grad_(False)
+    return _make_blueprint(recipe, device, name).requires_grad_(False)
 
 
 def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
     """Return the model on ``meta``, with its adapters; ``device`` decides its quantisation."""
-    model = _blueprint(recipe, device, None)
+    model = _make_blueprint(recipe, device, None)
     size, named = model.get_input_embeddings().weight.shape[0], _count_added_tokens(recipe)
     new = range(size - named, size) if recipe.model_name_or_path is not None else range(0)
     with torch.device("meta"):
         return _add_adapters(recipe, model, new)
 
 
-def _blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
+def _make_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     own: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
     return models.blueprint(
         own if name is None else name,
@@ -236,7 +241,7 @@ def _blueprint(recipe: ModelSettings, device: torch.device, name: str | None) ->
             choose_quantization(recipe, device),
             _rope_change(recipe),
         ),
-        vocab_size=_trained_vocabulary(recipe) if name is None else None,
+        vocab_size=_trained_vocabulary_size(recipe) if name is None else None,
         new_tokens=_count_added_tokens(recipe) if name in (None, recipe.model_name_or_path) else 0,
         trust_remote_code=recipe.trust_remote_code,
     )
@@ -330,7 +335,7 @@ def shares_weights(recipe: ModelSettings) -> bool:
     return stage_of(read_config(recipe.deepspeed)) == 3
 
 
-def _base_model(
+def _make_base_model(
     recipe: ModelSettings,
     device: torch.device,
     vocab_size: int,
@@ -429,7 +434,7 @@ def _adapter_spec(recipe: ModelSettings) -> models.AdapterSpec:
     )
 
 
-def _trained_vocabulary(recipe: ModelSettings) -> int | None:
+def _trained_vocabulary_size(recipe: ModelSettings) -> int | None:
     """Return the vocabulary size of the tokenizer that the recipe trains; None if it trains none."""
     trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
     return trained.vocab_size + _count_added_tokens(recipe) if trained is not None else None

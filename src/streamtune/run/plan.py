@@ -40,27 +40,34 @@ from streamtune.recipe.keys.batching import BatchKeys
 from streamtune.recipe.keys.engine import EngineKeys, EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings, TrainingSettings
-from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
+from streamtune.run.cluster import (
+    RequestedRanks,
+    SharedLimit,
+    cluster_of,
+    links_for,
+    longest_if_shared,
+    micro_batches_per_step,
+)
 from streamtune.run.data import blame_recipe
-from streamtune.run.device import choose_device, make_schedule, peak_of, prepare_libraries
+from streamtune.run.device import choose_device, known_peak_flops, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
 from streamtune.run.plan_cache import PlanOptions
-from streamtune.run.weight_choices import Settings, first_that_fits, placements, precise
+from streamtune.run.weight_choices import Settings, first_fitting, placements, with_best_precision
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.tasks import Task, task_of
 
-LESS = (0.75, 0.9, 0.97)
-"""Fractions of the memory of a schedule that ran out of memory which the next may use, tried in order.
+MEMORY_FRACTIONS = (0.75, 0.9, 0.97)
+"""Fractions of the failed schedule's memory that a smaller schedule may use, tried in order.
 
-Weights, gradients and optimizer are not counted.
+Memory of weights, gradients and optimizer is not counted.
 """
 
 
-LITTLE = 0.5
-"""Fraction of the device. If weights, gradients and optimizer take less, some schedule usually fits."""
+SMALL_FRACTION = 0.5
+"""Fraction of device memory. If weights, gradients and optimizer take less, some schedule usually fits."""
 
-USUAL = 6
-"""Number of steps that most plans simulate."""
+USUAL_STEPS = 6
+"""Typical number of simulated steps in a plan, shown in progress messages."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class RecipePlan:
         scored: Completions of a micro-batch; None if the objective scores none.
         cluster: Ranks of the step. The bytes of the plan are per rank.
         micro_batches: Number of micro-batches of a rank in an optimizer step.
-        wider: Longest rows if more ranks shared a sequence; empty if the recipe fixes the number.
+        wider: Longest rows if more ranks share each sequence; empty if the recipe fixes ``sequence_parallel_size``.
         flops: FLOPs of the model in a step, of all ranks (``simulate.workload``).
         peak_flops: FLOP/s of one device, from the recipe or its data sheet; None if unknown.
         select_flops: FLOPs of a rank to choose the rows of a step; 0 if rows are not chosen.
@@ -95,7 +102,7 @@ class RecipePlan:
     scored: Scored | None
     cluster: Cluster = field(default_factory=Cluster)
     micro_batches: int = 1
-    wider: tuple[Wider, ...] = ()
+    wider: tuple[SharedLimit, ...] = ()
     flops: int = 0
     peak_flops: float | None = None
     select_flops: int = 0
@@ -153,14 +160,15 @@ class PlanInputs:
 
     Attributes:
         cluster: Ranks of the run.
-        keep: Schedule of the resumed run. It is used again if it fits and the recipe allows it, for bit-equal losses.
-        below: Schedule that ran out of memory. The new one uses less, even if the recipe fixes the schedule.
+        resumed_schedule: Schedule of the resumed run. It is used again, for bit-equal losses, if it fits and the recipe
+            allows it.
+        failed_schedule: Schedule that ran out of memory. The new one uses less, even if the recipe fixes the schedule.
         fixed: Fields of the schedule that the planner may not choose, besides the fields that the recipe gives.
     """
 
     cluster: Cluster = field(default_factory=Cluster)
-    keep: Schedule | None = None
-    below: Schedule | None = None
+    resumed_schedule: Schedule | None = None
+    failed_schedule: Schedule | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -182,17 +190,17 @@ def plan_recipe(
         target, here = _planned_device(recipe, options)
         prepare_libraries(here)
         device = here if target is None else torch.device("cuda")
-        model_of = blueprints(device)
-        model = model_of(precise(recipe))
+        model_of = blueprint_cache(device)
+        model = model_of(with_best_precision(recipe))
         length = options.length or recipe.max_length
         if length < task_of(recipe).shortest:
             raise ArgumentError(
                 f"a prompt with its completion must have at least {task_of(recipe).shortest} tokens, found {length}",
                 where="max_length" if options.length is None else "--length",
             )
-        cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
-        limits = _limits(recipe.engine, options, target, here, cluster)
-        rates = sheet_rates(target) if target else rates_here(precise(recipe), model, here, notify)
+        cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), links_for(target, here))
+        limits = _memory_limits(recipe.engine, options, target, here, cluster)
+        rates = sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         recipe, workload, chosen = _plan_first_that_fits(
@@ -200,10 +208,10 @@ def plan_recipe(
             lambda choice: recipe_workload(choice, model_of(choice), length, device, cluster=cluster),
             limits,
             rates,
-            announced(notify),
+            announce_simulations(notify),
         )
         model = model_of(recipe)
-        wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
+        wider = tuple(longest_if_shared(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
     base = base_of(model)
     return RecipePlan(
         loaded=replace(loaded, recipe=recipe),
@@ -220,7 +228,7 @@ def plan_recipe(
         micro_batches=workload.micro_batches,
         wider=wider,
         flops=cluster.data_size * chosen.flops,
-        peak_flops=recipe.peak_flops or (target.matmul_flops if target else peak_of(recipe, here)),
+        peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
         select_flops=_select_flops(recipe, workload),
         positions=models.describe_positions(base, length),
     )
@@ -243,14 +251,14 @@ def _plan_first_that_fits(
     """Return the first choice for which a schedule fits, with its workload and the plan of its fastest schedule."""
     first, workload = choices[0], workload_of(choices[0])
     if first.engine.schedule == "fixed":
-        choice = first_that_fits(choices, workload_of, limits, simulate=simulate)
+        choice = first_fitting(choices, workload_of, limits, simulate=simulate)
         workload = workload_of(choice)
         return choice, workload, evaluate_schedule(workload, make_schedule(choice.engine), limits, rates)
-    if len(choices) > 1 and holdings_of(workload).on_device <= LITTLE * limits.device:
+    if len(choices) > 1 and holdings_of(workload).on_device <= SMALL_FRACTION * limits.device:
         with suppress(NothingFitsError):  # usually something fits
             found = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
             return first, workload, found
-    choice = first_that_fits(choices, workload_of, limits, simulate=simulate)
+    choice = first_fitting(choices, workload_of, limits, simulate=simulate)
     workload = workload_of(choice)
     return choice, workload, choose(workload, limits, rates, fixed=choice.engine.written(), simulate=simulate)
 
@@ -263,7 +271,7 @@ def place_recipe(
     *,
     sizes: EngineSpec | None = None,
     rows: int | None = None,
-    begun: bool = False,
+    resumed: bool = False,
     cluster_of: Callable[[Any], Cluster] | None = None,
 ) -> Settings:
     """Return the recipe of a run with its precision chosen, and with weights or optimizer on the host if necessary.
@@ -277,14 +285,14 @@ def place_recipe(
         completions: Returns the completions of a micro-batch, given the model on ``meta``.
         sizes: Memory sizes to plan with; None takes the recipe's.
         rows: Number of rows in a micro-batch; None takes the recipe's.
-        begun: True for a resumed run, whose precision the recipe already has.
+        resumed: True for a resumed run, whose precision the recipe already has.
         cluster_of: Returns the ranks of the run, given the model on ``meta``; None for one rank.
     """
-    model_of = blueprints(device)
-    first = recipe if begun else precise(recipe)
+    model_of = blueprint_cache(device)
+    first = recipe if resumed else with_best_precision(recipe)
     cluster = Cluster() if cluster_of is None else cluster_of(model_of(first))
-    limits = _limits(sizes or recipe.engine, PlanOptions(), None, device, cluster)
-    choices = placements(recipe, limits, cluster, begun=begun)
+    limits = _memory_limits(sizes or recipe.engine, PlanOptions(), None, device, cluster)
+    choices = placements(recipe, limits, cluster, resumed=resumed)
     if len(choices) == 1:
         return choices[0]
     scored = completions(model_of(first))
@@ -295,10 +303,10 @@ def place_recipe(
         found = make_workload(choice, model, LongestStep(length, scored, held), device, cluster)
         return found if rows is None else replace(found, batch_size=rows)
 
-    return first_that_fits(choices, workload_of, limits)
+    return first_fitting(choices, workload_of, limits)
 
 
-def blueprints(device: torch.device) -> Callable[[ModelSettings], Any]:
+def blueprint_cache(device: torch.device) -> Callable[[ModelSettings], Any]:
     """Return a function that makes the model of a recipe on ``meta`` and caches it by dtype."""
     made: dict[str, Any] = {}
 
@@ -334,7 +342,7 @@ def plan_model(
     """
     shape = meta_copy(model)
     given = given or PlanInputs()
-    limits = _limits(recipe.engine, PlanOptions(), None, device, given.cluster)
+    limits = _memory_limits(recipe.engine, PlanOptions(), None, device, given.cluster)
     # Loaded weights belong to the memory of the step, so their bytes are added to the free memory.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + device_held_bytes(model) + longest.reference_bytes)
@@ -342,14 +350,14 @@ def plan_model(
     limits = with_waiting_weights(
         limits, model, device_given=sizes.device_memory != "auto", host_given=sizes.host_memory != "auto"
     )
-    rates = rates_here(recipe, model, device, notify)
+    rates = local_rates(recipe, model, device, notify)
     workload = make_workload(recipe, shape, longest, device, given.cluster)
     written = {**recipe.engine.written(), **given.fixed}
-    if given.below is not None:
-        return _plan_smaller(workload, given.below, limits, rates, written)
+    if given.failed_schedule is not None:
+        return _plan_smaller(workload, given.failed_schedule, limits, rates, written)
     if recipe.engine.schedule == "fixed":
         return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
-    keep = given.keep
+    keep = given.resumed_schedule
     if keep is not None and {**as_fixed(keep), **written} == as_fixed(keep):
         earlier = evaluate_schedule(workload, keep, limits, rates)
         if earlier.fits:
@@ -361,29 +369,29 @@ def plan_model(
 
 
 def _plan_smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates, written: dict[str, Any]) -> Plan:
-    """Return the plan of the fastest schedule that needs less memory than one that ran out of it (see :data:`LESS`)."""
+    """Return the plan of the fastest schedule that needs less memory than ``failed``, which ran out of memory."""
     simulation = evaluate_schedule(workload, failed, limits, rates).simulation
     stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
     given = {name: value for name, value in written.items() if name in ("offload_dir", *GIVEN)}
-    for part in LESS:
+    for part in MEMORY_FRACTIONS:
         room = int((stays + part * (simulation.peak_bytes - stays)) / (1 - limits.margin))
         smaller = replace(limits, device_bytes=min(limits.device_bytes, room))
         try:
             return choose(workload, smaller, rates, fixed=given)
         except ArgumentError:
-            if part == LESS[-1]:
+            if part == MEMORY_FRACTIONS[-1]:
                 raise
     raise AssertionError("the last one returns or raises")
 
 
-def announced(notify: Callable[[str], None]) -> Simulate:
+def announce_simulations(notify: Callable[[str], None]) -> Simulate:
     """Return a function that simulates a step, and first calls ``notify`` with the number of the simulation."""
     count = 0
 
     def run(workload: Workload, schedule: Schedule) -> Simulation:
         nonlocal count
         count += 1
-        usual = f" (most plans simulate {USUAL})" if count <= USUAL else ""
+        usual = f" (most plans simulate {USUAL_STEPS})" if count <= USUAL_STEPS else ""
         notify(f"planning: simulating step {count}{usual}")
         return simulate(workload, schedule)
 
@@ -411,14 +419,14 @@ def make_workload(
         make_model=lambda: model,
         length=longest.length,
         batch_size=recipe.per_device_train_batch_size,
-        micro_batches=accumulation_of(recipe, cluster or Cluster()),
+        micro_batches=micro_batches_per_step(recipe, cluster or Cluster()),
         cluster=cluster or Cluster(),
         make_optimizer=partial(make_optimizer, recipe),
         autocast=bool(recipe.bf16),
         device_type=device.type,
         completions=longest.completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
-        teacher=_teacher_of(recipe, device),
+        teacher=_teacher_shape(recipe, device),
         teacher_top_k=task_of(recipe).teacher_top_k,
         reference_bytes=longest.reference_bytes,
         step=recipe.step_kind,
@@ -426,7 +434,7 @@ def make_workload(
     )
 
 
-def _teacher_of(recipe: ModelSettings, device: torch.device) -> TeacherShape | None:
+def _teacher_shape(recipe: ModelSettings, device: torch.device) -> TeacherShape | None:
     """Return the shape of the recipe's teacher from its configuration; None without one or with a file."""
     if recipe.teacher is None or recipe.teacher_file is not None:
         return None
@@ -457,7 +465,7 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
     """Return True if completions can share their prompt in this model, found by simulating a few tokens on ``meta``.
 
     Raises:
-        UnsupportedModelError: They cannot, but the recipe has ``share_prefix: always``.
+        UnsupportedModelError: Prompts cannot be shared, but the recipe has ``share_prefix: always``.
     """
     if not task.may_share:
         return False
@@ -483,7 +491,7 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
     return held_bytes(model)
 
 
-def device_elsewhere(
+def device_to_simulate(
     recipe: EngineKeys, name: str | None, device_bytes: int | None, here: torch.device
 ) -> Device | None:
     """Return the device of the table to plan for; None for the local device.
@@ -491,8 +499,8 @@ def device_elsewhere(
     Args:
         recipe: Recipe with the key ``device``.
         name: Name of the device on the command line; None if not given.
-        device_bytes: Device memory on the command line. Without a name and a local accelerator, it selects the
-            accelerator of the table with the nearest memory.
+        device_bytes: Device memory on the command line. If no device is named and there is no local accelerator, the
+            accelerator of the table with the nearest memory is taken.
         here: Local device.
     """
     if name is not None:
@@ -502,8 +510,8 @@ def device_elsewhere(
     return None
 
 
-def memory_of(device: Device | None, here: torch.device) -> int:
-    """Device memory to plan with: the data-sheet size of ``device``, or what is free on the local device."""
+def device_memory_bytes(device: Device | None, here: torch.device) -> int:
+    """Return the bytes of device memory to plan with: all memory of ``device``, or free memory of the local device."""
     if device is not None:
         return device.memory_bytes
     return usable_host_bytes() if here.type == "cpu" else free_device_bytes(here)
@@ -517,23 +525,23 @@ def _planned_device(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | 
     here = torch.device("cpu") if options.device else choose_device(recipe.device)
     size = options.device_memory
     asked = parse_size(size, where="--device-memory") if size is not None else None
-    return device_elsewhere(recipe, options.device, asked, here), here
+    return device_to_simulate(recipe, options.device, asked, here), here
 
 
-def _limits(
+def _memory_limits(
     spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device, cluster: Cluster
 ) -> Limits:
     """Return the memory to plan with, per rank: from the command line, else the recipe, else the device.
 
-    Without a given size, a device of the table has its whole memory and the local device its free memory. The ranks of
-    a machine share its host memory and disk.
+    If no device size is given: all memory of a device from the table, or the free memory of the local device. The ranks
+    of a machine share its host memory and disk.
     """
     on_cpu = target is None and here.type == "cpu"
-    device_bytes = _given_size(options.device_memory, spec.device_memory, "device_memory")
+    device_bytes = _parse_size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:
-        device_bytes = memory_of(target, here)
-    host_bytes = _given_size(options.host_memory, spec.host_memory, "host_memory")
-    disk_bytes = _given_size(options.disk_memory, spec.disk_memory, "disk_memory")
+        device_bytes = device_memory_bytes(target, here)
+    host_bytes = _parse_size(options.host_memory, spec.host_memory, "host_memory")
+    disk_bytes = _parse_size(options.disk_memory, spec.disk_memory, "disk_memory")
     if disk_bytes is None:
         disk_bytes = free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0
     if host_bytes is None:
@@ -547,13 +555,13 @@ def _limits(
     )
 
 
-def _given_size(option: str | None, key: str, name: str) -> int | None:
+def _parse_size(option: str | None, key: str, name: str) -> int | None:
     if option is not None:
         return parse_size(option, where=f"--{name.replace('_', '-')}")
     return None if key == "auto" else parse_size(key, where=f"engine.{name}")
 
 
-def rates_here(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
+def local_rates(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
     """Return the rates of the local device in the recipe's compute dtype, and of its offload directory."""
     base = base_of(model)
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)

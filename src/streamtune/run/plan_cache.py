@@ -23,10 +23,10 @@ from streamtune.recipe.schema import Recipe
 PLANS = "plans"
 """Name of the cache folder of plans."""
 
-READ = {".json", ".py", ".yaml", ".yml", ".jinja", ".txt", ".model"}
-"""Suffixes of the files of a model's folder whose content decides a plan; of other files only size and date count."""
+HASHED_SUFFIXES = {".json", ".py", ".yaml", ".yml", ".jinja", ".txt", ".model"}
+"""Suffixes of files in a model's folder whose content goes into the key; for other files, size and date do."""
 
-MODELS = ("model_name_or_path", "ref_model_name_or_path", "teacher", "adapter_name_or_path")
+FOLDER_KEYS = ("model_name_or_path", "ref_model_name_or_path", "teacher", "adapter_name_or_path")
 """Recipe keys that may name a folder which a plan reads."""
 
 
@@ -44,7 +44,7 @@ class PlanOptions:
 
 
 def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
-    """Return a hash of everything that the plan depends on; None if something may change from run to run."""
+    """Return a hash of all that the plan depends on; None if that includes something unknown, such as free memory."""
     recipe = loaded.recipe
     engine = recipe.engine
     if not recipe.cache or options.device is None:
@@ -58,7 +58,7 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
     values = recipe.model_dump(mode="json")
     folders: dict[str, Any] = {}
     try:
-        for name in MODELS:
+        for name in FOLDER_KEYS:
             if values.get(name) is None:
                 continue
             folder = Path(values[name])
@@ -81,7 +81,7 @@ def _describe_folder(folder: Path) -> list[Any]:
             facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode):
             found.append([path.name, stat.S_IFMT(facts.st_mode)])
-        elif path.suffix in READ:
+        elif path.suffix in HASHED_SUFFIXES:
             found.append([path.name, _hash_file(path)])
         else:
             found.append([path.name, facts.st_size, facts.st_mtime_ns])

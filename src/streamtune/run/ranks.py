@@ -64,10 +64,10 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
 
 
 def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
-    """Check that the recipe can be laid out on ``size`` ranks, and return rank 0 of them, without joining a group.
+    """Check that the recipe can run on ``size`` ranks, and return the world as rank 0 sees it; no group is joined.
 
     Raises:
-        ArgumentError: It cannot; ``where`` is the key.
+        ArgumentError: The recipe cannot run on this number of ranks; ``where`` is the key.
     """
     together = recipe.sequence_parallel_size
     if size % together:
@@ -132,13 +132,13 @@ def make_backend(
         from streamtune.distributed.deepspeed_config import resolve_config
 
         check_deepspeed()
-        config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
-        fill_model(model, layers, world, device, lambda module: share_module(module, config))
+        config = resolve_config(recipe.deepspeed, deepspeed_values(recipe, model, world))
+        load_weights_by_layer(model, layers, world, device, lambda module: share_module(module, config))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
         from streamtune.distributed.pytorch import FsdpBackend, share_layer
 
-        fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
+        load_weights_by_layer(model, layers, world, device, lambda module: share_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
         return local_backend(recipe, model, local_optimizer(recipe, model))
@@ -173,7 +173,7 @@ def local_backend(recipe: OptimizerSettings, model: nn.Module, optimizer: torch.
     return train.LocalBackend(model, optimizer)
 
 
-def fill_model(
+def load_weights_by_layer(
     model: Any,
     layers: list[nn.Module],
     world: train.World,
@@ -187,7 +187,7 @@ def fill_model(
         layers: Decoder layers of the model.
         world: Ranks that share the weights.
         device: Device of this rank.
-        share: Shards the weights of a module between the ranks.
+        share: Function that shards the weights of a module between the ranks.
     """
     source = models.deferred_of(model)
     if source is None:
@@ -198,7 +198,7 @@ def fill_model(
     fill(model, layers, source, device=device, main=world.main, share=share)
 
 
-def share_reference(
+def shard_reference(
     recipe: TrainingSettings, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
 ) -> Any:
     """Load the weights of a reference on ``meta``, sharded like the trained model's; do nothing for a loaded one.
@@ -215,19 +215,19 @@ def share_reference(
 
         from streamtune.distributed.pytorch import share_layer
 
-        fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
+        load_weights_by_layer(model, layers, world, device, lambda module: share_layer(module, layers))
         fully_shard(model)
         return None
     from streamtune.distributed.deepspeed import share_frozen, share_module
     from streamtune.distributed.deepspeed_config import resolve_config
 
-    config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
-    fill_model(model, layers, world, device, lambda module: share_module(module, config))
+    config = resolve_config(recipe.deepspeed, deepspeed_values(recipe, model, world))
+    load_weights_by_layer(model, layers, world, device, lambda module: share_module(module, config))
     return share_frozen(model, config, layers)
 
 
-def whole_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor | None]]:
-    """Iterate over the parameters of a sharded model, each gathered on rank 0 until the next. Called by all ranks."""
+def gather_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield (name, parameter) of a sharded model; each is gathered on rank 0 until the next. Called by all ranks."""
     if recipe.fsdp:
         from streamtune.distributed import pytorch
 
@@ -237,7 +237,7 @@ def whole_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor 
     return deepspeed_backend.whole_weights(model)
 
 
-def config_values(recipe: TrainingSettings, model: Any, world: train.World) -> dict[str, Any]:
+def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -> dict[str, Any]:
     """Return the values of a DeepSpeed configuration that follow from the recipe, by dotted key.
 
     DeepSpeed counts batches per rank, also if several ranks share the same rows.
@@ -295,7 +295,7 @@ class Setup:
         return self.recipe.per_device_train_batch_size * self.micro_batches * self.world.data_size
 
 
-def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
+def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> Setup:
     """Check the settings of the objective, choose the device, join the ranks, and return the setup of the run.
 
     Raises:
@@ -304,7 +304,7 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     """
     recipe = loaded.recipe
     task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
-    check_start(task)
+    check_reference_start(task)
     device = device_of_rank(choose_device(recipe.device))
     if recipe.deterministic:
         train.use_deterministic_kernels()
@@ -317,11 +317,14 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     return Setup(loaded, task, device, world, quantization, shares, accumulation(recipe, world))
 
 
-def check_start(task: Task[Any]) -> None:
-    """Check that the reference is the model that training starts from, also if it starts from trained adapters.
+def check_reference_start(task: Task[Any]) -> None:
+    """Check that the reference is the model that training starts from.
+
+    Without a name, the reference is the trained model without its adapters. That is another model if training starts
+    from trained adapters or from LoftQ adapters.
 
     Raises:
-        ArgumentError: The reference would be the model without the adapters it starts from.
+        ArgumentError: No reference is named, and training starts from such adapters.
     """
     if not task.compares or task.reference_name is not None:
         return

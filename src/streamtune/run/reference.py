@@ -24,7 +24,7 @@ from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
 from streamtune.plan.simulate.scored import PlainScores
 from streamtune.run.model import make_reference_model
-from streamtune.run.ranks import share_reference, whole_weights
+from streamtune.run.ranks import gather_weights, shard_reference
 from streamtune.run.start import Doing, Start
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
@@ -66,44 +66,46 @@ def load_reference(
     if name is None:
         if recipe.finetuning_type != "full":
             return None
-        return _frozen(make_reference_model(recipe, tokenizer, device, sharing=sharing))
+        return _freeze(make_reference_model(recipe, tokenizer, device, sharing=sharing))
     try:
         reference = make_reference_model(recipe, tokenizer, device, name=name, sharing=sharing)
     except UserError as error:
         error.where = task.reference_key
         raise
     _check_vocabulary(task, name, reference, model, tokenizer)
-    return _frozen(reference)
+    return _freeze(reference)
 
 
 def make_reference(
-    start: Start, model: Any, handle: StreamHandle, held: Any | None, closing: ExitStack
+    start: Start, model: Any, handle: StreamHandle, second_model: Any | None, closing: ExitStack
 ) -> train.Reference | None:
-    """Return the reference as objectives call it; None if the objective has no reference.
+    """Return the reference that objectives call; None if the objective has no reference.
 
     Args:
         start: Start of the run.
         model: Trained model.
         handle: Handle of the trained model.
-        held: Second model from :func:`load_reference`; None for the trained model without its adapters.
-        closing: Stack that gets the callback which ends a DeepSpeed engine of the reference.
+        second_model: Second model from :func:`load_reference`; None for the trained model without its adapters.
+        closing: Exit stack; if DeepSpeed shards the reference, its engine is destroyed when the stack closes.
     """
     if not start.task.compares:
         return None
-    return reference_model(start.task, model, handle, held, _share(start, closing) if held is not None else None)
+    return reference_model(
+        start.task, model, handle, second_model, _weight_loader(start, closing) if second_model is not None else None
+    )
 
 
 def reference_model(
     task: Task[Any],
     model: Any,
     handle: StreamHandle | None,
-    held: Any | None,
+    second_model: Any | None,
     share: Callable[[Any, Any], None] | None = None,
 ) -> train.ModelReference:
-    """Return the reference ``held``, or the model without its adapters; streamed if the model is streamed."""
-    if handle is not None and held is not None:
-        return stream_reference(held, handle, temperature=task.temperature, share=share)
-    called = model if held is None else held
+    """Return the reference ``second_model``, or the model without its adapters; streamed if the model is streamed."""
+    if handle is not None and second_model is not None:
+        return stream_reference(second_model, handle, temperature=task.temperature, share=share)
+    called = model if second_model is None else second_model
     scorer: Any = PlainScores(called) if handle is None else handle
     return train.ModelReference(called, scorer, temperature=task.temperature)
 
@@ -121,7 +123,7 @@ def cached_logps(
     recipe, world, notify = start.recipe, start.world, start.notify
     # A resumed run has the cache key in its checkpoint, because its model has changed since the start.
     # If the reference was allowed to change, its log-probs are computed again.
-    same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}
+    same = start.checkpoint is not None and not start.changed_file_keys() & {"base", "adapter", "reference"}
     known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
     how = computation_hash(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
     own = start.task.reference_name is None
@@ -140,7 +142,7 @@ def cached_logps(
     reference = make_reference(start, model, handle, None if asked is model else asked, closing)
     assert reference is not None, "only a reference has log-probs"
     with doing("reading the reference's weights"):
-        weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
+        weights = gather_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
         adapters = asked is not model
         rows = world.collect(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
         key = f"{how}-{configuration_hash(asked, adapters=adapters)}-{rows}"
@@ -155,11 +157,11 @@ def cached_logps(
         return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
 
 
-def _share(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
+def _weight_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
     """Return a function that loads each rank's shard of the reference's weights, if they are loaded later."""
 
     def share(model: Any, layers: Any) -> None:
-        engine = share_reference(start.recipe, model, layers, start.world, start.device)
+        engine = shard_reference(start.recipe, model, layers, start.world, start.device)
         if engine is not None:
             closing.callback(engine.destroy)
 
@@ -185,7 +187,7 @@ def stream_reference(
     return train.ModelReference(model, handle, temperature=temperature)
 
 
-def _frozen(model: Any) -> Any:
+def _freeze(model: Any) -> Any:
     model.requires_grad_(False)
     return model.eval()
 

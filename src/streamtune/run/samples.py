@@ -46,7 +46,7 @@ def write_samples(
     """
     sample, world, together = recipe.sample, built.world, built.shares_weights
     assert sample is not None
-    rows = _longest_answered(built.prepared.validation, sample.held_out) if sample.held_out else []
+    rows = _longest_answered_rows(built.prepared.validation, sample.held_out) if sample.held_out else []
 
     def write() -> list[dict[str, Any]] | None:
         model, tokenizer = base_of(built.model), built.tokenizer
@@ -66,7 +66,7 @@ def write_samples(
                 )
                 written.append({"prompt": prompt, "completion": text})
             else:
-                written.append(_answer(model, tokenizer, prompt, in_step=together))
+                written.append(_answer_row(model, tokenizer, prompt, in_step=together))
         return written
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
@@ -77,7 +77,7 @@ def write_samples(
     return [{"step": step, **redact_values(each)} for each in found]
 
 
-def _longest_answered(rows: Sequence[data.Example], count: int) -> list[data.Example]:
+def _longest_answered_rows(rows: Sequence[data.Example], count: int) -> list[data.Example]:
     """Return the ``count`` longest rows that have a prompt and an answer."""
     answered = [row for row in rows if _answer_span(row)[1] > 0]
     return sorted(answered, key=lambda row: -row.num_tokens)[:count]
@@ -93,7 +93,7 @@ def _answer_span(row: data.Example) -> tuple[int, int]:
     return int(trained[0]), int(trained[0] + after[0]) if len(after) else len(labels)
 
 
-def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> dict[str, Any]:
+def _answer_row(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> dict[str, Any]:
     """Return the greedy completion of a row's prompt as a line of ``samples.jsonl``, compared with the answer."""
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
@@ -115,7 +115,7 @@ def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> 
     }
 
 
-def end_as_trained(
+def add_stop_tokens(
     task: Task[Any], prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase, model: Any
 ) -> list[int]:
     """Add the tokens that end trained turns to the model's stop tokens; return the added tokens.
@@ -125,7 +125,7 @@ def end_as_trained(
     return models.add_ends(model, task.trained_ends(prepared, tokenizer))
 
 
-def describe_ends(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
+def describe_stop_tokens(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
     """Return the added stop tokens in one line, and the stop tokens that the model had before."""
     own = [token for token in models.ends_of(base_of(model).generation_config) if token not in added]
     before = f"in addition to {_token_names(own, tokenizer)}" if own else "the model had no stop token"

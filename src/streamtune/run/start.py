@@ -23,8 +23,8 @@ from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
-from streamtune.run.ranks import Setup, resolve
-from streamtune.run.weight_choices import as_before, loses_steps
+from streamtune.run.ranks import Setup, resolve_setup
+from streamtune.run.weight_choices import rounding_warning, with_saved_precision
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 
@@ -62,7 +62,7 @@ SHAPE_KEYS = frozenset({"model", "finetuning_type", *ADAPTER_KEYS})
 """Keys that cannot change: the checkpoint already has the model that they describe, so a new value has no effect."""
 
 
-LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
+NEWER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
               "split_special_tokens",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
@@ -88,12 +88,12 @@ class Start(Setup):
     replaces: bool
     """True if ``directory`` holds another run, which is moved aside before this run starts."""
     continued: Mapping[Path, dict[str, Any]]
-    """Run directory and checkpoint that are resumed -> the identity that each was started with."""
+    """Path of the resumed run directory or checkpoint -> the identity recorded there."""
     allow: frozenset[str]
     """Keys that may differ from the resumed run: recipe keys, ``data``, and keys of ``train.FILES``."""
     notify: Notify
     fingerprint: Callable[[bool], dict[str, str]]
-    """Returns fingerprints of the files that are read; with True, of models on a hub too."""
+    """Function that returns the fingerprints of the files that are read; with True, also of models on a hub."""
     changes: list[str] = field(default_factory=list)
     """Allowed differences from the resumed run, as text; they are written to ``events.jsonl``."""
     lock: train.DirectoryLock | None = None
@@ -130,7 +130,7 @@ class Start(Setup):
             raise
         return aside
 
-    def with_data(self, fingerprint: str) -> None:
+    def record_data(self, fingerprint: str) -> None:
         """Record the fingerprint of the data, and compare it with the other ranks and the resumed run.
 
         Settings were compared before the data was read, because reading may take minutes.
@@ -139,16 +139,16 @@ class Start(Setup):
             DistributedError: The data differs from the data of the other ranks.
             RecipeError: The data differs from the data of the resumed run.
         """
-        before = self._check()
+        before = self._compare_with_resumed()
         agree({"data": fingerprint})
         self.identity["data"] = fingerprint
-        changed = [text for text in self._check() if text not in before]
-        self._tell(changed)
+        changed = [text for text in self._compare_with_resumed() if text not in before]
+        self._notify_changes(changed)
         if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
             self.checkpoint.state["stream"] = None
             self.notify("the data changed, which --allow-change data permits: it is read again from its beginning")
 
-    def with_files(self, *, hubs: bool = False) -> None:
+    def record_files(self, *, hubs: bool = False) -> None:
         """Record the fingerprints of files other than the data. Called before and after the model is loaded.
 
         Args:
@@ -158,7 +158,7 @@ class Start(Setup):
             ArgumentError: A file changed while it was read, or cannot be read.
             RecipeError: A file differs from the resumed run.
         """
-        known = self._check()
+        known = self._compare_with_resumed()
         before = self.identity.get("files", {})
         found = self.world.main(lambda: self.fingerprint(hubs))
         for key, value in before.items():
@@ -168,9 +168,9 @@ class Start(Setup):
                     fix="wait until the files are written, and start again",
                 )
         self.identity["files"] = found
-        self._tell(text for text in self._check() if text not in known)
+        self._notify_changes(text for text in self._compare_with_resumed() if text not in known)
 
-    def _tell_tokenizer(self, files: str | None) -> None:
+    def _notify_tokenizer_change(self, files: str | None) -> None:
         before = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
         if None not in (before, files) and before != files:
             self.notify(
@@ -180,7 +180,7 @@ class Start(Setup):
         self.identity["tokenizer_files"] = before if self.checkpoint is not None else files
 
     @property
-    def begins_optimizer(self) -> bool:
+    def resets_optimizer(self) -> bool:
         """True if a resumed run has another optimizer or other optimizer options, so that saved states do not fit."""
         if self.checkpoint is None:
             return False
@@ -188,8 +188,8 @@ class Start(Setup):
         pairs = [(each.get("optim") or "adamw", each.get("optim_args") or {}) for each in (before, now)]
         return pairs[0] != pairs[1]
 
-    def changed_files(self) -> set[str]:
-        """Return the keys of ``train.FILES`` whose files differ from the resumed run, with permission."""
+    def changed_file_keys(self) -> set[str]:
+        """Return the keys of ``train.FILES`` whose files differ from the resumed run, as ``--allow-change`` permits."""
         now = self.identity.get("files", {})
         return {
             key
@@ -198,26 +198,26 @@ class Start(Setup):
             if now.get(key, value) != value
         }
 
-    def keep_unread_files(self) -> None:
-        """Copy the fingerprints of files that this start does not read from the resumed run, for the next start."""
+    def copy_unread_fingerprints(self) -> None:
+        """Copy from the resumed run the fingerprints of files that this start does not read."""
         for started_as in self.continued.values():  # the checkpoint comes last, so its fingerprints win
             self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
 
-    def _check(self) -> list[str]:
+    def _compare_with_resumed(self) -> list[str]:
         """Return the allowed differences from the directory and the checkpoint, without duplicates."""
         for where, started_as in self.continued.items():
-            self._check_rows(started_as, where)
+            self._check_rows_per_step(started_as, where)
         found = (
             train.check_same_run(started_as, self.identity, where=where, allow=self.allow, fixed=SHAPE_KEYS)
             for where, started_as in self.continued.items()
         )
         return list(dict.fromkeys(text for texts in found for text in texts))
 
-    def _check_rows(self, started_as: Mapping[str, Any], where: Path) -> None:
-        """Check that another number of ranks does not change the rows of a step; the error names keys that users write.
+    def _check_rows_per_step(self, started_as: Mapping[str, Any], where: Path) -> None:
+        """Check that a different number of ranks does not change how many rows a step has.
 
         The identity counts the micro-batches of all ranks as ``gradient_accumulation_steps``, a key that the recipe may
-        lack.
+        lack. The error therefore names ``train_batch_size``.
         """
         key = "gradient_accumulation_steps"
         ranks = started_as.get("world_size", 1)
@@ -229,13 +229,13 @@ class Start(Setup):
             return
         names = [f"{count} rank{'' if count == 1 else 's'}" for count in (ranks, self.world.size)]
         raise RecipeError(
-            f"a step of the run in {where} has {batch * before[key]} rows, on {names[0]}; with {names[1]} this recipe "
-            f"has {batch * now[key]}",
+            f"the run in {where} trains {batch * before[key]} rows per step on {names[0]}, but this recipe trains "
+            f"{batch * now[key]} on {names[1]}",
             fix=f"write train_batch_size: {batch * before[key]}, which holds on any number of ranks, or start "
             f"{names[0]}; to resume with other steps, use --allow-change {key}",
         )
 
-    def _tell(self, changes: Iterable[str]) -> None:
+    def _notify_changes(self, changes: Iterable[str]) -> None:
         for text in changes:
             self.changes.append(text)
             self.notify(f"resumed with a change: {text}")
@@ -282,7 +282,7 @@ def start_run(
                 where="--allow-change",
                 fix="undo the change, or start a new run with another --output-dir",
             )
-    setup = resolve(loaded, notify)
+    setup = resolve_setup(loaded, notify)
     world = setup.world
     directory = train.RunDirectory(Path(recipe.output_dir))
     with ExitStack() as held:  # keeps the lock until this function succeeds; then the returned start keeps it
@@ -306,7 +306,7 @@ def start_run(
         checkpoint = None if kept is None else train.Checkpoint(*kept)
         begun = checkpoint.state["identity"] if checkpoint is not None else before if resume != "never" else None
         if begun is not None:
-            setup = setup.with_recipe(as_before(recipe, begun.get("recipe", {})))
+            setup = setup.with_recipe(with_saved_precision(recipe, begun.get("recipe", {})))
         continued = {directory.path: before} if before is not None and resume != "never" else {}
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
@@ -316,7 +316,7 @@ def start_run(
             **vars(setup),
             directory=directory,
             checkpoint=checkpoint,
-            identity=_identify(setup, before if resume != "never" else None, [today, *dates][-1]),
+            identity=_make_identity(setup, before if resume != "never" else None, [today, *dates][-1]),
             replaces=before is not None and resume == "never",
             continued=continued,
             allow=frozenset(allow_change),
@@ -328,13 +328,13 @@ def start_run(
         )
         if start.replaces:
             _refuse_own_inputs(setup.task, loaded.path.parent, directory.path)
-        start._tell(start._check())
+        start._notify_changes(start._compare_with_resumed())
         with doing("reading the files of the model"):
-            start.with_files()
-        start._tell_tokenizer(tokenizer_files)
+            start.record_files()
+        start._notify_tokenizer_change(tokenizer_files)
         last = list(continued.values())[-1] if continued else start.identity
-        start._tell(train.tell_changes(last, start.identity))
-        if start.begins_optimizer:
+        start._notify_changes(train.tell_changes(last, start.identity))
+        if start.resets_optimizer:
             notify("the optimizer changed, so its states are initialised again")
         if checkpoint is not None and checkpoint.ranks != world.size:
             ranks = checkpoint.ranks
@@ -350,7 +350,7 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
     """Check that the new run reads nothing from ``output``, the directory that would be moved aside.
 
     Raises:
-        ArgumentError: It does; ``where`` is the key.
+        ArgumentError: The run reads a model or file in ``output``; ``where`` is the key.
     """
     recipe = task.recipe
     named = {"model_name_or_path": recipe.model_name_or_path}
@@ -375,7 +375,7 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
         )
 
 
-def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[str, Any]:
+def _make_identity(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[str, Any]:
     """Return the identity of a run: settings that a resumed run must share, and settings whose changes are reported.
 
     Rows of a step are counted over all ranks, because the number of ranks changes only rounding.
@@ -397,7 +397,7 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
             del compared["loss_type"]
     if recipe.objective != "grpo":  # for other objectives it only allows callbacks, which change no result
         del compared["allow_code"]
-    for key in LATER_KEYS:
+    for key in NEWER_KEYS:
         field = type(recipe).model_fields.get(key)  # some keys belong to one objective
         if field is not None and getattr(recipe, key) == field.get_default(call_default_factory=True):
             del compared[key]
@@ -429,7 +429,7 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
     }
 
 
-def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> None:
+def notify_model_warnings(model: Any, longest: int, start: Start, notify: Notify) -> None:
     """Notify the user of warnings about a loaded model, and record the fingerprints of its files.
 
     Args:
@@ -442,17 +442,17 @@ def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> Non
         ArgumentError: The model's table of positions is shorter than the rows, or a file changed while it was read.
         RecipeError: The model's files differ from the resumed run.
     """
-    notes = [models.check_positions(model, longest), models.left_whole(model), loses_steps(start.recipe, model)]
+    notes = [models.check_positions(model, longest), models.left_whole(model), rounding_warning(start.recipe, model)]
     if start.checkpoint is None:
         notes.append(models.left_out(model))
     for note in notes:
         if note is not None:
             notify(note)
-    start.with_files(hubs=True)
+    start.record_files(hubs=True)
     last = list(start.continued.values())[-1] if start.continued else None
     if last is not None and "files" not in last and start.identity["files"]:
         notify(
             "the run was started by a version that saved no fingerprints; it is unknown whether these files changed: "
             f"{', '.join(start.identity['files'])}"
         )
-    start.keep_unread_files()
+    start.copy_unread_fingerprints()

@@ -27,7 +27,7 @@ from streamtune.recipe.keys.run import RunKeys
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.recipe.yaml import dump_recipe
-from streamtune.run.device import peak_of
+from streamtune.run.device import known_peak_flops
 from streamtune.run.engine import Streamed
 from streamtune.run.listeners import StepFlops, StepTimes
 from streamtune.run.samples import write_samples
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 from streamtune.run.start import Start
 
-PATIENT = ("saving", "scoring", "sampling")
-"""Activities of a step that may wait long: for a disk, a reward function, or a rank that generates alone."""
+SLOW_ACTIVITIES = ("saving", "scoring", "sampling")
+"""Activities of a step that may take long, because of a disk, a reward function, or a rank that generates alone."""
 
 
 @dataclass(kw_only=True)
@@ -51,8 +51,8 @@ class Run(Built):
     parameters: models.ParameterCount
     streamed: Streamed
     batch_facts: data.BatchFacts | None
-    """Measures of the batches; None where they depend on the model."""
-    added_ends: list[int] = field(default_factory=list)
+    """Statistics of the batches; None if the batches depend on the model."""
+    added_stop_tokens: list[int] = field(default_factory=list)
     """Stop tokens that were added because they end trained turns."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
     """Watchdog of the ranks; the default is for one rank and does nothing."""
@@ -147,8 +147,8 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
             run.world.main(listeners.raise_error)
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps or progressed.ended_early
-        samples = _finish(run, progressed.step, writer, listeners) if finished else []
-        failure = _skipped_most(run, progressed) if finished else None
+        samples = _write_final(run, progressed.step, writer, listeners) if finished else []
+        failure = _most_skipped_error(run, progressed) if finished else None
         if world.is_main:
             why: dict[str, Any] = {} if finished else {"reason": stop.reason}
             if progressed.ended_early:
@@ -189,7 +189,7 @@ def _claim_directory(run: Run) -> Iterator[Path | None]:
         text = dump_recipe(run.recipe, comment=f"resolved from {run.start.loaded.path}")
         world.main(
             lambda: held.enter_context(
-                run.directory.claim(start.identity, text, run.backend.config, start.lock, _documents(run))
+                run.directory.claim(start.identity, text, run.backend.config, start.lock, _run_documents(run))
             )
         )
         if world.size > 1:
@@ -197,7 +197,7 @@ def _claim_directory(run: Run) -> Iterator[Path | None]:
         yield moved_aside
 
 
-def _documents(run: Run) -> dict[Path, Mapping[str, Any]]:
+def _run_documents(run: Run) -> dict[Path, Mapping[str, Any]]:
     """Return path -> JSON document of the data, the bad rows and the plan in the run directory."""
     batches = {} if run.batch_facts is None else {"batches": asdict(run.batch_facts)}
     documents: dict[Path, Mapping[str, Any]] = {run.directory.data: {**run.prepared.report.to_json(), **batches}}
@@ -222,7 +222,7 @@ def _train(
     if world.is_main:
         changes = {"changes": run.start.changes} if run.start.changes else {}
         train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step, **changes)
-        listeners.started(_facts(run))
+        listeners.started(_run_facts(run))
         if run.checkpoint:
             listeners.event("resume", {"step": first_step})
     on_activity = _activity_reporter(run.watchdog)
@@ -242,15 +242,15 @@ def _train(
             handle=run.handle,
             world=world,
             resume_from=run.checkpoint,
-            fresh_optimizer=run.start.begins_optimizer,
-            next_schedule=partial(_next_schedule, run),
+            fresh_optimizer=run.start.resets_optimizer,
+            next_schedule=partial(_smaller_schedule, run),
             sample=partial(write_samples, run, recipe) if recipe.sample_steps else None,
         )
         settings = replace(
             train_settings(recipe, plan, run.handle.schedule),
             # Training one block at a time, each block has its own backward.
             step_flops=None if recipe.step_kind.gradients == "block" else StepFlops(run.model, recipe.step_kind),
-            peak_flops=peak_of(recipe, run.device),
+            peak_flops=known_peak_flops(recipe, run.device),
         )
         return train.train(job, settings, progress, stop, listeners)
 
@@ -275,7 +275,7 @@ def _share_batches(make: Callable[[], Iterable[train.MicroBatch]], world: train.
     return divide_among_ranks(make(), world)
 
 
-def _facts(run: Run) -> train.RunFacts:
+def _run_facts(run: Run) -> train.RunFacts:
     memory, directory = run.streamed.memory, run.directory
     plan: dict[str, Any] = {"schedule": asdict(run.handle.schedule)}
     if memory is not None:
@@ -294,8 +294,8 @@ def _facts(run: Run) -> train.RunFacts:
     )
 
 
-def _next_schedule(run: Run, install: bool) -> Schedule | None:
-    """Return a schedule with less memory than the current one, which ran out of it; None if nothing fits.
+def _smaller_schedule(run: Run, install: bool) -> Schedule | None:
+    """Return a schedule that needs less memory than the current one, which ran out of memory; None if none fits.
 
     ``install`` sets the new schedule in the engine.
     """
@@ -311,17 +311,17 @@ def _next_schedule(run: Run, install: bool) -> Schedule | None:
     return found
 
 
-def _skipped_most(run: Run, progressed: train.Progressed) -> NonFiniteError | None:
+def _most_skipped_error(run: Run, progressed: train.Progressed) -> NonFiniteError | None:
     """Return the error of a finished run if most of its steps were skipped."""
     dtype = next(run.model.parameters()).dtype
     return train.skipped_most(progressed.step, progressed.skipped, run.directory, dtype)
 
 
 def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
-    return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
+    return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(SLOW_ACTIVITIES))
 
 
-def _finish(run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
+def _write_final(run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
     """Write ``final/`` and return the trained model's lines of ``samples.jsonl``; empty without sample prompts."""
     world, backend = run.world, run.backend
     with backend.averaged():
@@ -371,7 +371,7 @@ def _make_writer(run: Run) -> train.ModelWriter:
 
 def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
     """Return the settings of the training loop, including the advice for out-of-memory errors."""
-    fix = _fix_of_the_schedule(recipe, schedule)
+    fix = _schedule_advice(recipe, schedule)
     if recipe.per_device_train_batch_size > 1:
         fix += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
     fix += f"; then max_length (now {recipe.max_length:,})"
@@ -400,11 +400,11 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
         greater_is_better=_greater_is_better(recipe),
         save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
         sample_steps=recipe.sample_steps,
-        least_moved=_least_moved(recipe),
+        least_moved=_least_improvement(recipe),
     )
 
 
-def _least_moved(recipe: OptimizerSettings) -> float:
+def _least_improvement(recipe: OptimizerSettings) -> float:
     if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few weights change, as intended
         return 0.0
     return 0.1
@@ -416,8 +416,8 @@ def _greater_is_better(recipe: RunKeys) -> bool:
     return not (recipe.metric_for_best_model or "loss").endswith("loss")
 
 
-def _fix_of_the_schedule(recipe: EngineKeys, schedule: Schedule) -> str:
-    """Return the advice on the schedule for out-of-memory errors; none of it changes a result."""
+def _schedule_advice(recipe: EngineKeys, schedule: Schedule) -> str:
+    """Return advice on the schedule for out-of-memory errors; following it changes no result."""
     if recipe.engine.schedule == "auto":
         return (
             "the planner predicted that this step fits: give it less memory with engine.device_memory or a larger "

@@ -1,4 +1,4 @@
-"""Choose precision and memory of the trained weights and of the optimizer, if the recipe leaves them open.
+"""Choose precision and placement (device or host) of trained weights and optimizer, if the recipe leaves them open.
 
 A fine-tuning step changes a weight by about the learning rate. bfloat16 has 8 significant bits: near 0.02, neighbouring
 numbers are 1.2e-4 apart, so rounding to nearest loses a step of 1e-5. Therefore weights of a bfloat16 checkpoint are
@@ -71,7 +71,7 @@ def precisions(recipe: Settings) -> list[Settings]:
     return [wide, _with_values(recipe, **narrow)]
 
 
-def precise(recipe: Settings) -> Settings:
+def with_best_precision(recipe: Settings) -> Settings:
     """Return the recipe in the best precision that it leaves open, whether it fits or not.
 
     If the checkpoint cannot be read, the recipe is returned as it is, and loading the checkpoint raises the error.
@@ -90,12 +90,12 @@ def has_choice(recipe: TrainingSettings) -> bool:
         return False
 
 
-def as_before(recipe: Settings, before: Mapping[str, Any]) -> Settings:
+def with_saved_precision(recipe: Settings, before: Mapping[str, Any]) -> Settings:
     """Return the recipe with the precision of the resumed run, if the recipe leaves the precision open.
 
     Args:
         recipe: Recipe of the run.
-        before: Compared settings of the resumed run. Without a precision it trained in the checkpoint's dtype.
+        before: Compared settings of the resumed run. If they have no precision, it trained in the checkpoint's dtype.
     """
     fields = type(recipe).model_fields
     given = {key: before.get(key, fields[key].default) for key in KEYS}
@@ -103,7 +103,7 @@ def as_before(recipe: Settings, before: Mapping[str, Any]) -> Settings:
     return _with_values(recipe, **{key: given[key] for key in open_keys})
 
 
-def choices_made(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
+def chosen_values(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
     """Return the precision keys (:data:`KEYS`) that differ, with the values of ``chosen``."""
     return {key: getattr(chosen, key) for key in KEYS if getattr(recipe, key) != getattr(chosen, key)}
 
@@ -116,10 +116,10 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
         chosen: Recipe with the chosen precision.
         model: Model of the recipe, on ``meta`` or loaded; its trained weights are counted.
     """
-    made = choices_made(recipe, chosen)
+    made = chosen_values(recipe, chosen)
     if not made:
         return None
-    more = show_size(_more_bytes(recipe, model))
+    more = show_size(_extra_float32_bytes(recipe, model))
     if chosen.dtype == "mixed":
         computed = " and computed in bfloat16" if chosen.bf16 else ""
         return (
@@ -142,7 +142,7 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
     return f"float32 weights do not fit (they take {more} more): weights are bfloat16, and {how}"
 
 
-def loses_steps(recipe: TrainingSettings, model: Any) -> str | None:
+def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:
     """Return a warning if steps of 16-bit trained weights are rounded to nearest; None if they are not."""
     keeps_float32 = recipe.deepspeed is not None or recipe.step_kind.gradients == "block"
     if keeps_float32 or recipe.weight_rounding == "stochastic":
@@ -162,7 +162,7 @@ def _may_round(recipe: TrainingSettings) -> bool:
     return not (recipe.step_kind.gradients in ("block", "none") or recipe.fsdp or recipe.deepspeed is not None)
 
 
-def _more_bytes(recipe: TrainingSettings, model: Any) -> int:
+def _extra_float32_bytes(recipe: TrainingSettings, model: Any) -> int:
     """Return how many bytes more float32 weights, gradients and states take than bfloat16."""
     trained = [p for p in model.parameters() if p.requires_grad]
     more = sum(4 * models.count_weights(p) for p in trained)
@@ -176,27 +176,27 @@ def _with_values(recipe: Settings, **values: Any) -> Settings:
     return recipe.model_copy(update=values) if values else recipe
 
 
-def placements(recipe: Settings, limits: Limits, cluster: Cluster, *, begun: bool = False) -> list[Settings]:
-    """Return the recipe as it is, then with the optimizer and then with the weights on the host, in each precision.
+def placements(recipe: Settings, limits: Limits, cluster: Cluster, *, resumed: bool = False) -> list[Settings]:
+    """Return the recipe as it is, then with the optimizer on the host, then with the weights on the host.
 
-    Choices that the recipe fixes or contradicts are left out. Nothing goes to the host if the device is the CPU, or if
-    several ranks or DeepSpeed share the work.
+    Each placement comes in every precision that the recipe leaves open. Variants that the recipe excludes are left out.
+    Nothing goes to the host if the device is the CPU, or if several ranks or DeepSpeed share the work.
 
     Args:
         recipe: Recipe of the run.
         limits: Memory to plan with.
         cluster: Ranks of the run.
-        begun: True for a resumed run, whose precision the recipe already has.
+        resumed: True for a resumed run, whose precision the recipe already has.
 
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
     """
-    chosen = [recipe] if begun else precisions(recipe)
-    moved = [_on_host(each, limits, cluster) for each in chosen]
+    chosen = [recipe] if resumed else precisions(recipe)
+    moved = [_moved_to_host(each, limits, cluster) for each in chosen]
     return [*chosen, *(each for found in moved for each in found)]
 
 
-def _on_host(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
+def _moved_to_host(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
     """Return the recipe with the optimizer and with the weights on the host, if it leaves these choices open."""
     spec, full = recipe.engine, recipe.finetuning_type == "full"
     alone = cluster.ranks == 1 and cluster.engine == "none"
@@ -216,7 +216,7 @@ def _on_host(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Setting
     return found
 
 
-def placed_before(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
+def with_saved_placement(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
     """Return the recipe with the host placement of a resumed run; None if it is unknown or the recipe contradicts it.
 
     Args:
@@ -231,7 +231,7 @@ def placed_before(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings
     return recipe.model_copy(update={"engine": spec.model_copy(update=dict(tiers))})
 
 
-def first_that_fits(
+def first_fitting(
     choices: Sequence[Settings],
     workload_of: Callable[[Settings], Workload],
     limits: Limits,
@@ -281,7 +281,7 @@ def is_hopeless(workload: Workload, written: Mapping[str, Any], limits: Limits) 
     return holdings_of(workload, written.get("weights", "device")).on_device > limits.device
 
 
-def describe_tiers(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:
+def describe_placement(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:
     """Return a note on what was moved to the host, with its recipe key; None if nothing was moved."""
     before, now = recipe.engine, chosen.engine
     if now.weights != before.weights:

@@ -18,7 +18,7 @@ from streamtune.plan.simulate.cluster import Links
 from streamtune.plan.simulate.memory import distinct_bytes, scales_bytes
 from streamtune.plan.simulate.partition import Holdings, divided_bytes
 from streamtune.recipe import Recipe
-from streamtune.run.cluster import RanksAsked, cluster_of
+from streamtune.run.cluster import RequestedRanks, cluster_of
 from streamtune.run.plan import LongestStep, make_workload
 from streamtune.run.ranks import make_backend
 from tests.plan.simulate.cluster_kit import CONFIG
@@ -48,7 +48,7 @@ def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) 
     model = blueprint(CONFIG, ModelOptions(recipe.dtype, "nf4" if recipe.finetuning_type == "qlora" else None))
     with torch.device("meta"):
         model = _adapted(recipe, model)
-    cluster = cluster_of(recipe, model, RanksAsked(world.size, 1), Links())
+    cluster = cluster_of(recipe, model, RequestedRanks(world.size, 1), Links())
     workload = make_workload(recipe, model, LongestStep(LENGTH), torch.device("cpu"), cluster)
     found = Holdings.of(model, workload).scheduled(model, workload, schedule)
     ahead = max(map(divided_bytes, decoder_layers(model))) if recipe.fsdp else 0

@@ -23,7 +23,7 @@ from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, form_of
 from streamtune.plan.traffic import Flow, Pace
 from streamtune.recipe import Recipe
-from streamtune.run.cluster import RanksAsked, cluster_of
+from streamtune.run.cluster import RequestedRanks, cluster_of
 from streamtune.schedule import Schedule
 from tests.distributed.rank_group import run_ranks
 from tests.plan.simulate.cluster_kit import CONFIG
@@ -287,14 +287,14 @@ def test_which_form() -> None:
 @pytest.mark.parametrize(
     ("keys", "asked", "said"),
     [
-        ({}, RanksAsked(None, 2), "--nodes 2 without --ranks"),
-        ({}, RanksAsked(0), "--ranks must be at least 1, found 0"),
-        ({"sequence_parallel_size": 3}, RanksAsked(8), "8 ranks cannot be divided into groups"),
-        ({"train_batch_size": 6}, RanksAsked(4), "found 6: 4 ranks with"),
-        ({"deepspeed": "zero9"}, RanksAsked(4), "no DeepSpeed configuration zero9"),
+        ({}, RequestedRanks(None, 2), "--nodes 2 without --ranks"),
+        ({}, RequestedRanks(0), "--ranks must be at least 1, found 0"),
+        ({"sequence_parallel_size": 3}, RequestedRanks(8), "8 ranks cannot be divided into groups"),
+        ({"train_batch_size": 6}, RequestedRanks(4), "found 6: 4 ranks with"),
+        ({"deepspeed": "zero9"}, RequestedRanks(4), "no DeepSpeed configuration zero9"),
     ],
 )
-def test_what_no_recipe_trains_on(keys: dict[str, Any], asked: RanksAsked, said: str) -> None:
+def test_what_no_recipe_trains_on(keys: dict[str, Any], asked: RequestedRanks, said: str) -> None:
     recipe = Recipe(model_name_or_path="none", datasets=[{"path": "none"}], max_length=64, **keys)
     with pytest.raises(ArgumentError, match=said) as caught:
         cluster_of(recipe, model(), asked, FREE)
@@ -302,14 +302,14 @@ def test_what_no_recipe_trains_on(keys: dict[str, Any], asked: RanksAsked, said:
 
 
 def test_engines_of_recipes(tmp_path: Path) -> None:
-    def of(asked: RanksAsked = RanksAsked(16), **keys: Any) -> Cluster:
+    def of(asked: RequestedRanks = RequestedRanks(16), **keys: Any) -> Cluster:
         recipe = Recipe(model_name_or_path="none", datasets=[{"path": "none"}], max_length=64, **keys)
         return cluster_of(recipe, model(), asked, FREE)
 
-    assert of(RanksAsked()) == Cluster(links=FREE)
+    assert of(RequestedRanks()) == Cluster(links=FREE)
     assert (of().engine, of().nodes, of().ranks_per_node) == ("ddp", 2, 8)
     assert of(fsdp=True).zero_stage == 3
-    assert of(RanksAsked(), sequence_parallel_size=4).ranks == 4
+    assert of(RequestedRanks(), sequence_parallel_size=4).ranks == 4
     assert of(sequence_parallel_size=16).form == "ring"
     named: list[Engine] = [engine for engine in ENGINES if engine.startswith("zero")]
     assert [of(deepspeed=name).engine for name in named] == named

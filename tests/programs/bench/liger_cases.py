@@ -26,7 +26,7 @@ def main() -> None:
     plain = step(model)
     found: dict[str, object] = {}
     for mode in ("liger-loss", "liger"):
-        with MODE_SETUPS[mode].entered(model, Schedule()) as ready:
+        with MODE_SETUPS[mode].prepare(model, Schedule()) as ready:
             found["replaced"] = vars(file)["apply_rotary_pos_emb"] is not own
             loss, gradients = step(model, ready.loss)
         after = held(model)

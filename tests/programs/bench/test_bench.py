@@ -21,7 +21,7 @@ from streamtune.cli.app import app
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.bench.bench import BenchReport, run_bench
 from streamtune.programs.bench.plots import draw_bench
-from streamtune.programs.bench.subject import Job, _lay_out
+from streamtune.programs.bench.subject import Job, _layout_batches
 from tests.exactness.families import build
 
 RECIPE = """
@@ -85,7 +85,7 @@ def test_packed_rows_are_measured_beside_one_row_and_beside_the_rows_alone(packe
 
 def test_layouts_hold_the_same_tokens() -> None:
     ids = torch.arange(22).reshape(2, 11)
-    [row], [together], apart = (_lay_out(ids, layout, 3) for layout in ("row", "packed", "separate"))
+    [row], [together], apart = (_layout_batches(ids, layout, 3) for layout in ("row", "packed", "separate"))
     assert torch.equal(row["input_ids"], ids)
     assert torch.equal(together["input_ids"], ids)
     assert torch.equal(torch.cat([batch["input_ids"] for batch in apart], dim=1), ids)

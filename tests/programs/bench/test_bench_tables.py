@@ -23,7 +23,7 @@ from streamtune.plan.budget import Budget, Range
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.programs.bench import measure_table
 from streamtune.programs.bench.bench_recipe import fingerprints
-from streamtune.programs.bench.measure_table import TableOptions, fill, run_table, search_longest
+from streamtune.programs.bench.measure_table import TableOptions, measure_missing_rows, run_table, search_longest
 from streamtune.programs.bench.modes import MODE_SETUPS
 from streamtune.programs.bench.named_tables import draw_table, markdown
 from streamtune.programs.bench.subject import SHARING, Case, Job, MeasuredModel
@@ -53,7 +53,7 @@ ENV = {
 }
 
 SCHEDULE = Schedule(chunk_size=16, head_chunk_size=8)
-HERE = [mode for mode in ALL_MODES if not MODE_SETUPS[mode].lacks("cpu")]
+HERE = [mode for mode in ALL_MODES if not MODE_SETUPS[mode].why_unavailable("cpu")]
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def test_what_peers_save_is_seen(subject: MeasuredModel) -> None:
 
 
 def test_what_cannot_run_says_why() -> None:
-    assert "accelerator" in MODE_SETUPS["liger-loss"].lacks("cpu")
-    assert replace(MODE_SETUPS["plain"], package="no_such_package").lacks("cpu") == (
+    assert "accelerator" in MODE_SETUPS["liger-loss"].why_unavailable("cpu")
+    assert replace(MODE_SETUPS["plain"], package="no_such_package").why_unavailable("cpu") == (
         "not run here: no_such_package is not installed"
     )
 
@@ -194,18 +194,18 @@ def empty(**asked: Any) -> TableReport:
 def test_finished_rows_survive_a_stop_and_are_not_measured_again(tmp_path: Path) -> None:
     groups = [[entry("a"), entry("b")], [entry("c", 16), entry("d", 16)]]
     with pytest.raises(KeyboardInterrupt):
-        fill(empty(), groups, Recorder(stop_at="d"), folder=tmp_path)
+        measure_missing_rows(empty(), groups, Recorder(stop_at="d"), folder=tmp_path)
     kept = json.loads((tmp_path / "bp-time-cpu.json").read_text())
     assert [row["label"] for row in kept["rows"]] == ["a", "b", "c"]
     report, again = empty(), Recorder()
-    fill(report, groups, again, folder=tmp_path)
+    measure_missing_rows(report, groups, again, folder=tmp_path)
     assert again.asked == ["d"]
     assert [row.label for row in report.rows] == ["a", "b", "c", "d"]
 
 
 @pytest.mark.parametrize("change", ["recipe", "versions", "nonsense"])
 def test_rows_of_another_recipe_or_machine_are_measured_again(change: str, tmp_path: Path) -> None:
-    fill(empty(), [[entry("a")]], Recorder(), folder=tmp_path)
+    measure_missing_rows(empty(), [[entry("a")]], Recorder(), folder=tmp_path)
     report, again = empty(), Recorder()
     if change == "recipe":
         report.asked["recipe"] = "another"
@@ -213,7 +213,7 @@ def test_rows_of_another_recipe_or_machine_are_measured_again(change: str, tmp_p
         report.env["torch"] = "3"
     else:
         (tmp_path / "bp-time-cpu.json").write_text('{"rows": ')
-    fill(report, [[entry("a")]], again, folder=tmp_path)
+    measure_missing_rows(report, [[entry("a")]], again, folder=tmp_path)
     assert again.asked == ["a"]
 
 
@@ -232,7 +232,7 @@ def test_a_name_that_cannot_be_written_is_refused_before_anything_is_measured(
         mine.write_text("mine")
     nothing = Recorder()
     with pytest.raises(ArgumentError, match=f"bp-time-cpu.{ending} is a"):
-        fill(empty(), [[entry("a")]], nothing, folder=tmp_path / "out")
+        measure_missing_rows(empty(), [[entry("a")]], nothing, folder=tmp_path / "out")
     assert nothing.asked == []
     assert not mine.exists() or mine.read_text() == "mine"
 
@@ -241,15 +241,15 @@ def test_a_link_at_the_name_of_the_staged_table_is_not_written_through(tmp_path:
     (tmp_path / "mine").write_text("mine")
     for name in (".tmp-bp-time-cpu.json", "bp-time-cpu.json.part"):
         (tmp_path / name).symlink_to(tmp_path / "mine")
-    fill(empty(), [[entry("a")]], Recorder(), folder=tmp_path)
+    measure_missing_rows(empty(), [[entry("a")]], Recorder(), folder=tmp_path)
     assert (tmp_path / "mine").read_text() == "mine"
     assert json.loads((tmp_path / "bp-time-cpu.json").read_text())["rows"][0]["label"] == "a"
 
 
 def test_a_row_that_is_not_asked_for_is_not_in_the_table(tmp_path: Path) -> None:
-    fill(empty(), [[entry("a"), entry("b")]], Recorder(), folder=tmp_path)
+    measure_missing_rows(empty(), [[entry("a"), entry("b")]], Recorder(), folder=tmp_path)
     report, again = empty(), Recorder()
-    fill(report, [[entry("b")]], again, folder=tmp_path)
+    measure_missing_rows(report, [[entry("b")]], again, folder=tmp_path)
     assert [row.label for row in report.rows] == ["b"]
     assert again.asked == []
 
@@ -366,7 +366,7 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
         return Outcome(peak <= 1_000_000, reason="" if peak <= 1_000_000 else "too much", peak_bytes=peak)
 
     report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": str(budget)}, dict(ENV))
-    fill(report, [[item] for item in entries], search_longest(attempt, budget, print), folder=tmp_path)
+    measure_missing_rows(report, [[item] for item in entries], search_longest(attempt, budget, print), folder=tmp_path)
     assert report.stem == "max-length-1-000-000-b-cpu"
     for row in report.rows:
         limit = 1_000_000 / per_token[row.label]
@@ -381,7 +381,7 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
 def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
     report = TableReport("max-length", "streamtune bench", {"schedule_in_words": "", "budget": "1 B"}, dict(ENV))
     never = search_longest(lambda item, length: Outcome(False, reason="far too much"), Budget(1), print)
-    fill(report, [[item] for item in length_entries(SCHEDULE, str(tmp_path))], never, folder=tmp_path)
+    measure_missing_rows(report, [[item] for item in length_entries(SCHEDULE, str(tmp_path))], never, folder=tmp_path)
     assert {row.error for row in report.rows} == {"256 tokens do not fit: far too much"}
     assert draw_table(report).startswith(b"\x89PNG")
 

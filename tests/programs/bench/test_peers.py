@@ -150,7 +150,7 @@ def test_a_peer_that_cannot_run_is_named_with_the_reason(mode: str, monkeypatch:
 def test_a_peer_that_does_not_know_these_versions_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "unsloth", None)
     with pytest.raises(UnsupportedModelError, match="Unsloth cannot be imported"):
-        MODE_SETUPS["unsloth"].entered(model, modes.Schedule()).__enter__()
+        MODE_SETUPS["unsloth"].prepare(model, modes.Schedule()).__enter__()
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def liger_without(model_type: str) -> Iterator[None]:
 
 def test_a_family_without_kernels_is_refused(model: Any) -> None:
     with liger_without("llama"), pytest.raises(UnsupportedModelError, match="Liger has no kernels for llama"):
-        MODE_SETUPS["liger"].entered(model, modes.Schedule()).__enter__()
+        MODE_SETUPS["liger"].prepare(model, modes.Schedule()).__enter__()
 
 
 @pytest.mark.full

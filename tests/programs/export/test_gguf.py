@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from streamtune.errors import ArgumentError, RunError
 from streamtune.models import train_tokenizer
-from streamtune.programs.export import elsewhere
+from streamtune.programs.export import gguf_and_hub
 from streamtune.programs.export.export import ExportOptions, export_model
 from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
 from streamtune.programs.export.run_converter import pattern_of
@@ -208,7 +208,7 @@ def test_a_file_that_differs_is_moved_away_and_the_folder_is_whole(
     """The converter is a program that hands over a file that was written before."""
     write_run(tmp_path, "qwen3", "full")
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
-    monkeypatch.setattr(elsewhere, "find_spec", lambda name: True)  # sentencepiece, which this one does not need
+    monkeypatch.setattr(gguf_and_hub, "find_spec", lambda name: True)  # sentencepiece, which this one does not need
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     options = ExportOptions(gguf="f16", llama_cpp=tmp_path)
     write(tmp_path / "made.gguf", model, "qwen3", "f16", nothing)
@@ -232,7 +232,7 @@ def test_a_file_that_differs_is_moved_away_and_the_folder_is_whole(
 
 def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
-    monkeypatch.setattr(elsewhere, "find_spec", lambda name: None if name == "gguf" else True)
+    monkeypatch.setattr(gguf_and_hub, "find_spec", lambda name: None if name == "gguf" else True)
     with pytest.raises(ArgumentError, match="needs the package gguf, not installed") as error:
         export_model(str(tmp_path / "no-run"), tmp_path / "out", ExportOptions(gguf="f16", llama_cpp=tmp_path))
     assert error.value.fix == "pip install gguf"

@@ -12,7 +12,7 @@ from peft import PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from streamtune.errors import ArgumentError
-from streamtune.programs.export.merge import adapted_modules, merged_weights, must_untie
+from streamtune.programs.export.merge import adapted_modules, merged_weights, needs_untying
 from streamtune.programs.export.write import write_merged
 from tests.precision_kit import relative
 
@@ -84,4 +84,4 @@ def test_other_kinds_are_refused_by_name() -> None:
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ArgumentError, match="learned prompt"):
         adapted_modules(get_peft_model(make_base("llama"), prompt))
-    assert not must_untie(make_base("gemma2"))
+    assert not needs_untying(make_base("gemma2"))

@@ -22,7 +22,7 @@ from streamtune.plan.budget import Budget, Range
 from streamtune.plan.simulate.scored import use_checkpointing
 from streamtune.programs.probe import trial as trial_module
 from streamtune.programs.probe.probe import ProbeReport, ProbeTask, draw_probe, run_probe
-from streamtune.programs.probe.trial import Outcome, Shape, TrainingStep, _explain, run_trial
+from streamtune.programs.probe.trial import Outcome, Shape, TrainingStep, _describe_error, run_trial
 from tests.exactness.families import build
 
 MIB = 1 << 20
@@ -192,14 +192,14 @@ def test_the_machine_is_not_driven_out_of_memory(ended: dict[str, Outcome], monk
 
 
 def test_errors_of_the_device_are_told_from_those_of_the_host() -> None:
-    assert _explain(torch.OutOfMemoryError("CUDA out of memory"))["cause"] == "device memory"
-    assert _explain(RuntimeError("can't allocate memory: you tried"))["cause"] == "host memory"
-    assert _explain(MemoryError())["cause"] == "host memory"
-    assert _explain(OutOfMemoryError("no room on the host"))["reason"] == "no room on the host"
+    assert _describe_error(torch.OutOfMemoryError("CUDA out of memory"))["cause"] == "device memory"
+    assert _describe_error(RuntimeError("can't allocate memory: you tried"))["cause"] == "host memory"
+    assert _describe_error(MemoryError())["cause"] == "host memory"
+    assert _describe_error(OutOfMemoryError("no room on the host"))["reason"] == "no room on the host"
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
-    assert _explain(caught.value)["cause"] == "host memory"
-    assert _explain(KeyError("x"))["reason"] == "KeyError: 'x'"
+    assert _describe_error(caught.value)["cause"] == "host memory"
+    assert _describe_error(KeyError("x"))["reason"] == "KeyError: 'x'"
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from streamtune import Schedule
 from streamtune.engine import StreamHandle, cache, decoder_layers, head, vjp
 from streamtune.errors import ArgumentError, NonFiniteError, UnsupportedModelError
 from streamtune.programs.verify.report import VerifyReport, module_of
-from streamtune.programs.verify.restore import cast, prepared
+from streamtune.programs.verify.restore import prepare_model, widen_weights
 from streamtune.programs.verify.verify import Comparison, LossOf, compare_gradients, verify_schedules
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import batch, build
@@ -127,7 +127,7 @@ def test_weights_can_be_widened_first() -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_without_room_for_a_truth_plain_autograd_is_the_reference(bf16: bool) -> None:
-    report = check(build("llama"), bf16=bf16, unfit=lambda dtype: "it takes too much")
+    report = check(build("llama"), bf16=bf16, why_too_large=lambda dtype: "it takes too much")
     assert report.exact
     assert report.truth is None
     assert report.why_no_truth == f"{'float32' if bf16 else 'float64'}: it takes too much"
@@ -243,7 +243,7 @@ def test_a_wrong_engine_is_caught_and_named(
     plant, names, loss_is_off = PLANTED[planted]
     model = build("llama")
     plant(monkeypatch, model)
-    report = check(model, bf16=bf16, unfit=lambda dtype: "" if truth else "no memory")
+    report = check(model, bf16=bf16, why_too_large=lambda dtype: "" if truth else "no memory")
     assert not report.exact
     assert report.worst.excess > 1
     assert any(name in report.worst.parameter for name in names or ("model",))
@@ -395,7 +395,7 @@ def test_no_gradient_outlives_its_comparison() -> None:
 def test_widening_and_narrowing_loses_no_bit() -> None:
     model = build("gemma2", dtype=torch.bfloat16)
     before = copy.deepcopy(model.state_dict())
-    with prepared(model), cast(model, torch.float64):
+    with prepare_model(model), widen_weights(model, torch.float64):
         assert model.dtype == torch.float64
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -29,12 +29,12 @@ class BenchRow:
         length: Number of tokens in a row.
         peak_bytes: Peak memory of a step: the allocator's peak on an accelerator, weights plus live storages on a CPU.
         activation_bytes: Peak beyond weights, gradients and stored layer inputs, including the head.
-        layer_activation_bytes: The same peak without the head.
+        layer_activation_bytes: The same peak in a step without the LM head.
         rss_bytes: Peak resident memory of the process.
         forward_s, backward_s: Seconds of the forward and of the backward.
-        tokens_per_s: Tokens per second of a step.
-        ratio: Step time divided by gradient checkpointing's; median over paired steps.
-        layout: Layout of the tokens in rows.
+        tokens_per_s: Tokens of a step divided by its median time.
+        ratio: Step time divided by the step time of gradient checkpointing; median over paired steps.
+        layout: Layout of the tokens: ``row``, ``packed`` or ``separate`` rows.
         row_ratio: Step time divided by the time of the same tokens as one row; median over paired steps.
         host_bytes, disk_bytes: Peaks of the bytes offloaded to host and disk.
         error: Reason why there are no figures; None if there are.
@@ -65,7 +65,7 @@ class BenchReport:
     schedule: Schedule
     rows: list[BenchRow] = field(default_factory=list)
     packed_rows: int = 0
-    """Number of rows in the layouts with several rows; 0 if only one row is measured."""
+    """Number of rows in the layouts ``packed`` and ``separate``; 0 if these are not measured."""
     objective: str = "sft"
 
     def to_json(self) -> dict[str, Any]:
@@ -123,14 +123,14 @@ def _measure_length(
 
     try:
         for case in cases:
-            notify(f"{case.length:,} tokens, {_case_name(case)}: memory")
+            notify(f"{case.length:,} tokens, {_describe_case(case)}: memory")
             workers[case] = Worker(job)
             memory = ask(case, "memory")
             rows[case] = replace(rows[case], **{name: value for name, value in memory.items() if name in MEMORY})
             env.update(workers[case].ask("env") if not rows[case].error else {})
         for turn in range(repeats + 1):  # the first turn warms up
             for case in cases:
-                notify(f"{case.length:,} tokens, {_case_name(case)}: step {turn} of {repeats}")
+                notify(f"{case.length:,} tokens, {_describe_case(case)}: step {turn} of {repeats}")
                 answer = ask(case, "time")
                 if turn and answer:
                     times[case].append((answer["forward_s"], answer["backward_s"]))
@@ -142,7 +142,7 @@ def _measure_length(
     return [_with_times(row, case, timed, job) if case in timed else row for case, row in rows.items()]
 
 
-def _case_name(case: Case) -> str:
+def _describe_case(case: Case) -> str:
     return case.mode if case.layout == "row" else f"{case.mode}, rows {case.layout}"
 
 
@@ -159,6 +159,6 @@ def _with_times(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, f
 
 
 def median_ratio(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the median ratio of paired step times; None without steps."""
+    """Return the median of ``ours / theirs`` over paired step times (forward + backward); None without steps."""
     ratios = [sum(our) / sum(their) for our, their in zip(ours, theirs, strict=False)]
     return statistics.median(ratios) if ratios else None

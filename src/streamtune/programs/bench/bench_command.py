@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_LENGTH = "max-length"
 
-THREE = "plain,checkpoint,stream"
+DEFAULT_MODES = "plain,checkpoint,stream"
 
 LENGTHS = {
     "": "2048,8192,16384",
@@ -46,32 +46,71 @@ def bench(
         str,
         option(
             "NAME",
-            "Table to measure: bp-time, max-length, memory, ablation or prefix-sharing. A stopped table resumes.",
+            "Named table to measure. `bp-time`: forward and backward time. `max-length`: longest row that fits. "
+            "`memory`: bytes at the peak, by purpose. `ablation`: schedules that differ in one choice. "
+            "`prefix-sharing`: prompts shared by completions. A stopped table resumes with its missing rows.",
         ),
     ] = "",
-    lengths: Annotated[str, option("N,N,...", f"Row lengths to measure, in tokens. [default: {LENGTHS['']}]")] = "",
-    modes: Annotated[str, option("MODE,...", f"Modes to compare. [default: {THREE}; for a table also the peers]")] = "",
+    lengths: Annotated[
+        str,
+        option(
+            "N,N,...",
+            "Row lengths to measure, in tokens; with --table prefix-sharing, prompt lengths. "
+            f"[default: {LENGTHS['']}; tables have their own]",
+        ),
+    ] = "",
+    modes: Annotated[
+        str,
+        option(
+            "MODE,...",
+            "Modes to compare: plain, checkpoint, checkpoint-offload, stream, stream-keep-attention. Modes of other "
+            "libraries: deepspeed-tiled, liger-loss, liger-loss-offload, liger, trl, unsloth. "
+            f"[default: {DEFAULT_MODES}; with --table, all that can run here]",
+        ),
+    ] = "",
     packed_rows: Annotated[
-        int, typer.Option(metavar="N", help="Also measure N rows packed into one sequence, and N rows run one by one.")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Also measure each length as N rows packed into one sequence, and as the same N rows one by one.",
+        ),
     ] = 0,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps per mode; the modes alternate.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="Number of timed steps of each mode; steps of the modes alternate.")
+    ] = 3,
     method: Annotated[
         str,
         option(
             "measure|simulate",
-            "max-length: run training steps on this device, or simulate a device of --device-memory.",
+            "With --table max-length: run training steps on this device, or simulate a device with --device-memory. "
+            "[default: simulate if --device-memory is given, else measure]",
         ),
     ] = "",
-    device_memory: Annotated[str, option("80GiB", "max-length: device memory budget.")] = "",
-    host_memory: Annotated[str, option("128GiB", "max-length: host memory budget for offloaded tensors.")] = "",
-    disk_memory: Annotated[str, option("2TiB", "max-length: disk budget for offloaded tensors.")] = "",
+    device_memory: Annotated[
+        str,
+        option(
+            "80GiB",
+            "With --table max-length: device memory that a step may take; must be given for simulation and on a CPU.",
+        ),
+    ] = "",
+    host_memory: Annotated[
+        str,
+        option("128GiB", "With --table max-length: host memory that offloaded tensors may take. [default: no limit]"),
+    ] = "",
+    disk_memory: Annotated[
+        str,
+        option("2TiB", "With --table max-length: disk space that offloaded tensors may take. [default: no limit]"),
+    ] = "",
     output_dir: Annotated[
         Path | None, option("DIR", "Folder for the results. [default: the recipe's output_dir]")
     ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure peak memory, step time and tokens/s of the recipe's model, or a named table."""
+    """Measure peak memory and step time of the recipe's model, streamed and with other methods.
+
+    The steps run on random tokens. With --table, a named table is measured instead.
+    """
     if table not in LENGTHS:
         nearest = did_you_mean(table, LENGTHS)
         raise ArgumentError(
@@ -80,8 +119,8 @@ def bench(
     loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
     if not table:
-        compared = _names(modes or THREE)
-        comparison = _bench(loaded, _numbers(lengths or LENGTHS[""]), compared, repeats, packed_rows, folder)
+        compared = _parse_modes(modes or DEFAULT_MODES)
+        comparison = _run_bench(loaded, _parse_lengths(lengths or LENGTHS[""]), compared, repeats, packed_rows, folder)
         if as_json:
             print_json(comparison.to_json())
             return
@@ -111,8 +150,8 @@ def bench(
         check_outputs(folder, [])  # file names are known once the device is
 
         options = TableOptions(
-            lengths=_numbers(lengths or LENGTHS[table]),
-            modes=_names(modes) or ALL_MODES,
+            lengths=_parse_lengths(lengths or LENGTHS[table]),
+            modes=_parse_modes(modes) or ALL_MODES,
             repeats=repeats,
             folder=folder,
             command=shlex.join(["streamtune", "bench", str(recipe), *words]),
@@ -132,7 +171,7 @@ def bench(
     _print_written(written, recipe, set_)
 
 
-def _bench(
+def _run_bench(
     loaded: LoadedRecipe,
     lengths: Sequence[int],
     modes: Sequence[Mode],
@@ -165,11 +204,11 @@ def _print_written(written: str, recipe: Path, settings: list[str] | None) -> No
     )
 
 
-def _names(text: str) -> list[Mode]:
+def _parse_modes(text: str) -> list[Mode]:
     return [cast(Any, name.strip()) for name in text.split(",") if name.strip()]
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_lengths(text: str) -> list[int]:
     try:
         return [int(item) for item in text.replace("_", "").split(",") if text]
     except ValueError:
@@ -182,8 +221,8 @@ def _numbers(text: str) -> list[int]:
 
 
 ONE_BLANK = (0, 1, 0, 0)
-FIGURES = ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time")
-LABEL = 30
+FIGURE_NAMES = ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time")
+LABEL_WIDTH = 30
 """Width at which the labels of an ablation wrap."""
 
 
@@ -199,14 +238,15 @@ def table_screen(report: TableReport) -> None:
     wraps = report.table == "ablation"
     widths = [max(len(each.name), *(len(row[i]) for row in rows), 0) for i, each in enumerate(shown)]
     widths = [
-        min(width, LABEL) if wraps and not each.right else width for width, each in zip(widths, shown, strict=True)
+        min(width, LABEL_WIDTH) if wraps and not each.right else width
+        for width, each in zip(widths, shown, strict=True)
     ]
     label = next(i for i, column in enumerate(shown) if not column.right)
     widths[label] = max(widths[label], *(len(row.section) for row in report.rows), 0)
     out.print(Text(report.describe(), style="bold"), soft_wrap=not out.is_terminal)
     for group in _column_groups(widths, names):
         out.print()
-        out.print(_part_of_table(report, shown, rows, group, widths if wraps else None))
+        out.print(_table_of_columns(report, shown, rows, group, widths if wraps else None))
     out.print()
     for note in notes(report):
         out.print(Text(note, style="dim"), soft_wrap=not out.is_terminal)
@@ -227,7 +267,7 @@ def _column_groups(widths: Sequence[int], names: int) -> list[list[int]]:
     return groups or [first]
 
 
-def _part_of_table(
+def _table_of_columns(
     report: TableReport,
     shown: Sequence[Any],
     rows: Sequence[Sequence[str]],
@@ -262,7 +302,7 @@ def _part_of_table(
 
 def print_bench(report: BenchReport) -> None:
     """Print the comparison: its result in one line, the tables, and what the figures are."""
-    if answer := _answer(report):
+    if answer := _describe_result(report):
         out.print(Text(answer, style="bold"), soft_wrap=not out.is_terminal)
     out.print(Text(describe_bench(report)), soft_wrap=not out.is_terminal)
     for table in bench_screen(report):
@@ -282,14 +322,14 @@ def print_bench(report: BenchReport) -> None:
         out.print(Text(text, style="dim"), soft_wrap=not out.is_terminal)
 
 
-def _answer(report: BenchReport) -> str:
+def _describe_result(report: BenchReport) -> str:
     """Return how streaming compares with checkpointing at the longest length that both ran; empty if none."""
     for length in sorted({row.length for row in report.rows}, reverse=True):
         found = {row.mode: row for row in report.rows if row.length == length and row.layout == "row"}
         ours, base = found.get("stream"), found.get("checkpoint")
         if ours is None or base is None or not ours.peak_bytes or not base.peak_bytes or ours.ratio is None:
             continue
-        peaks = f"{_mib(ours.peak_bytes)} MiB peak instead of {_mib(base.peak_bytes)}"
+        peaks = f"{_show_mib(ours.peak_bytes)} MiB peak instead of {_show_mib(base.peak_bytes)}"
         return f"Streaming at {length:,} tokens: {peaks} with checkpointing, in {ours.ratio:.2f}x its time (measured)"
     return ""
 
@@ -310,7 +350,7 @@ def bench_screen(report: BenchReport) -> list[Table]:
     Ratios are relative to gradient checkpointing in the same run; in ``to 1 row``, to the same tokens as one row.
     """
     packed = report.packed_rows > 0
-    headers = ["tokens", "mode", *(["rows"] if packed else []), *FIGURES, *(["to 1 row"] if packed else [])]
+    headers = ["tokens", "mode", *(["rows"] if packed else []), *FIGURE_NAMES, *(["to 1 row"] if packed else [])]
     names = 3 if packed else 2
     lines: list[tuple[list[str], bool, bool]] = []
     before = None
@@ -324,7 +364,7 @@ def bench_screen(report: BenchReport) -> list[Table]:
         if packed:
             count = report.packed_rows
             cells.append({"row": "1", "packed": f"{count} packed", "separate": f"{count} apart"}[row.layout])
-        cells += _cells(row, base)
+        cells += _bench_cells(row, base)
         if packed:
             cells.append(f"{row.row_ratio:.3f}x" if row.row_ratio is not None else "")
         lines.append((cells, begins, row.mode == "stream"))
@@ -343,11 +383,11 @@ def bench_screen(report: BenchReport) -> list[Table]:
     return tables
 
 
-def _cells(row: BenchRow, base: BenchRow | None) -> list[str]:
+def _bench_cells(row: BenchRow, base: BenchRow | None) -> list[str]:
     if row.error:
         return [row.error] + [""] * 6
     return [
-        _mib(row.peak_bytes),
+        _show_mib(row.peak_bytes),
         _with_ratio(row, base, "activation_bytes"),
         _with_ratio(row, base, "layer_activation_bytes"),
         f"{row.forward_s:.2f}" if row.forward_s is not None else "",
@@ -362,8 +402,8 @@ def _with_ratio(row: BenchRow, base: BenchRow | None, name: str) -> str:
     reference: Any = getattr(base, name) if base is not None else None
     if value is None:
         return ""
-    return _mib(value) if not reference else f"{_mib(value)} {value / reference:.2f}x"
+    return _show_mib(value) if not reference else f"{_show_mib(value)} {value / reference:.2f}x"
 
 
-def _mib(value: int | None) -> str:
+def _show_mib(value: int | None) -> str:
     return "" if value is None else f"{value / 2**20:,.0f}"

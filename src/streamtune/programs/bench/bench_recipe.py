@@ -23,7 +23,7 @@ from streamtune.run.data import blame_recipe
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
-from streamtune.run.weight_choices import precise
+from streamtune.run.weight_choices import with_best_precision
 from streamtune.tasks import task_of
 
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
@@ -68,8 +68,8 @@ FREE_KEYS = {
     # and where it goes.
     "output_dir", "preset", "peak_flops",
 }  # fmt: skip
-"""Recipe keys on which no figure depends. All other keys are compared only if they are given. So a table begun before a
-key existed can still resume if the key is not given."""
+"""Recipe keys on which no figure depends. Keys in neither set are compared only if they are given. So a table that was
+begun before a key existed can still resume if the key is not given."""
 
 
 def bench_recipe(
@@ -122,7 +122,7 @@ def check_options(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, s
 
 def make_job(recipe: Recipe) -> Job:
     """Return the recipe's model and batch size in a form that other processes can measure."""
-    recipe = precise(recipe)
+    recipe = with_best_precision(recipe)
     make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
     return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
 
@@ -144,7 +144,7 @@ def table_recipe(
     schedule = make_schedule(recipe.engine)
     settings: dict[str, Any] = {
         "streamtune": __version__,
-        "recipe": settings_of(recipe),
+        "recipe": decisive_settings(recipe),
         "schedule_in_words": schedule.describe(),
     }
     if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
@@ -165,7 +165,7 @@ def table_recipe(
     return run_table(table, job, schedule, options, {**settings, "repeats": options.repeats}, notify)
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def decisive_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe settings on which the figures depend."""
     written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECISIVE_KEYS}
     if recipe.objective == "sft":  # older files have neither key

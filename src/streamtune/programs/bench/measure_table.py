@@ -24,7 +24,7 @@ from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.bench import median_ratio
 from streamtune.programs.bench.named_tables import TABLES, TableInputs
-from streamtune.programs.bench.subject import Job, Worker, env_of
+from streamtune.programs.bench.subject import Job, Worker, describe_environment
 from streamtune.programs.bench.table_rows import (
     Entry,
     TableName,
@@ -39,7 +39,7 @@ from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
-from streamtune.run.weight_choices import precise
+from streamtune.run.weight_choices import with_best_precision
 from streamtune.schedule import Schedule
 from streamtune.tasks import task_of
 
@@ -52,13 +52,13 @@ class TableOptions:
     """Command-line options of a table.
 
     Attributes:
-        lengths: Tokens of a row, or of a shared prompt.
+        lengths: Row lengths in tokens; for ``prefix-sharing``, prompt lengths.
         modes: Modes to compare; ``ablation`` compares schedules instead, ``prefix-sharing`` layouts.
         repeats: Number of timed steps of each row; the rows of a group alternate.
         folder: Existing folder for the files of the table.
         command: Command line that measures the table again.
         method: How ``max-length`` runs its trials: ``measure`` or ``simulate``.
-        sizes: Budgets of ``max-length`` on device, host and disk, in bytes; None if not given.
+        sizes: Budgets of ``max-length`` in bytes: device, host, disk; None if not given.
     """
 
     lengths: Sequence[int]
@@ -91,7 +91,7 @@ def run_table(
     declared, worker = TABLES[table], Worker(job)
     try:
         notify("building the model")
-        env = _env(worker)
+        env = _worker_env(worker)
         report = TableReport(table, options.command, asked, env)
         with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
             report.absent = declared.absent(options.modes, env["device_type"])
@@ -99,20 +99,24 @@ def run_table(
             assert declared.groups is not None
             groups = declared.groups(TableInputs(options.lengths, here, schedule, env["layers"], scratch))
             repeats = options.repeats if declared.timed else 0
-            fill(report, groups, _measure_steps(worker, repeats, declared.memory, notify), folder=options.folder)
+            measure_missing_rows(
+                report, groups, _measure_steps(worker, repeats, declared.memory, notify), folder=options.folder
+            )
     finally:
         worker.close()
     return report
 
 
-def _env(worker: Worker) -> dict[str, Any]:
+def _worker_env(worker: Worker) -> dict[str, Any]:
     env = worker.ask("env")
     if worker.failed:
         raise RunError(f"the model cannot be built: {worker.failed}")
     return env
 
 
-def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:
+def measure_missing_rows(
+    report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path
+) -> None:
     """Measure the rows that are missing from the report's file, and write the file after each row.
 
     Args:
@@ -210,7 +214,7 @@ def lengths_report(
     """Return the table of longest sequences, from whole training steps of the recipe with its optimizer.
 
     Args:
-        recipe: The recipe; a row with another schedule changes the fields that its label names.
+        recipe: The recipe; each row of the table changes the schedule fields that its label names.
         job: Model of the recipe and its batch size.
         options: Options of the command line.
         asked: Settings on which the figures depend, as JSON values.
@@ -232,14 +236,14 @@ def lengths_report(
     with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
         entries = length_entries(make_schedule(recipe.engine), scratch)
         groups = [[entry] for entry in entries if entry.case.mode in options.modes]
-        fill(report, groups, search_longest(attempt, budget, notify), folder=options.folder)
+        measure_missing_rows(report, groups, search_longest(attempt, budget, notify), folder=options.folder)
     return report
 
 
 def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     worker = Worker(job)
     try:
-        env = _env(worker)
+        env = _worker_env(worker)
     finally:
         worker.close()
 
@@ -256,9 +260,9 @@ def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tup
 def _simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     prepare_libraries(kernels)
-    recipe = precise(recipe)
+    recipe = with_best_precision(recipe)
     model = make_blueprint(recipe, kernels)
-    env = env_of(model, job, torch.device("meta"))
+    env = describe_environment(model, job, torch.device("meta"))
     shortest = recipe_workload(recipe, model, task_of(recipe).shortest, kernels)
 
     def attempt(entry: Entry, length: int) -> Outcome:
@@ -277,16 +281,16 @@ TryLength = Callable[[Entry, int], Outcome]
 
 
 def search_longest(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
-    """Return a function that measures rows by searching the longest length of each."""
+    """Return a function that searches the longest length for each row of the table."""
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
         for entry in todo:
-            yield _longest(entry, attempt, budget, notify)
+            yield _longest_row(entry, attempt, budget, notify)
 
     return measure
 
 
-def _longest(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> TableRow:
+def _longest_row(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> TableRow:
     fitted: dict[int, Outcome] = {}
     failed: dict[int, Outcome] = {}
 

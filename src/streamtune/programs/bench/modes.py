@@ -52,8 +52,8 @@ class Ready:
     tiers: Tiers | None = None
 
 
-Entered = Callable[[Any, Schedule], AbstractContextManager[Ready]]
-"""Context manager that prepares a model in place, and restores it on exit."""
+PrepareMode = Callable[[Any, Schedule], AbstractContextManager[Ready]]
+"""``(model, schedule) -> context manager``: the model is prepared in place while active."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class ModeSetup:
     """Setup of a mode: how it computes the gradient, and what it needs.
 
     Attributes:
-        entered: Context manager that prepares a model.
+        prepare: Function ``(model, schedule)`` that returns a context manager; the model is prepared while active.
         package: Package that must be installed; empty if none.
         accelerator: Reason why the mode needs an accelerator; empty if it does not.
         alone: Reason why the mode cannot share its process with streaming and other peers; empty if it can.
     """
 
-    entered: Entered
+    prepare: PrepareMode
     package: str = ""
     accelerator: str = ""
     alone: str = ""
 
-    def lacks(self, device_type: str) -> str:
+    def why_unavailable(self, device_type: str) -> str:
         """Return the reason why the mode cannot run on a device type; empty if it can."""
         if self.accelerator and device_type == "cpu":
             return f"not run here: {self.accelerator}"
@@ -81,25 +81,25 @@ class ModeSetup:
         return ""
 
 
-def _mode(
+def _prepare_mode(
     prepared: Callable[[Any], AbstractContextManager[Tiers | None]], loss_of: Callable[[Any], Loss] | None = None
-) -> Entered:
-    """Return a mode that ignores the schedule; ``prepared`` yields counters of offloaded bytes, or None."""
+) -> PrepareMode:
+    """Return the preparation of a mode without a schedule; ``prepared`` yields counters of offloaded bytes, or None."""
 
     @contextmanager
-    def entered(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    def prepare(model: Any, schedule: Schedule) -> Iterator[Ready]:
         with prepared(model) as tiers:
-            yield Ready((loss_of or _own_loss)(model), tiers)
+            yield Ready((loss_of or _model_loss)(model), tiers)
 
-    return entered
+    return prepare
 
 
 @contextmanager
-def _inputs_on_host(model: Any) -> Iterator[Tiers | None]:
-    """Prepare checkpointing with torch's ``save_on_cpu``, which offloads layer inputs to pinned host memory.
+def _offloading_inputs(model: Any) -> Iterator[Tiers | None]:
+    """Context manager: while active, checkpointing offloads layer inputs with torch's ``save_on_cpu``.
 
-    On a CPU, ``save_on_cpu`` would copy nothing. There, layer inputs are copied to memory that counts as host memory,
-    so that the remaining bytes are those a device would need.
+    On a GPU, inputs go to pinned host memory. On a CPU, ``save_on_cpu`` would copy nothing: there, layer inputs are
+    copied to memory that counts as host memory, so that the remaining bytes are what a GPU would need.
     """
     tiers = Tiers(Schedule(offload="host"))
     here = model_device(model)
@@ -115,13 +115,13 @@ def _inputs_on_host(model: Any) -> Iterator[Tiers | None]:
 
 
 @contextmanager
-def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    """Prepare checkpointing with DeepSpeed's ALST on one device: MLP and loss are computed tile by tile.
+def _tiling(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    """Context manager: checkpointing with DeepSpeed's ALST on one device while active; MLP and loss run tile by tile.
 
     An MLP tile has as many tokens as the model has channels, as in ALST's documentation. A loss tile is as long as a
     chunk of the streamed head.
     """
-    with _tiled_mlps(decoder_layers(model)), checkpointing(model):
+    with _tiling_mlps(decoder_layers(model)), checkpointing(model):
         yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
 
 
@@ -131,23 +131,23 @@ def _liger_loss(model: Any) -> Loss:
 
         head, hidden_BTC = model.get_output_embeddings(), last_hidden_state(model, batch)
         fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX)
-        out: Tensor = fused(head.weight, hidden_BTC.flatten(0, 1), _next_tokens(batch).flatten(), head.bias)
+        out: Tensor = fused(head.weight, hidden_BTC.flatten(0, 1), _next_token_labels(batch).flatten(), head.bias)
         return out
 
     return loss
 
 
-def _peer(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> Entered:
+def _prepare_peer(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> PrepareMode:
     @contextmanager
-    def entered(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    def prepare(model: Any, schedule: Schedule) -> Iterator[Ready]:
         with prepared(model) as loss:
             yield Ready(loss)
 
-    return entered
+    return prepare
 
 
 @contextmanager
-def _streamed(model: Any, schedule: Schedule) -> Iterator[Ready]:
+def _streaming(model: Any, schedule: Schedule) -> Iterator[Ready]:
     handle = stream(model, schedule=schedule)
     try:
         yield Ready(_scored_loss(model, handle), handle.tiers)
@@ -156,7 +156,7 @@ def _streamed(model: Any, schedule: Schedule) -> Iterator[Ready]:
 
 
 def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager[Ready]:
-    return _streamed(model, replace(schedule, keep_attention="device"))
+    return _streaming(model, replace(schedule, keep_attention="device"))
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def imported(name: str) -> Iterator[None]:
+def importing(name: str) -> Iterator[None]:
     """Context manager: turn a failed import into an UnsupportedModelError; versions may be incompatible."""
     try:
         yield
@@ -199,8 +199,8 @@ def imported(name: str) -> Iterator[None]:
 
 @contextmanager
 def liger(model: Any) -> Iterator[Loss]:
-    """Prepare checkpointing with all of Liger's kernels: RMSNorm, rotary embeddings, SwiGLU and fused loss."""
-    with imported("Liger"):
+    """Context manager: checkpointing with all Liger kernels while active: RMSNorm, RoPE, SwiGLU and fused loss."""
+    with importing("Liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -214,8 +214,8 @@ def liger(model: Any) -> Iterator[Loss]:
 
 @contextmanager
 def trl(model: Any) -> Iterator[Loss]:
-    """Prepare checkpointing as in TRL's SFT trainer, with activation offloading and its fused LM head."""
-    with imported("TRL"):  # older versions have no such head
+    """Context manager: checkpointing as in TRL's SFT trainer while active, with its offloading and fused LM head."""
+    with importing("TRL"):  # older versions have no such head
         from trl.models import activation_offloading
         from trl.trainer.utils import add_fused_lm_head
 
@@ -234,11 +234,11 @@ def trl(model: Any) -> Iterator[Loss]:
 
 @contextmanager
 def unsloth(model: Any) -> Iterator[Loss]:
-    """Prepare Unsloth's checkpointing, which offloads layer inputs to the host, and its chunked loss.
+    """Context manager: Unsloth's checkpointing (layer inputs on the host) and chunked loss while active.
 
     Importing Unsloth changes ``transformers`` for the rest of the process; only later changes are undone.
     """
-    with imported("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
+    with importing("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
         __import__("unsloth")
         from unsloth_zoo import gradient_checkpointing
         from unsloth_zoo.fused_losses import unsloth_fused_ce_loss
@@ -267,30 +267,32 @@ def unsloth(model: Any) -> Iterator[Loss]:
 UNSLOTH_ALONE = "it changes transformers in its process; measure it with --modes plain,checkpoint,unsloth"
 
 MODE_SETUPS: dict[Mode, ModeSetup] = {
-    "plain": ModeSetup(_mode(lambda model: nullcontext())),
-    "checkpoint": ModeSetup(_mode(checkpointing)),
-    "checkpoint-offload": ModeSetup(_mode(_inputs_on_host)),
-    "deepspeed-tiled": ModeSetup(_tiled, package="deepspeed"),
-    "liger-loss": ModeSetup(_mode(checkpointing, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"),
-    "liger-loss-offload": ModeSetup(
-        _mode(_inputs_on_host, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
+    "plain": ModeSetup(_prepare_mode(lambda model: nullcontext())),
+    "checkpoint": ModeSetup(_prepare_mode(checkpointing)),
+    "checkpoint-offload": ModeSetup(_prepare_mode(_offloading_inputs)),
+    "deepspeed-tiled": ModeSetup(_tiling, package="deepspeed"),
+    "liger-loss": ModeSetup(
+        _prepare_mode(checkpointing, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
     ),
-    "liger": ModeSetup(_peer(liger), "liger_kernel", "Liger's kernels need an accelerator"),
-    "trl": ModeSetup(_peer(trl), "trl", "TRL's offloading needs an accelerator"),
-    "unsloth": ModeSetup(_peer(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
-    "stream": ModeSetup(_streamed),
+    "liger-loss-offload": ModeSetup(
+        _prepare_mode(_offloading_inputs, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
+    ),
+    "liger": ModeSetup(_prepare_peer(liger), "liger_kernel", "Liger's kernels need an accelerator"),
+    "trl": ModeSetup(_prepare_peer(trl), "trl", "TRL's offloading needs an accelerator"),
+    "unsloth": ModeSetup(_prepare_peer(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
+    "stream": ModeSetup(_streaming),
     "stream-keep-attention": ModeSetup(_keeping_attention),
 }
 
 
 def absent(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-    """Return the reason for each mode that cannot run on a device type, or not together with the others."""
-    lacks = {mode: MODE_SETUPS[mode].lacks(device_type) for mode in modes}
-    others = {mode for mode in modes if not lacks[mode]} - {"plain", "checkpoint"}
+    """Return mode -> reason, for modes that cannot run on this device type or not together with the other modes."""
+    reasons = {mode: MODE_SETUPS[mode].why_unavailable(device_type) for mode in modes}
+    others = {mode for mode in modes if not reasons[mode]} - {"plain", "checkpoint"}
     for mode in others:
         if MODE_SETUPS[mode].alone and len(others) > 1:
-            lacks[mode] = f"not run here: {MODE_SETUPS[mode].alone}"
-    return {mode: why for mode, why in lacks.items() if why}
+            reasons[mode] = f"not run here: {MODE_SETUPS[mode].alone}"
+    return {mode: why for mode, why in reasons.items() if why}
 
 
 def last_hidden_state(model: Any, batch: Batch) -> Tensor:
@@ -299,7 +301,7 @@ def last_hidden_state(model: Any, batch: Batch) -> Tensor:
     return hidden
 
 
-def _own_loss(model: Any) -> Loss:
+def _model_loss(model: Any) -> Loss:
     def loss(batch: Batch) -> Tensor:
         labels = {"labels": batch["input_ids"]}
         if "targets" in batch:
@@ -316,8 +318,8 @@ def _own_loss(model: Any) -> Loss:
 
 
 def _scored_loss(model: Any, handle: StreamHandle) -> Loss:
-    """Return a function that computes the same loss streamed; completions are scored as by an objective."""
-    own = _own_loss(model)
+    """Return a function that computes the loss of the streamed model; completions are scored as in an objective."""
+    own = _model_loss(model)
 
     def loss(batch: Batch) -> Tensor:
         if "targets" not in batch:
@@ -329,7 +331,7 @@ def _scored_loss(model: Any, handle: StreamHandle) -> Loss:
 
 
 @contextmanager
-def _tiled_mlps(layers: list[nn.Module]) -> Iterator[None]:
+def _tiling_mlps(layers: list[nn.Module]) -> Iterator[None]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     mlps: list[Any] = [layer.mlp for layer in layers if hasattr(layer, "mlp")]
@@ -358,19 +360,19 @@ def _tiled_mlps(layers: list[nn.Module]) -> Iterator[None]:
 def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-    hidden, labels = last_hidden_state(model, batch), _next_tokens(batch)
+    hidden, labels = last_hidden_state(model, batch), _next_token_labels(batch)
     head, count = model.get_output_embeddings(), (labels != IGNORE_INDEX).sum()
 
-    def of_tile(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
+    def tile_loss(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
         return cross_entropy(head(x_NC).float(), labels_N, ignore_index=IGNORE_INDEX, reduction="sum") / count
 
     tiles = math.ceil(labels.numel() / tile)
     loss: Tensor = TiledFusedLogitsLoss.apply(
-        of_tile, head, hidden, labels, None, tiles, list(head.parameters()), "sum"
+        tile_loss, head, hidden, labels, None, tiles, list(head.parameters()), "sum"
     )
     return loss
 
 
-def _next_tokens(batch: Batch) -> Tensor:
+def _next_token_labels(batch: Batch) -> Tensor:
     """Return the next-token label of every position, [batch, length]."""
     return pad(batch["input_ids"][:, 1:], (0, 1), value=IGNORE_INDEX)

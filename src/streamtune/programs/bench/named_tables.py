@@ -22,10 +22,10 @@ from streamtune.programs.bench.table_rows import (
 )
 from streamtune.schedule import Schedule
 
-TURNS = 4
+GROUP_SIZE = 4
 """Number of schedules of an ablation in one group; the steps of a group alternate."""
 
-HEADS = {
+TERM_HEADINGS = {
     "activations": "activ.",
     "layer inputs": "inputs",
     "gradients": "grads",
@@ -55,7 +55,7 @@ class TableInputs:
     """Facts from which a table chooses its rows.
 
     Attributes:
-        lengths: Tokens of a row, or of a shared prompt.
+        lengths: Row lengths in tokens; for prefix sharing, prompt lengths.
         modes: Modes that can run here.
         schedule: Schedule of the recipe.
         layers: Number of decoder layers of the model.
@@ -79,8 +79,8 @@ class Table:
         note: Function that returns an explanation of the columns.
         draw: Function that draws the table into a matplotlib figure.
         groups: Function that returns the rows to measure, in groups whose steps alternate; None for a length search.
-        rows: Heading of the column of names.
-        lengths: Heading of the column of lengths; empty to omit the column if there is only one length.
+        rows: Heading of the column with the rows' names.
+        lengths: Heading of the column with lengths; empty to omit that column if there is only one length.
         compares_modes: True if the rows are modes. Some may not run here, and notes explain the peers.
         timed: True if steps are timed.
         memory: True if the memory of a step is measured.
@@ -98,7 +98,7 @@ class Table:
     memory: bool = True
 
     def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-        """Return the reason for each mode that cannot run here."""
+        """Return mode -> reason, for modes that cannot run on this device type."""
         return absent(modes, device_type) if self.compares_modes else {}
 
 
@@ -110,8 +110,8 @@ def columns(report: TableReport) -> list[Column]:
         names.insert(0, Column(table.lengths or "tokens", lambda row: f"{row.length:,}"))
     figures = [
         *table.columns(report),
-        Column("loss", lambda row: _error(report, row, "loss")),
-        Column("grad", lambda row: _error(report, row, "gradient norm"), page=report.table == "memory"),
+        Column("loss", lambda row: _show_error(report, row, "loss")),
+        Column("grad", lambda row: _show_error(report, row, "gradient norm"), page=report.table == "memory"),
     ]
     shown = [column for column in figures if any(column.cell(row) for row in report.rows)]
     if report.rows and not any(not column.page for column in shown):  # all rows failed
@@ -122,10 +122,10 @@ def columns(report: TableReport) -> list[Column]:
 def _time_columns(report: TableReport) -> list[Column]:
     rows_of_batch = report.env["batch_size"]
     return [
-        Column("fwd s", lambda row: _seconds(row.forward_s)),
-        Column("bwd s", lambda row: _seconds(row.backward_s)),
+        Column("fwd s", lambda row: _show_seconds(row.forward_s)),
+        Column("bwd s", lambda row: _show_seconds(row.backward_s)),
         Column("tok/s", lambda row: f"{rows_of_batch * row.length / row.step_s:,.0f}" if row.step_s else ""),
-        Column("time", lambda row: _ratio(row.to_checkpoint)),
+        Column("time", lambda row: _show_ratio(row.to_checkpoint)),
     ]
 
 
@@ -138,7 +138,7 @@ def _memory_columns(report: TableReport) -> list[Column]:
     terms = dict.fromkeys(name for row in report.rows for name in row.terms)
     return [
         Column("peak", lambda row: show(row.peak_bytes)),
-        *(Column(HEADS.get(name, name), term(name), page=name in ("weights", "gradients")) for name in terms),
+        *(Column(TERM_HEADINGS.get(name, name), term(name), page=name in ("weights", "gradients")) for name in terms),
         Column("most activ.", lambda row: show(row.activation_bytes)),
         Column("no head", lambda row: show(row.layer_activation_bytes), page=True),
         *_offload_columns(report),
@@ -148,8 +148,8 @@ def _memory_columns(report: TableReport) -> list[Column]:
 def _ablation_columns(report: TableReport) -> list[Column]:
     show = _byte_format(report)
     return [
-        Column("time", lambda row: _ratio(row.to_checkpoint)),
-        Column("to default", lambda row: _ratio(row.to_default)),
+        Column("time", lambda row: _show_ratio(row.to_checkpoint)),
+        Column("to default", lambda row: _show_ratio(row.to_default)),
         Column("peak", lambda row: show(row.peak_bytes)),
         Column("activ.", lambda row: show(row.activation_bytes)),
         *_offload_columns(report),
@@ -160,7 +160,7 @@ def _longest_columns(report: TableReport) -> list[Column]:
     show = _byte_format(report)
     return [
         Column("tokens", lambda row: "" if row.max_length is None else f"{row.max_length:,}"),
-        Column("to checkpointing", lambda row: _times(report, row)),
+        Column("to checkpointing", lambda row: _offload_ratio(report, row)),
         Column("peak", lambda row: show(row.peak_bytes)),
         *_offload_columns(report),
     ]
@@ -178,10 +178,10 @@ def _sharing_columns(report: TableReport) -> list[Column]:
         return ratio
 
     return [
-        Column("fwd s", lambda row: _seconds(row.forward_s), page=True),
-        Column("bwd s", lambda row: _seconds(row.backward_s), page=True),
-        Column("step s", lambda row: _seconds(row.step_s)),
-        Column("time", lambda row: _ratio(row.to_default)),
+        Column("fwd s", lambda row: _show_seconds(row.forward_s), page=True),
+        Column("bwd s", lambda row: _show_seconds(row.backward_s), page=True),
+        Column("step s", lambda row: _show_seconds(row.step_s)),
+        Column("time", lambda row: _show_ratio(row.to_default)),
         Column("peak", lambda row: show(row.peak_bytes)),
         Column("memory", to_batch(lambda row: row.peak_bytes)),
         Column("activ.", lambda row: show(row.activation_bytes), page=True),
@@ -189,7 +189,7 @@ def _sharing_columns(report: TableReport) -> list[Column]:
     ]
 
 
-def _times(report: TableReport, row: TableRow) -> str:
+def _offload_ratio(report: TableReport, row: TableRow) -> str:
     base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
     return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
 
@@ -287,16 +287,16 @@ def cells(shown: list[Column], row: TableRow) -> list[str]:
     return found
 
 
-def _error(report: TableReport, row: TableRow, name: str) -> str:
+def _show_error(report: TableReport, row: TableRow, name: str) -> str:
     error = report.errors_of(row).get(name)
     return "" if error is None else "equal" if error == 0 else f"{error:.0e}"
 
 
-def _seconds(value: float | None) -> str:
+def _show_seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _ratio(value: float | None) -> str:
+def _show_ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
@@ -319,7 +319,7 @@ def _mode_groups(wanted: TableInputs) -> list[list[Entry]]:
 
 def _ablation_groups(wanted: TableInputs) -> list[list[Entry]]:
     rows = [ablation_entries(wanted.schedule, length, wanted.layers, wanted.folder) for length in wanted.lengths]
-    return [part[start : start + TURNS] for part in rows for start in range(0, len(part), TURNS)]
+    return [part[start : start + GROUP_SIZE] for part in rows for start in range(0, len(part), GROUP_SIZE)]
 
 
 def _sharing_groups(wanted: TableInputs) -> list[list[Entry]]:

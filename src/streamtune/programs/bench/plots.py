@@ -25,10 +25,10 @@ TERMS = {
 }
 """Colours of the terms of a peak, in stacking order."""
 
-ELSEWHERE = {"on host": "#7fb4ff", "on disk": "#b9a3e3"}
+OFFLOAD_COLOURS = {"on host": "#7fb4ff", "on disk": "#b9a3e3"}
 
 
-MARKS: dict[Layout, dict[str, Any]] = {
+LAYOUT_STYLES: dict[Layout, dict[str, Any]] = {
     "row": {"marker": "o", "linestyle": "-"},
     "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
     "separate": {"marker": "x", "linestyle": ":", "markersize": 8, "markeredgewidth": 2},
@@ -45,7 +45,7 @@ def draw_bench(report: BenchReport, *, title: str) -> bytes:
     memory, seconds = figure.subplots(1, 2)
     for mode, layout in dict.fromkeys((row.mode, row.layout) for row in report.rows):
         rows = [row for row in report.rows if (row.mode, row.layout) == (mode, layout)]
-        style = {"color": COLOURS[mode], "linewidth": 2.2, "label": LABELS[mode], **MARKS[layout]}
+        style = {"color": COLOURS[mode], "linewidth": 2.2, "label": LABELS[mode], **LAYOUT_STYLES[layout]}
         if report.packed_rows:
             tokens = {"row": "one row", "packed": "packed rows", "separate": "rows apart"}[layout]
             style["label"] += f", {tokens if layout == 'row' else f'{report.packed_rows} {tokens}'}"
@@ -65,7 +65,7 @@ def draw_time(report: TableReport, figure: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     seconds, ratio = figure.subplots(1, 2)
-    for rows, style in _lines(report):
+    for rows, style in _mode_lines(report):
         draw_line(seconds, [(row.length, row.step_s) for row in rows], style)
         draw_line(ratio, [(row.length, row.to_checkpoint) for row in rows], style)
     style_axes(seconds, "Forward and backward (s)")
@@ -81,12 +81,12 @@ def draw_time(report: TableReport, figure: Any) -> None:
 def draw_memory(report: TableReport, figure: Any) -> None:
     over, parts = figure.subplots(1, 2)
     name, unit = report.unit
-    for rows, style in _lines(report):
+    for rows, style in _mode_lines(report):
         draw_line(over, [(row.length, row.peak_bytes and row.peak_bytes / unit) for row in rows], style)
     style_axes(over, f"Peak of a step on the device ({name})")
     over.legend(frameon=False, labelcolor=INK, fontsize=8)
     longest = max((row.length for row in report.rows), default=0)
-    _stack(parts, [row for row in report.rows if row.length == longest], unit)
+    _draw_stacks(parts, [row for row in report.rows if row.length == longest], unit)
     parts.set_title(f"Terms of the peak at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
     parts.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
 
@@ -97,7 +97,7 @@ def draw_ablation(report: TableReport, figure: Any) -> None:
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
     time, places = _time_and_memory(report, rows, figure)
     for place, row in zip(places, rows, strict=True):
-        _ratio(time, place, row)
+        _write_ratio(time, place, row)
     for row in rows:
         if row.to_checkpoint is not None and (row.mode == "checkpoint" or row.to_default == 1):
             time.axvline(row.to_checkpoint, color=COLOURS[row.mode], linewidth=1, alpha=0.6, zorder=0)
@@ -107,7 +107,7 @@ def draw_ablation(report: TableReport, figure: Any) -> None:
     time.set_xlabel("gradient checkpointing = 1", color=INK, fontsize=9)
 
 
-def _ratio(axes: Any, place: float, row: TableRow) -> None:
+def _write_ratio(axes: Any, place: float, row: TableRow) -> None:
     ratio, colour = row.to_checkpoint, COLOURS[row.mode]
     style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
     if ratio is None:
@@ -129,7 +129,7 @@ def draw_longest(report: TableReport, figure: Any) -> None:
     axes.margins(x=0.12)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(f"Tokens of a row that fit {report.asked['budget']}", loc="left", color=INK, fontsize=11)
-    _bare(axes)
+    _hide_frame(axes)
 
 
 def draw_sharing(report: TableReport, figure: Any) -> None:
@@ -164,16 +164,16 @@ def draw_sharing(report: TableReport, figure: Any) -> None:
 def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
     """Draw the memory of rows on the right; return the left axes (for times) and the y position of each row."""
     time, memory = figure.subplots(1, 2, sharey=True)
-    places = _stack(memory, rows, report.unit[1], time)
+    places = _draw_stacks(memory, rows, report.unit[1], time)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
     memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
     shown = memory.get_legend_handles_labels()
     figure.legend(*shown, loc="outside lower right", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
-    _bare(time)
+    _hide_frame(time)
     return time, places
 
 
-def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
+def _mode_lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
     """Return (rows, line style) for each mode."""
     found = []
     for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
@@ -182,7 +182,7 @@ def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
     return found
 
 
-def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
+def _draw_stacks(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
     """Draw a stacked bar of bytes for each row, under section headings; return the y position of each row.
 
     Args:
@@ -204,8 +204,8 @@ def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None)
         labels[place] = row.label if row.section else textwrap.fill(row.label, 24)
     parts = [{**row.terms, "on host": row.host_bytes or 0, "on disk": row.disk_bytes or 0} for row in rows]
     left = [0.0] * len(rows)
-    others = {name: "#2b303b" for part in parts for name in part if name not in TERMS | ELSEWHERE}
-    for name, colour in (TERMS | others | ELSEWHERE).items():
+    others = {name: "#2b303b" for part in parts for name in part if name not in TERMS | OFFLOAD_COLOURS}
+    for name, colour in (TERMS | others | OFFLOAD_COLOURS).items():
         widths = [part.get(name, 0) / unit for part in parts]
         if any(widths):
             axes.barh(places, widths, left=left, color=colour, label=name, height=0.72)
@@ -216,11 +216,11 @@ def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None)
         if tick.get_loc() not in places:
             tick.label1.set_fontweight("bold")
     axes.set_ylim(place + 0.8, -0.8)
-    _bare(axes)
+    _hide_frame(axes)
     return places
 
 
-def _bare(axes: Any) -> None:
+def _hide_frame(axes: Any) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)

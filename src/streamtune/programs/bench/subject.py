@@ -4,7 +4,7 @@ A prompt with several completions, as in a preference pair or a group, is measur
 
     shared   the prompt once, followed by all completions (``engine.Branches``)
     batch    each completion after its own copy of the prompt, as rows of one batch
-    turns    the same rows, each with its own forward and backward
+    turns    the same rows one after another, each with its own forward and backward
 
 The loss is the same number in all layouts: the mean over all tokens of the completions.
 """
@@ -48,7 +48,7 @@ PLURALS = {
     "gradient": "gradients",
     "attention output": "attention outputs",
 }
-"""Names of terms, for kinds of live bytes that are counted under another name."""
+"""Kind of live bytes as :class:`LiveBytes` counts it -> name of the term in tables."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,17 @@ class MeasuredModel:
         self.model = cast(Any, job.make_model()).train()
         self.device = model_device(self.model)
         self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        self._entered: tuple[Mode, Schedule] | None = None
+        self._prepared_for: tuple[Mode, Schedule] | None = None
         self._ready: Ready
         self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
         """Return machine, versions and facts about the model."""
-        return env_of(self.model, self.job, self.device)
+        return describe_environment(self.model, self.job, self.device)
 
     def memory(self, case: Case) -> dict[str, Any]:
-        """Return the peaks in bytes of a step with the head and of a step without it, and the terms of the former."""
-        batches = self._prepared(case)
+        """Return the peak bytes of a step, in total and by term; also the activation peak without the LM head."""
+        batches = self._prepare(case)
         weights = held_bytes(self.model)
         layers = decoder_layers(self.model)
         with LiveBytes(self.model, layers) as whole:
@@ -129,23 +129,23 @@ class MeasuredModel:
     def time(self, case: Case) -> dict[str, Any]:
         """Return the seconds of a step's forwards and backwards, its loss and its gradient norm."""
         forward = backward = loss_sum = 0.0
-        entered = self._entered
-        batches = self._prepared(case)
-        if self.device.type == "cuda" and self._entered != entered:  # a first step fills the allocator's cache
+        entered = self._prepared_for
+        batches = self._prepare(case)
+        if self.device.type == "cuda" and self._prepared_for != entered:  # a first step fills the allocator's cache
             self._step(batches)
             self.model.zero_grad(set_to_none=True)
         for batch in batches:
-            start = self._now()
+            start = self._synchronised_time()
             loss: Any = self._loss(batch)
-            middle = self._now()
+            middle = self._synchronised_time()
             loss.backward()
-            forward, backward = forward + middle - start, backward + self._now() - middle
+            forward, backward = forward + middle - start, backward + self._synchronised_time() - middle
             loss_sum += float(loss.detach())
         norms = [p.grad.norm(dtype=torch.float64) for p in self.model.parameters() if p.grad is not None]
         return {
             "forward_s": forward,
             "backward_s": backward,
-            "rss_bytes": _peak_rss(),
+            "rss_bytes": _peak_resident_bytes(),
             "loss": loss_sum,
             "grad_norm": float(torch.stack(norms).norm()),
         }
@@ -153,19 +153,19 @@ class MeasuredModel:
     def leave(self) -> None:
         """Undo the preparation of the current mode."""
         self._exit.close()
-        self._entered = None
+        self._prepared_for = None
         self.model.zero_grad(set_to_none=True)
 
-    def _prepared(self, case: Case) -> list[Batch]:
+    def _prepare(self, case: Case) -> list[Batch]:
         """Prepare the model for a case and clear its gradients; return the batches."""
         wanted = (case.mode, case.schedule)
-        if self._entered != wanted:
+        if self._prepared_for != wanted:
             self.leave()
             way = MODE_SETUPS[case.mode]
-            if lacks := way.lacks(self.device.type):
-                raise UnsupportedModelError(lacks)
-            self._ready = self._exit.enter_context(way.entered(self.model, case.schedule))
-            self._entered = wanted
+            if reason := way.why_unavailable(self.device.type):
+                raise UnsupportedModelError(reason)
+            self._ready = self._exit.enter_context(way.prepare(self.model, case.schedule))
+            self._prepared_for = wanted
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(0)
         if self.job.completions is not None:
@@ -176,7 +176,7 @@ class MeasuredModel:
             ids = torch.randint(0, self._vocabulary, (sharing_tokens(case.length),), device=self.device)
             return sharing_batches(ids, case.length, case.layout)
         ids = torch.randint(0, self._vocabulary, (self.job.batch_size, case.length), device=self.device)
-        return _lay_out(ids, case.layout, case.packed_rows)
+        return _layout_batches(ids, case.layout, case.packed_rows)
 
     def _step(self, batches: list[Batch]) -> None:
         for batch in batches:
@@ -198,13 +198,13 @@ class MeasuredModel:
                 hidden = last_hidden_state(self.model, batch)
             hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
 
-    def _now(self) -> float:
+    def _synchronised_time(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
 
-def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
+def describe_environment(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
     """Return machine, versions and facts about the model, as JSON values."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
@@ -222,7 +222,7 @@ def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _lay_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
+def _layout_batches(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
     """Return the batches of a step; separate rows get a batch each."""
     if layout == "row":
         return [{"input_ids": ids}]
@@ -239,7 +239,7 @@ def _logical_size(parameter: Tensor) -> int:
     return parameter.numel() if state is None else state.shape.numel()
 
 
-def _peak_rss() -> int | None:
+def _peak_resident_bytes() -> int | None:
     try:
         import resource
     except ImportError:  # not on Windows

@@ -18,7 +18,7 @@ from streamtune.train.staging import check_outputs, write_output
 TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
 
 DEFAULT = "the recipe's schedule"
-"""Label of the row with which an ablation compares the others."""
+"""Label of the row with which an ablation compares all other rows."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Entry:
         case: The measurement.
         label: Name of the row.
         section: Heading above the row; empty if the table has no sections.
-        to_checkpoint, to_default: True if other rows are compared with this one, as checkpointing or as the default.
+        to_checkpoint, to_default: True if this row is the denominator of the figure of that name in other rows.
     """
 
     case: Case
@@ -195,7 +195,7 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
         Entry(Case("stream", length, schedule), DEFAULT, "compared with", to_default=True),
     ]
     seen = {schedule}
-    for section, label, changes in _changes(schedule, length, layers, folder):
+    for section, label, changes in _changed_schedules(schedule, length, layers, folder):
         changed = replace(schedule, **changes)
         if changed not in seen:
             entries.append(Entry(Case("stream", length, changed), label, section))
@@ -203,13 +203,15 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
     return entries
 
 
-def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _changed_schedules(
+    schedule: Schedule, length: int, layers: int, folder: str
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (section, label, changed fields) of each schedule of an ablation."""
     disk = {"offload": "disk", "offload_dir": folder}
     half = max(1, layers // 2)
-    for size in _around(schedule.chunk_size, length):
+    for size in _nearby_sizes(schedule.chunk_size, length):
         yield "chunk of a layer", f"{size:,} tokens", {"chunk_size": size}
-    for size in _around(schedule.head_chunk_size, length):
+    for size in _nearby_sizes(schedule.head_chunk_size, length):
         yield "chunk of the head", f"{size:,} tokens of the head", {"head_chunk_size": size}
     yield "layer inputs", "on host", {"offload": "host"}
     yield "layer inputs", "on disk", disk
@@ -235,7 +237,7 @@ def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Itera
     yield "together", "least memory: two levels, disk, small chunks", least
 
 
-def _around(size: int, length: int) -> list[int]:
+def _nearby_sizes(size: int, length: int) -> list[int]:
     """Return 1/4, 1/2, 2 and 4 times a size, at most ``length`` and without the size itself."""
     return sorted({min(length, max(1, s)) for s in (size // 4, size // 2, 2 * size, 4 * size)} - {size})
 

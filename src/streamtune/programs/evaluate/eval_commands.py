@@ -30,46 +30,70 @@ def evaluate(
     ] = None,
     checkpoint: Annotated[
         str | None,
-        option("NAME|STEP", "Checkpoint of the run to evaluate, such as step-000100. [default: the final model]"),
+        option(
+            "NAME|STEP", "Checkpoint of the run to evaluate, such as step-000100 or 100. [default: the final model]"
+        ),
     ] = None,
-    split: Annotated[str, option("held-out|train|all", "Rows to score. [default: held-out]")] = "held-out",
+    split: Annotated[
+        str,
+        option("held-out|train|all", "Rows to score: held-out rows, training rows, or both. [default: held-out]"),
+    ] = "held-out",
     max_rows: Annotated[int | None, option("N", "Score only the first N rows of each split.", least=1)] = None,
     needle: Annotated[
-        bool, option(None, "Probe retrieval: hide a code in text of the rows and ask for it.", "--needle")
+        bool,
+        option(None, "Test retrieval: hide a random code in text from the rows, and ask the model for it.", "--needle"),
     ] = False,
     needle_lengths: Annotated[
-        str | None, option("N,N,...", "Tokens of prompt plus answer. [default: powers of two up to max_length]")
+        str | None,
+        option(
+            "N,N,...",
+            "With --needle: lengths of prompt plus answer, in tokens. [default: powers of two up to max_length]",
+        ),
     ] = None,
     needle_depths: Annotated[
-        str, option("X,X,...", f"Percentages of the text before the code. [default: {DEPTHS}]")
+        str,
+        option(
+            "X,X,...",
+            f"With --needle: positions of the code, as the percentage of the text before it. [default: {DEPTHS}]",
+        ),
     ] = DEPTHS,
-    needle_trials: Annotated[int, option("N", "Trials for each length and depth. [default: 3]", least=1)] = 3,
+    needle_trials: Annotated[
+        int,
+        option("N", "With --needle: number of prompts for each length and depth. [default: 3]", least=1),
+    ] = 3,
     lm_eval: Annotated[
-        str | None, option("TASK,...", "Run tasks of lm-evaluation-harness (if installed), by name or YAML file.")
+        str | None,
+        option(
+            "TASK,...", "Tasks of lm-evaluation-harness to run, by name or YAML file; the package must be installed."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, option("DIR", "New or empty folder for eval.json and pictures. [default: RUN/eval]")
+        Path | None,
+        option(
+            "DIR", "Folder for eval.json and plots; must be new or empty. [default: RUN/eval, if the model is a run]"
+        ),
     ] = None,
     set_: SetOption = None,
     allow_code: AllowCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Evaluate a trained model on held-out rows, streamed and without gradients.
+    """Evaluate a trained model on the held-out rows of a recipe.
 
-    Reports loss by dataset and by position (sft), preference accuracy and margins (dpo), or rewards (grpo).
+    Reports loss by dataset and by position in the row (sft), accuracy and margins of preferences (dpo), or rewards
+    (grpo). The model is streamed and computes no gradients.
     """
-    lengths = tuple(_whole(part) for part in _parts(needle_lengths))
-    depths = tuple(_percent(part) for part in _parts(needle_depths))
+    lengths = tuple(_parse_length(part) for part in _split_commas(needle_lengths))
+    depths = tuple(_parse_percent(part) for part in _split_commas(needle_depths))
     if (needle_lengths is not None or needle_depths != DEPTHS) and not needle:
         raise ArgumentError(
             "--needle-lengths and --needle-depths need --needle", where="--needle-lengths", fix="add --needle"
         )
     if not model.is_dir():
         raise ArgumentError(f"there is no folder {model}", fix="give a run, or a folder with a model or adapters")
-    path = recipe or _own_recipe(model)
+    path = recipe or _run_recipe_path(model)
     if path is None:
         raise ArgumentError(f"{model} is not a run with a recipe.yaml", fix="give a recipe as second argument")
-    tasks = tuple(_parts(lm_eval))
+    tasks = tuple(_split_commas(lm_eval))
     loaded = read_recipe(path, [*(set_ or []), *(["allow_code=true"] if allow_code else [])], connects=bool(tasks))
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArgumentError(f"{output} exists and is not empty", where="--output", fix="give a new folder")
@@ -112,7 +136,7 @@ def evaluate(
     print_hanging(Text("Next: ", style="bold"), Text(following))
 
 
-def _own_recipe(model: Path) -> Path | None:
+def _run_recipe_path(model: Path) -> Path | None:
     """Return the recipe of the run that is, or contains, the folder ``model``; None if there is none."""
     here = model.resolve()
     for folder in (here, *list(here.parents)[:3]):
@@ -121,11 +145,11 @@ def _own_recipe(model: Path) -> Path | None:
     return None
 
 
-def _parts(text: str | None) -> list[str]:
+def _split_commas(text: str | None) -> list[str]:
     return [] if text is None else [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _whole(text: str) -> int:
+def _parse_length(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(
             f"must be numbers of tokens, found '{text}'", where="--needle-lengths", fix="write 1024,4096"
@@ -133,7 +157,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _percent(text: str) -> float:
+def _parse_percent(text: str) -> float:
     try:
         value: Any = float(text)
     except ValueError:
@@ -160,9 +184,9 @@ def print_evaluation(found: Mapping[str, Any]) -> None:
         found: The document from :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
     """
     for split, part in found["splits"].items():
-        print_hanging(Text(f"{split}: ", style="bold"), Text(_summary(part)))
+        print_hanging(Text(f"{split}: ", style="bold"), Text(_describe_split(part)))
     if found.get("needle"):
-        print_hanging(Text("needle: ", style="bold"), Text(_needle_summary(found["needle"])))
+        print_hanging(Text("needle: ", style="bold"), Text(_describe_needles(found["needle"])))
     out.print()
     for split, part in found["splits"].items():
         if "positions" in part:
@@ -175,22 +199,22 @@ def print_evaluation(found: Mapping[str, Any]) -> None:
         _print_harness(found["lm_eval"])
 
 
-def _summary(part: Mapping[str, Any]) -> str:
+def _describe_split(part: Mapping[str, Any]) -> str:
     """Return the result of a split in one line."""
     if "positions" in part:
-        error = "" if part["standard_error"] is None else f" +- {_number(part['standard_error'])} (standard error)"
+        error = "" if part["standard_error"] is None else f" +- {_show_number(part['standard_error'])} (standard error)"
         tokens = f"{part['tokens']:,} trained tokens of {part['rows']:,} rows"
-        loss = f"loss {_number(part['loss'])}{error} nats per token"
-        return f"{loss}, perplexity {_number(part['perplexity'])}; {tokens}"
+        loss = f"loss {_show_number(part['loss'])}{error} nats per token"
+        return f"{loss}, perplexity {_show_number(part['perplexity'])}; {tokens}"
     means = [
-        f"{name} {_number(part['metrics'][name]['mean'])}"
+        f"{name} {_show_number(part['metrics'][name]['mean'])}"
         for name in ("loss", "rewards/accuracies", "reward")
         if name in part["metrics"]
     ]
     return f"{', '.join(means)}; {part['rows']:,} rows"
 
 
-def _needle_summary(found: Mapping[str, Any]) -> str:
+def _describe_needles(found: Mapping[str, Any]) -> str:
     """Return the result of the needle probe in one line."""
     cells = found["cells"]
     matched, trials = sum(cell["matched"] for cell in cells), sum(cell["trials"] for cell in cells)
@@ -204,13 +228,13 @@ def _print_losses(split: str, part: Mapping[str, Any]) -> None:
     columns = ("tokens", "loss", "+-", "perplexity")
     table = _table(f"{split}, by set", *columns)
     for row in [*part["sets"], {"name": "all", **part}]:
-        table.add_row(plain(row["name"]), f"{row['tokens']:,}", *map(_number, _figures(row)))
+        table.add_row(plain(row["name"]), f"{row['tokens']:,}", *map(_show_number, _loss_figures(row)))
     _show(table)
     table = _table(f"{split}, by position", *columns, Column("lowest to highest", no_wrap=True))
     losses = [row["loss"] for row in part["positions"]]
     for row in part["positions"]:
         name = f"{row['from']:,} to {row['to'] - 1:,}"
-        table.add_row(name, f"{row['tokens']:,}", *map(_number, _figures(row)), _bar(row["loss"], losses))
+        table.add_row(name, f"{row['tokens']:,}", *map(_show_number, _loss_figures(row)), _bar(row["loss"], losses))
     _show(table)
     out.print(Text(context_sentence(part["context"])))
     out.print()
@@ -225,8 +249,8 @@ def _print_metrics(split: str, part: Mapping[str, Any]) -> None:
         totals = ("mean", "+-") if number == 0 else ()
         table = _table(f"{split}, {part['rows']:,} rows", *totals, *(plain(each["name"]) for each in shown))
         for name, figure in part["metrics"].items():
-            own = [_number(each["metrics"].get(name, {}).get("mean")) for each in shown]
-            total = [_number(figure["mean"]), _number(figure["standard_error"])] if number == 0 else []
+            own = [_show_number(each["metrics"].get(name, {}).get("mean")) for each in shown]
+            total = [_show_number(figure["mean"]), _show_number(figure["standard_error"])] if number == 0 else []
             table.add_row(plain(name), *total, *own)
         _show(table)
 
@@ -268,7 +292,9 @@ def _print_harness(found: Mapping[str, Any]) -> None:
     table = _table("lm-evaluation-harness", "figure", "value")
     for task, figures in found.items():
         for name, value in figures.items():
-            table.add_row(plain(task), plain(name), _number(value) if isinstance(value, float) else json.dumps(value))
+            table.add_row(
+                plain(task), plain(name), _show_number(value) if isinstance(value, float) else json.dumps(value)
+            )
     _show(table)
 
 
@@ -290,24 +316,27 @@ def _bar(value: float, values: Sequence[float]) -> str:
     return bar(part, BAR)
 
 
-def _figures(row: Mapping[str, Any]) -> Sequence[float | None]:
+def _loss_figures(row: Mapping[str, Any]) -> Sequence[float | None]:
     return [row["loss"], row["standard_error"], row["perplexity"]]
 
 
-def _number(value: float | None) -> str:
+def _show_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
 def teach(
     recipe: RecipeArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help=f"File to write, NAME{TEACHER_FILE}.")],
-    top_k: Annotated[int, option("K", "Number of teacher tokens saved per position. [default: 64]", least=1)] = 64,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help=f"File to write; its name must end in {TEACHER_FILE}.")],
+    top_k: Annotated[
+        int,
+        option("K", "Number of the teacher's most probable tokens saved per position. [default: 64]", least=1),
+    ] = 64,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Save the teacher's top-k log-probabilities at each trained token, for offline distillation.
+    """Save the teacher's top-k log-probabilities at each trained token of the recipe's rows, for offline distillation.
 
-    A run with `--set teacher=OUT` distils from the file and does not load the teacher model.
+    A run with `--set teacher=OUT` distils from this file without loading the teacher model.
     """
     if not output.name.endswith(TEACHER_FILE):
         raise ArgumentError(

@@ -30,7 +30,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         ArgumentError: The folder is not writable, or holds a file of the same name that no evaluation wrote.
     """
-    replaceable = _written_before(folder)
+    replaceable = _earlier_file_names(folder)
     for name in NAMES:
         path = folder / name
         if (path.exists() or path.is_symlink()) and name not in replaceable:
@@ -47,7 +47,7 @@ def check_folder(folder: Path) -> None:
         ) from error
 
 
-def _written_before(folder: Path) -> set[str]:
+def _earlier_file_names(folder: Path) -> set[str]:
     """Return the names of the files that the last evaluation wrote to a folder."""
     path = folder / DOCUMENT
     if path.is_symlink():
@@ -73,7 +73,7 @@ def write_results(folder: Path, found: dict[str, Any], *, title: str) -> list[Pa
     if found.get("needle") is not None:
         pictures[NEEDLES] = draw_needles(found["needle"], title=title)
     drawn = {name: picture for name, picture in pictures.items() if picture is not None}
-    stale = _written_before(folder) - {DOCUMENT, *drawn}
+    stale = _earlier_file_names(folder) - {DOCUMENT, *drawn}
     found["files"] = [DOCUMENT, *drawn]
     try:
         for name, picture in drawn.items():
@@ -125,7 +125,7 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, labelcolor=INK)
     _plain_frame(axes)
-    return _png(figure, axes, title)
+    return _render_png(figure, axes, title)
 
 
 @with_default_style
@@ -169,7 +169,7 @@ def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
     figure.supxlabel(
         "in each cell: matching answers / trials, and the gain of the needle in nats per token", fontsize=8
     )
-    return _png(figure, axes, title)
+    return _render_png(figure, axes, title)
 
 
 def _plain_frame(axes: Any) -> None:
@@ -177,7 +177,7 @@ def _plain_frame(axes: Any) -> None:
     axes.tick_params(colors=INK)
 
 
-def _png(figure: Any, axes: Any, title: str) -> bytes:
+def _render_png(figure: Any, axes: Any, title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     # A name is not a formula: show `$` unchanged.

@@ -103,7 +103,7 @@ class LossSums:
             self.thirds.append((float(early.double().mean()), float(late.double().mean())))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document's part for one split."""
+        """Return the part of eval.json about one split."""
         bounds = list(_buckets(1 << 62))
         return {
             "rows": sum(self.rows.values()),
@@ -113,10 +113,10 @@ class LossSums:
                 {"from": bounds[number][1], "to": bounds[number][2], **found.to_json()}
                 for number, found in sorted(self.buckets.items())
             ],
-            "context": self._context(),
+            "context": self._context_gain(),
         }
 
-    def _context(self) -> dict[str, Any] | None:
+    def _context_gain(self) -> dict[str, Any] | None:
         """Return how much the loss decreases from the first to the last third; None if no row is long enough.
 
         The standard error is over rows, not tokens, because tokens of one row are correlated.
@@ -239,10 +239,10 @@ class MetricSums:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row count, and mean and standard error of each metric."""
-        return {"rows": self.rows, "metrics": {name: _mean(parts) for name, parts in self.batches.items()}}
+        return {"rows": self.rows, "metrics": {name: _mean_over_batches(parts) for name, parts in self.batches.items()}}
 
 
-def _mean(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
+def _mean_over_batches(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
     """Return the mean and its standard error over batches; None for values that are unknown."""
     parts = [part for part in parts if part[1] > 0]
     count = math.fsum(size for _, size in parts)
@@ -265,11 +265,11 @@ def measure_rows(
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the document's part for one split: the objective's metrics, by set.
+    """Return the part of eval.json about one split: the objective's metrics, by set.
 
     Args:
         task: Task of the recipe.
-        make_built: Returns the built parts of a run with the given rows held out.
+        make_built: Function that builds the parts of a run in which the given rows are held out.
         rows: Preference pairs, single completions, or prompts.
         bf16: True to compute in bfloat16.
         rows_done: Called after each batch with the number of rows done and the total.

@@ -33,7 +33,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import blame_recipe, make_sources
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
-from streamtune.run.weight_choices import as_before
+from streamtune.run.weight_choices import with_saved_precision
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built, chat_options
 
@@ -78,7 +78,7 @@ def evaluate_model(
     Args:
         loaded: Recipe whose rows are scored.
         trained: Model from :func:`streamtune.programs.export.source.find_trained`.
-        options: What to evaluate.
+        options: Parts of the evaluation, and their limits.
         feedback: Callbacks for notes and progress.
 
     Raises:
@@ -92,7 +92,7 @@ def evaluate_model(
     if options.lm_eval:
         check_harness(options.lm_eval)
     with blame_recipe(loaded):
-        recipe = _for_one_process(as_before(loaded.recipe, trained.settings), notify)
+        recipe = _for_single_process(with_saved_precision(loaded.recipe, trained.settings), notify)
         task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
         device = choose_device(recipe.device)
         prepare_libraries(device)
@@ -171,7 +171,7 @@ class _Evaluation:
     feedback: Feedback
 
     def split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
-        """Return the document's part for one split; ``names`` has the set of each row."""
+        """Return the part of eval.json about one split; ``names`` has the set of each row."""
         recipe = self.task.recipe
         rows_done = partial(self.feedback.progress, "rows")
         if self.task.scores:
@@ -211,7 +211,7 @@ class _Evaluation:
         )
 
     def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
-        """Run the needle probe and return its part of the document."""
+        """Run the needle probe and return its part of eval.json."""
         recipe = self.task.recipe
         stack = gather_hay(
             data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
@@ -227,7 +227,7 @@ class _Evaluation:
 
 @contextmanager
 def _explain_out_of_memory(doing: str, fix: str) -> Iterator[None]:
-    """Context manager: turn a lack of memory into an OutOfMemoryError that says what was done and how to fix it."""
+    """Context manager: replace an out-of-memory exception by an OutOfMemoryError that names the work and a fix."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -236,7 +236,7 @@ def _explain_out_of_memory(doing: str, fix: str) -> Iterator[None]:
         raise OutOfMemoryError(f"out of memory while {doing}", fix=fix) from error
 
 
-def _for_one_process(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
+def _for_single_process(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
     """Return the recipe for a single process, in which transformers (not vLLM) generates completions."""
     changes: dict[str, Any] = {"train_batch_size": None, "dataloader_num_workers": 0}
     if getattr(recipe, "use_vllm", False):
@@ -338,7 +338,7 @@ def run_harness(
             where=LM_EVAL_OPTION,
             fix="--debug shows the traceback; run the task with `lm-eval run` on the exported model to compare",
         ) from error
-    return {name: _numbers(figures) for name, figures in found["results"].items()}
+    return {name: _numeric_figures(figures) for name, figures in found["results"].items()}
 
 
 def _task_name(task: str) -> str:
@@ -352,7 +352,7 @@ def _task_name(task: str) -> str:
     raise ArgumentError(f"{task} has no line `task: NAME`", where=LM_EVAL_OPTION, fix="add the line")
 
 
-def _numbers(found: dict[str, Any]) -> dict[str, Any]:
+def _numeric_figures(found: dict[str, Any]) -> dict[str, Any]:
     """Return the numeric results of a task; ``acc,none`` becomes ``acc``."""
     return {
         name.removesuffix(",none"): value

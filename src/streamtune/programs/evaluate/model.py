@@ -34,7 +34,7 @@ class EvaluatedModel:
 
     model: Any
     adapters: bool
-    """True if the model has adapters: without them it is the model before training."""
+    """True if the model has adapters; with adapters switched off it is the model before training."""
 
 
 def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys) -> Any:
@@ -176,14 +176,14 @@ def plan_evaluation(
     """
     if recipe.engine.schedule != "auto":
         return None
-    with _one_trainable(model):
+    with _one_weight_trainable(model):
         found = plan_model(recipe, model, LongestStep(length, completions, reference_bytes), device)
     return found.schedule
 
 
 @contextmanager
-def _one_trainable(model: Any) -> Iterator[None]:
-    """Make the smallest weight of the first layer trainable while inside: a step needs one."""
+def _one_weight_trainable(model: Any) -> Iterator[None]:
+    """Context manager: the first layer's smallest weight is trainable while active, as a planned step requires."""
     layer = decoder_layers(base_of(model))[0]
     weights = [each for each in layer.parameters() if each.is_floating_point()]
     smallest = min(weights, key=lambda each: each.numel())

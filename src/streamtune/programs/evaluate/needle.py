@@ -32,16 +32,16 @@ from streamtune.tasks.rollout import Sampling, TransformersWriter
 
 Ids = npt.NDArray[np.int64]
 
-FIRST, SECOND = (
+KEY_ADJECTIVES, KEY_ANIMALS = (
     ("amber", "cobalt", "crimson", "golden", "ivory", "olive", "silver", "violet"),
     ("badger", "falcon", "heron", "lynx", "otter", "raven", "salmon", "walrus"),
 )
 """Words of a key: one of the first list, one of the second."""
-MARK = "@@streamtune-needle@@"
+TEXT_PLACEHOLDER = "@@streamtune-needle@@"
 """Placeholder for the user's text while the chat template is rendered."""
 MIN_HAY = 16
 """Minimum number of hay tokens in a prompt."""
-SLACK = 8
+EXTRA_TOKENS = 8
 """Number of tokens generated beyond the answer's length."""
 LONGEST_DEFAULT, SHORTEST_DEFAULT = 1024, 64
 
@@ -142,7 +142,7 @@ def gather_hay(
         raise ArgumentError("the rows have no text to hide a needle in", where="datasets")
     if len(hay) < tokens:
         notify(f"the needle probe repeats the rows: they have only {len(hay):,} tokens of text")
-    head, tail, chat = _frame(tokenizer, chat, frame or data.ChatFrame(), notify)
+    head, tail, chat = _frame_tokens(tokenizer, chat, frame or data.ChatFrame(), notify)
     return Haystack(np.array(hay[:tokens], dtype=np.int64), head, tail, chat, tokenizer)
 
 
@@ -150,15 +150,15 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _frame(
+def _frame_tokens(
     tokenizer: Any, chat: bool, frame: data.ChatFrame, notify: Callable[[str], None]
 ) -> tuple[list[int], list[int], bool]:
     """Return the tokens before and after the user's text, and whether the chat template made them."""
     if chat and tokenizer.chat_template:
-        messages = [*frame.system, {"role": "user", "content": MARK}]
+        messages = [*frame.system, {"role": "user", "content": TEXT_PLACEHOLDER}]
         rendered = render_chat(tokenizer, ChatRequest(messages, frame.tools, True, frame.variables))
-        if rendered.count(MARK) == 1:
-            head, _, tail = rendered.partition(MARK)
+        if rendered.count(TEXT_PLACEHOLDER) == 1:
+            head, _, tail = rendered.partition(TEXT_PLACEHOLDER)
             return _encode(tokenizer, head), _encode(tokenizer, tail), True
         notify("the chat template changes or repeats the user's text: the needle probe uses plain text")
     first = list(tokenizer("", verbose=False)["input_ids"])[:1]
@@ -169,7 +169,7 @@ def _frame(
 def _draw_trial(stack: Haystack, length: int, seed: int, number: int) -> _NeedleTrial | None:
     """Return a random trial; None if it does not fit into ``length`` tokens."""
     draw = random.Random(f"needle {seed} {length} {number}")
-    key, code = f"{draw.choice(FIRST)} {draw.choice(SECOND)}", str(draw.randrange(10**6, 10**7))
+    key, code = f"{draw.choice(KEY_ADJECTIVES)} {draw.choice(KEY_ANIMALS)}", str(draw.randrange(10**6, 10**7))
     needle, question, answer = stack.trial(key, code)
     hay = length - sum(map(len, (stack.head, needle, question, stack.tail, answer)))
     if hay < MIN_HAY:
@@ -186,7 +186,7 @@ def probe_needles(
     seed: int,
     cells_done: Callable[[int, int], None] = lambda done, cells: None,
 ) -> dict[str, Any]:
-    """Run the needle probe and return its part of the document: cells with ``matched`` and ``gain``.
+    """Run the needle probe and return its part of eval.json: cells with ``matched`` and ``gain``.
 
     Args:
         streamed: Model to probe.
@@ -232,7 +232,7 @@ def probe_needles(
                 pairs = list(zip(prompts, trials, strict=True))
                 found = [_mean_logprob(streamed, prompt, each.answer) for prompt, each in pairs]
                 matched = [_finds_code(writer, tokenizer, prompt, each) for prompt, each in pairs]
-                cells.append({"length": length, "depth": depth, **_figures(matched, found, without)})
+                cells.append({"length": length, "depth": depth, **_cell_figures(matched, found, without)})
                 cells_done(len(cells), total)
     return {
         "lengths": list(fitting),
@@ -256,12 +256,12 @@ def _mean_logprob(streamed: ScoringModel, prompt: Sequence[int], answer: Sequenc
 
 def _finds_code(writer: TransformersWriter, tokenizer: Any, prompt: list[int], trial: _NeedleTrial) -> bool:
     """Return True if the first word of the greedy completion is the code."""
-    [[written]] = writer.write([prompt], 1, Sampling(len(trial.answer) + SLACK, temperature=0.0))
+    [[written]] = writer.write([prompt], 1, Sampling(len(trial.answer) + EXTRA_TOKENS, temperature=0.0))
     words = tokenizer.decode(written.token_ids, skip_special_tokens=True).split()
     return bool(words) and words[0].strip(".,:;!?\"'`*()") == trial.code
 
 
-def _figures(matched: Sequence[bool], found: Sequence[float], without: Sequence[float]) -> dict[str, Any]:
+def _cell_figures(matched: Sequence[bool], found: Sequence[float], without: Sequence[float]) -> dict[str, Any]:
     """Return the figures of a cell, from each trial's mean log-probability with and without the needle."""
     gain, error = mean_and_error([one - other for one, other in zip(found, without, strict=True)])
     return {

@@ -45,17 +45,17 @@ from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
 
 FLOOR = 2e-6
-"""Error of fp32 arithmetic alone, such as two orders of summation."""
-MEDIAN, LARGEST = 3.0, 4.0
+"""Relative error that fp32 arithmetic alone explains, such as another order of summation."""
+ALLOWED_MEDIAN, ALLOWED_LARGEST = 3.0, 4.0
 """Allowed multiples of the yardstick for the median and the largest token error."""
-ROUTED = 0.05
+ROUTED_FRACTION = 0.05
 """Fraction of tokens that may be routed to another expert."""
-DRAWS = 2
+ROUNDING_DRAWS = 2
 """Number of random roundings in the yardstick."""
 LOGITS_BYTES = 256 << 20
 """Maximum size of the stored logits, in bytes."""
 NO_VERDICT_FROM = 0.3
-"""Allowed median error from which a comparison proves nothing."""
+"""If the allowed median error is at least this, the comparison proves nothing."""
 
 Doing = Callable[[str], AbstractContextManager[Any]]
 
@@ -71,11 +71,11 @@ class AsTrained:
     yardstick: Tensor
     """Largest error of each token over the roundings N, ``[tokens]``."""
     margins: float
-    """Largest change of one logit by a rounding."""
+    """Largest change of one logit by the random roundings N."""
     effect: float
-    """``|base - R| / |R|``: effect of the adapters; 0 without adapters."""
+    """``|base - R| / |R|``: relative change of the logits by the adapters; 0 without adapters."""
     own: float
-    """``|own - R| / |R|``: error of computing in the model's own dtype."""
+    """Relative error of the logits if the model computes in its own dtype instead of fp32."""
     own_margin: float
     """Largest difference of one logit between the model's own dtype and fp32."""
     written: list[int]
@@ -108,14 +108,14 @@ class Differences:
     may_be_beyond: int
     effect: float
     own: float
-    """Error of the trained model in its own dtype."""
+    """Relative error of the trained model's logits if it computes in its own dtype."""
     own_after: float
-    """Error of the written model in its own dtype."""
+    """Relative error of the written model's logits if it computes in its own dtype."""
     text_parts_at: int | None
     """Position of the first greedy token that differs; None if all are equal."""
     text_tokens: int
     text_tie: bool
-    """True if a rounding explains the first difference."""
+    """True if rounding explains the first token that differs."""
     before: list[int]
     after: list[int]
 
@@ -131,7 +131,9 @@ class Differences:
         if self.passes:
             return ""
         if not self.allowed_median < NO_VERDICT_FROM:  # NaN as well
-            return f"no verdict: one rounding of weights changes the logits by {self.allowed_median / MEDIAN:.1g}"
+            return (
+                f"no verdict: one rounding of weights changes the logits by {self.allowed_median / ALLOWED_MEDIAN:.1g}"
+            )
         if not self.median <= self.allowed_median:
             return (
                 f"the median error of its logits is {self.median:.1e}; one rounding of the weights explains at most "
@@ -167,20 +169,20 @@ def measure(
     with doing("logits of the trained model"):
         with widened(model):
             logits = [row_logits(model, row) for row in rows]
-        size = _norm(logits)
+        size = _total_norm(logits)
         own = [row_logits(model, row) for row in rows]
-    own_error = _distance(own, logits) / size
-    own_margin = _largest(own, logits)
+    own_error = _relative_difference(own, logits) / size
+    own_margin = _largest_difference(own, logits)
     del own
     effect = 0.0
     if hasattr(model, "disable_adapter"):
         with doing("logits without the adapters"), model.disable_adapter(), widened(model):
-            effect = _distance((row_logits(model, row) for row in rows), logits) / size
-    yardstick, margin = torch.full((sum(each.shape[0] for each in logits),), FLOOR / MEDIAN), 0.0
-    for seed in range(DRAWS if dtype is not None else 0):
+            effect = _relative_difference((row_logits(model, row) for row in rows), logits) / size
+    yardstick, margin = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN), 0.0
+    for seed in range(ROUNDING_DRAWS if dtype is not None else 0):
         assert dtype is not None
         with (
-            doing(f"logits with the weights rounded at random, {seed + 1} of {DRAWS}"),
+            doing(f"logits with the weights rounded at random, {seed + 1} of {ROUNDING_DRAWS}"),
             widened(model, Rounding(model, dtype, everything=everything, seed=seed)),
         ):
             errors, largest = row_errors(model, rows, logits)
@@ -210,11 +212,14 @@ def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text:
         with widened(model):
             errors, largest_logit = row_errors(model, rows, trained.logits)
         sizes = torch.cat([each.norm(dim=-1) for each in trained.logits])
-        size = _norm(trained.logits)
+        size = _total_norm(trained.logits)
         after = [row_logits(model, row) for row in rows]
-        own_after, own_margin = _distance(after, trained.logits) / size, _largest(after, trained.logits)
+        own_after, own_margin = (
+            _relative_difference(after, trained.logits) / size,
+            _largest_difference(after, trained.logits),
+        )
         del after
-    allowed = LARGEST * float(trained.yardstick.max())
+    allowed = ALLOWED_LARGEST * float(trained.yardstick.max())
     with doing("greedy text of the written model"):
         written, _ = _greedy(model, trained.prompt, len(trained.scores))
     parts = next(
@@ -228,16 +233,17 @@ def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text:
         largest=float(errors.max()),
         relative=float((errors * sizes).norm()) / size,
         largest_logit=largest_logit,
-        allowed_median=MEDIAN * float(trained.yardstick.median()),
+        allowed_median=ALLOWED_MEDIAN * float(trained.yardstick.median()),
         allowed_largest=allowed,
         beyond=int((~(errors <= allowed)).sum()),  # NaN is beyond
-        may_be_beyond=max(1, int(ROUTED * len(errors))) if trained.routed else 0,
+        may_be_beyond=max(1, int(ROUTED_FRACTION * len(errors))) if trained.routed else 0,
         effect=trained.effect,
         own=trained.own,
         own_after=own_after,
         text_parts_at=parts,
         text_tokens=len(trained.written),
-        text_tie=parts is not None and _is_tie(trained, written, parts, LARGEST * (trained.own_margin + own_margin)),
+        text_tie=parts is not None
+        and _is_tie(trained, written, parts, ALLOWED_LARGEST * (trained.own_margin + own_margin)),
         before=trained.written,
         after=written,
     )
@@ -268,15 +274,15 @@ def row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor
     return torch.cat(errors), largest
 
 
-def _distance(found: Iterator[Tensor] | Sequence[Tensor], want: Sequence[Tensor]) -> float:
+def _relative_difference(found: Iterator[Tensor] | Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return sum(float((a - b).norm()) ** 2 for a, b in zip(found, want, strict=True)) ** 0.5
 
 
-def _norm(logits: Sequence[Tensor]) -> float:
+def _total_norm(logits: Sequence[Tensor]) -> float:
     return sum(float(each.norm()) ** 2 for each in logits) ** 0.5 or 1.0
 
 
-def _largest(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+def _largest_difference(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
 
 
@@ -306,11 +312,11 @@ def _is_mixture(model: nn.Module) -> bool:
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 
-ROWS = 4
+MAX_ROWS = 4
 """Maximum number of rows to compare."""
 FIRST_ROWS = 16
 """Number of rows read from each source."""
-TOKENS = 256
+MAX_TOKENS = 256
 """Maximum number of tokens used of each row, from its start."""
 PROMPT_TOKENS = 64
 """Maximum number of prompt tokens for the greedy text."""
@@ -336,9 +342,9 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
     Random tokens are joined by the recipe's sample prompt, if it has one.
     """
     vocabulary = base_of(model).get_input_embeddings().weight.shape[0]
-    at_most = max(16, min(ROWS * TOKENS, LOGITS_BYTES // (4 * vocabulary)))
+    at_most = max(16, min(MAX_ROWS * MAX_TOKENS, LOGITS_BYTES // (4 * vocabulary)))
     config = base_of(model).config.get_text_config(decoder=True)
-    limit = min(TOKENS, getattr(config, "max_position_embeddings", None) or TOKENS)
+    limit = min(MAX_TOKENS, getattr(config, "max_position_embeddings", None) or MAX_TOKENS)
     found: list[tuple[list[int], str]] = []
     why = "no run names its data"
     if trained.loaded is not None:
@@ -351,12 +357,12 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
         left = at_most
         rows: list[Tensor] = []
         for ids, _ in found:
-            if left >= 2 and len(rows) < ROWS:
+            if left >= 2 and len(rows) < MAX_ROWS:
                 rows.append(torch.tensor([ids[: min(limit, left)]]))
                 left -= rows[-1].shape[1]
         tokens = sum(row.shape[1] for row in rows)
         named = f"{found[0][1]} and {len(rows) - 1} more" if len(rows) > 1 else found[0][1]
-        return CheckRows(rows, _prompt(rows[0], limit), f"{named}: {tokens:,} tokens", own=True)
+        return CheckRows(rows, _prompt_of_row(rows[0], limit), f"{named}: {tokens:,} tokens", own=True)
     recipe = trained.loaded.recipe if trained.loaded is not None else None
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(min(vocabulary, max(len(tokenizer), 2)), (1, min(limit, at_most)), generator=generator)
@@ -365,12 +371,12 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
         if len(ids) >= 2:
             rows = [torch.tensor([ids]), drawn]
             notify(f"{why}: the models are compared on the sample prompt and on random tokens")
-            return CheckRows(rows, _prompt(rows[0], limit), "the sample prompt and random tokens", own=False)
+            return CheckRows(rows, _prompt_of_row(rows[0], limit), "the sample prompt and random tokens", own=False)
     notify(f"{why}: the models are compared on random tokens")
-    return CheckRows([drawn], _prompt(drawn, limit), f"{drawn.shape[1]:,} random tokens", own=False)
+    return CheckRows([drawn], _prompt_of_row(drawn, limit), f"{drawn.shape[1]:,} random tokens", own=False)
 
 
-def _prompt(row: Tensor, limit: int) -> Tensor:
+def _prompt_of_row(row: Tensor, limit: int) -> Tensor:
     """Return the start of a row as a prompt: at most half of it, and :data:`PROMPT_TOKENS` tokens."""
     return row[:, : max(1, min(PROMPT_TOKENS, row.shape[1] // 2, limit - 32 if limit > 48 else 1))]
 
@@ -383,10 +389,10 @@ def _run_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
     fix_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).train
-    return [(ids, row.origin) for row in rows[: 4 * ROWS] if len(ids := _ids(row)) >= 2]
+    return [(ids, row.origin) for row in rows[: 4 * MAX_ROWS] if len(ids := _row_ids(row)) >= 2]
 
 
-def _ids(row: Any) -> list[int]:
+def _row_ids(row: Any) -> list[int]:
     """Return the token ids of a row; for a tree, of its prompt and first completion."""
     if isinstance(row, data.Tree):
         return [*row.prompt, *row.completions[0]]

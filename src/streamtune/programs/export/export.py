@@ -19,7 +19,7 @@ from streamtune import models
 from streamtune.base.adapters import ADAPTERS, base_of
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export.check import AsTrained, Differences, Doing, choose_rows, compare, measure
-from streamtune.programs.export.elsewhere import check_convertible, check_gguf, check_push, push_folder, write_gguf
+from streamtune.programs.export.gguf_and_hub import check_convertible, check_gguf, check_push, push_folder, write_gguf
 from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
 from streamtune.programs.export.source import (
     Notify,
@@ -87,7 +87,7 @@ class ExportReport:
     onto: str | None
     """``trained`` or ``original`` for a model merged after QLoRA; None otherwise."""
     trained_base: bool | None
-    """True if the adapters trained on this base, False if on another one; None if unknown."""
+    """True if the adapters were trained on this base, False if on another base; None if unknown."""
     weights: str
     """Description of the folder's content."""
     files: list[str]

@@ -20,7 +20,7 @@ from streamtune.cli.console import (
     print_rows,
     print_title,
 )
-from streamtune.cli.options import JsonOption, option, wait_passively
+from streamtune.cli.options import JsonOption, let_idle_threads_sleep, option
 
 if TYPE_CHECKING:
     from streamtune.programs.export.export import ExportReport
@@ -39,51 +39,63 @@ def export(
         Path, typer.Argument(metavar="OUT", help="Folder to write; it must be new or empty.", show_default=False)
     ],
     checkpoint: Annotated[
-        str | None, option("NAME|STEP", "Export this checkpoint of the run. [default: its final model]")
+        str | None,
+        option("NAME|STEP", "Checkpoint of the run to export, such as step-000100 or 100. [default: the final model]"),
     ] = None,
     merge: Annotated[
         bool,
-        typer.Option("--merge/--no-merge", help="Merge adapters into their base model, or export the adapters alone."),
+        typer.Option(
+            "--merge/--no-merge", help="Merge adapters into their base model; else export the adapters alone."
+        ),
     ] = True,
     onto: Annotated[
         Literal["trained", "original"],
         option(
             "trained|original",
-            "qlora only. trained: merge into the dequantised base that was trained on. original: merge into the "
-            "unquantised base, which is a different model. [default: trained]",
+            "Base to merge QLoRA adapters into. trained: the quantised base of training, dequantised. original: the "
+            "base before quantisation, which gives a different model. [default: trained]",
         ),
     ] = "trained",
     base: Annotated[
-        str | None, option("PATH", "Base model of the adapters. [default: the one that the run records]")
+        str | None,
+        option("PATH", "Base model of the adapters. [default: the one recorded in the run or with the adapters]"),
     ] = None,
     dtype: Annotated[
         str | None, option("float32|bfloat16|float16", "Dtype of the written weights. [default: the dtype of training]")
     ] = None,
-    max_shard_size: Annotated[str, option("SIZE", "Largest weight file. [default: 5GB]")] = "5GB",
+    max_shard_size: Annotated[str, option("SIZE", "Maximum size of a weight file. [default: 5GB]")] = "5GB",
     check: Annotated[
         bool,
         typer.Option(
             "--check/--no-check",
-            help="Check that logits and greedy output match the trained model; fail if they do not.",
+            help="Compare logits and greedy output with the trained model; fail if they differ by more than rounding.",
         ),
     ] = True,
-    device: Annotated[Literal["cpu", "cuda"], option("cpu|cuda", "Device of the comparison. [default: cpu]")] = "cpu",
+    device: Annotated[
+        Literal["cpu", "cuda"], option("cpu|cuda", "Device that runs the comparison. [default: cpu]")
+    ] = "cpu",
     gguf: Annotated[
-        str | None, option("TYPE", "Also write a GGUF file of this type, by llama.cpp's converter: f16, bf16, q8_0 ...")
+        str | None,
+        option(
+            "TYPE",
+            "Also write a GGUF file of this type with llama.cpp's converter: f32, f16, bf16, q8_0, tq1_0, tq2_0, auto.",
+        ),
     ] = None,
-    llama_cpp: Annotated[Path | None, option("DIR", "Folder of llama.cpp, if its converter is not on PATH.")] = None,
-    push: Annotated[str | None, option("NAME/MODEL", "Upload to this repository on the hub.")] = None,
+    llama_cpp: Annotated[
+        Path | None, option("DIR", "Folder of llama.cpp's source, if its converter is not on PATH.")
+    ] = None,
+    push: Annotated[str | None, option("NAME/MODEL", "Hub repository to upload the model to.")] = None,
     public: Annotated[
         bool, option(None, "Create the repository of --push as public. [default: private]", "--public")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a trained model in Hugging Face format, adapters merged, and check that it is the same model.
+    """Write a trained model in Hugging Face format with adapters merged, and compare it with the trained model.
 
-    Exits with 1 if the written model differs from the trained model by more than the rounding of its weights.
+    Exits with 1 if the two models differ by more than rounding the weights to the written dtype explains.
     """
     shard = parse_size(max_shard_size, where="--max-shard-size")
-    wait_passively()
+    let_idle_threads_sleep()
     with loading_libraries():
         from streamtune.programs.export.export import ExportOptions, export_model
     options = ExportOptions(
@@ -119,7 +131,7 @@ def _print_report(report: ExportReport) -> None:
         *_check_rows(report),
         *_gguf_rows(report),
         *([("pushed", report.pushed)] if report.pushed else []),
-        ("load with", f'{_loader(report)}.from_pretrained("{report.out}")'),
+        ("load with", f'{_loader_class(report)}.from_pretrained("{report.out}")'),
     ]
     print_rows(rows)
     print_hanging(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "generate", str(report.out)])))
@@ -182,5 +194,5 @@ def _gguf_rows(report: ExportReport) -> list[tuple[str, str]]:
     return rows
 
 
-def _loader(report: ExportReport) -> str:
+def _loader_class(report: ExportReport) -> str:
     return "AutoPeftModelForCausalLM" if report.kind == "adapters" else "AutoModelForCausalLM"

@@ -27,10 +27,18 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.hf_names import GGUF_KNOWN, GGUF_ORDER, GGUF_ORDERS, hf_internal
-from streamtune.programs.export.check import DRAWS, FLOOR, LARGEST, MEDIAN, Doing, row_errors, row_logits
+from streamtune.programs.export.check import (
+    ALLOWED_LARGEST,
+    ALLOWED_MEDIAN,
+    FLOOR,
+    ROUNDING_DRAWS,
+    Doing,
+    row_errors,
+    row_logits,
+)
 from streamtune.programs.export.merge import widened
 
-FACTS = {
+CONFIG_KEYS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
@@ -40,7 +48,7 @@ FACTS = {
     "attention.sliding_window": "sliding_window",
 }
 """Mapping from the file's key (without the architecture's name) to the key of the configuration."""
-SCALED = {"linear": "rope.scaling.factor", "yarn": "rope.scaling.factor"}
+SCALING_KEYS = {"linear": "rope.scaling.factor", "yarn": "rope.scaling.factor"}
 """Mapping from the type of RoPE scaling to the file's key of its factor."""
 REORDERED_FRACTION = 0.05
 """Fraction of differing numbers above which a weight counts as reordered."""
@@ -99,9 +107,9 @@ def compare_gguf(
 def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) -> None:
     used: set[str] = set()
     for name, own in weights_of(model):
-        places = file.places(name)
-        used.update(places)
-        if not places:
+        tensor_names = file.tensor_names(name)
+        used.update(tensor_names)
+        if not tensor_names:
             found.problems.append(f"the weight {name} is missing")
             continue
         try:
@@ -122,7 +130,7 @@ def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) ->
         if not part <= 1:
             shape = "" if values.shape == weight.shape else f": its shape is {list(values.shape)}"
             found.problems.append(
-                f"{name} differs by {part:.3g} times the rounding of {file.type_of(places[0])}{shape}"
+                f"{name} differs by {part:.3g} times the rounding of {file.type_of(tensor_names[0])}{shape}"
                 + ("" if file.known else ", or llama.cpp stores it in an unknown form")
             )
     found.not_compared = sorted(file.tensors.keys() - used)
@@ -150,8 +158,8 @@ def _config_differences(file: GgufFile, model: Any) -> list[str]:
     """
     config = model.config.get_text_config(decoder=True)
     wrong = []
-    for key, name in FACTS.items() if file.known else ():
-        stored, own = file.fact(f"{file.architecture}.{key}"), getattr(config, name, None)
+    for key, name in CONFIG_KEYS.items() if file.known else ():
+        stored, own = file.metadata_value(f"{file.architecture}.{key}"), getattr(config, name, None)
         if not isinstance(stored, (int, float)) or not isinstance(own, (int, float)):
             continue  # a number for each layer, or none
         if abs(stored - own) > 1e-6 * abs(own):
@@ -159,13 +167,13 @@ def _config_differences(file: GgufFile, model: Any) -> list[str]:
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope  # layers with windows have another key or none
     base = rope.get("rope_theta")
-    stored = file.fact(f"{file.architecture}.rope.freq_base")
+    stored = file.metadata_value(f"{file.architecture}.rope.freq_base")
     if base is not None and abs((10000.0 if stored is None else stored) - base) > 1e-6 * base:
         wrong.append(f"rope.freq_base is {stored}, but rope_theta of the model is {base}")
     kind = rope.get("rope_type", "default")
-    if kind in SCALED and file.fact(f"{file.architecture}.{SCALED[kind]}") != rope.get("factor"):
-        stored = file.fact(f"{file.architecture}.{SCALED[kind]}")
-        wrong.append(f"{SCALED[kind]} is {stored}, but the model's {kind} RoPE factor is {rope.get('factor')}")
+    if kind in SCALING_KEYS and file.metadata_value(f"{file.architecture}.{SCALING_KEYS[kind]}") != rope.get("factor"):
+        stored = file.metadata_value(f"{file.architecture}.{SCALING_KEYS[kind]}")
+        wrong.append(f"{SCALING_KEYS[kind]} is {stored}, but the model's {kind} RoPE factor is {rope.get('factor')}")
     if kind == "llama3" and "rope_freqs.weight" not in file.tensors:
         wrong.append("rope_freqs.weight is missing, but the model uses Llama 3's RoPE scaling")
     return wrong
@@ -173,9 +181,9 @@ def _config_differences(file: GgufFile, model: Any) -> list[str]:
 
 def _vocabulary_differences(file: GgufFile, tokenizer: Any) -> list[str]:
     """Return descriptions of the differences between the file's vocabulary and the tokenizer."""
-    if file.fact("tokenizer.ggml.model") not in ("gpt2", "llama"):
+    if file.metadata_value("tokenizer.ggml.model") not in ("gpt2", "llama"):
         return []
-    tokens: list[str] = file.fact("tokenizer.ggml.tokens") or []
+    tokens: list[str] = file.metadata_value("tokenizer.ggml.tokens") or []
     added = tokenizer.get_added_vocab()
     others = [
         number
@@ -184,7 +192,7 @@ def _vocabulary_differences(file: GgufFile, tokenizer: Any) -> list[str]:
     ]
     wrong = [f"{len(others)} tokens differ from the tokenizer's, such as {min(others)}"] if others else []
     for key, own in (("eos_token_id", tokenizer.eos_token_id), ("chat_template", tokenizer.chat_template)):
-        stored = file.fact(f"tokenizer.{'ggml.' if key.endswith('id') else ''}{key}")
+        stored = file.metadata_value(f"tokenizer.{'ggml.' if key.endswith('id') else ''}{key}")
         if isinstance(own, (int, str)) and stored != own:
             wrong.append(f"{key} differs from the tokenizer's" + (f": {stored}" if isinstance(own, int) else ""))
     return wrong
@@ -207,7 +215,9 @@ class _FileValues:
         found = {}
         for key, own in module._parameters.items():
             name = f"{self._prefixes[id(module)]}{key}"
-            if own is None or name in self._apart or not self._file.places(name):  # tied to a weight that the file has
+            if (
+                own is None or name in self._apart or not self._file.tensor_names(name)
+            ):  # tied to a weight that the file has
                 continue
             values, allowed = self._file.values(name)
             if self._drawn is not None:
@@ -222,15 +232,15 @@ class _FileValues:
 def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], found: GgufComparison) -> None:
     with widened(model):
         logits = [row_logits(model, row) for row in rows]
-    yardstick = torch.full((sum(each.shape[0] for each in logits),), FLOOR / MEDIAN)
-    for seed in range(DRAWS):
+    yardstick = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN)
+    for seed in range(ROUNDING_DRAWS):
         with widened(model, _FileValues(file, model, found.reordered, seed)):
             yardstick = torch.maximum(yardstick, row_errors(model, rows, logits)[0])
     with widened(model, _FileValues(file, model, found.reordered, None)):
         errors, _ = row_errors(model, rows, logits)
     found.median, found.largest = float(errors.median()), float(errors.max())
-    found.allowed_median = MEDIAN * float(yardstick.median())
-    found.allowed_largest = LARGEST * float(yardstick.max())
+    found.allowed_median = ALLOWED_MEDIAN * float(yardstick.median())
+    found.allowed_largest = ALLOWED_LARGEST * float(yardstick.max())
     if not (found.median <= found.allowed_median and found.largest <= found.allowed_largest):  # NaN as well
         found.problems.append(
             f"the median error of its logits is {found.median:.1e} (allowed {found.allowed_median:.1e}), the largest "
@@ -259,7 +269,7 @@ class GgufFile:
 
         self._reader = gguf.GGUFReader(path)
         self.tensors = {each.name: each for each in self._reader.tensors}
-        self.architecture = str(self.fact("general.architecture"))
+        self.architecture = str(self.metadata_value("general.architecture"))
         self.known = self.architecture in hf_internal(GGUF_KNOWN)
         """True if the order in which the file stores weights is known."""
         config = model.config.get_text_config(decoder=True)
@@ -271,11 +281,11 @@ class GgufFile:
             gguf.get_tensor_name_map(numbers[self.architecture], layers) if self.architecture in numbers else None
         )
 
-    def fact(self, key: str) -> Any:
+    def metadata_value(self, key: str) -> Any:
         found = self._reader.fields.get(key)
         return None if found is None else found.contents()
 
-    def places(self, name: str) -> tuple[str, ...]:
+    def tensor_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the file's tensors that store a parameter or its parts; empty if it is missing."""
         if found := re.search(r"\blayers\.(\d+)\..*\bexperts\.(gate_up_proj|down_proj)(_bias)?$", name):
             ending = "bias" if found[3] else "weight"
@@ -299,22 +309,22 @@ class GgufFile:
         Raises:
             ValueError: The type of a tensor is not supported.
         """
-        parts = [self._read(place) for place in self.places(name)]
+        parts = [self._read_tensor(place) for place in self.tensor_names(name)]
         values, allowed = zip(*parts, strict=True)
         return (torch.cat(values, 1), torch.cat(allowed, 1)) if len(parts) > 1 else parts[0]
 
-    def _read(self, place: str) -> tuple[Tensor, Tensor]:
+    def _read_tensor(self, place: str) -> tuple[Tensor, Tensor]:
         import gguf
 
         tensor = self.tensors[place]
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
-        allowed = _allowed(values, self.type_of(place))
+        allowed = _allowed_rounding(values, self.type_of(place))
         # Reordering may add a constant or take a logarithm, so transform the bounds as well.
-        ends = [self._in_order(each, place) for each in (values, values + allowed, values - allowed)]
+        ends = [self._in_model_order(each, place) for each in (values, values + allowed, values - allowed)]
         width = np.maximum(np.abs(ends[1] - ends[0]), np.abs(ends[2] - ends[0])) + 2.0**-23 * np.abs(ends[0])
         return torch.from_numpy(ends[0]).float(), torch.from_numpy(width).float()
 
-    def _in_order(self, values: np.ndarray, place: str) -> np.ndarray:
+    def _in_model_order(self, values: np.ndarray, place: str) -> np.ndarray:
         """Return the values in the model's order; values of experts are already in it."""
         if "_exps." in place:
             return values
@@ -331,7 +341,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, x) for name, x in model.named_buffers() if name in saved)
 
 
-def _allowed(values: np.ndarray, kind: str) -> np.ndarray:
+def _allowed_rounding(values: np.ndarray, kind: str) -> np.ndarray:
     if kind in ROUNDINGS:
         return ROUNDINGS[kind] * np.abs(values) + SUBNORMAL[kind]
     if kind not in STEPS:

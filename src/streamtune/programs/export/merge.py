@@ -31,16 +31,16 @@ from streamtune.models.quantize import dequantised, is_quantised
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the base model, value) of each weight and saved buffer, merged and dequantised.
 
-    Tied weights are yielded once, or each on its own if adapters changed one (:func:`must_untie`).
+    Tied weights are yielded once, or each on its own if adapters changed one (:func:`needs_untying`).
 
     Args:
         model: Model with or without adapters; unchanged after the iteration.
         dtype: Dtype of floating-point weights; None keeps each dtype (for quantised weights, the model's dtype).
     """
-    base, untied = base_of(model), must_untie(model)
+    base, untied = base_of(model), needs_untying(model)
     tied = {} if untied else tied_weights(base)
     seen: set[int] = set()
-    for name, value, own in _walk(base, base, "", base.dtype):
+    for name, value, own in _iterate_weights(base, base, "", base.dtype):
         if name in tied or id(own) in seen:
             continue
         if not untied:
@@ -48,7 +48,7 @@ def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
         yield name, value() if dtype is None or not own.is_floating_point() else value().to(dtype)
 
 
-def _walk(
+def _iterate_weights(
     module: Any, original: Any, prefix: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
     """Yield name, function that computes the value, and the model's own parameter or buffer.
@@ -74,7 +74,7 @@ def _walk(
         if buffer is not None and key not in inner._non_persistent_buffers_set:
             yield f"{prefix}{key}", _value_maker(buffer, None, buffer.dtype), buffer
     for key, child in inner.named_children():
-        yield from _walk(child, originals._modules.get(key, child), f"{prefix}{key}.", dtype)
+        yield from _iterate_weights(child, originals._modules.get(key, child), f"{prefix}{key}.", dtype)
 
 
 def _value_maker(own: Tensor, merged: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -192,7 +192,7 @@ def _in_fp32(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
             x.data = values
 
 
-def must_untie(model: nn.Module) -> bool:
+def needs_untying(model: nn.Module) -> bool:
     """Return True if adapters make two tied weights differ, so that the merged model needs both.
 
     Raises:
@@ -204,7 +204,7 @@ def must_untie(model: nn.Module) -> bool:
         pair
         for pair in tied_weights(base).items()
         if adapted & {name.rpartition(".")[0] for name in pair}
-        and not _share_trained(base, pair)
+        and not _is_shared_copy(base, pair)
         and len({_merged_digest(base, name) for name in pair}) > 1
     }
     if not touched:
@@ -221,7 +221,7 @@ def must_untie(model: nn.Module) -> bool:
     return True
 
 
-def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
+def _is_shared_copy(base: Any, pair: tuple[str, str]) -> bool:
     """Return True if two tied weights were trained as one shared copy, without adapters to merge."""
     found = [(inner_module(base.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in pair]
     if any(chain for (_, chain), _ in found):

@@ -3,7 +3,7 @@
 llama.cpp has each pre-tokenizer pattern in its code, under a name. Its converter finds the name by the hash of one
 encoded text, which works for released vocabularies only. A newly trained vocabulary has another hash with the same
 pattern. This program recognises two such patterns in tokenizer.json. It is run by
-:mod:`streamtune.programs.export.elsewhere`, and imports only the standard library and the converter.
+:mod:`streamtune.programs.export.gguf_and_hub`, and imports only the standard library and the converter.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def pattern_of(tokenizer: dict[str, Any]) -> str | None:
     if tokenizer.get("normalizer") is not None or tokenizer.get("model", {}).get("type") != "BPE":
         return None
     plain = [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
-    return {str([BYTES]): "gpt-2", str([DIGITS, BYTES]): "smollm"}.get(str(_sorted(plain)))
+    return {str([BYTES]): "gpt-2", str([DIGITS, BYTES]): "smollm"}.get(str(_sort_keys(plain)))
 
 
-def _sorted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _sort_keys(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the steps, with the keys of each in the order of :data:`BYTES` and :data:`DIGITS`."""
     order = [*BYTES, *DIGITS]
     return [{key: step[key] for key in sorted(step, key=lambda key: order.index(key) if key in order else 99)}
             for step in steps]  # fmt: skip
 
 
-def _name_patterns(folder: Path) -> None:
+def _register_pattern(folder: Path) -> None:
     """If llama.cpp does not recognise the tokenizer's hash, name its pre-tokenizer from ``tokenizer.json``."""
     try:
         name = pattern_of(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
@@ -64,5 +64,5 @@ if __name__ == "__main__":
     local = converter.parent / "gguf-py"
     if local.is_dir():
         sys.path.insert(1, str(local))
-    _name_patterns(Path(sys.argv[1]))
+    _register_pattern(Path(sys.argv[1]))
     runpy.run_path(str(converter), run_name="__main__")

@@ -76,7 +76,7 @@ class TrainedModel:
             return None
         named = self.loaded.recipe.model_name_or_path if self.loaded is not None else None
         named = named or self.settings.get("model_name_or_path")
-        own = _named_base(Path(self.folder))
+        own = _recorded_base(Path(self.folder))
         if named is None or (own is not None and Path(own).is_absolute() and not models.is_folder(named)):
             return own  # the run's name may be relative to the directory that the run was started in
         return named
@@ -117,7 +117,7 @@ def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False
             fix="give a run (runs/NAME), one of its checkpoints, or a folder with a model",
         )
     above = _run_above(path, 3) if path.name == "model" else _run_above(path, 1)
-    return _refuse_checkpoint(_with_records(given, path, above, notify), checkpoint)
+    return _refuse_checkpoint(_attach_records(given, path, above, notify), checkpoint)
 
 
 def _find_in_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify) -> TrainedModel:
@@ -136,7 +136,7 @@ def _find_in_run(given: str, run: train.RunDirectory, checkpoint: str | None, no
         return _from_checkpoint(given, open_checkpoint(path), run, notify)
     if run.final.is_dir():
         _notify_newer_checkpoint(run, notify)
-        return _with_records(given, run.final, run, notify)
+        return _attach_records(given, run.final, run, notify)
     newest = newest_checkpoint(run.checkpoints, notify)
     if newest is None:
         raise ArgumentError(
@@ -149,7 +149,9 @@ def _find_in_run(given: str, run: train.RunDirectory, checkpoint: str | None, no
 
 
 def _from_checkpoint(given: str, opened: Checkpoint, run: train.RunDirectory | None, notify: Notify) -> TrainedModel:
-    return _with_records(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
+    return _attach_records(
+        given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity")
+    )
 
 
 def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
@@ -165,7 +167,7 @@ def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
             )
 
 
-def _with_records(
+def _attach_records(
     given: str,
     folder: Path,
     run: train.RunDirectory | None,
@@ -245,7 +247,7 @@ def _missing_folder_error(path: Path) -> ArgumentError:
     )
 
 
-def _named_base(folder: Path) -> str | None:
+def _recorded_base(folder: Path) -> str | None:
     """Return the base model named in adapter_config.json; None if it names none."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -307,7 +309,7 @@ def load_trained(
             trust_remote_code=trust_remote_code,
             allow_pickle=recipe is not None and recipe.allow_pickle,
         )
-        rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _rows_of_tokens(Path(trained.folder))
+        rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _embedding_rows_needed(Path(trained.folder))
         if wanted_rows > rows:  # rows of new tokens, whose values come with the adapters
             models.add_rows(made, wanted_rows, range(rows, wanted_rows))
     models.use_saved_ends(made, Path(trained.folder))
@@ -315,7 +317,7 @@ def load_trained(
     return adapted.requires_grad_(False).eval(), tokenizer
 
 
-def _rows_of_tokens(folder: Path) -> int:
+def _embedding_rows_needed(folder: Path) -> int:
     """Return how many embedding rows the adapters' trained tokens need; 0 without such tokens."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["trainable_token_indices"]
@@ -395,7 +397,7 @@ def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify 
 
 
 def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
-    """Return True if the adapters trained on the files of ``base``, False if on other files, None if unknown.
+    """Return True if the adapters were trained on the files of ``base``, False if on other files, None if unknown.
 
     Args:
         trained: Adapters and their run.

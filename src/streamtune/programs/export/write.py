@@ -29,7 +29,7 @@ from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
 from streamtune.models.quantize import is_quantised, logical_size
 from streamtune.programs.export.check import Differences
-from streamtune.programs.export.merge import merged_weights, must_untie
+from streamtune.programs.export.merge import merged_weights, needs_untying
 from streamtune.programs.export.source import TrainedModel
 from streamtune.train.staging import free_bytes, remove_any
 
@@ -47,7 +47,7 @@ def check_target(out: Path) -> None:
     if taken:
         what = "a link" if out.is_symlink() else "a folder that is not empty" if is_folder else "a file"
         raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", fix="give a new folder")
-    partial = _beside(out, "partial")
+    partial = _sibling_path(out, "partial")
     if os.path.lexists(partial) and not _is_export(partial):
         raise ArgumentError(
             f"{partial} exists, and no export wrote it", where="OUT", fix="move it, or give another folder"
@@ -73,7 +73,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         ArgumentError: Another export is writing to the same folder.
         RunError: The disk is full or not writable.
     """
-    partial = _beside(out, "partial")
+    partial = _sibling_path(out, "partial")
     lock: int | None = None
     try:
         free = free_bytes(out)
@@ -132,17 +132,17 @@ def _lock_partial(partial: Path, out: Path) -> int:
 
 def keep_failed(partial: Path, out: Path) -> Path:
     """Rename a failed folder or file to ``OUT.failed``, or to the first free ``OUT.failed-N``; return the new path."""
-    number, target = 1, _beside(out, "failed")
+    number, target = 1, _sibling_path(out, "failed")
     while os.path.lexists(target):
         number += 1
-        target = _beside(out, f"failed-{number}")
+        target = _sibling_path(out, f"failed-{number}")
     partial.rename(target)
     if target.is_dir():
         (target / MARK).unlink(missing_ok=True)
     return target
 
 
-def _beside(out: Path, ending: str) -> Path:
+def _sibling_path(out: Path, ending: str) -> Path:
     return out.absolute().with_name(f"{out.absolute().name}.{ending}")
 
 
@@ -164,7 +164,7 @@ def write_merged(
         dtype: Dtype of the written weights; None keeps each weight's dtype.
         shard_bytes: Maximum size of a weight file, in bytes.
     """
-    base, untied = base_of(model), must_untie(model)
+    base, untied = base_of(model), needs_untying(model)
     names = _cpu_weights(model, dtype)
     models.write_shards(base, names, folder, shard_bytes, untied=untied)
     _write_configuration(base, folder, dtype, untied=untied)
@@ -218,7 +218,7 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
 # --- the model card ---------------------------------------------------------------------------------------------------
 
 
-LEFT_OUT = frozenset({"model_name_or_path", "model", "tokenizer", "chat_template", "objective", "quantization"})
+OMITTED_KEYS = frozenset({"model_name_or_path", "model", "tokenizer", "chat_template", "objective", "quantization"})
 """Recipe keys that the card shows elsewhere, or that contain paths or long texts."""
 
 
@@ -249,7 +249,7 @@ def model_card(
     facts += _run_facts(trained)
     facts += [("checked", checked)]
     table = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in facts if value)
-    settings = {key: value for key, value in trained.settings.items() if key not in LEFT_OUT and value is not None}
+    settings = {key: value for key, value in trained.settings.items() if key not in OMITTED_KEYS and value is not None}
     recipe = "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
     block = f"\n## Recipe\n\n```yaml\n{recipe}```\n" if recipe else ""
     return (
@@ -273,9 +273,11 @@ def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
     if steps:
         tokens = sum(int(r.get("tokens", 0)) for r in steps)
         facts.append(("steps", f"{steps[-1].get('step', len(steps)):,}, on {tokens:,} tokens"))
-        facts.append(("training loss", f"first {_number(steps[0]['loss'])}, last {_number(steps[-1]['loss'])}"))
+        facts.append(
+            ("training loss", f"first {_show_number(steps[0]['loss'])}, last {_show_number(steps[-1]['loss'])}")
+        )
     if held:
-        facts.append(("held-out loss", f"{_number(held[-1]['eval_loss'])} at step {held[-1].get('step')}"))
+        facts.append(("held-out loss", f"{_show_number(held[-1]['eval_loss'])} at step {held[-1].get('step')}"))
     versions = trained.identity.get("versions", {})
     if versions:
         facts.append(("trained with", ", ".join(f"{key} {value}" for key, value in versions.items())))
@@ -294,12 +296,12 @@ def describe_check(check: Differences | None, compared: str) -> str:
     )
 
 
-def _number(value: Any) -> str:
+def _show_number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
 
 
 def _public_name(path: str) -> str:
-    """Return a name unchanged, and of a path its last part, because the rest may contain a user's name."""
+    """Return the last part of a path, because the rest may contain a user's name; other names are unchanged."""
     return Path(path).name if _is_path(path) else path
 
 

@@ -61,7 +61,7 @@ class GenerateOptions:
     split_special_tokens: bool = False
     """True to encode special tokens in a prompt as plain text."""
 
-    def trained_by(self, recipe: TrainedTokenKeys) -> GenerateOptions:
+    def with_recipe_defaults(self, recipe: TrainedTokenKeys) -> GenerateOptions:
         """Return the options with the recipe's system message, template variables and special-token setting."""
         return replace(
             self,
@@ -222,7 +222,7 @@ class Answerer:
             max_rows=1,
             stop=lambda: self.stopping,
         )
-        self.sampling = _sampling(base.generation_config, options)
+        self.sampling = _sampling_settings(base.generation_config, options)
         self.vocabulary: int = base.get_input_embeddings().weight.shape[0]
         self.positions = models.position_limit(base.config)
         self.has_position_table = _has_position_table(base, self.positions)
@@ -325,7 +325,7 @@ def _has_position_table(base: Any, positions: Any) -> bool:
     return False
 
 
-def _sampling(configured: Any, options: GenerateOptions) -> Sampling:
+def _sampling_settings(configured: Any, options: GenerateOptions) -> Sampling:
     """Return the sampling settings: the user's, otherwise those in the generation config if it samples."""
     draws = bool(getattr(configured, "do_sample", False))
 
@@ -374,7 +374,7 @@ def load_answerer(
             notify=notify,
         )
     if trained.loaded is not None:
-        options = options.trained_by(trained.loaded.recipe)
+        options = options.with_recipe_defaults(trained.loaded.recipe)
     base = base_of(model)
     kind = f", linear layers in {trained.quantization}" if trained.quantization else ""
     adapters = ", with adapters" if trained.adapters else ""
@@ -416,7 +416,7 @@ def answer_with_vllm(given: str, prompts: Sequence[Prompt], options: GenerateOpt
         if getattr(options, name) is not None:
             setattr(settings, name, getattr(options, name))
     if trained.loaded is not None:
-        options = options.trained_by(trained.loaded.recipe)
+        options = options.with_recipe_defaults(trained.loaded.recipe)
     encode = PromptEncoder(load_tokenizer(trained.folder, trust_remote_code=trained.trusts_code), options)
     outputs: Any = engine.generate([{"prompt_token_ids": encode(each)} for each in prompts], settings)
     return [

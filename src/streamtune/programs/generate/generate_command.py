@@ -37,15 +37,22 @@ def generate(
         ),
     ],
     prompt: Annotated[
-        str | None, option("TEXT", "Prompt to answer. Without --prompt and --file, the terminal becomes a chat.")
+        str | None,
+        option("TEXT", "Prompt to answer. Without --prompt and --file: piped text, or else a chat in the terminal."),
     ] = None,
     file: Annotated[
         Path | None,
         option(
-            "FILE", "File with prompts to answer: text, or messages as .json or as .jsonl (one conversation per line)."
+            "FILE",
+            "File with prompts to answer: one prompt as text, messages as .json, or a conversation per line as .jsonl.",
         ),
     ] = None,
-    system: Annotated[str | None, option("TEXT", "System message at the start of each conversation.")] = None,
+    system: Annotated[
+        str | None,
+        option(
+            "TEXT", "System message at the start of each conversation. [default: the recipe's, if the model is a run]"
+        ),
+    ] = None,
     raw: Annotated[
         bool, option(None, "Continue the prompt as plain text, without the model's chat template.", "--raw")
     ] = False,
@@ -56,24 +63,38 @@ def generate(
     ] = None,
     top_p: Annotated[
         float | None,
-        option("X", "Nucleus sampling: sample from the smallest set of tokens with this total probability."),
+        option(
+            "X",
+            "Nucleus sampling: sample from the smallest set of tokens with this total probability. [default: the "
+            "model's generation config, otherwise 1]",
+        ),
     ] = None,
-    top_k: Annotated[int | None, option("N", "Sample from the N most probable tokens; 0 disables the limit.")] = None,
+    top_k: Annotated[
+        int | None,
+        option(
+            "N",
+            "Sample from the N most probable tokens; 0 disables the limit. [default: the model's generation config, "
+            "otherwise 0]",
+        ),
+    ] = None,
     seed: Annotated[int, option("N", "Sampling seed. [default: 0]")] = 0,
     checkpoint: Annotated[
-        str | None, option("NAME|STEP", "Use this checkpoint of the run. [default: its final model]")
+        str | None,
+        option("NAME|STEP", "Checkpoint of the run to use, such as step-000100 or 100. [default: the final model]"),
     ] = None,
     base: Annotated[
-        str | None, option("PATH", "Base model of the adapters. [default: the one that the run records]")
+        str | None,
+        option("PATH", "Base model of the adapters. [default: the one recorded in the run or with the adapters]"),
     ] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], option("auto|cpu|cuda", "Device to run on. [default: auto]")
+        Literal["auto", "cpu", "cuda"],
+        option("auto|cpu|cuda", "Device to run on; auto is a GPU if there is one. [default: auto]"),
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        option("float32|bfloat16|float16", "Weight dtype. [default: the dtype of training]"),
+        option("float32|bfloat16|float16", "Dtype of the weights. [default: the dtype of training]"),
     ] = None,
-    vllm: Annotated[bool, option(None, "Generate with vLLM, if it is installed.", "--vllm")] = False,
+    vllm: Annotated[bool, option(None, "Generate with vLLM, which must be installed.", "--vllm")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Generate with a trained model: one prompt, a file of prompts, or a chat in the terminal.

@@ -27,7 +27,7 @@ Prompt = str | list[dict[str, Any]] | ToolPrompt
 """A prompt: text, the messages of a conversation, or messages with tools and variables."""
 
 MAX_BYTES = 1 << 30
-"""Maximum size of a file of prompts, in bytes. A million tokens are a few megabytes."""
+"""Maximum size of a file of prompts, in bytes. A million tokens take a few megabytes."""
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -56,7 +56,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         found = list(_document_prompts(_parse_json(text, str(path)), str(path)))
     elif ending == ".jsonl":
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        found = [_prompt(_parse_json(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
+        found = [_parse_prompt(_parse_json(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
     else:
         found = [text] if text.strip() else []
     if not found:
@@ -77,17 +77,17 @@ def _document_prompts(value: Any, where: str) -> Iterator[Prompt]:
     """Yield the prompts of a JSON document: one prompt, or a list of prompts."""
     if isinstance(value, list) and value and not _is_message(value[0]):
         for number, item in enumerate(value):
-            yield _prompt(item, f"{where}[{number}]")
+            yield _parse_prompt(item, f"{where}[{number}]")
     else:
-        yield _prompt(value, where)
+        yield _parse_prompt(value, where)
 
 
-def _prompt(value: Any, where: str) -> Prompt:
+def _parse_prompt(value: Any, where: str) -> Prompt:
     """Return one prompt, made from text, a list of messages, or an object with ``messages`` or ``prompt``."""
     if isinstance(value, Mapping) and not _is_message(value):
         for key in ("messages", "prompt", "conversations"):
             if key in value:
-                return _with_columns(_prompt(value[key], f"{where}: {key}"), value, where)
+                return _with_columns(_parse_prompt(value[key], f"{where}: {key}"), value, where)
         raise DataError("an object needs 'messages' or 'prompt'", where=where)
     if isinstance(value, str):
         if not value:

@@ -10,31 +10,31 @@ from .conversion import Conversion, PeerTrainer
 from .field_rules import (
     FieldRule,
     UnconvertedError,
+    adapter_initialisation,
     field_table,
-    first_values,
-    negated,
+    key_rule,
+    module_list,
+    negate,
     no_counterpart,
     optimizer,
     rope_scaling,
-    same,
+    same_name_rules,
     special_tokens,
     split_names,
     switches,
-    to,
-    whole_modules,
 )
 from .peer_rows import report_empty_thoughts
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    default_cut,
     one_loss,
+    report_default_targets,
     report_nll,
-    say_targets,
     take_bits,
     take_trackers,
     take_warmup,
+    write_default_cut,
 )
 from .trl import GRPO_FIELDS, SERVER
 
@@ -55,7 +55,7 @@ def _precision(value: Any) -> Any:
     return True if value == "auto" else value
 
 
-def _functions(value: Any) -> Any:
+def _reward_functions(value: Any) -> Any:
     """Return reward functions as ``module:function``; axolotl writes ``module.function``."""
     if not isinstance(value, list):
         raise UnconvertedError("a list of functions was expected")
@@ -67,28 +67,29 @@ FIELDS: dict[str, FieldRule] = field_table(
         **TRAINER_FIELDS,
         **{f"trl.{name}": rule for name, rule in GRPO_FIELDS.items()},
         **{f"{group}.{name}": rule for group in SETS for name, rule in ENTRY_FIELDS.items()},
-        **same("""base_model sequence_len micro_batch_size num_epochs lora_r lora_alpha lora_dropout sample_packing
+        **same_name_rules("""
+            base_model sequence_len micro_batch_size num_epochs lora_r lora_alpha lora_dropout sample_packing
             val_set_size rl_beta rpo_alpha simpo_gamma cpo_alpha dpo_label_smoothing kto_desirable_weight
             kto_undesirable_weight trl.top_k trl.loss_type trl.scale_rewards trl.mask_truncated_completions
             lora_alpha_pattern lora_rank_pattern early_stopping_patience chat_template_kwargs
             default_system_message"""),
-        **same(
+        **same_name_rules(
             "eval_batch_size context_parallel_size precompute_ref_log_probs trl.num_completions_to_print",
             trains=False,
         ),
         **switches("peft_use_dora peft_use_rslora"),
-        "optimizer": to("optim", optimizer),
-        "sequence_parallel_degree": to("sequence_parallel_size", trains=False),
-        "orpo_alpha": to("beta", why="ORPO's weight of the odds ratio is beta here"),
-        "tokenizer_config": to("tokenizer", lambda name: {"path": name}),
-        "bf16": to("bf16", _precision),
-        "trl.reward_funcs": to("reward_funcs", _functions, why="your own code: needs allow_code: true"),
-        "vllm.gpu_memory_utilization": to("vllm_gpu_memory_utilization", trains=False),
-        "special_tokens": to("special_tokens", special_tokens),
-        "rope_scaling": to("rope_scaling", rope_scaling),
-        "lora_modules_to_save": to("modules_to_save", whole_modules),
-        "peft_init_lora_weights": to("adapter_type", first_values),
-        "curriculum_sampling": to("shuffle", negated),
+        "optimizer": key_rule("optim", optimizer),
+        "sequence_parallel_degree": key_rule("sequence_parallel_size", trains=False),
+        "orpo_alpha": key_rule("beta", why="ORPO's weight of the odds ratio is beta here"),
+        "tokenizer_config": key_rule("tokenizer", lambda name: {"path": name}),
+        "bf16": key_rule("bf16", _precision),
+        "trl.reward_funcs": key_rule("reward_funcs", _reward_functions, why="your own code: needs allow_code: true"),
+        "vllm.gpu_memory_utilization": key_rule("vllm_gpu_memory_utilization", trains=False),
+        "special_tokens": key_rule("special_tokens", special_tokens),
+        "rope_scaling": key_rule("rope_scaling", rope_scaling),
+        "lora_modules_to_save": key_rule("modules_to_save", module_list),
+        "peft_init_lora_weights": key_rule("adapter_type", adapter_initialisation),
+        "curriculum_sampling": key_rule("shuffle", negate),
         "trl.multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
         **dict.fromkeys(
             ("tensor_parallel_size", "dp_replicate_size", "expert_parallel_size"),
@@ -305,7 +306,7 @@ def _objective(conversion: Conversion) -> str:
     return OBJECTIVES[rl][0]
 
 
-def _special(conversion: Conversion) -> None:
+def _convert_dependent_fields(conversion: Conversion) -> None:
     for name in ("rl", "reward_model", "process_reward_model"):
         if loss := OBJECTIVES.get(str(conversion.get(name)), ("", ""))[1]:
             conversion.put("loss_type", loss, name)
@@ -349,7 +350,7 @@ def _take_configuration(conversion: Conversion, name: str) -> None:
         else:
             conversion.lose(name, key, why="a change to the model's configuration")
     if not changes and name in conversion.file.fields:
-        conversion.unneeded(name, why="no value")
+        conversion.report_unneeded(name, why="no value")
     elif changes and not isinstance(changes, dict):
         conversion.lose(name, why="expected a mapping")
 
@@ -361,9 +362,9 @@ def _take_least_rate(conversion: Conversion) -> None:
         return
     ratio = conversion.take(name)
     if ratio in (None, 0, ""):
-        conversion.unneeded(name, why="off, as here")
+        conversion.report_unneeded(name, why="off, as here")
     elif conversion.get("lr_scheduler", "cosine") != "cosine":
-        conversion.unneeded(name, why="used only with lr_scheduler: cosine")
+        conversion.report_unneeded(name, why="used only with lr_scheduler: cosine")
     elif conversion.get("cosine_constant_lr_ratio"):
         conversion.lose(name, why="with cosine_constant_lr_ratio, it is an unsupported schedule")
     elif conversion.put("lr_scheduler_kwargs", {"min_lr_rate": ratio}, name):
@@ -395,7 +396,9 @@ def _take_adapter(conversion: Conversion) -> None:
     if "lora_target_modules" in conversion.left:
         modules = conversion.take("lora_target_modules")
         if linear or not modules:
-            conversion.unneeded("lora_target_modules", why="all linear layers have adapters" if linear else "no value")
+            conversion.report_unneeded(
+                "lora_target_modules", why="all linear layers have adapters" if linear else "no value"
+            )
         elif isinstance(modules, str) and re.search(r"[\\^$*()|]", modules):
             conversion.lose("lora_target_modules", why="a pattern; list the last parts of the module names")
         else:
@@ -418,8 +421,8 @@ def _take_template(conversion: Conversion) -> None:
         conversion.lose("chat_template", why=why)
 
 
-def _defaults(conversion: Conversion) -> None:
-    default_cut(conversion)
+def _write_defaults(conversion: Conversion) -> None:
+    write_default_cut(conversion)
     if conversion.objective != "grpo":
         conversion.default("max_length", 512)
         conversion.default("overlength", "drop")
@@ -428,7 +431,7 @@ def _defaults(conversion: Conversion) -> None:
     if conversion.get("bf16", "auto") in ("auto", True) and "dtype" not in conversion.ours:
         conversion.default("bf16", True, "if the device supports it")
         conversion.default("dtype", "bfloat16", "axolotl loads weights in the compute dtype")
-    say_targets(conversion)
+    report_default_targets(conversion)
     report_nll(conversion)
 
 
@@ -440,6 +443,6 @@ AXOLOTL = PeerTrainer(
         dataset_prepared_path train_on_inputs rl pad_to_sequence_len special_tokens wandb_project lr_scheduler
         flash_attention lora_model_dir saves_per_epoch evals_per_epoch chat_template_jinja""",
     objective=_objective,
-    special=_special,
-    defaults=_defaults,
+    special=_convert_dependent_fields,
+    defaults=_write_defaults,
 )

@@ -9,13 +9,13 @@ from .conversion import Conversion
 from .field_rules import FieldRule, UnconvertedError, field_table, one_of
 from .peer_rows import (
     FLAGS,
+    first_local_row,
     lose_fields,
     lose_unnamed,
     put_datasets,
     put_eval_sets,
     report_media,
     rows_of_split,
-    seen_columns,
 )
 
 SETS = ("datasets", "pretraining_dataset", "test_datasets")
@@ -124,14 +124,14 @@ def take_datasets(conversion: Conversion) -> None:
         entries = conversion.take(name)
         if entries is None:
             if name in conversion.file.fields:
-                conversion.unneeded(name, why="no value")
+                conversion.report_unneeded(name, why="no value")
             continue
         entries = entries if isinstance(entries, list) else [entries]
         specs = []
         for index, entry in enumerate(entries):
             entry = {"path": entry} if isinstance(entry, str) else entry
             if isinstance(entry, dict) and isinstance(entry.get("path"), str):
-                found = _dataset(conversion, entry, name, index)
+                found = _convert_dataset(conversion, entry, name, index)
                 is_text = entry.get("type", "pretrain" if name == "pretraining_dataset" else "") in TEXTS
                 (texts if is_text else others).extend(found)
                 report_media(conversion, found, name, index)
@@ -161,22 +161,22 @@ def _take_long_rows(conversion: Conversion, texts: bool, others: bool) -> None:
         if given and strategy:
             conversion.put("overlength", ours, name)
         elif given:
-            conversion.unneeded(name, why="no value")
+            conversion.report_unneeded(name, why="no value")
         return
     conversion.default("overlength", "split", "a text is split into parts of sequence_len tokens")
     if others:
         what = name if given else f"{name}: {ours}"
         why = "there, only texts are split; here, overlength applies to all rows"
-        conversion.lose(name, why=why) if given else conversion.missing(what, why)
+        conversion.lose(name, why=why) if given else conversion.report_lost(what, why)
     elif given:
-        conversion.unneeded(name, why="texts are split, so they are never too long")
+        conversion.report_unneeded(name, why="texts are split, so they are never too long")
     if conversion.get("pretraining_dataset"):
         why = "there, windows overlap by up to 256 tokens, and each ends with EOS"
         cut = "there, without sample_packing, a text is truncated at sequence_len; here all of it is trained"
-        conversion.missing("pretraining_dataset", why if packs else cut)
+        conversion.report_lost("pretraining_dataset", why if packs else cut)
 
 
-def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
+def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
     """Return our entries for an entry of axolotl, and report what is lost."""
     spec: dict[str, Any] = {"path": entry["path"]}
 
@@ -198,11 +198,11 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key == "name":
             spec["name"] = value
         elif key == "split":
-            rows_of_split(spec, value, conversion.losing(name, index, "split"))
+            rows_of_split(spec, value, conversion.loss_reporter(name, index, "split"))
         elif key == "field_thinking" and value not in THOUGHTS:
             lose(key, f"reasoning is read from {', '.join(THOUGHTS)}")
         elif key in ENTRY_FIELDS and not ENTRY_FIELDS[key].needed:
-            conversion.unneeded(name, index, key, why=ENTRY_FIELDS[key].why)
+            conversion.report_unneeded(name, index, key, why=ENTRY_FIELDS[key].why)
         elif key == "data_files":
             if entry["path"] not in LOADERS and not entry.get("ds_type"):
                 lose(key, "files of a hub dataset: give them in path")
@@ -214,7 +214,7 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key in ("roles_to_train", "train_on_eos", "train_on_eot"):
             _take_trained(conversion, value, name, index, key)
         elif key == "message_field_training" and value in FLAGS:
-            conversion.unneeded(name, index, key, why="a message is trained unless it has such a field")
+            conversion.report_unneeded(name, index, key, why="a message is trained unless it has such a field")
         elif key == "chat_template":
             if value not in ("tokenizer_default", "jinja"):
                 lose(key, "the tokenizer's own template is used; to change it, write chat_template: FILE.jinja")
@@ -234,7 +234,7 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
     if conversion.objective == "sft":
         column = str(entry.get("field_messages") or "messages")
         flags = (str(entry.get("message_field_training")),)
-        row, lose_path = seen_columns(conversion, entry["path"]), conversion.losing(name, index, "path")
+        row, lose_path = first_local_row(conversion, entry["path"]), conversion.loss_reporter(name, index, "path")
         lose_fields(row, column, FLAGS, flags, lose_path)
         if conversion.ours.get("chat_template") == "chatml":  # axolotl's chatml renders only roles and contents
             lose_fields(row, column, (*THOUGHTS, "tool_calls"), (), lose_path)
@@ -250,11 +250,11 @@ def _take_trained(conversion: Conversion, value: Any, name: str, index: int, the
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
     if key == "roles_to_train" and conversion.get("train_on_inputs"):
-        conversion.unneeded(name, index, theirs, why="train_on_inputs trains every role")
+        conversion.report_unneeded(name, index, theirs, why="train_on_inputs trains every role")
     elif value in (["assistant"], "turn") and key not in conversion.ours:
-        conversion.unneeded(name, index, theirs, why="as here")
+        conversion.report_unneeded(name, index, theirs, why="as here")
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
-        conversion.unneeded(name, index, theirs, why="all tokens of an answer are trained")
+        conversion.report_unneeded(name, index, theirs, why="all tokens of an answer are trained")
     elif conversion.ours.get(key, value) != value:
         conversion.lose(name, index, theirs, why=f"{key} is the same for all datasets here")
     else:

@@ -57,7 +57,7 @@ class PeerTrainer:
     """Writes the trainer's defaults that differ from StreamTune's; called after the rules."""
 
     def rule(self, name: str) -> FieldRule | None:
-        """Return the rule of a field; ``group.field`` without its own rule has the rule of its group."""
+        """Return the rule of a field. If ``group.field`` has no rule of its own, the rule of ``group`` applies."""
         group, _, inner = name.rpartition(".")
         found = self.fields.get(name) or (self.rule(group) if group else None)
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
@@ -67,17 +67,17 @@ class PeerTrainer:
 
 @dataclass
 class Conversion:
-    """A conversion in progress. Every field of ``file`` becomes one or more findings and leaves ``left``."""
+    """A conversion in progress. Each field of ``file`` is converted to findings, and then removed from ``left``."""
 
     file: PeerFile
     trainer: PeerTrainer
     kind: type[Recipe] = Recipe
     ours: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    """Comment of each of our keys."""
+    """StreamTune key -> comment on it in the new recipe."""
     findings: list[FieldFinding] = field(default_factory=list)
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    """Line of the original field, by our key."""
+    """StreamTune key -> line of the original field."""
 
     def __post_init__(self) -> None:
         self.left = dict(self.file.fields)
@@ -89,7 +89,7 @@ class Conversion:
         return next(name for name, kind in RECIPES.items() if kind is self.kind)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field (None and empty text: ``default``); the field still has to be reported."""
+        """Return the value of a field, or ``default`` for None and empty text. The field still has to be reported."""
         value = self.file.fields.get(name)
         return default if value is None or value == "" else value
 
@@ -98,10 +98,10 @@ class Conversion:
         return self.left.pop(name, None)
 
     def dismiss(self, *names: str, why: str) -> None:
-        """Report fields as not needed, unless they are reported already."""
+        """Report fields as not needed, except fields that have already been reported."""
         for name in names:
             if name in self.left:
-                self.unneeded(name, why=why)
+                self.report_unneeded(name, why=why)
 
     def switch(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
         """Write ``key: value`` if a field is on; report it as not needed if it is off."""
@@ -123,7 +123,7 @@ class Conversion:
             True if the key was written.
         """
         if key not in self.kind.model_fields and (others := objectives_with(key)):
-            self.unneeded(*path, why=f"read by {' and '.join(others)} only")
+            self.report_unneeded(*path, why=f"read by {' and '.join(others)} only")
             return False
         value = _known_value(key, value)
         if wrong := self._why_rejected(key, value):
@@ -160,7 +160,7 @@ class Conversion:
         self.notes[key] = text
         self.findings.append(FieldFinding("default", "", "", _show_field(key, value), note))
 
-    def unneeded(self, *path: str | int, why: str) -> None:
+    def report_unneeded(self, *path: str | int, why: str) -> None:
         """Report a field as not needed."""
         self._add("not_needed", path, note=why)
 
@@ -168,12 +168,12 @@ class Conversion:
         """Report a field as lost; ``trains`` is True if training changes without it."""
         self._add("lost", path, note=why, trains=trains)
 
-    def losing(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
+    def loss_reporter(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
         """Return a function that reports the field as lost, with a reason."""
         return lambda why: self.lose(*path, why=prefix + why)
 
-    def missing(self, theirs: str, why: str, *, trains: bool = True) -> None:
-        """Report a loss that belongs to no field of the file, such as a default."""
+    def report_lost(self, theirs: str, why: str, *, trains: bool = True) -> None:
+        """Report something lost that is not a field of the file, such as a default of the other trainer."""
         self.findings.append(FieldFinding("lost", theirs, "", "", why, trains))
 
     def report(self, theirs: str, where: str, why: str, trains: bool | None) -> None:
@@ -216,7 +216,7 @@ class Conversion:
             hint = did_you_mean(name, self.trainer.fields)
             self.lose(*path, why=f"unknown field of {self.trainer.title}" + (f"; {hint}" if hint else ""))
         elif rule.ours and value in (None, ""):
-            self.unneeded(*path, why="no value")
+            self.report_unneeded(*path, why="no value")
         elif rule.ours:
             try:
                 converted = rule.convert(value) if rule.convert else value
@@ -224,15 +224,15 @@ class Conversion:
                 self.lose(*path, why=str(error), trains=rule.trains)
             else:
                 if converted is None:
-                    self.unneeded(*path, why="off, as here")
+                    self.report_unneeded(*path, why="off, as here")
                     return
                 note = "" if rule.convert and converted == value else rule.why
                 self.put(rule.ours, converted, *path, note=note, trains=rule.trains)
         elif not rule.needed:
-            self.unneeded(*path, why=rule.why)
+            self.report_unneeded(*path, why=rule.why)
         elif rule.is_off(value):
             same = "off, as here" if not value else "as here"
-            self.unneeded(*path, why="no value" if value in (None, "") else same)
+            self.report_unneeded(*path, why="no value" if value in (None, "") else same)
         else:
             self.lose(*path, why=rule.why, trains=rule.trains)
 
@@ -243,7 +243,7 @@ class Conversion:
         if find_secret(str(value)):
             return "the value contains a token or password; put a hub token into HF_TOKEN"
         try:
-            _adapter(self.kind, key).validate_python(value)
+            _type_adapter(self.kind, key).validate_python(value)
         except ValidationError:
             path, fragment = field_at((key,), self.kind)
             return f"StreamTune's '{path[0]}' must be {expected(fragment)}"
@@ -258,12 +258,12 @@ class Conversion:
         self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))
 
     def marks(self) -> Marks:
-        """Return the line of the original field for each of our keys."""
+        """Return for each StreamTune key the line of the original field."""
         return Marks(self.file.marks.file, dict(self.lines))
 
 
 @cache
-def _adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
+def _type_adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
     annotation: Any = kind.model_fields[key].annotation
     for constraint in kind.model_fields[key].metadata:
         annotation = Annotated[annotation, constraint]
@@ -272,7 +272,7 @@ def _adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
 
 
 def _known_value(key: str, value: Any) -> Any:
-    """Return a value with its name in StreamTune."""
+    """Return StreamTune's name for a value; other values are returned unchanged."""
     known = VALUES.get(key, {})
     if isinstance(value, list) and len(value) == 1 and str(value[0]) in known:
         value = value[0]

@@ -1,4 +1,4 @@
-"""Rules for the fields of another trainer's recipe: our key, why a field is not needed, or what is lost without it.
+"""Rules for the fields of another trainer's recipe: StreamTune's key, or why a field is not needed or is lost.
 
 A trainer's table maps each field to its rule. ``"trl.beta"`` is the field ``beta`` of the group ``trl``.
 """
@@ -42,8 +42,10 @@ class FieldRule:
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in OFF + self.off)
 
 
-def to(ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = "") -> FieldRule:
-    """Return the rule of a field that becomes a key of ours."""
+def key_rule(
+    ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = ""
+) -> FieldRule:
+    """Return the rule of a field that becomes the StreamTune key ``ours``."""
     return FieldRule(ours, convert, why, trains=trains)
 
 
@@ -52,13 +54,13 @@ def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] =
     return FieldRule(why=why, trains=trains, off=off)
 
 
-def same(names: str, *, trains: bool = True) -> dict[str, FieldRule]:
-    """Return the rules of fields whose name is our key or an alias in ``recipe.aliases``."""
-    return {name: to(ALIASES.get(name, name.rpartition(".")[2]), trains=trains) for name in names.split()}
+def same_name_rules(names: str, *, trains: bool = True) -> dict[str, FieldRule]:
+    """Return the rules of fields that have the name of a StreamTune key or of an alias in ``recipe.aliases``."""
+    return {name: key_rule(ALIASES.get(name, name.rpartition(".")[2]), trains=trains) for name in names.split()}
 
 
 def switches(names: str) -> dict[str, FieldRule]:
-    """Return the rules of switches in ``recipe.aliases``; each becomes a value of one of our keys."""
+    """Return the rules of on/off fields in ``recipe.aliases``; each becomes a value of a StreamTune key."""
     return {name: _switch(*SWITCHES[name]) for name in names.split()}
 
 
@@ -95,7 +97,7 @@ def field_table(
     return table
 
 
-def first_values(value: Any) -> Any:
+def adapter_initialisation(value: Any) -> Any:
     """Return our ``adapter_type`` for peft's ``init_lora_weights``; None for LoRA's default initialisation."""
     name = str(value).lower().replace("-", "_").partition("_niter_")[0]
     if name in ("true", "none", "default"):
@@ -106,12 +108,12 @@ def first_values(value: Any) -> Any:
     raise UnconvertedError(f"unknown initialisation of adapters; adapter_type supports {', '.join(others)} and {last}")
 
 
-def or_none(value: Any) -> Any:
+def none_if_empty(value: Any) -> Any:
     """Return None for an empty value or 0, which disable the field; otherwise the value."""
     return value or None
 
 
-def negated(value: Any) -> bool:
+def negate(value: Any) -> bool:
     return not value
 
 
@@ -119,15 +121,15 @@ def dft_or_nll(value: Any) -> str:
     return "dft" if value else "nll"
 
 
-def not_negative(value: Any) -> Any:
+def zero_if_negative(value: Any) -> Any:
     """Return 0 for a negative number, which disables the field; otherwise the value."""
     return max(value, 0) if isinstance(value, int) else value
 
 
-def whole_modules(value: Any) -> Any:
+def module_list(value: Any) -> Any:
     """Return a list of module names from a list or a comma-separated text; None if it is empty."""
     names = split_names(value) if isinstance(value, str) else value
-    return or_none(names)
+    return none_if_empty(names)
 
 
 def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
@@ -167,7 +169,7 @@ OTHER_STEPS = {
 
 def split_names(value: Any) -> Any:
     """Return a list of names from a list or a comma-separated text; ``all`` becomes ``all-linear``."""
-    names = _split(value, "names")
+    names = _split_list(value, "names")
     return "all-linear" if names in (["all"], ["all-linear"], ["all_linear"], ["ALL"]) else names
 
 
@@ -199,10 +201,10 @@ def special_tokens(value: Any) -> Any:
 
 def token_list(value: Any) -> Any:
     """Return a list of tokens from a list or a comma-separated text."""
-    return _split(value, "tokens")
+    return _split_list(value, "tokens")
 
 
-def _split(value: Any, what: str) -> list[str]:
+def _split_list(value: Any, what: str) -> list[str]:
     texts = value.split(",") if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise UnconvertedError(f"expected a list of {what}")

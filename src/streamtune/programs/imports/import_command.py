@@ -14,7 +14,7 @@ from streamtune.base.interrupts import temporary_directory
 from streamtune.base.privacy import plain
 from streamtune.cli.console import err, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
-from streamtune.cli.recipes import file_exists, write_new
+from streamtune.cli.recipes import file_exists_error, write_new
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.programs.imports.conversion import FieldFinding
 from streamtune.programs.imports.importing import TRAINERS, ImportedRecipe
@@ -25,7 +25,11 @@ from streamtune.recipe import load_recipe
 def import_recipe(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="Recipe to convert: YAML, JSON or a shell script.", show_default=False),
+        typer.Argument(
+            metavar="FILE",
+            help="Recipe of another trainer: YAML, JSON, or a shell script with its command.",
+            show_default=False,
+        ),
     ],
     dest: Annotated[
         Path | None,
@@ -38,18 +42,21 @@ def import_recipe(
     trainer: Annotated[
         str | None,
         option(
-            "TRAINER", f"Trainer of the recipe: {', '.join(TRAINERS)}. [default: recognised by its fields]", "--from"
+            "TRAINER", f"Trainer that FILE is for: {', '.join(TRAINERS)}. [default: recognised by the fields]", "--from"
         ),
     ] = None,
     objective: Annotated[
-        str | None, option("NAME", "Objective: sft, dpo or grpo. [default: recognised by the fields]", "--objective")
+        str | None,
+        option(
+            "NAME", "Objective of the new recipe: sft, dpo or grpo. [default: recognised by the fields]", "--objective"
+        ),
     ] = None,
     strict: Annotated[
-        bool, option(None, "Write nothing if a field that changes training cannot be converted.", "--strict")
+        bool, option(None, "Fail and write nothing if a field that changes training cannot be converted.", "--strict")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Convert a recipe of axolotl, LLaMA-Factory, TRL or ms-swift, and report what became of each field."""
+    """Convert a recipe of axolotl, LLaMA-Factory, TRL or ms-swift, and report for each field what it became."""
     dest = dest or Path(f"{file.stem}-streamtune.yaml")
     piped, other = dest == Path("-"), f"`streamtune recipes import {file} OTHER.yaml`"
     if piped and json:
@@ -57,7 +64,7 @@ def import_recipe(
     if dest.is_dir():
         dest /= f"{file.stem}-streamtune.yaml"
     if dest.exists() and not piped:
-        raise file_exists(dest, other)
+        raise file_exists_error(dest, other)
     imported = convert(file, trainer, objective)
     if not json:
         with redirect_stdout(sys.stderr) if piped else nullcontext():

@@ -80,13 +80,13 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     take_launcher(conversion)
     conversion.trainer.defaults(conversion)
     finish(conversion)
-    _check(conversion)
+    _check_converted(conversion)
     conversion.findings.sort(key=lambda found: int(found.where.rpartition(":")[2] or 10**9))
     return ImportedRecipe(
         trainer=conversion.trainer,
         guessed=guessed,
         objective=conversion.objective,
-        text=_text(conversion),
+        text=_recipe_text(conversion),
         findings=tuple(conversion.findings),
         notes=tuple(file.notes),
     )
@@ -120,7 +120,7 @@ def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
     )
 
 
-def _check(conversion: Conversion) -> None:
+def _check_converted(conversion: Conversion) -> None:
     """Check the converted recipe as the loader does; a mistake is reported at the line of the original field."""
     tree: dict[str, Any] = {**conversion.ours}
     tree.setdefault("output_dir", "runs/imported")
@@ -132,7 +132,7 @@ def _check(conversion: Conversion) -> None:
         raise RecipeError(f"the converted recipe has {count}:{what}", where=found.where, fix=found.fix)
 
 
-def _text(conversion: Conversion) -> str:
+def _recipe_text(conversion: Conversion) -> str:
     """Return the recipe as YAML: keys in the order of the schema, with comments that name their origin."""
     path, title = conversion.file.path, conversion.trainer.title
     lines = [f"# Imported from {path.name} ({title}) by `streamtune recipes import`.", ""]

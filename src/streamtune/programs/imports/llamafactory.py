@@ -11,21 +11,22 @@ from .field_rules import (
     FieldRule,
     dft_or_nll,
     field_table,
+    key_rule,
+    module_list,
     more_special_tokens,
-    negated,
+    negate,
     no_counterpart,
+    none_if_empty,
     one_of,
-    or_none,
     rope_scaling,
-    same,
+    same_name_rules,
     split_names,
     switches,
-    to,
     token_list,
-    whole_modules,
 )
 from .peer_rows import (
     READ_OF_MESSAGES,
+    first_local_row,
     lose_fields,
     lose_unnamed,
     put_datasets,
@@ -34,17 +35,16 @@ from .peer_rows import (
     rename_columns,
     report_media,
     rows_of_split,
-    seen_columns,
     take_llamafactory_template,
 )
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    default_cut,
     take_thinking,
     take_trackers,
     take_warmup,
+    write_default_cut,
 )
 
 OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
@@ -56,20 +56,21 @@ FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_m
 FIELDS: dict[str, FieldRule] = field_table(
     {
         **TRAINER_FIELDS,
-        **same("""model_name_or_path cutoff_len val_size lora_rank lora_alpha lora_dropout pref_beta dpo_label_smoothing
+        **same_name_rules("""
+            model_name_or_path cutoff_len val_size lora_rank lora_alpha lora_dropout pref_beta dpo_label_smoothing
             kto_chosen_weight kto_rejected_weight simpo_gamma ref_model moe_aux_loss_coef packing default_system
             split_special_tokens"""),
         **switches("use_rslora use_dora pissa_init"),
-        "lora_target": to("lora_target", split_names),
-        "pref_ftx": to("rpo_alpha", or_none),
-        "quantization_bit": to("quantization", one_of({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")),
-        "rope_scaling": to("rope_scaling", rope_scaling),
-        "oft_block_size": to("oft_block_size", or_none),
-        "add_tokens": to("added_tokens", token_list),
-        "add_special_tokens": to("special_tokens", more_special_tokens),
-        "additional_target": to("modules_to_save", whole_modules),
-        "use_dft_loss": to("loss_type", dft_or_nll),
-        "disable_shuffling": to("shuffle", negated),
+        "lora_target": key_rule("lora_target", split_names),
+        "pref_ftx": key_rule("rpo_alpha", none_if_empty),
+        "quantization_bit": key_rule("quantization", one_of({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")),
+        "rope_scaling": key_rule("rope_scaling", rope_scaling),
+        "oft_block_size": key_rule("oft_block_size", none_if_empty),
+        "add_tokens": key_rule("added_tokens", token_list),
+        "add_special_tokens": key_rule("special_tokens", more_special_tokens),
+        "additional_target": key_rule("modules_to_save", module_list),
+        "use_dft_loss": key_rule("loss_type", dft_or_nll),
+        "disable_shuffling": key_rule("shuffle", negate),
         "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
         "quantization_method": no_counterpart("bitsandbytes or torchao quantise", off=("bnb", "bitsandbytes")),
         "quantization_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
@@ -179,13 +180,13 @@ def _objective(conversion: Conversion) -> str:
     return OBJECTIVES[stage]
 
 
-def _special(conversion: Conversion) -> None:
+def _convert_dependent_fields(conversion: Conversion) -> None:
     stage = conversion.take("stage")
     texts = stage == "pt"
     if stage == "kto":
         conversion.put("loss_type", "kto", "stage")
     elif stage is not None:
-        conversion.unneeded("stage", why=f"objective: {conversion.objective}")
+        conversion.report_unneeded("stage", why=f"objective: {conversion.objective}")
     take_llamafactory_template(conversion, texts=texts)
     take_thinking(conversion)
     conversion.switch("train_on_prompt", "train_on", "all")
@@ -198,7 +199,7 @@ def _special(conversion: Conversion) -> None:
         _take_blocks(conversion)
     elif conversion.get("neat_packing"):
         if conversion.take("packing") is not None:
-            conversion.unneeded("packing", why="set by neat_packing")
+            conversion.report_unneeded("packing", why="set by neat_packing")
         conversion.switch("neat_packing", "packing", True)
     elif conversion.get("packing"):
         note = "there, packed rows attend to each other without neat_packing; here they never do"
@@ -250,7 +251,7 @@ def _take_blocks(conversion: Conversion) -> None:
     conversion.dismiss("neat_packing", why="used only by stage: sft")
 
 
-def _defaults(conversion: Conversion) -> None:
+def _write_defaults(conversion: Conversion) -> None:
     conversion.default("finetuning_type", "lora")
     adapters = conversion.ours.get("finetuning_type") != "full"
     if adapters:
@@ -261,7 +262,7 @@ def _defaults(conversion: Conversion) -> None:
     conversion.default("per_device_train_batch_size", 8)
     cut = "there, question and answer of each turn are truncated; here, the end of the row is"
     conversion.default("overlength", "truncate", cut if conversion.objective == "sft" else "")
-    default_cut(conversion)
+    write_default_cut(conversion)
     if "bf16" not in conversion.ours:
         conversion.default("bf16", False, "LLaMA-Factory uses no mixed precision by default")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
@@ -277,8 +278,8 @@ ALPACA = {
     **{"prompt": "instruction", "query": "input", "response": "output"},
     **{name: name for name in ("system", "history", "tools")},
 }
-UNSAID = ("prompt", "query", "response")
-"""Columns of alpaca rows that LLaMA-Factory reads if an entry names no columns."""
+DEFAULT_COLUMNS = ("prompt", "query", "response")
+"""Columns of alpaca rows that LLaMA-Factory reads by default, if an entry names no columns."""
 OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 
@@ -297,8 +298,8 @@ def take_datasets(conversion: Conversion, *, texts: bool) -> None:
     """
     folder, most = (conversion.file.fields.get(name) for name in ("dataset_dir", "max_samples"))
     conversion.dismiss("dataset_dir", "max_samples", why="see datasets")
-    put_datasets(conversion, _specs(conversion, "dataset", folder, most, texts=texts), "dataset")
-    put_eval_sets(conversion, _specs(conversion, "eval_dataset", folder, most, texts=texts), "eval_dataset")
+    put_datasets(conversion, _dataset_specs(conversion, "dataset", folder, most, texts=texts), "dataset")
+    put_eval_sets(conversion, _dataset_specs(conversion, "eval_dataset", folder, most, texts=texts), "eval_dataset")
     shares = conversion.get("interleave_probs")
     mixes = str(conversion.get("mix_strategy", "concat")).startswith("interleave")
     if mixes:
@@ -308,7 +309,7 @@ def take_datasets(conversion: Conversion, *, texts: bool) -> None:
     conversion.dismiss("mix_strategy", "interleave_probs", why=why)
 
 
-def _specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts: bool) -> list[dict[str, Any]]:
+def _dataset_specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts: bool) -> list[dict[str, Any]]:
     names = conversion.get(field)
     if names is None:
         conversion.dismiss(field, why="no value")
@@ -330,7 +331,7 @@ def _specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts:
                 why = f"'{name}' is looked up in {found_in}, but {missing}: write the path of the data file"
                 conversion.lose(field, why=why)
         else:
-            spec = _dataset(conversion, field, name, entry, Path(found_in).parent, texts=texts)
+            spec = _convert_dataset(conversion, field, name, entry, Path(found_in).parent, texts=texts)
         if isinstance(most, int) and most:
             spec["max_rows"] = min(most, spec.get("max_rows", most))
         specs.append(spec)
@@ -354,11 +355,11 @@ def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] |
     return None, str(Path(folder) / "dataset_info.json")
 
 
-def _dataset(
+def _convert_dataset(
     conversion: Conversion, field: str, name: str, entry: dict[str, Any], folder: Path, *, texts: bool
 ) -> dict[str, Any]:
     """Return our entry for an entry of ``dataset_info.json``, and report what is lost."""
-    lose = conversion.losing(field, prefix=f"'{name}' in dataset_info.json: ")
+    lose = conversion.loss_reporter(field, prefix=f"'{name}' in dataset_info.json: ")
     spec: dict[str, Any] = {}
     if "file_name" in entry:
         spec["path"] = str(folder / entry["file_name"])
@@ -386,7 +387,7 @@ def _dataset(
     if texts:
         _take_text(spec, entry, lose)
     else:
-        _take_columns(spec, entry, lose, seen_columns(conversion, spec["path"]))
+        _take_columns(spec, entry, lose, first_local_row(conversion, spec["path"]))
     return spec
 
 
@@ -432,7 +433,7 @@ def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: R
     if columns and "response" not in columns and set(columns) == {"prompt"}:
         rename_columns(spec, {"text": columns["prompt"]}, "text")
         return
-    named = columns or {key: ALPACA[key] for key in UNSAID}
+    named = columns or {key: ALPACA[key] for key in DEFAULT_COLUMNS}
     if not {"prompt", "response"} <= named.keys():
         lose("rows need a question and an answer: write columns: {instruction: ..., output: ...}")
     rename_columns(spec, {ALPACA[key]: column for key, column in named.items() if key in ALPACA}, "alpaca")
@@ -469,6 +470,6 @@ LLAMAFACTORY = PeerTrainer(
     signs="""stage cutoff_len template dataset_dir overwrite_cache preprocessing_num_workers plot_loss pref_beta
         pref_loss finetuning_type do_train flash_attn max_samples overwrite_output_dir""",
     objective=_objective,
-    special=_special,
-    defaults=_defaults,
+    special=_convert_dependent_fields,
+    defaults=_write_defaults,
 )

@@ -94,14 +94,14 @@ def _read_script(text: str, path: Path) -> PeerFile:
     for word, line in words[:at]:
         if found := _ASSIGNMENT.fullmatch(word):
             read.environment[found[1]] = (found[2], line)
-    read.launcher = _options(words[:at], assigned)
+    read.launcher = _launcher_options(words[:at], assigned)
     name = ""
     for word, line in words[options:]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             read.marks.lines[(name,)] = line
-            read.fields[name] = _value(value, assigned) if equals else True
+            read.fields[name] = _parse_value(value, assigned) if equals else True
         elif not name:
             raise RecipeError(
                 f"the command reads its arguments from '{word}'",
@@ -109,7 +109,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
                 fix=f"import that file: `streamtune recipes import {word}`",
             )
         else:
-            value, before = _value(word, assigned), read.fields[name]
+            value, before = _parse_value(word, assigned), read.fields[name]
             several = [*before, value] if isinstance(before, list) else [before, value]
             read.fields[name] = value if before is True else several
     if trainer == "trl" and isinstance(config := read.fields.get("config"), str):
@@ -130,7 +130,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
     return read
 
 
-def _options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
+def _launcher_options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
     """Return the launcher's options, which precede the training script or ``-m MODULE``."""
     found: dict[str, tuple[Any, int]] = {}
     starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
@@ -139,10 +139,10 @@ def _options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = (_value(value, assigned) if equals else True, line)
+            found[name] = (_parse_value(value, assigned) if equals else True, line)
             name = "" if equals else name
         elif name:
-            found[name] = (_value(word, assigned), line)
+            found[name] = (_parse_value(word, assigned), line)
             name = ""
     return found
 
@@ -205,7 +205,7 @@ def _expand(word: str, assigned: dict[str, str]) -> str:
     return _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word)
 
 
-def _value(word: str, assigned: dict[str, str]) -> Any:
+def _parse_value(word: str, assigned: dict[str, str]) -> Any:
     return parse_scalar(_expand(word, assigned))
 
 

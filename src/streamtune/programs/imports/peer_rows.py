@@ -15,10 +15,10 @@ DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns with images, videos or sounds."""
 MAX_READ = 2**20
-"""Number of bytes of a file that are read to find the columns of its first row."""
+"""Maximum number of bytes read of a file to find the columns of its first row."""
 
 
-def seen_columns(conversion: Conversion, path: str) -> dict[str, Any] | None:
+def first_local_row(conversion: Conversion, path: str) -> dict[str, Any] | None:
     """Return the first row of a local file; None if there is no such file or it is unreadable.
 
     A path is relative to the working directory or to the recipe. Of a Parquet file only the column names are read, so
@@ -80,18 +80,18 @@ def lose_fields(
     turns = row.get(column) if row is not None else None
     known = set(read)
     for name in fields:
-        if name not in known and isinstance(turns, list) and any(_has(turn, name) for turn in turns):
+        if name not in known and isinstance(turns, list) and any(_has_field(turn, name) for turn in turns):
             lose(f"only StreamTune reads '{name}' of a message: remove it from the rows")
 
 
-def _has(turn: Any, name: str) -> bool:
+def _has_field(turn: Any, name: str) -> bool:
     return isinstance(turn, dict) and turn.get(name) not in (None, "", [])
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:
     """Report columns with images, sounds and videos, which are not trained on."""
     for spec in specs:
-        row = seen_columns(conversion, str(spec["path"])) or {}
+        row = first_local_row(conversion, str(spec["path"])) or {}
         for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
             conversion.lose(*path, why=f"the column '{column}' of {spec['path']}: only text is trained on")
 
@@ -183,8 +183,10 @@ REASONING = (
 GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
 """Templates that belong to no model."""
 
-OF_THINKERS = re.compile(r"qwen-?3|qwq|deepseek-?r1|r1-distill|glm-?4\.[5-9]|glm-?z1|mimo|minimax-?m2|seed-?oss", re.I)
-NO_THINKERS = re.compile("instruct|coder|embed|rerank", re.I)
+THINKING_MODELS = re.compile(
+    r"qwen-?3|qwq|deepseek-?r1|r1-distill|glm-?4\.[5-9]|glm-?z1|mimo|minimax-?m2|seed-?oss", re.I
+)
+NON_THINKING_MODELS = re.compile("instruct|coder|embed|rerank", re.I)
 """Names of models whose chat templates render think blocks, and of related models whose templates do not."""
 
 COMPARE = "compare a row with `streamtune data`; if it differs, write chat_template: FILE.jinja"
@@ -199,12 +201,12 @@ def _renders_thoughts(conversion: Conversion) -> bool:
     name = str(conversion.ours.get("model_name_or_path") or conversion.get("model_name_or_path") or "")
     name = name or str(conversion.get("base_model") or "")
     for folder in conversion.file.places(name):
-        if name and folder.is_dir() and (found := _template(folder)):
+        if name and folder.is_dir() and (found := _read_template(folder)):
             return "<think>" in found
-    return bool(OF_THINKERS.search(name)) and not NO_THINKERS.search(name)
+    return bool(THINKING_MODELS.search(name)) and not NON_THINKING_MODELS.search(name)
 
 
-def _template(folder: Path) -> str:
+def _read_template(folder: Path) -> str:
     """Return the chat template in a tokenizer's folder; empty if there is none."""
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         try:
@@ -227,7 +229,7 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
     name, given = conversion.take("template"), "template" in conversion.file.fields
     if texts:
         if given:
-            conversion.unneeded("template", why="stage: pt trains plain texts without a chat template")
+            conversion.report_unneeded("template", why="stage: pt trains plain texts without a chat template")
         return
     if isinstance(name, str) and name in CHATML:
         conversion.put("chat_template", "chatml", "template", note="final/ gets this template as well")
@@ -240,7 +242,7 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
     )
     if not name:
         if given:
-            conversion.unneeded("template", why="the tokenizer's own template")
+            conversion.report_unneeded("template", why="the tokenizer's own template")
         if not reasons:
             return
     if reasons:
@@ -260,17 +262,17 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
     if name:
         conversion.lose("template", why=why)
     else:
-        conversion.missing("template", why)
+        conversion.report_lost("template", why)
 
 
-def _takes_jinja(conversion: Conversion, *, texts: bool) -> bool:
+def _convert_template_backend(conversion: Conversion, *, texts: bool) -> bool:
     """Convert ``template_backend``; return True for jinja: the tokenizer's template renders rows, all tokens train."""
     name = "template_backend"
     jinja = conversion.take(name) == "jinja"
     if name not in conversion.file.fields:
         return False
     if not jinja or texts or conversion.objective != "sft":
-        conversion.unneeded(name, why="see template")
+        conversion.report_unneeded(name, why="see template")
         return jinja
     conversion.put("train_on", "all", name, note="there, it trains every token, whatever loss_scale is")
     conversion.dismiss("loss_scale", why="template_backend: jinja trains every token")
@@ -284,13 +286,15 @@ def _leave_thinking(conversion: Conversion, why: str) -> None:
 def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
     """Convert ``template``; ms-swift renders each model type with its own template."""
     name, given = conversion.take("template"), "template" in conversion.file.fields
-    jinja = _takes_jinja(conversion, texts=texts)
+    jinja = _convert_template_backend(conversion, texts=texts)
     if texts or jinja:
         if given:
-            conversion.unneeded("template", why="texts have no chat template" if texts else "template_backend: jinja")
+            conversion.report_unneeded(
+                "template", why="texts have no chat template" if texts else "template_backend: jinja"
+            )
         return
     if given and not name:
-        conversion.unneeded("template", why="no value")
+        conversion.report_unneeded("template", why="no value")
     if name in SWIFT_CHATML:
         conversion.put("chat_template", "chatml", "template", note="final/ gets this template as well")
         return
@@ -298,7 +302,7 @@ def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
         keeps = conversion.get("preserve_thinking")
         if str(conversion.get("loss_scale")).startswith("last_round") and not keeps:
             if name:
-                conversion.unneeded("template", why="the last answer is rendered as by the tokenizer's template")
+                conversion.report_unneeded("template", why="the last answer is rendered as by the tokenizer's template")
             return
         if keeps is not False:
             _keep_reasoning(conversion)
@@ -310,18 +314,18 @@ def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
     if name:
         conversion.lose("template", why=why)
     else:
-        conversion.missing("template", why, trains=_renders_thoughts(conversion))
+        conversion.report_lost("template", why, trains=_renders_thoughts(conversion))
 
 
 def report_empty_thoughts(conversion: Conversion, types: list[Any]) -> None:
     """Report empty think blocks before answers, which axolotl does not train."""
     if conversion.objective == "sft" and "chat_template" in types and _renders_thoughts(conversion):
         why = "there, '<think>' and an empty think block before an answer are not trained; here they are"
-        conversion.missing("datasets.type: chat_template", why)
+        conversion.report_lost("datasets.type: chat_template", why)
 
 
 def take_trl_template(conversion: Conversion) -> None:
     """Report that ``assistant_only_loss`` renders rows with TRL's own template."""
     if conversion.get("chat_template_path") is None and _renders_thoughts(conversion):
         _keep_reasoning(conversion)
-        conversion.missing("assistant_only_loss: true", f"TRL's own template renders the rows: {EVERY}; {TRAINING}")
+        conversion.report_lost("assistant_only_loss: true", f"TRL's own template renders the rows: {EVERY}; {TRAINING}")

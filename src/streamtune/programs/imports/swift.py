@@ -8,30 +8,30 @@ from typing import Any
 from .conversion import Conversion, PeerTrainer
 from .field_rules import (
     FieldRule,
+    adapter_initialisation,
     dft_or_nll,
     field_table,
-    first_values,
+    key_rule,
+    module_list,
     more_special_tokens,
     no_counterpart,
+    none_if_empty,
     one_of,
-    or_none,
     rope_scaling,
-    same,
+    same_name_rules,
     split_names,
-    to,
-    whole_modules,
 )
-from .peer_rows import seen_columns, take_swift_template
+from .peer_rows import first_local_row, take_swift_template
 from .swift_datasets import take_datasets
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    default_cut,
     report_nll,
     take_thinking,
     take_trackers,
     take_warmup,
+    write_default_cut,
 )
 from .trl import SERVER, SHARED_FIELDS, take_weights_dtype
 
@@ -59,7 +59,7 @@ KINDS = ("vera", "ia3")
 """Tuners that are adapter types here."""
 
 
-def _rewards(value: Any) -> Any:
+def _reward_functions(value: Any) -> Any:
     names = value if isinstance(value, list) else [value]
     return [NEAREST.get(name, f"REWARDS.py:{name}") if isinstance(name, str) else name for name in names]
 
@@ -68,32 +68,34 @@ FIELDS: dict[str, FieldRule] = field_table(
     {
         **TRAINER_FIELDS,
         **SHARED_FIELDS,
-        **same("""lora_rank chat_template"""),
-        **same("sequence_parallel_size", trains=False),
-        "target_modules": to("lora_target", split_names),
-        "truncation_strategy": to(
+        **same_name_rules("""lora_rank chat_template"""),
+        **same_name_rules("sequence_parallel_size", trains=False),
+        "target_modules": key_rule("lora_target", split_names),
+        "truncation_strategy": key_rule(
             "overlength",
             one_of({"delete": "drop", "right": "truncate", "split": "split"}, "longer rows are truncated at the end"),
         ),
-        "loss_scale": to(
+        "loss_scale": key_rule(
             "train_on",
             one_of(
                 {"default": "assistant", "last_round": "last", "all": "all"},
                 "token weights; train_on supports assistant, completion, last, all",
             ),
         ),
-        "rpo_alpha": to("rpo_alpha", or_none),
-        "loss_type": to("loss_type", lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value),
-        "reward_funcs": to("reward_funcs", _rewards),
-        "scale_rewards": to(
+        "rpo_alpha": key_rule("rpo_alpha", none_if_empty),
+        "loss_type": key_rule(
+            "loss_type", lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value
+        ),
+        "reward_funcs": key_rule("reward_funcs", _reward_functions),
+        "scale_rewards": key_rule(
             "scale_rewards", one_of({True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"})
         ),
-        "new_special_tokens": to("special_tokens", more_special_tokens),
-        "rope_scaling": to("rope_scaling", rope_scaling),
-        "modules_to_save": to("modules_to_save", whole_modules),
-        "init_weights": to("adapter_type", first_values),
-        "init_lora_weights": to("adapter_type", first_values),
-        "enable_dft_loss": to("loss_type", dft_or_nll),
+        "new_special_tokens": key_rule("special_tokens", more_special_tokens),
+        "rope_scaling": key_rule("rope_scaling", rope_scaling),
+        "modules_to_save": key_rule("modules_to_save", module_list),
+        "init_weights": key_rule("adapter_type", adapter_initialisation),
+        "init_lora_weights": key_rule("adapter_type", adapter_initialisation),
+        "enable_dft_loss": key_rule("loss_type", dft_or_nll),
         "is_binary_loss_scale": no_counterpart("the trained tokens' weights are 1 or 0", off=(True,)),
         "add_non_thinking_prefix": no_counterpart(
             "text that the chat template renders before an answer is kept", off=(True,)
@@ -249,14 +251,14 @@ def _objective(conversion: Conversion) -> str:
     return OBJECTIVES[kind][0]
 
 
-def _special(conversion: Conversion) -> None:
+def _convert_dependent_fields(conversion: Conversion) -> None:
     kind = conversion.take("rlhf_type")
     if kind == "":
-        conversion.unneeded("rlhf_type", why="no value")
+        conversion.report_unneeded("rlhf_type", why="no value")
     elif str(kind) in OBJECTIVES and "loss_type" not in conversion.file.fields:
         conversion.put("loss_type", OBJECTIVES[str(kind)][1], "rlhf_type")
     elif str(kind) in OBJECTIVES:
-        conversion.unneeded("rlhf_type", why=f"objective: {conversion.objective}")
+        conversion.report_unneeded("rlhf_type", why=f"objective: {conversion.objective}")
     elif kind is not None:
         conversion.lose("rlhf_type", why=f"no such objective here; --objective {conversion.objective} was given")
     use_hf = conversion.get("use_hf")
@@ -295,7 +297,7 @@ def _take_length(conversion: Conversion) -> None:
     if length is None:
         conversion.dismiss("max_length", why="no value")
     elif conversion.objective == "grpo":
-        conversion.put("max_prompt_length", length, "max_length", note="in GRPO it is that of the prompt")
+        conversion.put("max_prompt_length", length, "max_length", note="in GRPO, it limits the prompt")
     else:
         conversion.put("max_length", length, "max_length")
     if conversion.get("truncation_strategy") == "left" and conversion.objective != "dpo":
@@ -307,11 +309,11 @@ def _take_length(conversion: Conversion) -> None:
 def _take_texts(conversion: Conversion) -> None:
     """Report rows without a text column, which ``swift pt`` trains without the chat template."""
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
-        row = seen_columns(conversion, str(spec["path"]))
+        row = first_local_row(conversion, str(spec["path"]))
         if row is None or "text" not in row:
             where = "are not here" if row is None else "have no column 'text'"
             why = f"swift pt trains texts without a chat template, and the rows {where}: write them as {{text: ...}}"
-            conversion.missing(f"datasets[{index}]", why)
+            conversion.report_lost(f"datasets[{index}]", why)
 
 
 def _take_quantization(conversion: Conversion) -> None:
@@ -349,7 +351,7 @@ def _take_tuner(conversion: Conversion) -> None:
         conversion.lose(name, why="supported: full, lora and qlora; lora is written")
 
 
-def _defaults(conversion: Conversion) -> None:
+def _write_defaults(conversion: Conversion) -> None:
     ours, objective = conversion.ours, conversion.objective
     conversion.default("finetuning_type", "lora")
     adapters = ours.get("finetuning_type") != "full"
@@ -368,12 +370,12 @@ def _defaults(conversion: Conversion) -> None:
             conversion.default("overlength", "drop")
         elif ours.get("overlength") == "drop":
             del ours["overlength"]  # it would drop rows longer than the default of 2048 tokens
-        default_cut(conversion)
+        write_default_cut(conversion)
         if "max_length" not in ours:
             why = (
                 "if unset, there it is the model's maximum; here, rows longer than 2048 are an error: write max_length"
             )
-            conversion.missing("max_length", why, trains=False)
+            conversion.report_lost("max_length", why, trains=False)
     else:
         conversion.default("per_device_train_batch_size", 1)
         conversion.default("beta", 0.04)
@@ -389,7 +391,7 @@ def _defaults(conversion: Conversion) -> None:
     unknown = [name for name in ours.get("reward_funcs", []) if name.startswith("REWARDS.py:")]
     if {"numeric_answer", "format_tags"} & set(ours.get("reward_funcs", [])) or unknown:
         why = "the most similar reward of StreamTune is written; compare `docs/rewards.md`"
-        conversion.missing("reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else ""))
+        conversion.report_lost("reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else ""))
     report_nll(conversion)
 
 
@@ -401,6 +403,6 @@ SWIFT = PeerTrainer(
         quant_bits quant_method external_plugins target_modules use_hf model_id_or_path model_author
         custom_register_path load_from_cache_file lazy_tokenize""",
     objective=_objective,
-    special=_special,
-    defaults=_defaults,
+    special=_convert_dependent_fields,
+    defaults=_write_defaults,
 )

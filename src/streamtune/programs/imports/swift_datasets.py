@@ -13,13 +13,13 @@ from .peer_files import json_value
 from .peer_rows import (
     DATA_FILES,
     READ_OF_MESSAGES,
+    first_local_row,
     lose_fields,
     put_datasets,
     put_eval_sets,
     put_weights,
     rename_columns,
     report_media,
-    seen_columns,
 )
 
 STANDARD = {
@@ -34,7 +34,7 @@ ANSWERS = (
     *("text", "completion", "content"),
 )
 SYSTEMS = ("system", "system_prompt")
-TALKS = ("messages", "conversation", "conversations")
+CONVERSATION_COLUMNS = ("messages", "conversation", "conversations")
 PAIRS = (
     "there, a pair is messages and rejected_response; here, write prompt, chosen and rejected",
     "there, a row is messages and a label; here, write prompt, completion and label",
@@ -43,18 +43,18 @@ PAIRS = (
 
 
 def take_datasets(conversion: Conversion, use_hf: Any) -> None:
-    columns = _columns(conversion)
-    specs, note = _specs(conversion, "dataset", use_hf, columns)
+    columns = _column_names(conversion)
+    specs, note = _dataset_specs(conversion, "dataset", use_hf, columns)
     put_datasets(conversion, specs, "dataset", note=note)
     report_media(conversion, specs, "dataset")
-    specs, note = _specs(conversion, "val_dataset", use_hf, columns)
+    specs, note = _dataset_specs(conversion, "val_dataset", use_hf, columns)
     put_eval_sets(conversion, specs, "val_dataset", note=note)
     if shares := conversion.get("interleave_prob"):
         put_weights(conversion, shares, "interleave_prob")
     conversion.dismiss("interleave_prob", why="no value")
 
 
-def _columns(conversion: Conversion) -> dict[str, str]:
+def _column_names(conversion: Conversion) -> dict[str, str]:
     """Return the file's column name for each of our names; ms-swift's ``columns`` maps in the other direction."""
     if "columns" not in conversion.file.fields:
         return {}
@@ -64,18 +64,18 @@ def _columns(conversion: Conversion) -> dict[str, str]:
         conversion.lose("columns", why=str(error))
         return {}
     if not given:
-        conversion.unneeded("columns", why="no value")
+        conversion.report_unneeded("columns", why="no value")
         return {}
     unknown = [name for name in given.values() if name not in STANDARD] if isinstance(given, dict) else [given]
     if unknown:
         conversion.lose("columns", why=f"'{unknown[0]}' has no equivalent column: write columns in each dataset")
         return {}
-    conversion.unneeded("columns", why="see datasets")
+    conversion.report_unneeded("columns", why="see datasets")
     ours = STANDARD if conversion.objective == "sft" else {**STANDARD, "query": "prompt", "response": "completion"}
     return {ours[name]: column for column, name in given.items()}
 
 
-def _specs(
+def _dataset_specs(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
     """Return our entries for the datasets of a field, and a note about them."""
@@ -105,7 +105,7 @@ def _specs(
             rename_columns(spec, {"instruction": "query", "output": "response"}, "alpaca")
             unknown.append(path)
         elif conversion.objective == "sft" and conversion.file.command != "pt":
-            row, lose = seen_columns(conversion, path), conversion.losing(field, prefix=f"{path}: ")
+            row, lose = first_local_row(conversion, path), conversion.loss_reporter(field, prefix=f"{path}: ")
             take_columns(spec, row, columns, lose)
             if row is not None and row.get("tools") and conversion.ours.get("chat_template") == "chatml":
                 lose("chatml renders tools differently from ms-swift: write chat_template: FILE.jinja")
@@ -120,7 +120,7 @@ def _specs(
         _take_names(conversion, unknown)
     if away:
         why = "its rows cannot be read; columns prompt and completion are a chat there, plain text here: see columns"
-        conversion.missing(f"{field}: {', '.join(away)}", why, trains=False)
+        conversion.report_lost(f"{field}: {', '.join(away)}", why, trains=False)
     return found, "; ".join(noted)
 
 
@@ -134,7 +134,7 @@ def _take_names(conversion: Conversion, named_datasets: list[str]) -> None:
         if name in conversion.file.fields and named_datasets and value:
             conversion.lose(name, why=f"inserted into the rows of {named_datasets[0]}: see dataset")
         elif name in conversion.file.fields:
-            conversion.unneeded(name, why="used only with swift/self-cognition" if value else "no value")
+            conversion.report_unneeded(name, why="used only with swift/self-cognition" if value else "no value")
 
 
 def take_columns(
@@ -158,18 +158,18 @@ def take_columns(
             spec["input_separator"] = "\n"
         return
     named = {theirs: ours for ours, theirs in columns.items()}
-    if {*TALKS} & row.keys() or "messages" in named.values():
+    if {*CONVERSATION_COLUMNS} & row.keys() or "messages" in named.values():
         _take_messages(spec, row, columns, lose)
         return
-    found = {"system": columns.get("system") or _only(row, SYSTEMS)}
+    found = {"system": columns.get("system") or _single_column(row, SYSTEMS)}
     if "tools" in row or "tools" in columns:
         found["tools"] = columns.get("tools", "tools")
     if {"instruction", "input"} <= row.keys() and not {"instruction", "input"} & columns.keys():
         found |= {"instruction": "instruction", "input": "input"}
         spec["input_separator"] = "\n"
     else:
-        found["instruction"] = columns.get("instruction") or _only(row, QUESTIONS)
-    found["output"] = columns.get("output") or _only(row, ANSWERS)
+        found["instruction"] = columns.get("instruction") or _single_column(row, QUESTIONS)
+    found["output"] = columns.get("output") or _single_column(row, ANSWERS)
     if not found["instruction"] or not found["output"]:
         if "text" not in row:
             lose("question and answer columns are missing or ambiguous: write columns in each dataset")
@@ -182,7 +182,7 @@ def take_columns(
     rename_columns(spec, {**found, **({"history": columns["history"]} if "history" in columns else {})}, "alpaca")
 
 
-def _only(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """Return the column that has one of the names; among several, the column with the first name, if it exists."""
     found = [column for column in row if column.lower() in names]
     if len(found) == 1:
@@ -194,14 +194,14 @@ def _take_messages(
     spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], lose: Callable[[str], None]
 ) -> None:
     """Write the columns of rows of messages; their turns have 'role' or 'from'."""
-    column = columns.get("messages") or next(name for name in TALKS if name in row)
+    column = columns.get("messages") or next(name for name in CONVERSATION_COLUMNS if name in row)
     turns = row.get(column)
     lose_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), lose)
     first = turns[0] if isinstance(turns, list) and turns else {}
-    others = {"system": columns.get("system") or _only(row, SYSTEMS), "tools": columns.get("tools")}
+    others = {"system": columns.get("system") or _single_column(row, SYSTEMS), "tools": columns.get("tools")}
     renamed = {ours: theirs for ours, theirs in others.items() if theirs and theirs != ours}
     if isinstance(first, dict) and "from" in first:
-        if column not in TALKS[1:]:
+        if column not in CONVERSATION_COLUMNS[1:]:
             renamed["conversations"] = column
     elif column not in ("messages", "conversations"):
         renamed["messages"] = column

@@ -18,10 +18,10 @@ from .field_rules import (
     UnconvertedError,
     field_table,
     fraction_or_count,
+    key_rule,
     no_counterpart,
     optimizer,
-    same,
-    to,
+    same_name_rules,
 )
 
 CHECKPOINTING = "streaming replaces gradient checkpointing"
@@ -74,25 +74,26 @@ def _positive_steps(value: Any) -> Any:
 
 TRAINER_FIELDS: dict[str, FieldRule] = field_table(
     {
-        **same("""label_smoothing_factor learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon
+        **same_name_rules("""
+            label_smoothing_factor learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon
             max_grad_norm num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed bf16
             trust_remote_code"""),
-        **same("per_device_eval_batch_size output_dir greater_is_better", trains=False),
-        **same("dataloader_num_workers save_total_limit", trains=False),
-        "lr_scheduler_kwargs": to("lr_scheduler_kwargs", lambda value: value or {}),
-        "optim": to("optim", optimizer),
-        "deepspeed": to(
+        **same_name_rules("per_device_eval_batch_size output_dir greater_is_better", trains=False),
+        **same_name_rules("dataloader_num_workers save_total_limit", trains=False),
+        "lr_scheduler_kwargs": key_rule("lr_scheduler_kwargs", lambda value: value or {}),
+        "optim": key_rule("optim", optimizer),
+        "deepspeed": key_rule(
             "deepspeed", _deepspeed, trains=False, why="the file does not exist here; the stage is taken from its name"
         ),
-        "eval_steps": to("eval_steps", fraction_or_count, trains=False),
-        "save_steps": to("save_steps", fraction_or_count, trains=False),
-        "logging_steps": to("logging_steps", fraction_or_count, trains=False),
-        "max_steps": to("max_steps", _positive_steps),
-        "metric_for_best_model": to("metric_for_best_model", _best_metric, trains=False),
-        "full_determinism": to("deterministic", trains=False),
-        "report_to": to("report_to", _trackers, trains=False),
-        "fsdp": to("fsdp", bool, trains=False),
-        "use_cpu": to("device", lambda value: "cpu" if value else "auto", trains=False),
+        "eval_steps": key_rule("eval_steps", fraction_or_count, trains=False),
+        "save_steps": key_rule("save_steps", fraction_or_count, trains=False),
+        "logging_steps": key_rule("logging_steps", fraction_or_count, trains=False),
+        "max_steps": key_rule("max_steps", _positive_steps),
+        "metric_for_best_model": key_rule("metric_for_best_model", _best_metric, trains=False),
+        "full_determinism": key_rule("deterministic", trains=False),
+        "report_to": key_rule("report_to", _trackers, trains=False),
+        "fsdp": key_rule("fsdp", bool, trains=False),
+        "use_cpu": key_rule("device", lambda value: "cpu" if value else "auto", trains=False),
         "train_sampling_strategy": no_counterpart("rows are shuffled", trains=False, off=("random",)),
         "save_strategy": no_counterpart("write save_steps: N", trains=False, off=("steps",)),
         "eval_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
@@ -163,11 +164,11 @@ def take_warmup(conversion: Conversion) -> None:
             continue
         value = conversion.take(name)
         if value in (None, 0, ""):
-            conversion.unneeded(name, why="no warm-up, as here")
+            conversion.report_unneeded(name, why="no warm-up, as here")
         elif constant:
-            conversion.unneeded(name, why="the schedule 'constant' has no warm-up in transformers")
+            conversion.report_unneeded(name, why="the schedule 'constant' has no warm-up in transformers")
         elif name == "warmup_ratio" and steps_count:
-            conversion.unneeded(name, why="'warmup_steps' takes precedence")
+            conversion.report_unneeded(name, why="'warmup_steps' takes precedence")
         elif name == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
             conversion.put("warmup_ratio", value, name, note="below 1 it is a fraction of all steps")
         else:
@@ -180,16 +181,16 @@ def take_bits(conversion: Conversion) -> None:
     conversion.switch("load_in_8bit", "quantization", "int8")
 
 
-def say_targets(conversion: Conversion) -> None:
+def report_default_targets(conversion: Conversion) -> None:
     """Report that the default target modules of adapters differ."""
     if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
-        conversion.missing(
+        conversion.report_lost(
             "lora_target_modules", "if unset, peft adapts attention modules only; the default here is all-linear"
         )
 
 
-def default_cut(conversion: Conversion) -> None:
-    """Write where rows are cut: the other trainers truncate the end, and split between any two tokens."""
+def write_default_cut(conversion: Conversion) -> None:
+    """Write where long rows are cut: other trainers drop the end of a row, or split it between any two tokens."""
     if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
         conversion.default("truncate_side", "right")
     elif conversion.objective == "sft" and conversion.ours.get("overlength") == "split":
@@ -204,7 +205,7 @@ LIONS = {
 
 
 def take_optimizer(conversion: Conversion) -> None:
-    """Convert optimizers that have other arguments there: SGD without momentum, Lion with Adam's betas."""
+    """Convert optimizers whose arguments differ in transformers: SGD without momentum, Lion with Adam's betas."""
     names = (
         name for name in ("optim", "optimizer") if (rule := conversion.trainer.rule(name)) and rule.ours == "optim"
     )
@@ -223,10 +224,10 @@ def report_nll(conversion: Conversion) -> None:
     loss = conversion.ours.get("loss_type")
     if loss == "orpo":
         there = "there, its NLL counts prompt and answer and is a mean over the tokens of a micro-batch"
-        conversion.missing("loss_type: orpo", f"{there}; here it counts the answer and is a mean over pairs")
+        conversion.report_lost("loss_type: orpo", f"{there}; here it counts the answer and is a mean over pairs")
     elif (loss == "cpo" and conversion.ours.get("cpo_alpha", 1.0)) or conversion.ours.get("rpo_alpha"):
         name = "loss_type: cpo" if loss == "cpo" else "rpo_alpha"
-        conversion.missing(name, "its NLL is a mean over the tokens of a micro-batch there, and over pairs here")
+        conversion.report_lost(name, "its NLL is a mean over the tokens of a micro-batch there, and over pairs here")
 
 
 def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
@@ -244,9 +245,9 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
                 variable = f"set {name.upper()}={' '.join(value.split())[:60]}"
                 variables.append(variable)
             if value in (None, "", False):
-                conversion.unneeded(name, why="no value")
+                conversion.report_unneeded(name, why="no value")
             elif tracker in names:
-                conversion.unneeded(name, why=variable or f"'{tracker}' is named already")
+                conversion.report_unneeded(name, why=variable or f"'{tracker}' is named already")
             elif conversion.put("report_to", [*names, tracker], name, note=variable, trains=False):
                 names = conversion.ours["report_to"]
     if len(variables) > 1 and names:
@@ -260,9 +261,9 @@ def take_thinking(conversion: Conversion) -> None:
             continue
         value = conversion.take(name)
         if not isinstance(value, bool):
-            conversion.unneeded(name, why="the chat template's default is used")
+            conversion.report_unneeded(name, why="the chat template's default is used")
         elif name == "preserve_thinking" and not value:
-            conversion.unneeded(name, why="off, as here")
+            conversion.report_unneeded(name, why="off, as here")
         elif name == "preserve_thinking" and conversion.objective == "sft":
             conversion.put("reasoning", "keep", name)
         else:
@@ -323,8 +324,8 @@ RANKS = ("num_processes", "nproc_per_node", "num_gpus")
 MACHINES = ("num_machines", "nnodes", "num_nodes", "machine_rank", "node_rank", "main_process_ip", "main_process_port",
             "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "hostfile", "rdzv_conf",
             "same_network", "deepspeed_hostfile", "deepspeed_multinode_launcher")  # fmt: skip
-OF_THE_TRAINER = {"gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm"}
-"""Our key, for launcher options that are used if the Trainer's arguments do not set them."""
+FALLBACK_OPTIONS = {"gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm"}
+"""Launcher option -> StreamTune key, for options that apply if the Trainer's arguments do not set the key."""
 
 
 @dataclass(frozen=True)
@@ -408,8 +409,8 @@ def _our_key(option: LauncherOption) -> tuple[str, Any] | None:
         return "deepspeed", value
     if (name == "use_fsdp" and text != "false") or (name == "distributed_type" and text == "fsdp"):
         return "fsdp", True
-    if name in OF_THE_TRAINER and isinstance(value, int | float) and not isinstance(value, bool):
-        return OF_THE_TRAINER[name], value
+    if name in FALLBACK_OPTIONS and isinstance(value, int | float) and not isinstance(value, bool):
+        return FALLBACK_OPTIONS[name], value
     return None
 
 
@@ -422,7 +423,7 @@ def _why_not_written(option: LauncherOption) -> tuple[str, bool | None]:
         return f"training in {text} is not supported; write bf16: true", True
     if name in ("mixed_precision", "use_fsdp"):
         return "off, as here", None
-    if name in OF_THE_TRAINER:
+    if name in FALLBACK_OPTIONS:
         return "set by the recipe", None
     if name in MACHINES:
         return "`--nproc` starts ranks on one machine; for several see docs/guide/many-gpus.md", None

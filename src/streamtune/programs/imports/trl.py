@@ -12,38 +12,38 @@ from .field_rules import (
     FieldRule,
     UnconvertedError,
     field_table,
+    key_rule,
+    module_list,
     no_counterpart,
-    not_negative,
     one_of,
-    same,
+    same_name_rules,
     split_names,
     switches,
-    to,
-    whole_modules,
+    zero_if_negative,
 )
 from .peer_files import json_value
 from .peer_rows import (
     DATA_FILES,
     FLAGS,
+    first_local_row,
     lose_fields,
     lose_unnamed,
     put_datasets,
     report_media,
     rows_of_split,
-    seen_columns,
     take_trl_template,
 )
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    default_cut,
     one_loss,
+    report_default_targets,
     report_nll,
-    say_targets,
     take_bits,
     take_trackers,
     take_warmup,
+    write_default_cut,
 )
 
 OF_GRPO = {
@@ -68,7 +68,7 @@ SERVER = "vLLM servers are not supported; use_vllm runs vLLM in the training pro
 COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
 
 
-def _functions(value: Any) -> Any:
+def _reward_functions(value: Any) -> Any:
     """Return reward functions as ``module:function``; TRL writes ``module.function``, or ``function`` for its own."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
@@ -79,10 +79,11 @@ def _functions(value: Any) -> Any:
 
 GRPO_FIELDS: dict[str, FieldRule] = field_table(
     {
-        **same("""beta chat_template_kwargs delta epsilon epsilon_high generation_batch_size importance_sampling_level
+        **same_name_rules("""
+            beta chat_template_kwargs delta epsilon epsilon_high generation_batch_size importance_sampling_level
             max_completion_length min_p num_generations num_iterations repetition_penalty reward_weights temperature
             top_p"""),
-        **same("use_vllm vllm_gpu_memory_utilization", trains=False),
+        **same_name_rules("use_vllm vllm_gpu_memory_utilization", trains=False),
         "vllm_mode": no_counterpart(SERVER, trains=False, off=("colocate",)),
     },
     not_needed={"completions.jsonl records them": "log_completions"},
@@ -94,10 +95,11 @@ GRPO_FIELDS: dict[str, FieldRule] = field_table(
 SHARED_FIELDS: dict[str, FieldRule] = field_table(
     {
         **GRPO_FIELDS,
-        **same("""cpo_alpha desirable_weight label_smoothing lora_alpha lora_dropout packing router_aux_loss_coef
+        **same_name_rules("""
+            cpo_alpha desirable_weight label_smoothing lora_alpha lora_dropout packing router_aux_loss_coef
             simpo_gamma steps_per_generation undesirable_weight"""),
         **switches("use_rslora use_dora"),
-        "top_k": to("top_k", not_negative),
+        "top_k": key_rule("top_k", zero_if_negative),
         "bnb_4bit_quant_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
         "f_divergence_type": no_counterpart("only reverse KL is supported", off=("reverse_kl",)),
         "top_entropy_quantile": no_counterpart("a loss on high-entropy tokens only", off=(1.0, 1)),
@@ -113,14 +115,16 @@ FIELDS: dict[str, FieldRule] = field_table(
     {
         **TRAINER_FIELDS,
         **SHARED_FIELDS,
-        **same("""model_name_or_path lora_r
+        **same_name_rules("""model_name_or_path lora_r
             rpo_alpha ref_model_name_or_path reference_free
             max_prompt_length mask_truncated_completions use_bias_correction_kl"""),
-        **same("precompute_ref_log_probs num_completions_to_print", trains=False),
-        "lora_target_modules": to("lora_target", split_names),
-        "truncation_mode": to("overlength", one_of({"keep_start": "truncate"}, "longer rows are truncated at the end")),
-        "reward_funcs": to("reward_funcs", _functions, why="code: needs allow_code: true"),
-        "scale_rewards": to(
+        **same_name_rules("precompute_ref_log_probs num_completions_to_print", trains=False),
+        "lora_target_modules": key_rule("lora_target", split_names),
+        "truncation_mode": key_rule(
+            "overlength", one_of({"keep_start": "truncate"}, "longer rows are truncated at the end")
+        ),
+        "reward_funcs": key_rule("reward_funcs", _reward_functions, why="code: needs allow_code: true"),
+        "scale_rewards": key_rule(
             "scale_rewards",
             one_of(
                 {
@@ -134,10 +138,12 @@ FIELDS: dict[str, FieldRule] = field_table(
                 }
             ),
         ),
-        "lora_modules_to_save": to("modules_to_save", whole_modules),
-        "chat_template_path": to("chat_template", why="a tokenizer folder is not accepted: give the template file"),
-        "eos_token": to("special_tokens", lambda value: {"eos_token": value}),
-        "test_split_size": to("val_size", trains=False),
+        "lora_modules_to_save": key_rule("modules_to_save", module_list),
+        "chat_template_path": key_rule(
+            "chat_template", why="a tokenizer folder is not accepted: give the template file"
+        ),
+        "eos_token": key_rule("special_tokens", lambda value: {"eos_token": value}),
+        "test_split_size": key_rule("val_size", trains=False),
         "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
         "model_code_revision": no_counterpart("a revision of the model's code", off=("main",)),
         "disable_dropout": no_counterpart("dropout of the model's configuration stays enabled", off=(True,)),
@@ -220,7 +226,7 @@ def _command_of(conversion: Conversion) -> str:
     return conversion.file.command or next(found, "dpo")
 
 
-def _special(conversion: Conversion) -> None:
+def _convert_dependent_fields(conversion: Conversion) -> None:
     given = conversion.file.fields
     command = _command_of(conversion) if conversion.objective == "dpo" else ""
     if command == "cpo":
@@ -244,10 +250,10 @@ def _special(conversion: Conversion) -> None:
     _take_datasets(conversion)
     first: list[Row] = []
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
-        row = seen_columns(conversion, str(spec["path"]))
+        row = first_local_row(conversion, str(spec["path"]))
         place = ("dataset_name",) if "dataset_name" in given else ("datasets", index)
         report_media(conversion, [spec], *place)
-        lose = conversion.losing(*place, prefix=f"{spec['path']}: ")
+        lose = conversion.loss_reporter(*place, prefix=f"{spec['path']}: ")
         lose_unnamed(row, ("system",), (), lose)
         if conversion.get("assistant_only_loss"):
             lose_fields(row, "messages", FLAGS, (), lose)
@@ -288,7 +294,7 @@ def _take_trained(conversion: Conversion, first: list[Row]) -> None:
         conversion.put("train_on", "assistant", "assistant_only_loss")
         take_trl_template(conversion)
     elif "assistant_only_loss" in conversion.file.fields:
-        conversion.unneeded("assistant_only_loss", why="off: train_on sets it")
+        conversion.report_unneeded("assistant_only_loss", why="off: train_on sets it")
     why = "no value" if completion is None else "off: train_on is all"
     if completion and not assistant and (not seen or any(pairs)):
         conversion.switch("completion_only_loss", "train_on", "completion")
@@ -301,14 +307,16 @@ def _take_trained(conversion: Conversion, first: list[Row]) -> None:
         turns = (row or {}).get("completion")
         if isinstance(turns, list) and len(turns) > 1:
             why = "there, a completion of several turns is trained whole; here, only its assistant turns"
-            conversion.missing("completion_only_loss", why)
+            conversion.report_lost("completion_only_loss", why)
     if seen and all(pairs):
         conversion.default("train_on", "completion", "the rows are prompts and completions")
     elif any(pairs):
-        conversion.missing("completion_only_loss", "there, the first dataset decides this for all rows; see train_on")
+        conversion.report_lost(
+            "completion_only_loss", "there, the first dataset decides this for all rows; see train_on"
+        )
     elif not seen:
         why = "the rows cannot be read here; if they have prompt and completion, write train_on: completion"
-        conversion.missing("completion_only_loss", why)
+        conversion.report_lost("completion_only_loss", why)
 
 
 def _take_length(conversion: Conversion) -> None:
@@ -366,7 +374,7 @@ def _take_loss(conversion: Conversion) -> None:
     if conversion.objective != "sft":
         conversion.convert("loss_type", one_loss, value, "loss_type")
     elif value in ("nll", "chunked_nll", None):
-        conversion.unneeded("loss_type", why="the cross entropy")
+        conversion.report_unneeded("loss_type", why="the cross entropy")
     elif value == "dft":
         conversion.put("loss_type", value, "loss_type")
     else:
@@ -393,7 +401,7 @@ def _take_datasets(conversion: Conversion) -> None:
     _take_test_split(conversion, name, part)
     if name is not None:
         spec: dict[str, Any] = {"path": name}
-        rows_of_split(spec, split or "train", conversion.losing("dataset_train_split"))
+        rows_of_split(spec, split or "train", conversion.loss_reporter("dataset_train_split"))
         if part:
             spec["name"] = part
         put_datasets(conversion, [spec], "dataset_name")
@@ -412,7 +420,7 @@ def _take_datasets(conversion: Conversion) -> None:
             continue
         spec = {"path": entry["path"], **({"name": entry["name"]} if entry.get("name") else {})}
         if entry.get("split"):
-            rows_of_split(spec, entry["split"], conversion.losing("datasets", index, "split"))
+            rows_of_split(spec, entry["split"], conversion.loss_reporter("datasets", index, "split"))
         files = entry.get("data_files")
         for key in entry.keys() - {"path", "name", "split", "data_files"}:
             if entry[key] is not None:
@@ -433,16 +441,16 @@ def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
         key = "dataset_test_split" if split else "eval_strategy"
         if str(name).endswith(DATA_FILES):
             why = f"{name} is a file without a split '{spec['split']}': write val_size or eval_datasets"
-            conversion.lose(key, why=why, trains=False) if split else conversion.missing(key, why, trains=False)
+            conversion.lose(key, why=why, trains=False) if split else conversion.report_lost(key, why, trains=False)
             return
         left = dict(conversion.left)
         conversion.put("eval_datasets", {"test": [spec]}, key, note="rows of the split", trains=False)
         conversion.left = left  # eval_strategy has its own rule
     elif "dataset_test_split" in conversion.file.fields:
-        conversion.unneeded("dataset_test_split", why="used only if eval_strategy is set")
+        conversion.report_unneeded("dataset_test_split", why="used only if eval_strategy is set")
 
 
-def _defaults(conversion: Conversion) -> None:
+def _write_defaults(conversion: Conversion) -> None:
     objective, ours = conversion.objective, conversion.ours
     conversion.default("learning_rate", 2e-5 if objective == "sft" else 1e-6)
     conversion.default("lr_scheduler_type", "linear")
@@ -452,7 +460,7 @@ def _defaults(conversion: Conversion) -> None:
         if ours.get("overlength") != "error":
             conversion.default("max_length", 1024)
         conversion.default("overlength", "truncate")
-    default_cut(conversion)
+    write_default_cut(conversion)
     if objective == "sft":
         conversion.default("train_on", "all")
     if not conversion.get("fp16") and conversion.get("bf16") is None:
@@ -463,7 +471,7 @@ def _defaults(conversion: Conversion) -> None:
     if ours.get("finetuning_type") in ("lora", "qlora"):
         conversion.default("lora_alpha", 32.0)
         conversion.default("lora_dropout", 0.05)
-    say_targets(conversion)
+    report_default_targets(conversion)
     report_nll(conversion)
 
 
@@ -475,6 +483,6 @@ TRL = PeerTrainer(
         completion_only_loss max_completion_length model_revision attn_implementation dataset_text_field
         dataset_test_split eos_token""",
     objective=_objective,
-    special=_special,
-    defaults=_defaults,
+    special=_convert_dependent_fields,
+    defaults=_write_defaults,
 )

@@ -22,7 +22,7 @@ RunTrial = Callable[[Shape, Callable[[str], None]], Outcome]
 """``(shape, tell) -> outcome``: runs one trial; ``tell`` is called with the name of each phase."""
 
 LENGTHS = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
-"""Default range and step of a search over tokens."""
+"""Default range, first value and tolerance of a search over row lengths, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ProbeTask:
     Attributes:
         scaled: Quantity to maximise: row length, or batch size.
         fixed: Value of the other quantity.
-        within: Range and tolerance of the search.
+        within: Smallest and largest number to try, and the tolerance of the search.
         modes: Modes to search: streaming, and the baselines.
         device_bytes, host_bytes, disk_bytes: Memory budgets; None is all available memory.
         schedule: Schedule that the recipe fixes; None if the planner chooses one for each length.
@@ -121,7 +121,7 @@ class ProbeReport:
         chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
         return chosen or self.task.schedule
 
-    def _shared(self) -> dict[str, Any]:
+    def _cluster_facts(self) -> dict[str, Any]:
         """Return the simulated cluster and a rank's traffic at the longest length; empty with one rank."""
         if "cluster" not in self.env:
             return {}
@@ -151,7 +151,7 @@ class ProbeReport:
             "margin": task.margin,
             "stops_at": {"share": task.within.share, "step": task.within.step},
             "limited_by": {mode: limit.failed.outcome.reason for mode, limit in self.limits.items() if limit.failed},
-            **self._shared(),
+            **self._cluster_facts(),
             "env": self.env,
             "trials": [trial.to_json() for trial in self.trials],
         }
@@ -202,7 +202,10 @@ def _search(
         shape = task.shape(mode, number)
         known = report.limits[mode]
         progress = _Progress(
-            f"{mode}, {_amount(shape)}", known.fits, "tokens" if task.scaled == "length" else f"{task.unit}s", notify
+            f"{mode}, {_show_shape(shape)}",
+            known.fits,
+            "tokens" if task.scaled == "length" else f"{task.unit}s",
+            notify,
         )
         progress("")
         outcome = run(shape, progress)
@@ -228,10 +231,10 @@ def _update_limit(limit: Limit, number: int, trial: Trial) -> Limit:
 
 
 def _budget_share(outcome: Outcome, report: ProbeReport) -> float | None:
-    """Return the fraction of the budget that a step used; None if it tells nothing about longer steps.
+    """Return the fraction of the budget that a step used; None if that does not help to predict longer steps.
 
-    A measured step tells nothing if it was stopped. It tells nothing either if the planner chose its schedule, because
-    that schedule uses all memory.
+    It does not help if a measured step was stopped. Nor does it if the planner chose the schedule, because such
+    a schedule uses all memory.
     """
     task = report.task
     if task.method == "measure" and (task.schedule is None or not outcome.fits):
@@ -241,7 +244,7 @@ def _budget_share(outcome: Outcome, report: ProbeReport) -> float | None:
     return budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes, usable=usable)
 
 
-def _amount(shape: Shape) -> str:
+def _show_shape(shape: Shape) -> str:
     rows = f"{shape.batch_size:,} x " if shape.batch_size > 1 else ""
     return f"{rows}{shape.length:,} tokens"
 

@@ -31,24 +31,60 @@ NAMES = {
 def probe_max_len(
     recipe: RecipeArgument,
     method: Annotated[
-        str, typer.Option(metavar="measure|simulate", help="Run training steps on this device, or simulate them.")
+        str,
+        typer.Option(
+            metavar="measure|simulate", help="Run training steps on this device, or simulate steps on meta tensors."
+        ),
     ] = "measure",
-    device_memory: Annotated[str | None, option("80GiB", "Device memory budget. [default: all of it]")] = None,
-    host_memory: Annotated[str | None, option("128GiB", "Host memory budget for offloaded tensors.")] = None,
-    disk_memory: Annotated[str | None, option("2TiB", "Disk budget for offloaded tensors.")] = None,
-    device: Annotated[str | None, option("NAME", "Name of the device to simulate.")] = None,
+    device_memory: Annotated[
+        str | None,
+        option(
+            "80GiB",
+            "Device memory that a step may take. [default: engine.device_memory; if that is auto, all memory of "
+            "--device, or the free memory of this machine's device]",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        option("128GiB", "Host memory that offloaded tensors may take. [default: engine.host_memory, or what is free]"),
+    ] = None,
+    disk_memory: Annotated[
+        str | None,
+        option("2TiB", "Disk space that offloaded tensors may take. [default: engine.disk_memory, or what is free]"),
+    ] = None,
+    device: Annotated[
+        str | None, option("NAME", "With --method simulate: device to simulate, such as h100-80gb.")
+    ] = None,
     baseline: Annotated[
-        bool, option(None, "Also search with gradient checkpointing and with plain autograd.", "--baseline")
+        bool,
+        option(
+            None,
+            "Also search without streaming: gradient checkpointing, plain autograd and, for simulated sft, Liger's "
+            "fused loss.",
+            "--baseline",
+        ),
     ] = False,
-    batch_size: Annotated[bool, option(None, "Search the largest batch at a fixed length.", "--batch-size")] = False,
-    length: Annotated[int | None, option("N", "Row length for --batch-size. [default: max_length]")] = None,
-    least: Annotated[int | None, option("N", "Smallest number to try.", "--from")] = None,
-    most: Annotated[int | None, option("N", "Largest number to try.", "--to")] = None,
+    batch_size: Annotated[
+        bool,
+        option(None, "Find the largest batch of rows of one length, instead of the longest row.", "--batch-size"),
+    ] = False,
+    length: Annotated[
+        int | None, option("N", "With --batch-size: length of the rows, in tokens. [default: max_length]")
+    ] = None,
+    least: Annotated[
+        int | None,
+        option("N", "Smallest length to try, in tokens; with --batch-size, smallest batch.", "--from"),
+    ] = None,
+    most: Annotated[
+        int | None,
+        option("N", "Largest length to try, in tokens; with --batch-size, largest batch.", "--to"),
+    ] = None,
     trial_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Seconds after which a trial counts as failed.")
+        float,
+        typer.Option(metavar="SECONDS", help="Seconds after which a measured trial is stopped and counts as failed."),
     ] = 1800,
     margin: Annotated[
-        float | None, option("PART", "Fraction of each budget to leave free. [default: engine.margin]")
+        float | None, option("FRACTION", "Fraction of each memory budget to leave free. [default: engine.margin]")
     ] = None,
     output_dir: Annotated[
         Path | None, option("DIR", "Folder for probe.json and probe.png. [default: the recipe's output_dir]")
@@ -58,11 +94,11 @@ def probe_max_len(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the longest sequence that the recipe can train, by whole training steps or by simulation.
+    """Find the longest sequence that the recipe can train, by running or simulating training steps.
 
-    The search doubles the length until a step fails, then bisects. It ends when the longest that fits and the shortest
-    that fails differ by 1% or 256 tokens, whichever is more. Each measured trial runs in its own process: if that
-    process crashes or is killed, the trial counts as failed.
+    The search doubles the length until a step fails, then bisects. It ends when the longest length that fits and the
+    shortest that fails differ by at most 1% or 256 tokens, whichever is more. Each measured trial runs in its own
+    process. If that process crashes or is killed, the trial counts as failed.
     """
     sizes = [
         None if text is None else parse_size(text, where=option)
@@ -124,7 +160,7 @@ def _title(report: ProbeReport) -> str:
 def _headline(report: ProbeReport) -> str:
     """Return the answer as one line: the longest sequence or the largest batch, and where it fits."""
     task, limit = report.task, report.limits.get("stream")
-    count = str(_count(limit)) if limit is not None else "?"
+    count = str(_show_limit(limit)) if limit is not None else "?"
     budget = f" in {show_size(report.device_bytes)} of device memory" if report.device_bytes else ""
     found = (
         f"Longest sequence: {count} tokens"
@@ -202,7 +238,7 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
             terms = limit.trial.outcome.terms.items()
             rows.append(("device peak", ", ".join(f"{name} {show_size(size)}" for name, size in terms if size)))
     for limit in report.limits.values():
-        rows.append(("limited by" if limit.mode == "stream" else "", _limited_by(limit)))
+        rows.append(("limited by" if limit.mode == "stream" else "", _describe_failure(limit)))
     if report.env:
         rows.append(("device", _describe_device(report)))
     if "cluster" in report.env:
@@ -263,8 +299,8 @@ def _table(report: ProbeReport) -> Table:
         outcome = limit.trial.outcome if limit.trial else None
         table.add_row(
             NAMES[mode],
-            _count(limit),
-            *([_times(streamed / limit.fits) if limit.fits and mode != "stream" else ""] if compares else []),
+            _show_limit(limit),
+            *([_show_ratio(streamed / limit.fits) if limit.fits and mode != "stream" else ""] if compares else []),
             show_size(outcome.peak_bytes) if outcome and outcome.peak_bytes else "",
             show_size(outcome.host_bytes) if outcome and outcome.host_bytes else "",
             show_seconds(outcome.step_seconds) if outcome and outcome.step_seconds else "",
@@ -274,17 +310,17 @@ def _table(report: ProbeReport) -> Table:
     return table
 
 
-def _times(ratio: float) -> str:
+def _show_ratio(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
-def _count(limit: Limit) -> Text:
+def _show_limit(limit: Limit) -> Text:
     if not limit.fits:
         return Text("none" if limit.complete else "?")
     return Text(f"{limit.fits:,}" if limit.complete else f">= {limit.fits:,}")
 
 
-def _limited_by(limit: Limit) -> str:
+def _describe_failure(limit: Limit) -> str:
     if limit.failed is None:
         return f"{NAMES[limit.mode]}: no trial failed up to the end of the search"
     return f"{NAMES[limit.mode]} fails at {limit.fails:,}: {limit.failed.outcome.reason}"

@@ -22,17 +22,17 @@ from streamtune.programs.probe.recipe_trials import SimulatedTrials, prepare_ste
 from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.cluster import RanksAsked
+from streamtune.run.cluster import RequestedRanks
 from streamtune.run.data import blame_recipe
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import choose_quantization, make_blueprint
-from streamtune.run.plan import device_elsewhere, memory_of, rates_here
-from streamtune.run.weight_choices import precise
+from streamtune.run.plan import device_memory_bytes, device_to_simulate, local_rates
+from streamtune.run.weight_choices import with_best_precision
 from streamtune.tasks import task_of
 
 BASELINES: tuple[Mode, ...] = ("checkpoint", "plain")
 FUSED_BASELINES: tuple[Mode, ...] = ("liger-loss-offload", "liger-loss")
-"""Further baselines of a simulated search with cross entropy: common ways to train on long rows."""
+"""Further baselines if the search is simulated and the loss is cross-entropy: Liger's fused loss."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def probe_recipe(
 
     Args:
         loaded: The recipe.
-        options: What to search, and the budgets.
+        options: Quantity to search, its range, and the memory budgets.
         notify: Called with text about the current trial and its progress.
         tried: Called with each finished trial.
 
@@ -86,7 +86,7 @@ def probe_recipe(
     with blame_recipe(loaded):
         here = torch.device("cpu") if options.device else choose_device(recipe.device)
         simulates = options.method == "simulate"
-        target = device_elsewhere(recipe, options.device, options.device_bytes, here) if simulates else None
+        target = device_to_simulate(recipe, options.device, options.device_bytes, here) if simulates else None
         prepare_libraries(here)
         task = _make_task(recipe, options, target, here)
         run: RunTrial
@@ -99,10 +99,10 @@ def probe_recipe(
             run = measured_trials(prepare, budget, seconds=options.trial_seconds)
             unlimited = measured_trials(prepare, replace(budget, device_bytes=None), seconds=options.trial_seconds)
         else:
-            best = precise(recipe)
-            rates = sheet_rates(target) if target else rates_here(best, make_blueprint(best, here), here, notify)
+            best = with_best_precision(recipe)
+            rates = sheet_rates(target) if target else local_rates(best, make_blueprint(best, here), here, notify)
             run = unlimited = simulated_trials(
-                recipe, task, target, here, rates, RanksAsked(options.ranks, options.nodes)
+                recipe, task, target, here, rates, RequestedRanks(options.ranks, options.nodes)
             )
         report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
@@ -113,7 +113,7 @@ def probe_recipe(
             report.limits["stream"] = replace(limit, trial=planned)
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
             notify("measuring the memory of the smallest trial")
-            raise _nothing_fits(recipe, task, limit.failed, _needed(unlimited, task, limit.failed))
+            raise _no_fit_error(recipe, task, limit.failed, _smallest_need(unlimited, task, limit.failed))
         if limit is not None and limit.fits:
             length = limit.fits if task.scaled == "length" else task.fixed
             report.positions = models.describe_positions(base_of(make_blueprint(recipe, here)), length)
@@ -148,14 +148,14 @@ def _check(options: ProbeOptions, shortest: int) -> None:
     if least > most:
         raise ArgumentError(f"--from {least:,} is above --to {most:,}", fix="give a --from that is at most --to")
     if not options.batch_size and options.least is not None and options.least < shortest:
-        raise ArgumentError(_too_short(options.least, shortest), where="--from")
+        raise ArgumentError(_length_message(options.least, shortest), where="--from")
     if not options.batch_size and options.length is not None:
         raise ArgumentError(
             "--length needs --batch-size: without it, the length is what the search finds",
             fix=f"add --batch-size, or end the search at this length: --to {options.length}",
         )
     if options.length is not None and options.length < shortest:
-        raise ArgumentError(_too_short(options.length, shortest), where="--length")
+        raise ArgumentError(_length_message(options.length, shortest), where="--length")
     sizes = {"--device-memory": options.device_bytes, "--disk-memory": options.disk_bytes}
     for name, size in sizes.items():
         if size == 0:
@@ -166,7 +166,7 @@ def _check(options: ProbeOptions, shortest: int) -> None:
         raise ArgumentError(f"--margin must be at least 0 and below 1, found {options.margin:g}")
 
 
-def _too_short(length: int, shortest: int) -> str:
+def _length_message(length: int, shortest: int) -> str:
     what = "a sequence needs" if shortest == 2 else "a prompt with its completion needs"
     return f"{what} at least {shortest} tokens, found {length}"
 
@@ -179,9 +179,9 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         if sizes[name] is None and key != "auto":
             sizes[name] = parse_size(key, where=f"engine.{name}_memory")
     if options.method == "measure":
-        sizes["device"] = _budget_here(sizes["device"], sizes["host"], here, margin)
+        sizes["device"] = _local_device_budget(sizes["device"], sizes["host"], here, margin)
     else:
-        sizes["device"] = sizes["device"] or memory_of(target, here)
+        sizes["device"] = sizes["device"] or device_memory_bytes(target, here)
         sizes["host"] = usable_host_bytes() if sizes["host"] is None else sizes["host"]
         sizes["disk"] = sizes["disk"] or (free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0)
     return ProbeTask(
@@ -189,7 +189,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         objective=recipe.objective,
         scaled="batch" if options.batch_size else "length",
         fixed=(options.length or recipe.max_length) if options.batch_size else recipe.per_device_train_batch_size,
-        within=_range(options),
+        within=_search_range(options),
         modes=("stream", *(_baselines(recipe, options.method) if options.baseline else ())),
         device_bytes=sizes["device"],
         host_bytes=sizes["host"],
@@ -206,7 +206,7 @@ def _baselines(recipe: Recipe, method: str) -> tuple[Mode, ...]:
     return (*(FUSED_BASELINES if ordinary and method == "simulate" else ()), *BASELINES)
 
 
-def _range(options: ProbeOptions) -> Range:
+def _search_range(options: ProbeOptions) -> Range:
     most = options.most or LENGTHS.most
     if options.batch_size:
         least = options.least or 1
@@ -215,7 +215,9 @@ def _range(options: ProbeOptions) -> Range:
     return replace(LENGTHS, first=options.least or min(LENGTHS.first, most), least=least, most=most)
 
 
-def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float) -> int | None:
+def _local_device_budget(
+    device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float
+) -> int | None:
     """Return the device budget in bytes: the given size, or the free memory of a CPU; None is all device memory.
 
     Raises:
@@ -239,8 +241,8 @@ def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.d
 # --- nothing fits -----------------------------------------------------------------------------------------------------
 
 
-def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
-    """Return the outcome of the smallest trial without a device budget; None if that is unknown or fails."""
+def _smallest_need(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
+    """Return the outcome of the smallest trial, run without a device budget; None if it was not run or failed."""
     if failed.outcome.cause != "device memory" or task.device_bytes is None:
         return None
     if task.method == "simulate":
@@ -249,7 +251,7 @@ def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
     return free if free.fits else None
 
 
-def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
+def _no_fit_error(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
     """Return the error for a search in which no trial fits; its fix says what would fit."""
     shape, outcome = failed.shape, failed.outcome
     rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
@@ -272,14 +274,14 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
     if task.scaled == "length" and task.within.least > LENGTHS.least:
         fixes.append(f"without --from {task.within.least}, shorter rows are tried too")
     if outcome.cause == "host memory":
-        fixes += _less_on_host(recipe)
+        fixes += _host_advice(recipe)
     else:
-        fixes += _smaller(recipe, known.terms, task)
+        fixes += _smaller_step_advice(recipe, known.terms, task)
         fixes.append("larger chunks do not help")
     return ArgumentError(what, fix="; ".join(fixes))
 
 
-def _less_on_host(recipe: Recipe) -> list[str]:
+def _host_advice(recipe: Recipe) -> list[str]:
     fixes = ["allow more host memory (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
         fixes.append("engine.order: auto lets the planner choose the order that needs less")
@@ -288,7 +290,7 @@ def _less_on_host(recipe: Recipe) -> list[str]:
     return fixes
 
 
-def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
+def _smaller_step_advice(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
     fixed = sum(terms.get(name, 0) for name in ("weights", "reference", "gradients", "optimizer"))
     fixes = []
     if terms.get("reference"):

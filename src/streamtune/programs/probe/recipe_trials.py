@@ -37,13 +37,13 @@ from streamtune.programs.probe.probe import ProbeTask, Trial
 from streamtune.programs.probe.trial import BudgetExceededError, Cause, Outcome, Shape, TrainingStep
 from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.settings import TrainingSettings
-from streamtune.run.cluster import RanksAsked, cluster_of, links_for
+from streamtune.run.cluster import RequestedRanks, cluster_of, links_for
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
 from streamtune.run.plan import (
     LongestStep,
-    announced,
-    blueprints,
+    announce_simulations,
+    blueprint_cache,
     place_recipe,
     plan_model,
     recipe_workload,
@@ -51,7 +51,7 @@ from streamtune.run.plan import (
 )
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import reference_model
-from streamtune.run.weight_choices import is_hopeless, placements, precise
+from streamtune.run.weight_choices import is_hopeless, placements, with_best_precision
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
@@ -68,7 +68,9 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
     """
     device = torch.device(device_name)
     prepare_libraries(device)
-    recipe = _place_recipe(task_of(recipe), shape, budget, device) if shape.mode == "stream" else precise(recipe)
+    recipe = (
+        _place_recipe(task_of(recipe), shape, budget, device) if shape.mode == "stream" else with_best_precision(recipe)
+    )
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
     second_model = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
@@ -195,7 +197,7 @@ def simulated_trials(
     target: Device | None,
     here: torch.device,
     rates: Rates,
-    ranks_asked: RanksAsked,
+    ranks_asked: RequestedRanks,
 ) -> SimulatedTrials:
     """Return a callable that runs trials by simulation.
 
@@ -208,8 +210,8 @@ def simulated_trials(
         ranks_asked: Numbers of ranks and nodes from the command line.
     """
     device = torch.device("cuda") if target is not None else here
-    model_of = blueprints(device)
-    model = model_of(precise(recipe))
+    model_of = blueprint_cache(device)
+    model = model_of(with_best_precision(recipe))
     cluster = cluster_of(recipe, model, ranks_asked, links_for(target, here))
     ranks = cluster.ranks_per_node
     limits = Limits(
@@ -240,7 +242,7 @@ def simulated_trials(
 
 @dataclass(frozen=True)
 class PlacedStep:
-    """A step with a choice of where weights and optimizer are: on the device or on the host."""
+    """A step whose weights and optimizer are placed on the device or on the host."""
 
     workload: Workload
     """The step; a trial replaces mode, length and batch size."""
@@ -271,13 +273,13 @@ class SimulatedTrials:
     """Tokens of the smallest shape that did not fit, by placement index; larger shapes are not tried with it."""
 
     def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
-        step = _at_shape(self.tiers[0].workload, shape)
+        step = _workload_of_shape(self.tiers[0].workload, shape)
         if shape.mode != "stream" or self.schedule is not None:
             schedule = self.schedule or Schedule()  # a baseline does not read it
             return self._outcome(step, simulate(step, schedule), schedule)
         tried: list[tuple[float, PlacedStep, Outcome]] = []
         for number, tier in enumerate(self.tiers):
-            step = _at_shape(tier.workload, shape)
+            step = _workload_of_shape(tier.workload, shape)
             size = shape.length * shape.batch_size
             if number < len(self.tiers) - 1 and (
                 size >= self._too_large.get(number, size + 1) or is_hopeless(step, tier.written, self.limits)
@@ -300,8 +302,8 @@ class SimulatedTrials:
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
         tier = self.used[trial.shape]
-        step = _at_shape(tier.workload, trial.shape)
-        plan = choose(step, self.limits, self.rates, fixed=tier.written, simulate=announced(notify))
+        step = _workload_of_shape(tier.workload, trial.shape)
+        plan = choose(step, self.limits, self.rates, fixed=tier.written, simulate=announce_simulations(notify))
         return replace(trial, outcome=self._outcome(step, plan.simulation, plan.schedule))
 
     def _outcome(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
@@ -320,7 +322,7 @@ class SimulatedTrials:
         )
 
 
-def _at_shape(workload: Workload, shape: Shape) -> Workload:
+def _workload_of_shape(workload: Workload, shape: Shape) -> Workload:
     return replace(workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
 
 

@@ -50,7 +50,7 @@ Cause = Literal["", "device memory", "host memory", "disk memory", "time", "cras
 """Kind of failure; empty if the trial fits."""
 
 POLL_SECONDS = 0.02
-"""Polling interval in seconds. Memory fills at about 5 GB/s, so a limit is exceeded by at most 0.1 GB."""
+"""Seconds between two checks of a process. Memory fills at about 5 GB/s, so a limit is exceeded by at most 0.1 GB."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run_trial(
         tell: Called with the name of each phase.
     """
     child = Child(serve, prepare, shape, budget)
-    watch = _Watch(child.process, seconds)
+    watch = _ProcessWatch(child.process, seconds)
     patience = 0
     try:
         outcome = _listen(child, watch, tell)
@@ -117,7 +117,7 @@ def run_trial(
         child.close(seconds=patience)
 
 
-def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
+def _listen(child: Child, watch: _ProcessWatch, tell: Callable[[str], None]) -> Outcome:
     """Pass the process's messages to ``tell``; return its outcome when it sends one or ends."""
     while True:
         interrupts.raise_if_postponed()
@@ -134,7 +134,7 @@ def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome
         watch.look()
 
 
-class _Watch:
+class _ProcessWatch:
     """Kills a process that would exhaust the machine's memory, or that exceeds its time limit."""
 
     def __init__(self, process: SpawnProcess, seconds: float) -> None:
@@ -239,17 +239,17 @@ class _BudgetWatch(LiveBytes):
         self._step, self._budget = step, budget
 
     def __enter__(self) -> _BudgetWatch:
-        self._compare("device", self.weights, self._budget.device_bytes)
+        self._check_budget("device", self.weights, self._budget.device_bytes)
         super().__enter__()
         return self
 
     def _see(self, out: Any) -> None:
         super()._see(out)
-        self._compare("device", self.weights + self.total, self._budget.device_bytes)
-        for name, tally, limit in _tiers(self._step.handle, self._budget):
-            self._compare(name, tally.live_bytes, limit)
+        self._check_budget("device", self.weights + self.total, self._budget.device_bytes)
+        for name, tally, limit in _offload_tallies(self._step.handle, self._budget):
+            self._check_budget(name, tally.live_bytes, limit)
 
-    def _compare(self, name: str, live: int, limit: int | None) -> None:
+    def _check_budget(self, name: str, live: int, limit: int | None) -> None:
         if limit is not None and live > limit:
             raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(limit)}")
 
@@ -276,7 +276,7 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Bu
         connection.send({"fits": True, **result})
     except BaseException as error:
         with suppress(ConnectionError):  # the parent is gone, as after Ctrl-C
-            connection.send({"fits": False, **result, **_explain(error)})
+            connection.send({"fits": False, **result, **_describe_error(error)})
 
 
 def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]) -> None:
@@ -285,7 +285,7 @@ def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None]
     watch = _BudgetWatch(step, budget)
     try:
         with watch:
-            result["step_seconds"] = _run(step, tell, lambda: None)
+            result["step_seconds"] = _run_steps(step, tell, lambda: None)
     finally:
         result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.terms()
         result.update(_tier_peaks(step, budget))
@@ -308,19 +308,19 @@ def _step_on_accelerator(
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        result["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
+        result["step_seconds"] = _run_steps(step, tell, lambda: torch.cuda.synchronize(device))
     finally:
         state = _optimizer_bytes(step.optimizer, device)
         peak = torch.cuda.max_memory_allocated(device)
         result["peak_bytes"] = peak
         result["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
         result.update(_tier_peaks(step, budget))
-    for name, tally, most in _tiers(step.handle, budget):
+    for name, tally, most in _offload_tallies(step.handle, budget):
         if most is not None and tally.peak_bytes > most:
             raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(most)}")
 
 
-def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
+def _run_steps(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
     """Run the steps; return how many seconds the last one took."""
     started = 0.0
     for number in range(1, STEPS + 1):
@@ -332,7 +332,7 @@ def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[
     return time.perf_counter() - started
 
 
-def _tiers(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally, int | None]]:
+def _offload_tallies(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally, int | None]]:
     """Return name, byte counter and budget of host and disk; empty without streaming."""
     if handle is None:
         return []
@@ -341,10 +341,10 @@ def _tiers(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally
 
 
 def _tier_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
-    return {f"{name}_bytes": tally.peak_bytes for name, tally, _ in _tiers(step.handle, budget)}
+    return {f"{name}_bytes": tally.peak_bytes for name, tally, _ in _offload_tallies(step.handle, budget)}
 
 
-def _explain(error: BaseException) -> dict[str, Any]:
+def _describe_error(error: BaseException) -> dict[str, Any]:
     """Return cause and reason of a failure, with the traceback unless memory ran out."""
     chain: BaseException | None = error  # the training loop wraps a lack of memory
     while chain is not None:

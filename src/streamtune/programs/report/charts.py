@@ -76,11 +76,13 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
     for tick in y_ticks:
         y = at_y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{show_number(tick)}</text>')
     for tick in x_ticks:
         if x_low <= tick <= x_high:
             x = at_x(tick)
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{number(tick)}</text>')
+            parts.append(
+                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 20}" text-anchor="middle">{show_number(tick)}</text>'
+            )
     parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">step</text>')
     for curve in curves:
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in curve.points)
@@ -98,13 +100,12 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
             for curve in curves
         ],
     }
-    label = escape(
-        f"{title}: {', '.join(f'{c.name} from {number(c.points[0][1])} to {number(c.points[-1][1])}' for c in curves)}"
-    )
+    ranges = (f"{c.name} from {show_number(c.points[0][1])} to {show_number(c.points[-1][1])}" for c in curves)
+    label = escape(f"{title}: {', '.join(ranges)}")
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     legend = "".join(
         f'<li><svg class="key" viewBox="0 0 26 10"><line class="curve s{c.style % STYLES}" x1="1" x2="25" y1="5" '
-        f'y2="5"/></svg>{escape(c.name)} <b>{number(c.points[-1][1])}</b></li>'
+        f'y2="5"/></svg>{escape(c.name)} <b>{show_number(c.points[-1][1])}</b></li>'
         for c in curves
     )
     units = f" <small>{escape(unit)}</small>" if unit else ""
@@ -134,7 +135,7 @@ def memory_chart(
     parts, x = [], 4.0
     for index, (name, size) in enumerate(shown):
         wide = size * scale
-        text = escape(f"{name}: {gib(size)}")
+        text = escape(f"{name}: {show_gib(size)}")
         parts.append(
             f'<rect class="block b{index % STYLES}" x="{x:.1f}" y="22" width="{max(wide, 0.5):.1f}" height="30">'
             f"<title>{text}</title></rect>"
@@ -144,16 +145,16 @@ def memory_chart(
                 f'<text class="inside" x="{x + wide / 2:.1f}" y="41" text-anchor="middle">{escape(name)}</text>'
             )
         x += wide
-    parts.append(f'<text class="tick" x="4" y="15">predicted, {gib(predicted)}</text>')
+    parts.append(f'<text class="tick" x="4" y="15">predicted, {show_gib(predicted)}</text>')
     if measured:
         what = "measured peak of the process, libraries included" if of_process else "measured peak"
-        parts.append(f'<text class="tick" x="4" y="74">{what}, {gib(measured)}</text>')
+        parts.append(f'<text class="tick" x="4" y="74">{what}, {show_gib(measured)}</text>')
         parts.append(f'<rect class="block measured" x="4" y="80" width="{measured * scale:.1f}" height="18"/>')
-    of = f" <small>of {gib(available)} device memory</small>" if available else ""
-    rows = "".join(f"<tr><td>{escape(name)}</td><td class=n>{gib(size)}</td></tr>" for name, size in shown)
+    of = f" <small>of {show_gib(available)} device memory</small>" if available else ""
+    rows = "".join(f"<tr><td>{escape(name)}</td><td class=n>{show_gib(size)}</td></tr>" for name, size in shown)
     return (
         f"<figure><figcaption>Memory at the peak of a step{of}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {106 if measured else 60}" role="img" aria-label="predicted {gib(predicted)}">'
+        f'<svg viewBox="0 0 {WIDTH} {106 if measured else 60}" role="img" aria-label="predicted {show_gib(predicted)}">'
         f"{''.join(parts)}</svg><table>{rows}</table></figure>"
     )
 
@@ -171,7 +172,7 @@ def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[f
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
-def number(value: float) -> str:
+def show_number(value: float) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-3:
@@ -184,5 +185,5 @@ def round_to_six(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def gib(size: float) -> str:
+def show_gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

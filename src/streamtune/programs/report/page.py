@@ -18,7 +18,7 @@ from rich.text import Text
 from streamtune.base.text import eval_set_names
 from streamtune.cli.console import out, print_hanging, print_note, replace_page
 from streamtune.cli.options import option
-from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
+from streamtune.programs.report.charts import GIB, Curve, line_chart, memory_chart, show_gib, show_number
 from streamtune.programs.report.run_records import RunRecords, read_run
 
 MAX_SAMPLES, MAX_EVENTS = 60, 300
@@ -50,15 +50,19 @@ PAGE = "report.html"
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Runs; several are compared on one page.", show_default=False),
+        typer.Argument(
+            metavar="RUN...", help="Directories of runs; several runs are compared on one page.", show_default=False
+        ),
     ],
     output: Annotated[
         Path | None,
-        option("FILE", "Page to write. [default: report.html in the run; for several runs, in this folder]"),
+        option(
+            "FILE", "HTML file to write. [default: report.html in the run; for several runs, in the current folder]"
+        ),
     ] = None,
     open_: Annotated[bool, option(None, "Open the page in the browser.", "--open")] = False,
 ) -> None:
-    """Write report.html about runs: curves, memory, speed, samples, events and recipes, in one self-contained file."""
+    """Write one self-contained HTML page about runs: curves, memory, speed, samples, events and recipes."""
     found = [read_run(run) for run in runs]
     page = output or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
     _write_page(found, page)
@@ -88,24 +92,24 @@ def _write_page(runs: Sequence[RunRecords], page: Path) -> None:
 
 def render_page(runs: Sequence[RunRecords]) -> str:
     """Return the HTML page about runs; several runs share charts."""
-    names = _names(runs)
+    names = _run_names(runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     sections = [
         f"<h1>{escape(title)}</h1>",
-        *_facts(runs, names),
-        *_section("Training", _curves(runs, names)),
-        *_section("Memory and speed", _speed(runs, names)),
-        *_lengths(runs, names),
-        *_samples(runs, names),
-        *_events(runs, names),
-        *_recipes(runs, names),
-        *_versions(runs, names),
+        *_facts_html(runs, names),
+        *_section("Training", _metric_charts(runs, names)),
+        *_section("Memory and speed", _speed_charts(runs, names)),
+        *_lengths_html(runs, names),
+        *_samples_html(runs, names),
+        *_events_html(runs, names),
+        *_recipes_html(runs, names),
+        *_versions_html(runs, names),
     ]
     template = Template(files("streamtune.programs.report").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(title=escape(f"{title} - StreamTune"), body="\n".join(sections))
 
 
-def _names(runs: Sequence[RunRecords]) -> list[str]:
+def _run_names(runs: Sequence[RunRecords]) -> list[str]:
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
@@ -118,7 +122,7 @@ def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def _facts(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+def _facts_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     for run, name in zip(runs, names, strict=True):
         if len(runs) > 1:
             yield f"<h2>{escape(name)}</h2>"
@@ -132,18 +136,18 @@ def _facts(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
 def _headline(run: RunRecords) -> str:
     """Return one line with objective, model, adapters, datasets and state of a run."""
     recipe = run.recipe
-    model = recipe.get("model_name_or_path") or _nested(recipe, "model", "init", "model_type") or "a model"
+    model = recipe.get("model_name_or_path") or _nested_value(recipe, "model", "init", "model_type") or "a model"
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
     if recipe.get("finetuning_type", "full") != "full":
         parts.append(f"{recipe['finetuning_type']} of rank {recipe.get('lora_r')}")
-    sources = [str(each.get("path")) for each in _sequence(recipe.get("datasets")) if isinstance(each, Mapping)]
+    sources = [str(each.get("path")) for each in _as_sequence(recipe.get("datasets")) if isinstance(each, Mapping)]
     if sources:
         parts.append(f"on {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}")
-    parts.append(_state(run))
+    parts.append(_describe_state(run))
     return "; ".join(parts)
 
 
-def _state(run: RunRecords) -> str:
+def _describe_state(run: RunRecords) -> str:
     states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": "running", "resume": "running"}
     found = [event for event in run.events if str(event.get("event")) in states]
     if not found:
@@ -155,7 +159,7 @@ def _state(run: RunRecords) -> str:
 
 def _key_figures(run: RunRecords) -> Iterator[tuple[str, str]]:
     if run.steps:
-        yield "steps", _count(run.steps[-1].get("step"))
+        yield "steps", _show_count(run.steps[-1].get("step"))
     for key, held_out, title in (
         ("loss", False, "loss"),
         ("eval_loss", True, "held-out loss"),
@@ -163,36 +167,36 @@ def _key_figures(run: RunRecords) -> Iterator[tuple[str, str]]:
     ):
         course = run.series(key, held_out=held_out)
         if course:
-            first, last = number(course[0][1]), number(course[-1][1])
+            first, last = show_number(course[0][1]), show_number(course[-1][1])
             yield title, last if len(course) == 1 else f"{first} → {last}"
     for name in _set_names(run):
         for key in ("loss", "reward"):
             if course := run.series(f"eval_{name}_{key}", held_out=True):
-                yield f"{key} of {name}", number(course[-1][1])
+                yield f"{key} of {name}", show_number(course[-1][1])
     tokens = sum(record["tokens"] for record in run.steps if isinstance(record.get("tokens"), int))
     seconds = sum(value for _, value in run.seconds())
     if tokens:
         yield "tokens trained", f"{tokens:,}"
     if seconds:
-        yield "time in steps", _duration(seconds)
+        yield "time in steps", _show_duration(seconds)
         yield "tokens per second", f"{tokens / seconds:,.0f}"
     peaks = [value for _, value in run.series("peak_mem_gib")]
     if peaks:
-        yield "peak memory", gib(max(peaks) * GIB)
-    longest, most = _nested(run.data, "length_percentiles", "max"), _limit(run)
+        yield "peak memory", show_gib(max(peaks) * GIB)
+    longest, most = _nested_value(run.data, "length_percentiles", "max"), _length_limit(run)
     if isinstance(longest, int):
         cut = f" ({longest:,} in the data)" if most is not None and longest > most else ""
         yield "longest row", f"{longest if most is None else min(longest, most):,} tokens{cut}"
 
 
-def _limit(run: RunRecords) -> int | None:
+def _length_limit(run: RunRecords) -> int | None:
     """Return the maximum length of a row in tokens (of a prompt for grpo); None if unknown."""
     key = "max_prompt_length" if run.recipe.get("objective") == "grpo" else "max_length"
     limit = run.recipe.get(key)
     return limit if isinstance(limit, int) else None
 
 
-def _duration(seconds: float) -> str:
+def _show_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -201,7 +205,7 @@ def _duration(seconds: float) -> str:
 # --- charts -----------------------------------------------------------------------------------------------------------
 
 
-def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
+def _metric_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
     """Return a chart for each metric: first :data:`FIRST`, then others by name, last :data:`LATER`."""
     found: dict[str, None] = {}
     for run in runs:
@@ -213,7 +217,9 @@ def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
             found |= dict.fromkeys(key for key in keys if not key.startswith(named))
     others = {key: key for key in sorted(found) if key not in FIRST and key not in LATER and key not in NOT_DRAWN}
     others = dict(list(others.items())[:MAX_CHARTS])
-    return [_metric(key, title, runs, names) for key, title in {**FIRST, **others, **LATER}.items() if key in found]
+    return [
+        _metric_chart(key, title, runs, names) for key, title in {**FIRST, **others, **LATER}.items() if key in found
+    ]
 
 
 def _set_names(run: RunRecords) -> list[str]:
@@ -221,7 +227,7 @@ def _set_names(run: RunRecords) -> list[str]:
     return list(dict.fromkeys(name for metric in ("loss", "reward") for name in eval_set_names(records, metric)))
 
 
-def _metric(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[str]) -> str:
+def _metric_chart(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[str]) -> str:
     curves = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         alone = len(runs) == 1
@@ -238,19 +244,21 @@ def _metric(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[st
     return line_chart(title, curves)
 
 
-def _speed(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
+def _speed_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
     charts = []
     for run, name in zip(runs, names, strict=True):
         terms = {
-            key: float(size) for key, size in _mapping(run.plan.get("terms")).items() if isinstance(size, int | float)
+            key: float(size)
+            for key, size in _as_mapping(run.plan.get("terms")).items()
+            if isinstance(size, int | float)
         }
         peaks = [value for _, value in run.series("peak_mem_gib")]
-        device = _nested(run.plan, "limits", "device_bytes")
+        device = _nested_value(run.plan, "limits", "device_bytes")
         chart = memory_chart(
             terms,
             max(peaks) * GIB if peaks else None,
             device if isinstance(device, int) else None,
-            of_process=_nested(run.plan, "limits", "shared") is True,
+            of_process=_nested_value(run.plan, "limits", "shared") is True,
         )
         charts.append(chart.replace("<figcaption>", f"<figcaption>{escape(name)}: ", 1) if len(runs) > 1 else chart)
     steps: list[Curve] = []
@@ -279,26 +287,26 @@ def _speed(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _lengths(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+def _lengths_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     keys = ("min", "p50", "p90", "p95", "p99", "max")
     rows = []
     for run, name in zip(runs, names, strict=True):
-        lengths = _mapping(run.data.get("length_percentiles"))
+        lengths = _as_mapping(run.data.get("length_percentiles"))
         if lengths:
-            cells = "".join(f"<td class=n>{_count(lengths.get(key))}</td>" for key in keys)
-            rows.append(f"<tr><td>{escape(name)}</td><td class=n>{_count(run.data.get('rows'))}</td>{cells}</tr>")
+            cells = "".join(f"<td class=n>{_show_count(lengths.get(key))}</td>" for key in keys)
+            rows.append(f"<tr><td>{escape(name)}</td><td class=n>{_show_count(run.data.get('rows'))}</td>{cells}</tr>")
     if rows:
         head = "".join(f"<th class=n>{escape(key)}</th>" for key in ("rows", *keys))
         table = f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
         yield f"<h2>Row lengths in the data, in tokens</h2><div class=box>{table}</div>"
 
 
-def _count(value: Any) -> str:
-    """Return an integer as text; anything else, which only a changed file has, becomes a question mark."""
+def _show_count(value: Any) -> str:
+    """Return an integer as text; any other value (a file was edited) becomes a question mark."""
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
-def _samples(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+def _samples_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     for run, name in zip(runs, names, strict=True):
         if not run.samples:
             continue
@@ -315,7 +323,7 @@ def _samples(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
             )
 
 
-def _events(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+def _events_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     rows = []
     for run, name in zip(runs, names, strict=True):
         shown = list(run.events)
@@ -328,7 +336,7 @@ def _events(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
             of = f"<td>{escape(name)}</td>" if len(runs) > 1 else ""
             style = "" if kind in QUIET else " class=bad"
             rows.append(
-                f"<tr>{of}<td class=dim>{escape(_time(event.get('time')))}</td>"
+                f"<tr>{of}<td class=dim>{escape(_show_time(event.get('time')))}</td>"
                 f"<td{style}>{escape(kind)}</td><td>{escape(details)}</td></tr>"
             )
         if left_out > 0:
@@ -337,11 +345,11 @@ def _events(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
         yield f"<h2>Events <small>UTC</small></h2><div class=box><table>{''.join(rows)}</table></div>"
 
 
-def _time(value: Any) -> str:
+def _show_time(value: Any) -> str:
     return str(value or "").removesuffix("+00:00").replace("T", " ")
 
 
-def _recipes(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+def _recipes_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     """Yield each run's recipe; for several runs, first a table of the keys that differ."""
     if len(runs) > 1:
         flat = [dict(_flatten(run.recipe)) for run in runs]
@@ -375,7 +383,7 @@ def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         yield prefix, "" if value is None else str(value)
 
 
-def _versions(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+def _versions_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     rows = [
         _html_row([name, ", ".join(f"{key} {value}" for key, value in run.versions.items())])
         for run, name in zip(runs, names, strict=True)
@@ -389,15 +397,15 @@ def _html_row(cells: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _sequence(value: Any) -> Sequence[Any]:
+def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _nested(value: Any, *keys: str) -> Any:
+def _nested_value(value: Any, *keys: str) -> Any:
     for key in keys:
-        value = _mapping(value).get(key)
+        value = _as_mapping(value).get(key)
     return value

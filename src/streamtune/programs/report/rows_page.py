@@ -30,20 +30,20 @@ def render_rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         f"<p class=dim>{escape(plain(found.prepared.report.describe()))}</p>",
-        f"<div class=facts>{''.join(f'<div>{name}<b>{value}</b></div>' for name, value in _facts(found))}</div>",
-        f"<h2>Datasets</h2><div class=box>{_sources(found)}</div>",
-        f"<h2>Row lengths <small>tokens, before truncation</small></h2><div class=box>{_histogram(found)}</div>",
-        f"<h2>With other limits</h2><div class=box>{_choices(found)}</div>",
+        f"<div class=facts>{''.join(f'<div>{name}<b>{value}</b></div>' for name, value in _fact_lines(found))}</div>",
+        f"<h2>Datasets</h2><div class=box>{_sources_table(found)}</div>",
+        f"<h2>Row lengths <small>tokens, before truncation</small></h2><div class=box>{_histogram_html(found)}</div>",
+        f"<h2>With other limits</h2><div class=box>{_choices_table(found)}</div>",
         "<h2>Rows as the model sees them</h2><p class=dim>",
         "<span class=tokens>masked</span>, <span class=t>trained</span>, <span class=x>special token</span>, "
         "<span class='t x'>special token that is trained</span></p>",
-        *_rows(found, views),
+        *_rows_html(found, views),
     ]
     template = Template(files("streamtune.programs.report").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(title=escape(f"{title} - StreamTune"), body="\n".join(body))
 
 
-def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
+def _fact_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     report, batches = found.prepared.report, found.batches
     yield "rows", f"{report.rows:,}"
     yield "tokens", f"{report.tokens:,}"
@@ -60,7 +60,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "attention of concat-and-chunk", f"{batches.attention_ratio:.2f}x"
 
 
-def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def _html_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Return an HTML table; ``rows`` are (CSS class, cells), and only the first cell is not right-aligned."""
     cells = "".join(f"<th{' class=n' if place else ''}>{escape(name)}</th>" for place, name in enumerate(head))
     lines = [f"<tr>{cells}</tr>"]
@@ -70,7 +70,7 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
     return f"<table class=counts>{''.join(lines)}</table>"
 
 
-def _sources(found: Inspection) -> str:
+def _sources_table(found: Inspection) -> str:
     """Return the table of datasets, without columns of zeros; if datasets have weights, also the table of an epoch."""
     report = found.prepared.report
     names = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
@@ -84,14 +84,14 @@ def _sources(found: Inspection) -> str:
         counted = [f"{getattr(source, count):,}" for count in counts]
         rows.append(("now" if source is report else "", [plain(name), *counted, share, *lengths]))
     named = [name.replace("supervised", "trained").replace("_", " ") for name in counts]
-    tables = [_table(["", *named, "trained", *points], rows)]
+    tables = [_html_table(["", *named, "trained", *points], rows)]
     if epoch := epoch_table(report.sources):
         lines = [("", [plain(title), *cells]) for title, *cells in epoch]
-        tables.append(f"<h3>An epoch, by weight</h3>{_table(['', *EPOCH_COLUMNS], lines)}")
+        tables.append(f"<h3>An epoch, by weight</h3>{_html_table(['', *EPOCH_COLUMNS], lines)}")
     return "".join(tables)
 
 
-def _histogram(found: Inspection) -> str:
+def _histogram_html(found: Inspection) -> str:
     most = max(each.rows for each in found.histogram)
     name = f"<tr class=limit><td colspan=3>{found.limit_name} {found.limit:,}</td></tr>"
     lines, marked = [], False
@@ -107,7 +107,7 @@ def _histogram(found: Inspection) -> str:
     return f"<table class=bars>{''.join(lines)}{'' if marked else name}</table>"
 
 
-def _choices(found: Inspection) -> str:
+def _choices_table(found: Inspection) -> str:
     cut = any(each.lost_if_truncated is not None for each in found.choices)
     head = [found.limit_name, "rows over", *(["tokens lost if truncated"] if cut else []), "tokens lost if dropped"]
     if found.batches is not None:
@@ -120,10 +120,10 @@ def _choices(found: Inspection) -> str:
         if found.batches is not None:
             row += [f"{each.padding or 0:.1%}", f"{each.packs or 0:,}", f"{each.pack_fill or 0:.1%}"]
         rows.append(("now" if each.max_length == found.limit else "", row))
-    return _table(head, rows)
+    return _html_table(head, rows)
 
 
-def _rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
+def _rows_html(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
     left = MAX_BYTES
     for place, (reason, view) in enumerate(views):
         facts: list[Any] = [view.origin, f"{view.tokens:,} tokens"]
@@ -132,7 +132,7 @@ def _rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[s
         facts += [f"{view.lost:,} truncated"] if view.lost else []
         summary = f"row {view.number:,} <small>{escape(plain(', '.join(facts)))}</small>"
         summary += f" <b>{escape(reason)}</b>" if reason else ""
-        parts = "".join(_part(found, part, named=len(view.parts) > 1) for part in view.parts)
+        parts = "".join(_part_html(found, part, named=len(view.parts) > 1) for part in view.parts)
         text = f"<details{' open' if place < 4 else ''}><summary>{summary}</summary>{parts}</details>"
         left -= len(text.encode())
         if left < 0:
@@ -141,7 +141,7 @@ def _rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[s
         yield text
 
 
-def _part(found: Inspection, part: RowPart, *, named: bool) -> str:
+def _part_html(found: Inspection, part: RowPart, *, named: bool) -> str:
     name = f"<p class=dim>{part.name}, {len(part.input_ids):,} tokens</p>" if named else ""
     return f"{name}<pre class=tokens>{''.join(_token_run(each) for each in found.rows.runs(part, MAX_TOKENS))}</pre>"
 

@@ -12,17 +12,17 @@ from streamtune.base.privacy import redact_values, visible
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.yaml import read_yaml
 
-MARKS = ("run.json", "metrics.jsonl")
-"""Files of which a run directory has at least one."""
+RECORD_FILES = ("run.json", "metrics.jsonl")
+"""File names; a run directory has at least one of these files."""
 MOST_BYTES = 1 << 30
 """Size in bytes above which a record file is not read."""
 MOST_DOCUMENT, MOST_LINE = 1 << 26, 1 << 26
 """Maximum sizes of a document and of a line, in bytes."""
 MOST_TEXT, MOST_KEY, MOST_VALUES, MOST_DEPTH = 1 << 20, 200, 10_000, 16
 """Maximum characters of a text and of a key, values of a list or mapping, and nesting depth that are shown."""
-LAST_STEP = 1e12
-"""Step from which records are not drawn."""
-LARGEST = 1e100
+STEP_LIMIT = 1e12
+"""Records of this step and of later steps are not drawn."""
+LARGEST_DRAWN = 1e100
 """Largest number that is drawn. Larger numbers, and numbers below its inverse, are shown as text."""
 
 
@@ -47,19 +47,23 @@ class RunRecords:
     data: Mapping[str, Any]
     """Numbers of rows and tokens; empty in runs of older versions."""
     unreadable: tuple[str, ...]
-    """Unreadable files, and files with unreadable lines with their number."""
+    """Names of unreadable files, and of files with unreadable lines, with the number of these lines."""
 
     def series(self, key: str, *, held_out: bool = False) -> list[tuple[float, float]]:
         """Return (step, value) pairs of a metric; values that are not finite are left out."""
         records = self.evaluations if held_out else self.steps
-        found = ((_step(record), _number(record.get(key))) for record in records)
+        found = ((_step_number(record), _number_to_draw(record.get(key))) for record in records)
         return [(step, value) for step, value in found if step is not None and value is not None]
 
     def seconds(self) -> list[tuple[float, float]]:
         """Return (step, seconds of the step) pairs."""
         found = []
         for record in self.steps:
-            step, tokens, rate = _step(record), _number(record.get("tokens")), _number(record.get("tokens_per_s"))
+            step, tokens, rate = (
+                _step_number(record),
+                _number_to_draw(record.get("tokens")),
+                _number_to_draw(record.get("tokens_per_s")),
+            )
             if step is not None and tokens and rate:
                 found.append((step, tokens / rate))
         return found
@@ -72,11 +76,13 @@ def read_run(path: Path) -> RunRecords:
         ArgumentError: The path is not a run directory.
     """
     try:
-        there = [path / mark for mark in MARKS if (path / mark).is_file()]
+        there = [path / mark for mark in RECORD_FILES if (path / mark).is_file()]
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}", where="RUN") from error
     if not there:
-        inner = [found.parent for mark in MARKS for found in sorted(path.glob(f"*/{mark}"))] if path.is_dir() else []
+        inner = (
+            [found.parent for mark in RECORD_FILES for found in sorted(path.glob(f"*/{mark}"))] if path.is_dir() else []
+        )
         what = "is not a run" if path.is_dir() else "is not a folder"
         raise ArgumentError(
             f"{path} {what}",
@@ -86,24 +92,24 @@ def read_run(path: Path) -> RunRecords:
             else "give the output_dir of a recipe that was trained",
         )
     unreadable: list[str] = []
-    metrics = list(_lines(path / "metrics.jsonl", unreadable))
-    identity = _document(path / "run.json", unreadable)
+    metrics = list(_read_lines(path / "metrics.jsonl", unreadable))
+    identity = _read_document(path / "run.json", unreadable)
     return RunRecords(
         path=path,
         name=path.resolve().name,
-        recipe=redact_values(_recipe(path / "recipe.yaml", unreadable) or _mapping(identity.get("recipe"))),
-        versions={key: str(value) for key, value in _mapping(identity.get("versions")).items()},
+        recipe=redact_values(_read_recipe(path / "recipe.yaml", unreadable) or _as_mapping(identity.get("recipe"))),
+        versions={key: str(value) for key, value in _as_mapping(identity.get("versions")).items()},
         steps=[record for record in metrics if "loss" in record or "lr" in record],
         evaluations=[record for record in metrics if any(key.startswith("eval_") for key in record)],
-        events=[redact_values(event) for event in _lines(path / "events.jsonl", unreadable)],
-        samples=[redact_values(sample) for sample in _lines(path / "samples.jsonl", unreadable)],
-        plan=_document(path / "plan.json", unreadable),
-        data=_document(path / "data.json", unreadable),
+        events=[redact_values(event) for event in _read_lines(path / "events.jsonl", unreadable)],
+        samples=[redact_values(sample) for sample in _read_lines(path / "samples.jsonl", unreadable)],
+        plan=_read_document(path / "plan.json", unreadable),
+        data=_read_document(path / "data.json", unreadable),
         unreadable=tuple(unreadable),
     )
 
 
-def _lines(path: Path, unreadable: list[str]) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path, unreadable: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON object of each line; the number of unreadable lines is added to ``unreadable``."""
     wrong = 0
     try:
@@ -125,41 +131,41 @@ def _lines(path: Path, unreadable: list[str]) -> Iterator[dict[str, Any]]:
         unreadable.append(f"{path.name}: {wrong:,} unreadable line{'s' if wrong > 1 else ''}")
 
 
-def _document(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
+def _read_document(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
     try:
-        return _mapping(_limit_values(json.loads(_text(path)))) if path.is_file() else {}
+        return _as_mapping(_limit_values(json.loads(_read_text(path)))) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         unreadable.append(f"{path.name}: unreadable")
         return {}
 
 
-def _recipe(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
+def _read_recipe(path: Path, unreadable: list[str]) -> Mapping[str, Any]:
     """Return the recipe, read by the YAML reader of recipes (which rejects anchors and tags)."""
     try:
-        values, _, mistakes = read_yaml(_text(path), path.name) if path.is_file() else ({}, None, [])
+        values, _, mistakes = read_yaml(_read_text(path), path.name) if path.is_file() else ({}, None, [])
     except (OSError, ValueError, RecursionError, RecipeError):
         unreadable.append(f"{path.name}: unreadable")
         return {}
     if mistakes:
         unreadable.append(f"{path.name}: {mistakes[0].what}")
-    return _mapping(_limit_values(values))
+    return _as_mapping(_limit_values(values))
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if path.stat().st_size > MOST_DOCUMENT:
         raise ValueError(f"{path.name} is too large")
     return path.read_text(encoding="utf-8")
 
 
 def _limit_values(value: Any, depth: int = 0) -> Any:
-    """Return JSON values cut to the limits above; numbers beyond :data:`LARGEST` become text."""
+    """Return JSON values cut to the limits above; numbers beyond :data:`LARGEST_DRAWN` become text."""
     if isinstance(value, str):
         rest = f" ... ({len(value):,} characters)" if len(value) > MOST_TEXT else ""
         return visible(value[:MOST_TEXT]) + rest
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):
-        return value if value == 0 or 1 / LARGEST < abs(value) < LARGEST else str(value)
+        return value if value == 0 or 1 / LARGEST_DRAWN < abs(value) < LARGEST_DRAWN else str(value)
     if depth == MOST_DEPTH:
         return "..."
     if isinstance(value, dict):
@@ -168,16 +174,16 @@ def _limit_values(value: Any, depth: int = 0) -> Any:
     return [_limit_values(inner, depth + 1) for inner in value[:MOST_VALUES]]
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _step(record: Mapping[str, Any]) -> float | None:
-    step = _number(record.get("step"))
-    return step if step is not None and abs(step) < LAST_STEP else None
+def _step_number(record: Mapping[str, Any]) -> float | None:
+    step = _number_to_draw(record.get("step"))
+    return step if step is not None and abs(step) < STEP_LIMIT else None
 
 
-def _number(value: Any) -> float | None:
+def _number_to_draw(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -24,7 +24,7 @@ from typing import Any
 from streamtune import train
 from streamtune.base.privacy import plain, redact_values
 from streamtune.errors import StreamTuneError
-from streamtune.programs.trackers.services import CLASSES, Tracker, numbers
+from streamtune.programs.trackers.services import CLASSES, Tracker, numeric_fields
 from streamtune.train.progress import Listener, Listeners, RunFacts
 
 MakeTracker = Callable[[RunFacts, dict[str, Any], bool], Tracker]
@@ -63,10 +63,10 @@ class Reporter(Listener):
 
     def step(self, record: dict[str, Any]) -> None:
         self._step = record["step"]
-        self._put(lambda tracker: tracker.log(record["step"], numbers(record)))
+        self._put(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        self._put(lambda tracker: tracker.log(record["step"], numbers(record)))
+        self._put(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
         cleaned = redact_values(samples)

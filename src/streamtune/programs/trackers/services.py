@@ -116,7 +116,7 @@ class Tracker(ABC):
         """Flush and end the run; ``status`` is ``finished``, ``stopped`` or ``failed``."""
 
 
-def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric fields of a line of ``metrics.jsonl``, without its step."""
     return {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
 
@@ -136,7 +136,7 @@ def flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
             yield f"{before}{name}", value
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -161,7 +161,7 @@ class TensorboardTracker(Tracker):
         self._writer = SummaryWriter(str(self.folder), purge_step=self.facts.step + 1, flush_secs=10)
         for part, values in facts_of(self.facts).items():
             if isinstance(values, Mapping):
-                rows = "".join(f"| {key} | {_cell(value)} |\n" for key, value in flatten(values))
+                rows = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in flatten(values))
                 self._writer.add_text(part, f"| key | value |\n|---|---|\n{rows}", self.facts.step + 1)
         for term, size in self.facts.plan.get("terms", {}).items():
             self._writer.add_scalar(f"plan/terms/{term}", size, self.facts.step + 1)
@@ -174,7 +174,7 @@ class TensorboardTracker(Tracker):
 
     def text(self, step: int, samples: list[dict[str, Any]]) -> None:
         for number, sample in enumerate(samples):
-            shown = f"**{_cell(sample['prompt'])}**\n\n```text\n{sample['completion']}\n```"
+            shown = f"**{_table_cell(sample['prompt'])}**\n\n```text\n{sample['completion']}\n```"
             self._writer.add_text(f"samples/{number}", shown, step)
 
     def note(self, name: str, details: Mapping[str, Any]) -> None:
@@ -191,8 +191,8 @@ class TensorboardTracker(Tracker):
         self._writer.close()
 
 
-def _cell(value: Any) -> str:
-    return _text(value).replace("|", "\\|").replace("\n", " ")
+def _table_cell(value: Any) -> str:
+    return _as_text(value).replace("|", "\\|").replace("\n", " ")
 
 
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ MLFLOW_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-"""Environment variables that are set if the user has not set them. A server that does not answer is given up within a
+"""Environment variables that are set unless the user has set them. Retries of a server without an answer end within a
 minute."""
 MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -375,7 +375,7 @@ class MlflowTracker(Tracker):
 
 
 def _shorten(value: Any) -> str:
-    text = _text(value)
+    text = _as_text(value)
     return text if len(text) <= PARAMETER_CHARACTERS else text[: PARAMETER_CHARACTERS - 3] + "..."
 
 

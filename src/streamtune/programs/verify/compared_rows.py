@@ -41,7 +41,7 @@ from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
-from streamtune.programs.verify.restore import cast
+from streamtune.programs.verify.restore import widen_weights
 from streamtune.run.reference import reference_model, stream_reference
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
@@ -78,7 +78,7 @@ class RowLosses:
         if token_loss.is_plain and batch.weights is None:
             return cross_entropy(batch, router_loss, model, bf16)
         device = batch.input_ids.device
-        with cast(teacher or model, _dtype_of(model) if teacher is not None and not bf16 else None):
+        with widen_weights(teacher or model, _parameter_dtype(model) if teacher is not None and not bf16 else None):
             if handle is not None:
                 teacher_logits = None
                 if teacher is not None:
@@ -86,7 +86,7 @@ class RowLosses:
                         teacher_logits = reference.lazy_logits(batch)
                 with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits, batch.top_k)):
                     return cross_entropy(batch, router_loss, model, bf16)
-            arguments, balance = _balance(batch, router_loss, model)
+            arguments, balance = _balance_arguments(batch, router_loss, model)
             with autocast(device, bf16):
                 output = model(**{**batch.arguments, **arguments})
                 with torch.no_grad():
@@ -100,7 +100,7 @@ class RowLosses:
 
 def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, bf16: bool) -> Tensor:
     """Return the cross entropy that the model computes from labels, with the balance loss if there is one."""
-    arguments, balance = _balance(batch, router_loss, model)
+    arguments, balance = _balance_arguments(batch, router_loss, model)
     if not arguments:
         return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
     with autocast(batch.input_ids.device, bf16), warnings.catch_warnings():
@@ -111,7 +111,9 @@ def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model
     return loss
 
 
-def _balance(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module) -> tuple[dict[str, Any], float]:
+def _balance_arguments(
+    batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module
+) -> tuple[dict[str, Any], float]:
     """Return the arguments that make a model return its balance loss, and its factor; ``({}, 0)`` without one."""
     if router_loss is None or not (router_loss.balance or balances_itself(base_of(model))):
         return {}, 0.0
@@ -121,7 +123,7 @@ def _balance(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.
     return {"attention_mask": mask, "output_router_logits": True}, router_loss.balance
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _parameter_dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
@@ -158,8 +160,8 @@ class TreeLosses:
         """Return the loss of one batch; without ``bf16`` a separate reference is widened to the model's dtype."""
         task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
-        dtype = _dtype_of(model) if self.own_reference is not None and not bf16 else None
-        with cast(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
+        dtype = _parameter_dtype(model) if self.own_reference is not None and not bf16 else None
+        with widen_weights(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
             batch = task.with_reference(batch, reference)
             objective: Any = task.objective(scorer, reference, device)
             loss: Tensor = objective.score(model, batch, objective.totals([batch])).loss
@@ -200,7 +202,7 @@ def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1
     """
     windows: list[Window] = []
     for example in examples:
-        window = _window(example, max(2, length // at_least))
+        window = _cut_window(example, max(2, length // at_least))
         if window is None:
             continue
         longest = max(window.length, *(other.length for other in windows), 0)
@@ -216,7 +218,7 @@ def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1
     return windows
 
 
-def _window(example: data.Example, length: int) -> Window | None:
+def _cut_window(example: data.Example, length: int) -> Window | None:
     """Return a row cut to ``length`` tokens, about half of them prompt if it is long; None without trained tokens."""
     ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
     trained = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
@@ -258,16 +260,16 @@ class FreeMemory:
     def longest(self, dtype: torch.dtype) -> int:
         """Return how many tokens plain autograd in ``dtype`` has memory for; 0 if the weights alone do not fit."""
         wider = dtype.itemsize / self.measured.itemsize
-        spare = MARGIN * self.free - self._needed(0, dtype)
+        spare = MARGIN * self.free - self._needed_bytes(0, dtype)
         if spare <= 0 or self._truth_bytes(dtype) > MARGIN * self.host_free:
             return 0
         a, b = wider * self.per_square, wider * self.per_token
         return int(spare / b) if a <= 0 else int((math.sqrt(b * b + 4 * a * spare) - b) / (2 * a))
 
-    def lacks(self, tokens: int, dtype: torch.dtype) -> str:
+    def why_too_large(self, tokens: int, dtype: torch.dtype) -> str:
         """Return text that says which memory plain autograd in ``dtype`` lacks for ``tokens``; empty if it fits."""
         needs = [
-            ("memory", self._needed(tokens, dtype), self.free),
+            ("memory", self._needed_bytes(tokens, dtype), self.free),
             ("host memory", self._truth_bytes(dtype), self.host_free),
         ]
         for which, needed, free in needs:
@@ -275,7 +277,7 @@ class FreeMemory:
                 return f"needs {needed / GIB:.1f} GiB more {which}, {free / GIB:.1f} GiB are free"
         return ""
 
-    def _needed(self, tokens: int, dtype: torch.dtype) -> float:
+    def _needed_bytes(self, tokens: int, dtype: torch.dtype) -> float:
         """Return the extra bytes of widening to ``dtype``, of gradients and of activations."""
         parameters = list(self.model.parameters())
         weights = sum(p.numel() * max(dtype.itemsize - p.dtype.itemsize, 0) for p in parameters)

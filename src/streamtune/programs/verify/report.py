@@ -98,9 +98,9 @@ class Finding:
         assert self.run.schedule is not None
         return {
             "parameter": self.parameter,
-            "error": _number(self.error),
-            "torch_error": _number(self.torch_error),
-            "allowed": _number(self.allowed),
+            "error": _json_number(self.error),
+            "torch_error": _json_number(self.torch_error),
+            "allowed": _json_number(self.allowed),
             "dtype": str(self.run.dtype).removeprefix("torch."),
             "chunk_size": self.run.schedule.chunk_size,
             "overall": self.overall,
@@ -187,13 +187,13 @@ class VerifyReport:
         """Return the JSON document of ``streamtune verify --json``."""
         return {
             "exact": self.exact,
-            "loss_difference": _number(self.loss.difference),
+            "loss_difference": _json_number(self.loss.difference),
             "worst": self.worst.to_json(),
-            "modules": [{k: _number(v) for k, v in asdict(row).items()} for row in self.modules],
+            "modules": [{k: _json_number(v) for k, v in asdict(row).items()} for row in self.modules],
             "loss": {
-                "plain": _number(self.loss.plain),
-                "streamed": _number(self.loss.streamed),
-                "truth": _number(self.loss.truth),
+                "plain": _json_number(self.loss.plain),
+                "streamed": _json_number(self.loss.streamed),
+                "truth": _json_number(self.loss.truth),
                 "worst": self.loss.worst.to_json(),
             },
             "dtype": self.dtype,
@@ -207,9 +207,9 @@ class VerifyReport:
                 {
                     "schedule": asdict(run.schedule) if run.schedule else None,
                     "dtype": str(run.dtype).removeprefix("torch."),
-                    "loss": _number(run.loss),
-                    "worst_error": _number(max(run.errors.values())),
-                    "overall_error": _number(run.overall),
+                    "loss": _json_number(run.loss),
+                    "worst_error": _json_number(max(run.errors.values())),
+                    "overall_error": _json_number(run.overall),
                 }
                 for run in self.runs
             ],
@@ -233,7 +233,7 @@ def module_of(parameter: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in inside) or parameter
 
 
-def _number(value: Any) -> Any:
+def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -242,12 +242,12 @@ SAME = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.fl
 embeddings or routers in float32. The bounds of narrow dtypes are used if there is no truth."""
 
 NOISE = {torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""Absolute allowance added to plain autograd's error, by dtype. In narrow dtypes it is four times epsilon. Streaming
+"""Absolute error allowed beyond plain autograd's, by dtype. In narrow dtypes it is four times epsilon. Streaming
 rounds at other places, and for a parameter with few entries the ratio of two such errors is random. In ten families
 with eight random weights and rows each, the largest excess over 1.5 e(plain) was two epsilon, at a query norm."""
 
 ROUTED = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Least bound of E if tokens may change experts, by dtype."""
+"""Minimum bound of E if rounding may send tokens to other experts, by dtype."""
 
 
 BLOCK = 1 << 24
@@ -280,7 +280,7 @@ def judge(run: VerifyRun, plain: VerifyRun, *, same: bool, routed: bool) -> list
 
 
 def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, same: bool, routed: bool) -> Finding:
-    """Return the finding about a streamed run's loss; the other arguments are those :func:`judge` takes."""
+    """Return the finding about a streamed run's loss, given the true loss; other arguments as in :func:`judge`."""
     own = 0.0 if same else ratio(abs(plain.loss - truth), abs(truth))
     bound = SAME[run.dtype] if same else NOISE[run.dtype]
     allowed = 1.5 * own + bound * (1.0 if routed and run.dtype.itemsize < 4 else 0.25)

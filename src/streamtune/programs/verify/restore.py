@@ -18,7 +18,7 @@ FILL_STD = 1e-2
 
 
 @contextmanager
-def prepared(model: nn.Module) -> Iterator[int]:
+def prepare_model(model: nn.Module) -> Iterator[int]:
     """Context manager: prepare a model for the comparison, and restore it on exit.
 
     While active, the model is in evaluation mode, ``grad`` is cleared, float32 products have full precision, and the
@@ -58,7 +58,7 @@ def prepared(model: nn.Module) -> Iterator[int]:
 
 
 @contextmanager
-def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def widen_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Context manager: widen parameters and buffers in place to ``dtype``, and restore their old values on exit.
 
     Wider tensors stay as they are. In float64, experts are computed one by one, because grouped matrix products have no
@@ -80,7 +80,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             p.data = p.data.to(dtype)
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.to(dtype)
-        with _eager_experts(model, dtype):
+        with _using_eager_experts(model, dtype):
             yield
     finally:
         for p, was in before:
@@ -90,7 +90,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextmanager
-def _eager_experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def _using_eager_experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     inner = base_of(model)
     before = getattr(inner.config, "_experts_implementation", None)
     if dtype != torch.float64 or not isinstance(before, str) or before == "eager" or not has_experts(model):

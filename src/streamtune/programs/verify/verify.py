@@ -41,7 +41,14 @@ from streamtune.programs.verify.report import (
     norm_of,
     ratio,
 )
-from streamtune.programs.verify.restore import cast, has_experts, prepared, using_attention, why_not_widened, wide_loss
+from streamtune.programs.verify.restore import (
+    has_experts,
+    prepare_model,
+    using_attention,
+    why_not_widened,
+    wide_loss,
+    widen_weights,
+)
 from streamtune.schedule import Schedule
 
 SMALL = 64
@@ -76,7 +83,7 @@ class Comparison:
         schedules: Schedules to stream with, one after another.
         dtype: Dtype to which the weights are widened first; None keeps their dtype.
         bf16: True if training uses bfloat16 autocast.
-        unfit: Returns the reason why a truth in a dtype does not fit in memory; empty if it fits.
+        why_too_large: Function from a dtype to the reason why a truth in it does not fit in memory; empty if it fits.
         notify: Called at the start of each run with the run's name.
     """
 
@@ -85,16 +92,16 @@ class Comparison:
     schedules: Sequence[Schedule]
     dtype: torch.dtype | None = None
     bf16: bool = False
-    unfit: Callable[[torch.dtype], str] = lambda dtype: ""
+    why_too_large: Callable[[torch.dtype], str] = lambda dtype: ""
     notify: Callable[[str], None] = lambda message: None
 
 
 def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
     """Return schedules that split ``length`` tokens into chunks, each schedule into a different number of chunks.
 
-    The recipe's own schedule comes first, if it splits them. Then come halves, thirds, fifths or sevenths (the last
-    chunk is shorter if possible), and small chunks. ``keep_kv`` alternates, and each schedule has a different
-    ``head_chunk_size``.
+    The recipe's own schedule (``own``) comes first, if it splits the tokens. Then come halves, thirds, fifths or
+    sevenths (the last chunk is shorter if possible), and small chunks. ``keep_kv`` alternates, and each schedule has a
+    different ``head_chunk_size``.
 
     Raises:
         ArgumentError: ``length`` is below 4: two chunks of two tokens are the minimum.
@@ -125,13 +132,13 @@ def compare_gradients(comparison: Comparison) -> VerifyReport:
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
     stream(model, schedule=comparison.schedules[0]).remove()  # refuses unsupported models before anything is computed
-    with prepared(model) as filled, cast(model, comparison.dtype):
-        report = _against_own_attention(comparison)
+    with prepare_model(model) as filled, widen_weights(model, comparison.dtype):
+        report = _compare_attentions(comparison)
         refusal = "" if report.exact else _refusal(model, comparison.schedules[0])
         return replace(report, filled=filled, refusal=refusal)
 
 
-def _against_own_attention(comparison: Comparison) -> VerifyReport:
+def _compare_attentions(comparison: Comparison) -> VerifyReport:
     """Compare with the model's attention implementation; if that fails or differs, with eager attention too.
 
     An implementation without softcap or attention sinks raises an error or ignores them. If it ignores them, plain
@@ -200,54 +207,54 @@ class _Runs:
         weights = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         self.computed = torch.bfloat16 if self.bf16 else min(weights, key=lambda dtype: dtype.itemsize)
         self.why_no_truth = ""
-        self.begun = self.total = 0
+        self.runs_started = self.total = 0
 
     def run(self) -> VerifyReport:
-        truth, runs = self._truth()
+        truth, runs = self._find_truth()
         if truth is None:
             truth = self._plain_gradients(self.bf16, self.computed)
-            runs = [self._truth_run(truth)]
+            runs = [self._run_of_truth(truth)]
         else:
-            runs.append(self._compared(truth, None, self.bf16, self.computed))
-        runs += self._streamed(truth, self.bf16, self.computed)
+            runs.append(self._compare_run(truth, None, self.bf16, self.computed))
+        runs += self._streamed_runs(truth, self.bf16, self.computed)
         self.plain_result = (truth.dtype, truth.loss, truth.norms)
-        return self._report(truth, runs)
+        return self._make_report(truth, runs)
 
     def same_function(self, other: _Runs) -> bool:
         """Return True if plain autograd gives the same loss and gradient norms as in ``other``, which has run."""
         dtype, loss, norms = other.plain_result
-        with cast(self.model, dtype):
+        with widen_weights(self.model, dtype):
             found = self._plain_gradients(self.bf16 and dtype == self.computed, dtype)
-        self.begun = 0
+        self.runs_started = 0
         gaps = [ratio(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
         return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
-    def _truth(self) -> tuple[_Truth | None, list[VerifyRun]]:
+    def _find_truth(self) -> tuple[_Truth | None, list[VerifyRun]]:
         """Return the gradients in the widest dtype that runs, with all runs in it; ``(None, [])`` if none runs."""
         wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
-            reason = why_not_widened(self.model) or self.comparison.unfit(dtype)
+            reason = why_not_widened(self.model) or self.comparison.why_too_large(dtype)
             if not reason:
-                with cast(self.model, dtype):
+                with widen_weights(self.model, dtype):
                     try:
                         truth = self._plain_gradients(False, dtype)
                     except StreamTuneError:
                         raise
                     except Exception as error:  # no kernel for this dtype, or no memory
                         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                        self.begun = 0
+                        self.runs_started = 0
                     else:
-                        return truth, [self._truth_run(truth), *self._streamed(truth, False, dtype)]
+                        return truth, [self._run_of_truth(truth), *self._streamed_runs(truth, False, dtype)]
             self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"{_dtype_name(dtype)}: {reason}"]))
         return None, []
 
-    def _truth_run(self, truth: _Truth) -> VerifyRun:
+    def _run_of_truth(self, truth: _Truth) -> VerifyRun:
         """Return the run of the truth: it is compared with itself, so every error is 0."""
         return VerifyRun(None, truth.dtype, truth.loss, dict.fromkeys(self.names, 0.0))
 
     def _plain_gradients(self, bf16: bool, dtype: torch.dtype) -> _Truth:
-        self._begin(f"{self._label(bf16, dtype)}, plain autograd", wide=dtype != self.computed)
+        self._notify_run(f"{self._run_label(bf16, dtype)}, plain autograd", wide=dtype != self.computed)
         grads = {name: torch.zeros(0) for name in self.names}
         norms = dict.fromkeys(self.names, 0.0)
 
@@ -260,18 +267,18 @@ class _Runs:
         if not math.isfinite(loss + truth.total_norm):
             raise NonFiniteError(
                 f"plain autograd gives a loss of {loss} and a gradient of norm {truth.total_norm} in "
-                f"{self._label(bf16, dtype)}, so there is nothing to compare",
+                f"{self._run_label(bf16, dtype)}, so there is nothing to compare",
                 fix="look at the weights and at the first rows of the data",
             )
         return truth
 
-    def _streamed(self, truth: _Truth, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
-        return [self._compared(truth, schedule, bf16, dtype) for schedule in self.comparison.schedules]
+    def _streamed_runs(self, truth: _Truth, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
+        return [self._compare_run(truth, schedule, bf16, dtype) for schedule in self.comparison.schedules]
 
-    def _compared(self, truth: _Truth, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
+    def _compare_run(self, truth: _Truth, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
         """Run once; compare and free each gradient as soon as it is computed."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
-        self._begin(f"{self._label(bf16, dtype)}, {how}", wide=True)
+        self._notify_run(f"{self._run_label(bf16, dtype)}, {how}", wide=True)
         differences = dict(truth.norms)  # without a gradient, the whole gradient of the truth is the difference
 
         def compare(name: str, grad: Tensor) -> None:
@@ -311,16 +318,16 @@ class _Runs:
             for hook in hooks:
                 hook.remove()
 
-    def _begin(self, what: str, wide: bool) -> None:
-        if not self.begun:
+    def _notify_run(self, what: str, wide: bool) -> None:
+        if not self.runs_started:
             self.total = (1 + len(self.comparison.schedules)) * (2 if wide else 1)
-        self.begun += 1
-        self.comparison.notify(f"{what} ({self.begun} of {self.total})")
+        self.runs_started += 1
+        self.comparison.notify(f"{what} ({self.runs_started} of {self.total})")
 
-    def _label(self, bf16: bool, dtype: torch.dtype) -> str:
+    def _run_label(self, bf16: bool, dtype: torch.dtype) -> str:
         return f"{_dtype_name(dtype)} autocast" if bf16 else _dtype_name(dtype)
 
-    def _report(self, truth: _Truth, runs: list[VerifyRun]) -> VerifyReport:
+    def _make_report(self, truth: _Truth, runs: list[VerifyRun]) -> VerifyReport:
         plain = next(run for run in reversed(runs) if run.schedule is None)
         findings, losses = [], []
         for run in (run for run in runs if run.schedule is not None):
@@ -333,19 +340,19 @@ class _Runs:
         streamed = max(trained, key=lambda run: abs(run.loss - plain.loss))
         return VerifyReport(
             exact=worst.excess <= 1 and worst_loss.excess <= 1,
-            dtype=self._label(self.bf16, self.computed),
+            dtype=self._run_label(self.bf16, self.computed),
             truth=_dtype_name(truth.dtype) if truth.dtype != self.computed else None,
             why_no_truth=self.why_no_truth,
             attention="",
             routed=self.routed,
             loss=Loss(plain.loss, streamed.loss, truth.loss, worst_loss),
             worst=worst,
-            modules=self._modules(runs, plain, truth),
+            modules=self._module_rows(runs, plain, truth),
             runs=runs,
             trained=len(self.names),
         )
 
-    def _modules(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Truth) -> list[ModuleRow]:
+    def _module_rows(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Truth) -> list[ModuleRow]:
         """Return a row for each kind of module: the largest error of its parameters over all schedules, by dtype."""
         groups: dict[str, list[str]] = {}
         for name in self.names:

@@ -30,20 +30,29 @@ if TYPE_CHECKING:
     from streamtune.programs.verify.report import VerifyReport
     from streamtune.programs.verify.verify_recipe import VerifySubject
 
-COARSE = 1e-3
+COARSE_BOUND = 1e-3
 """Bound above which a mistake could stay hidden; the verdict then says so."""
 
 
 def verify(
     recipe: RecipeArgument,
-    length: Annotated[int | None, option("N", "Tokens to compare on. [default: as memory allows]")] = None,
-    dtype: Annotated[str | None, option("float32|bfloat16|float64", "Compute in this dtype, not the recipe's.")] = None,
+    length: Annotated[
+        int | None,
+        option(
+            "N",
+            "Maximum number of tokens in the compared batch. [default: as memory allows, at most 2,048 on a CPU and "
+            "8,192 on a GPU]",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, option("float32|bfloat16|float64", "Dtype to compute in. [default: the dtype of training]")
+    ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that streamed loss and gradients equal plain autograd's, on the recipe's model and first rows.
+    """Check that streaming gives the same loss and gradients as plain autograd, on the recipe's model and first rows.
 
-    Exits with 0 if they are equal. If not, exits with 1 and names the worst parameter.
+    Exits with 0 if they are equal up to rounding. If not, exits with 1 and names the parameter with the largest error.
     """
     loaded = read_recipe(recipe, set_)
     with loading_libraries():
@@ -54,7 +63,7 @@ def verify(
     with err.status("comparing") as status:
         report = verify_recipe(subject, notify=status.update if err.is_terminal else err.print)
     if as_json:
-        print_json({**report.to_json(), **_facts(subject)})
+        print_json({**report.to_json(), **_subject_facts(subject)})
     else:
         _print_report(report)
         if report.exact:
@@ -68,7 +77,7 @@ def _train_command(objective: str, recipe: Path, settings: list[str] | None) -> 
     return shlex.join(["streamtune", objective, str(recipe), *options])
 
 
-def _facts(subject: VerifySubject) -> dict[str, object]:
+def _subject_facts(subject: VerifySubject) -> dict[str, object]:
     batch = subject.batch
     return {
         "model": type(base_of(subject.model)).__name__,
@@ -206,9 +215,13 @@ def _table(report: VerifyReport) -> Table:
         *([f"{dtype}\nplain"] if report.truth else []),
     )
     for row in report.modules:
-        cells = [_number(row.exact_error), _number(row.error), _number(row.torch_error)] if report.truth else []
+        cells = (
+            [_show_number(row.exact_error), _show_number(row.error), _show_number(row.torch_error)]
+            if report.truth
+            else []
+        )
         style = "bold red" if not report.exact and row.module == report.worst.module else None
-        table.add_row(row.module, f"{row.parameters:,}", *(cells or [_number(row.error)]), style=style)
+        table.add_row(row.module, f"{row.parameters:,}", *(cells or [_show_number(row.error)]), style=style)
     return table
 
 
@@ -216,7 +229,7 @@ def _verdict(report: VerifyReport) -> Text:
     worst, loss = report.worst, report.loss.worst
     if report.exact:
         where = f" in {report.truth}, and are as precise in {report.dtype}" if report.truth else f" in {report.dtype}"
-        if not report.truth and worst.allowed > COARSE:
+        if not report.truth and worst.allowed > COARSE_BOUND:
             where += f", to within {worst.allowed:.0e}: no wider dtype was compared"
         return Text.assemble(("exact", "bold green"), f": streamed loss and gradients equal plain autograd's{where}")
     wrong = [worst.describe()] if worst.excess > 1 else []
@@ -224,5 +237,5 @@ def _verdict(report: VerifyReport) -> Text:
     return Text.assemble(("NOT exact", "bold red"), ": ", "; ".join(wrong))
 
 
-def _number(value: float) -> str:
+def _show_number(value: float) -> str:
     return f"{value:.1e}" if value else "0"

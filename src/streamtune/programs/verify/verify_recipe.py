@@ -43,7 +43,7 @@ from streamtune.run.device import (
 )
 from streamtune.run.model import make_model
 from streamtune.run.reference import load_reference
-from streamtune.run.weight_choices import precise
+from streamtune.run.weight_choices import with_best_precision
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.random_batches import RandomTokens
@@ -67,7 +67,7 @@ MIN_TOKENS = 4
 """Minimum number of tokens: two chunks of two tokens."""
 
 ENOUGH_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Default limit of the batch's tokens, by device type: enough for a proof."""
+"""Default maximum number of tokens in the batch, by device type: enough to show an error of streaming."""
 
 MEASURED_TOKENS = 256
 """Number of tokens in the forward that measures memory."""
@@ -80,14 +80,14 @@ class _Options:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     length: int | None
-    """Limit of tokens in the batch; None: as many as memory allows and a proof needs."""
+    """Maximum number of tokens in the batch; None: :data:`ENOUGH_TOKENS`, or fewer if memory is short."""
     widened: torch.dtype | None
     """Dtype to which the weights are widened first; None keeps their dtype."""
     bf16: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Chosen:
+class _ChosenBatch:
     """The batch of a verification, no longer than plain autograd has memory for."""
 
     windows: tuple[Window, ...]
@@ -102,7 +102,7 @@ class _Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifySubject(_Chosen):
+class VerifySubject(_ChosenBatch):
     """The recipe, model, batch and schedules to verify."""
 
     loaded: LoadedRecipe
@@ -142,7 +142,7 @@ def build_verify(
 
     Args:
         loaded: The recipe.
-        length: Limit of tokens in the batch; None: as many as memory allows and a proof needs.
+        length: Maximum number of tokens in the batch; None: :data:`ENOUGH_TOKENS`, or fewer if memory is short.
         dtype: One of :data:`DTYPES`; None is the recipe's.
         notify: Called with each note for the user.
         doing: Returns a context manager that shows a message during slow work.
@@ -154,7 +154,7 @@ def build_verify(
         raise ArgumentError(f"--length must be at least {MIN_TOKENS} tokens, found {length}", fix="write --length 1024")
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"--dtype: unknown dtype {dtype!r}", fix=f"choose from {', '.join(DTYPES)}")
-    recipe = precise(loaded.recipe)
+    recipe = with_best_precision(loaded.recipe)
     task = task_of(recipe)
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
@@ -193,7 +193,7 @@ def _choose_rows(
     *,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
-) -> _Chosen:
+) -> _ChosenBatch:
     """Choose the rows of an objective with next-token targets, as long as memory allows."""
     model, tokenizer, length = options.model, options.tokenizer, options.length
     recipe, device = task.recipe, model_device(model)
@@ -203,7 +203,7 @@ def _choose_rows(
         with doing("loading the teacher"):
             teacher = load_reference(task, model, tokenizer, device)
     with doing("measuring the longest row that plain autograd has memory for"):
-        memory = _measure(model, rows, tokenizer, device, options.bf16, router_loss)
+        memory = _measure_memory(model, rows, tokenizer, device, options.bf16, router_loss)
     limit, why = (length, "--length") if length is not None else _fitting_length(memory, device, options.widened)
     per_turn = recipe.reasoning == "per_turn"
     windows = choose_rows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
@@ -217,7 +217,7 @@ def _choose_rows(
         packed = batch is not alone
         alone = replace(alone, top_k=taught)
         batch = replace(batch, top_k=taught.at(batch.shift_labels)) if packed else alone
-    return _Chosen(
+    return _ChosenBatch(
         windows=tuple(windows),
         batch=batch,
         alone=alone,
@@ -234,22 +234,22 @@ def _choose_trees(
     *,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
-) -> _Chosen:
+) -> _ChosenBatch:
     """Choose completions, as long as memory allows, and batch them in both layouts: prompts shared, and one by one."""
     model, tokenizer, length = options.model, options.tokenizer, options.length
     device = model_device(model)
     with doing("loading the reference"):
-        held = load_reference(task, model, tokenizer, device) if task.compares else None
+        second_model = load_reference(task, model, tokenizer, device) if task.compares else None
     with doing("checking that prompts can be shared"):
-        share = task.can_share(model, notify, beside=held)
+        share = task.can_share(model, notify, beside=second_model)
     with doing("measuring the longest row that plain autograd has memory for"):
         memory = _measure_scored(model, device, options.bf16)
     limit, why = (length, "--length") if length is not None else _fitting_length(memory, device, options.widened)
     trees, cut = task.compared_trees(rows, limit, len(tokenizer))
     plain, pad = PlainScores(model), tokenizer.pad_token_id
     shared, apart = task.compared_batches(trees, model, plain, pad_token_id=pad, share=share)
-    losses = TreeLosses(task, held, shared.to(device), apart.to(device))
-    return _Chosen(
+    losses = TreeLosses(task, second_model, shared.to(device), apart.to(device))
+    return _ChosenBatch(
         windows=(),
         batch=losses.shared,
         alone=losses.apart,
@@ -266,7 +266,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
         UnsupportedModelError: The model cannot be streamed.
         OutOfMemoryError: Plain autograd does not fit in memory at this length.
     """
-    unfit = partial(subject.memory.lacks, subject.alone.input_ids.numel())
+    why_too_large = partial(subject.memory.why_too_large, subject.alone.input_ids.numel())
     try:
         return compare_gradients(
             Comparison(
@@ -275,7 +275,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
                 subject.schedules,
                 subject.dtype,
                 subject.bf16,
-                unfit=unfit,
+                why_too_large=why_too_large,
                 notify=notify,
             )
         )
@@ -319,7 +319,7 @@ def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, pack
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _measure(
+def _measure_memory(
     model: Any,
     examples: Sequence[data.Example],
     tokenizer: PreTrainedTokenizerBase,
@@ -353,7 +353,7 @@ def _measure_scored(model: Any, device: torch.device, bf16: bool) -> FreeMemory:
 
 
 def _fitting_length(memory: FreeMemory, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:
-    """Return how many tokens to compare on, and why: enough for a proof, or fewer if memory is short."""
+    """Return the maximum number of tokens in the batch and its reason: :data:`ENOUGH_TOKENS`, or free memory."""
     enough = ENOUGH_TOKENS["cpu" if device.type == "cpu" else "cuda"]
     trained = widened or memory.measured
     longest = memory.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
@@ -362,5 +362,5 @@ def _fitting_length(memory: FreeMemory, device: torch.device, widened: torch.dty
     if longest < MIN_TOKENS:
         raise RunError("no memory is left beside the weights", fix="free memory, or give --length")
     if longest >= enough:
-        return enough, "enough for a proof"
+        return enough, "the default maximum"
     return longest, f"all that plain autograd has memory for: {memory.free / 2**30:.1f} GiB are free"

@@ -78,7 +78,9 @@ def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
         out = folder / "vocabulary.gguf"
         if message := _convert(folder, out, ["--vocab-only"], converter):
             raise ArgumentError(
-                f"llama.cpp's converter does not support this model: {message}", where="--gguf", fix=_fix(message)
+                f"llama.cpp's converter does not support this model: {message}",
+                where="--gguf",
+                fix=_conversion_fix(message),
             )
 
 
@@ -99,7 +101,7 @@ def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
         if message := _convert(folder, made, ["--outtype", kind], converter):
             raise RunError(
                 f"llama.cpp's converter failed: {message}", where=str(converter),
-                fix=f"{_fix(message)}; {folder} itself is complete",
+                fix=f"{_conversion_fix(message)}; {folder} itself is complete",
             )  # fmt: skip
         made.rename(out)
     return out
@@ -119,7 +121,7 @@ def _convert(folder: Path, out: Path, options: list[str], converter: Path) -> st
     return lines[-1][:300] if lines else f"exit code {done.returncode}"
 
 
-def _fix(message: str) -> str:
+def _conversion_fix(message: str) -> str:
     if "pre-tokenizer" in message:
         return (
             "it supports the tokenizers of released models, and byte-level tokenizers with the default pattern; new "
