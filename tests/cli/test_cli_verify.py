@@ -213,9 +213,9 @@ def test_labels_shifted_inside_each_chunk_of_the_head(
 def test_a_dropped_prefix_gradient(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = cache.KeysAndValues.grad
+    right = cache.KeysAndValues.grad_views
     monkeypatch.setattr(
-        cache.KeysAndValues, "grad", lambda *given: tuple(torch.zeros_like(grad) for grad in right(*given))
+        cache.KeysAndValues, "grad_views", lambda *given: tuple(torch.zeros_like(grad) for grad in right(*given))
     )
     assert verify("--length", "128", "--json") == 1
     document = json.loads(capsys.readouterr().out)

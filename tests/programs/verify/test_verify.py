@@ -188,13 +188,13 @@ def labels_shifted_in_each_chunk(monkeypatch: pytest.MonkeyPatch, model: nn.Modu
 
 
 def prefix_gradient_dropped(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
-    right = cache.KeysAndValues.grad
+    right = cache.KeysAndValues.grad_views
 
     def wrong(self: Any, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         grad_k, grad_v = right(self, index, keys)
         return torch.zeros_like(grad_k), torch.zeros_like(grad_v)
 
-    monkeypatch.setattr(cache.KeysAndValues, "grad", wrong)
+    monkeypatch.setattr(cache.KeysAndValues, "grad_views", wrong)
 
 
 def terms_of_one_chunk_lost(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
