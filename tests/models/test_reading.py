@@ -78,7 +78,7 @@ def at_opening(name: str, change: Callable[[Path], None]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.modeling_utils.safe_open", safe_open)  # is put back at the end
-        patch.setattr(reading, "inside", lambda _: Opened)
+        patch.setattr(reading, "hf_internal", lambda _: Opened)
         patch.setattr("safetensors.torch.safe_open", Opened)  # by which peft reads
         yield
 

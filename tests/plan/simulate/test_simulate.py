@@ -229,9 +229,9 @@ def carried_bytes(model: Any, size: int) -> int:
         keep(self, key, state)
         found[id(self.states), key] = state.nbytes
 
-    keep = ChunkCache._save
+    keep = ChunkCache._save_state
     with pytest.MonkeyPatch.context() as patch, stream(model, schedule=Schedule(chunk_size=size, head_chunk_size=size)):
-        patch.setattr(ChunkCache, "_save", kept)
+        patch.setattr(ChunkCache, "_save_state", kept)
         ids = torch.randint(3, model.config.vocab_size, (1, 2 * size))
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return sum(found.values())
