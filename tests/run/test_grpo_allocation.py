@@ -168,7 +168,7 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
     [
         ({"allocation": "more"}, "'equal', 'gvm' or 'neyman'", ""),
         ({"num_generations": 2}, "'num_generations: 2' leaves none to divide", "num_generations: 8"),
-        ({"beta": 0.1}, "adds a divergence without one", "loss_type: rloo"),
+        ({"beta": 0.1}, "'beta' adds a divergence that has no advantage", "loss_type: rloo"),
         ({"fsdp": True}, "gradients of single completions with whole weights, and 'fsdp' shards them", "delete 'fsdp'"),
         (
             {"deepspeed": "zero2"},

@@ -102,7 +102,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         return self._count_forwards(share, ((prompt - 1, branches),) * batch_size)
 
     def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
-        """Return the function of :meth:`completions` for micro-batches of copies of the run's longest tree.
+        """Return the function of :meth:`Task.completions` for micro-batches of copies of the run's longest tree.
 
         Without sharing, each completion fills a row of ``longest`` tokens.
         """

@@ -48,7 +48,7 @@ class RolloutTools:
     """The parts of a run that write, score and measure completions. All ranks call them with the same arguments."""
 
     recipe: RolloutSettings
-    """The settings of all ranks together, from :func:`settings_of_all_ranks`."""
+    """The settings of all ranks together."""
     prompts: data.PreparedPrompts
     """Training prompts and held-out prompts."""
     writer: rollout.Writer
