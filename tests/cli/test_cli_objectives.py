@@ -237,7 +237,7 @@ def test_the_largest_batch_simulated(run: Callable[..., int], capsys: pytest.Cap
     options = ("--method", "simulate", "--batch-size", "--length", "256", "--from", "2", "--to", "2", "--baseline")
     assert run("probe-max-len", "dpo.yaml", *options, "--device-memory", "1GiB", "--output-dir", "out") == 0
     shown = capsys.readouterr().out
-    assert "Largest batch of 256 tokens in 1.00 GiB, dpo, simulated" in shown
+    assert "Largest batch: 2 pairs of 256 tokens in 1.00 GiB" in shown
     assert "largest, pairs" in shown
     document = json.loads(Path("out/probe.json").read_text())
     assert document["max_batch_size"] == 2

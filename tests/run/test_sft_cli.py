@@ -204,7 +204,7 @@ def test_adapters_on_a_quantised_base(
     assert records("run") == whole
     assert Path("run/final/adapter_model.safetensors").read_bytes() == kept
     assert sft("--output-dir", "run", "--set", f"quantization={'nf4' if kind == 'int8' else 'int8'}") == 2
-    assert f'quantization was "{kind}" and is' in " ".join(capsys.readouterr().err.split())
+    assert f'quantization was "{kind}", is now' in " ".join(capsys.readouterr().err.split())
 
     from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import BitsAndBytesConfig, TorchAoConfig
