@@ -368,7 +368,7 @@ def test_identical_pairs_are_left_out_where_the_recipe_says_so(
 ) -> None:
     add("pairs.jsonl", prompt="Add 3.", chosen="4", rejected="4")
     assert dpo("--dry-run", identical_pairs="drop") == 0
-    assert "1 dropped" in capsys.readouterr().out
+    assert "1 of 19 pairs dropped: both answers are the same" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
