@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,8 @@ def test_the_largest_batch_simulated(run: Callable[..., int], capsys: pytest.Cap
     assert run("probe-max-len", "dpo.yaml", *options, "--device-memory", "1GiB", "--output-dir", "out") == 0
     shown = capsys.readouterr().out
     assert "Largest batch: 2 pairs of 256 tokens in 1.00 GiB" in shown
-    assert "largest, pairs" in shown
+    lines = shown.splitlines()
+    assert any("largest," in above and "pairs" in below for above, below in pairwise(lines)), "the column's title"
     document = json.loads(Path("out/probe.json").read_text())
     assert document["max_batch_size"] == 2
     assert set(document["baseline"]) == {"checkpoint", "plain"}

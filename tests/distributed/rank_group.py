@@ -31,7 +31,7 @@ PATIENCE = 300
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: the start of its command, and additional variables."""
+    """Place of a rank: the start of its command, and additional variables."""
 
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

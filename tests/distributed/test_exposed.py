@@ -1,4 +1,4 @@
-"""What a run of several ranks exposes: its open ports, how it handles received bytes, and its outgoing connections."""
+"""Exposure of a run of several ranks: its open ports, how it handles received bytes, and its outgoing connections."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Failure:
     own: bool = True
     """True if the rank reported its own error."""
     seen: str = ""
-    """What other ranks observed: ``died``, ``silent``, ``still`` (it hangs) or ``missing``; empty for an own error."""
+    """Observation of other ranks: ``died``, ``silent``, ``still`` (it hangs) or ``missing``; empty for an own error."""
     time: float = field(default_factory=time.time)
 
     @classmethod

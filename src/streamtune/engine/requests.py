@@ -84,7 +84,7 @@ class ScoreRequest:
     temperature: float = 1.0
     """Divisor of the logits."""
     entropy: bool = False
-    """Whether to compute entropies as well."""
+    """True computes entropies as well."""
     router_loss: Tensor | None = None
     """Router loss of the call, set by the call."""
     shards: SequenceShards | None = None

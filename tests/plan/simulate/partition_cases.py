@@ -50,7 +50,7 @@ def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) 
         model = _adapted(recipe, model)
     cluster = cluster_of(recipe, model, RequestedRanks(world.size, 1), Links())
     workload = make_workload(recipe, model, LongestStep(LENGTH), torch.device("cpu"), cluster)
-    found = Holdings.of(model, workload).scheduled(model, workload, schedule)
+    found = Holdings.of(model, workload).with_schedule(model, workload, schedule)
     ahead = max(map(divided_bytes, decoder_layers(model))) if recipe.fsdp else 0
     return {
         "weights": found.weights,

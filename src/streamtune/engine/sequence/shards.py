@@ -64,7 +64,7 @@ class SequenceShards:
     padding: Tensor | None = None
     """Padding mask ``[B, L S]`` that the model gets, 0 for padding."""
     routes: Any = None
-    """Which ranks exchange which states (``StateRoutes``); set by the first layer with states."""
+    """The ranks that exchange each state (``StateRoutes``); set by the first layer with states."""
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
     _paddings: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _token_positions: dict[int, Tensor] = field(default_factory=dict)

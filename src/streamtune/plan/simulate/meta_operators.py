@@ -245,7 +245,7 @@ RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "a
 
 
 ResultKind = Literal["in place", "given", "new", "several", "grouped", "other"]
-"""What an operator returns: its first argument (in place), its argument ``out`` (given), a new tensor, several new
+"""Results of an operator: its first argument (in place), its argument ``out`` (given), a new tensor, several new
 tensors, a grouped product, or something else.
 """
 
@@ -418,7 +418,7 @@ def _state_on_meta(state: Any) -> Any:
 
 
 Rule = Literal["lower", "fp32", "to fp32", "widest"]
-"""What autocast does: cast arguments to the lower precision, to fp32, or to the widest dtype among them; ``to fp32``
+"""Actions of autocast: cast arguments to the lower precision, to fp32, or to the widest dtype among them; ``to fp32``
 makes the result fp32 unless a dtype is given.
 """
 

@@ -60,7 +60,7 @@ class RunKeys(Spec):
     each evaluation among the best so far also saves a checkpoint, regardless of `save_steps`."""
 
     greater_is_better: bool | None = None
-    """Whether a higher value of `metric_for_best_model` is better. Default: true unless its name ends in `loss`."""
+    """`true` if a higher value of `metric_for_best_model` is better. Default: true unless its name ends in `loss`."""
 
     early_stopping_patience: Steps = 0
     """Number of consecutive evaluations without a better `metric_for_best_model` after which the run ends early; 0
