@@ -132,4 +132,5 @@ def test_memory_that_runs_out_stops_the_run_with_what_to_do(zygotes: Zygotes, tm
     assert "out of memory in step 3, with a batch of 1 x" in said
     assert "(peak " in said
     assert "set on_oom: replan to continue with" in said
+    assert "which gives the same gradient" in said
     assert events(tmp_path / "runs/tiny", "out_of_memory")[0]["next_schedule"]["chunk_size"] < 4096
