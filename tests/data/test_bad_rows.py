@@ -259,7 +259,7 @@ def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_p
         assert fix.startswith("they need more than ")
         assert list(folder.iterdir()) == []
     else:
-        assert what.startswith("cannot create a temporary folder:  ")
+        assert what.startswith("cannot create a temporary folder: ")
         assert "set TMPDIR" in fix
 
 
