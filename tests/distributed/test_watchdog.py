@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_found_and_ended(outcomes: Outcomes) -> None:
 @pytest.mark.full
 def test_an_error_of_one_rank_is_that_of_all(outcomes: Outcomes) -> None:
     ends, _ = outcomes["raise"]
-    assert error(ends) == "rank 1 on here failed: a row is broken\nat rows.jsonl:7\nmend it"
+    assert error(ends) == "rank 1 on here failed: a row is broken\nat rows.jsonl:7\nfix it"
     assert ends[1].code == 2
     assert ends[0].failure is not None
     assert (ends[0].failure.rank, ends[0].failure.own) == (1, False)

@@ -135,10 +135,10 @@ def test_weights_that_would_lose_small_steps_are_told(
     callback = StreamTuneCallback(chunk_size=CHUNK, max_length=64)
     trained(hf_trainer(model_for(tokenizer).bfloat16(), tokenizer, tmp_path, max_steps=1), callback)
     said = capsys.readouterr().out
-    assert "bfloat16 weights are trained with rounding to nearest" in said
+    assert "trained weights are bfloat16, so each step is rounded to the nearest number" in said
     assert "TrainingArguments(bf16=True)" in said
     trained(hf_trainer(model_for(tokenizer), tokenizer, tmp_path, max_steps=1, bf16=True), callback)
-    assert "rounding to nearest" not in capsys.readouterr().out
+    assert "rounded to the nearest" not in capsys.readouterr().out
 
 
 def test_without_a_length_the_planner_is_told_nothing(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_adapters_on_a_quantised_base(
         from torchao.quantization import Int8WeightOnlyConfig
 
         namespace["Int8WeightOnlyConfig"] = Int8WeightOnlyConfig
-    asked = " ".join(printed.split()).partition("quantization_config=")[2].rpartition(")")[0]
+    asked = " ".join(printed.split()).partition("quantization_config=")[2].partition(") export ")[0]
     theirs = AutoPeftModelForCausalLM.from_pretrained("run/final", quantization_config=eval(asked, namespace))
     quantize(
         theirs.get_base_model(), kind, torch.device("cpu")
