@@ -68,12 +68,12 @@ def attention_table(prepared: data.PreparedData, pieces: data.Pieces, max_length
     assert packs is not None
     concat = data.concat_squares(tokens, max_length)
     lines = [
-        "| sequences | sum of squared lengths | to concat-and-chunk | padding | tokens lost |",
+        "| sequences | sum of squared lengths | relative to concat-and-chunk | padding | tokens not trained |",
         "|---|---:|---:|---:|---:|",
     ]
     lines.append(f"| concat-and-chunk | {concat:.4g} | 1 | {0:.2%} | 0 |")
     for name, squares, padding, lost in (
-        ("rows packed best-fit", int((lengths**2).sum()), 1 - packs.fill_rate(max_length), 0),
+        ("best-fit packing", int((lengths**2).sum()), 1 - packs.fill_rate(max_length), 0),
         ("buckets", int((pieces.lengths() ** 2).sum()), 0.0, pieces.tokens_lost),
     ):
         part = f"{squares / concat:.3f}, {concat / squares:.2f}x fewer"
@@ -93,7 +93,7 @@ def time_table(
     examples, random = prepared.train, np.random.RandomState(0)
     chunks = concat_and_chunk(examples, max_length, 2 * pairs + 2, random)
     processor_seconds(model, chunks[0])
-    lines = ["| bucket | share of the tokens | step to concat-and-chunk |", "|---:|---:|---:|"]
+    lines = ["| bucket | share of all tokens | time relative to concat-and-chunk |", "|---:|---:|---:|"]
     held, tokens = pieces.lengths(), int(pieces.lengths().sum())
     total = 0.0
     for size in sorted(pieces.by_bucket()):
@@ -177,7 +177,8 @@ def rank_table() -> list[str]:
         "two kinds": np.where(random.random_sample(40000) < 0.1, 1, 0.02) * random.uniform(5e4, 1.3e5, 40000),
     }
     lines = [
-        "| lengths | layout | of a batch | lockstep: before | now | whole steps: before | now | longest row alone |",
+        "| distribution of lengths | layout | micro-batch size | every micro-batch: old | new "
+        "| every step: old | new | longest row alone |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, values in drawn.items():
@@ -242,44 +243,50 @@ def page(
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}"
     return f"""# Batches of rows of mixed lengths
 
+This page compares three ways to make batches from rows of mixed lengths: concat-and-chunk, best-fit packing
+(`packing: true`) and buckets (`batching: buckets`). It also shows how long ranks wait for each other.
+
 ```
 python -m benchmarks.batching --max-length {length} --pairs {options.pairs} --out docs/benchmarks/batching.md
 ```
 
-{versions}, one thread, fp32. The corpus is `python-stdlib`: {report.rows:,} rows, {report.tokens:,} tokens, lengths
-{lengths["min"]:,} to {lengths["max"]:,}, median {lengths["p50"]:,}. Rows longer than {length:,} are split; all tokens
-are trained.
+Versions: {versions}; one thread, fp32. The corpus is `python-stdlib`: {report.rows:,} rows, {report.tokens:,} tokens.
+Rows have {lengths["min"]:,} to {lengths["max"]:,} tokens, the median is {lengths["p50"]:,}. Rows longer than {length:,}
+tokens are split; all tokens are trained.
 
 ## Attention
 
 {attention}
 
-Concat-and-chunk joins all rows and cuts them into sequences of {length:,} tokens, in which rows attend to each other.
-The {len(pieces):,} pieces of the buckets begin without context. So {pieces.targets_lost:,} targets of the rows are
-targets of no piece ({pieces.targets_lost / report.tokens:.2%}).
+The sum of squared lengths is proportional to the operations of attention. Concat-and-chunk joins all rows and cuts them
+into sequences of {length:,} tokens, in which rows attend to each other. Buckets cut the rows into {len(pieces):,}
+pieces, and the first token of a piece is not trained. So {pieces.targets_lost:,} targets of the rows are not trained
+({pieces.targets_lost / report.tokens:.2%} of all tokens).
 
 ## Time of a step
 
-Processor time of forward and backward of {length:,} tokens, buckets relative to concat-and-chunk: medians of
-{options.pairs} (smallest to largest). The model has the shape of Qwen3, 4 layers of 256 channels with 4 heads of 64,
-streamed in chunks of 1,024 tokens.
+Processor time of forward and backward of {length:,} tokens in pieces of one bucket, relative to {length:,} tokens of
+concat-and-chunk: the median of {options.pairs} measurements (smallest to largest). The model is a small Qwen3: 4
+layers, hidden size 256, 4 heads of size 64. It is streamed in chunks of 1,024 tokens. *All* is weighted by the tokens
+of each bucket.
 
 {times}
 
 ## Ranks
 
-The time of the slowest rank relative to the mean of 8 ranks. It is simulated: the mean of 200 optimizer steps of 32
-rows, or of 16 to 32 rows in batches of 4. Row times are predicted for Qwen3-8B; rows have at most 131,072 tokens.
+The figures of this table are simulated: the time of the slowest of 8 ranks relative to the mean time of the ranks. Each
+figure is a mean over 200 optimizer steps. A step has 32 rows in micro-batches of 1, or 16 to 32 rows in micro-batches
+of 4. The time of a row is predicted for Qwen3-8B; rows have at most 131,072 tokens.
 
-- *Lockstep*: ranks wait in every micro-step (ZeRO-3, FSDP).
-- *Whole steps*: ranks wait once per step (DDP, ZeRO-1).
-- *Before*: rows are sorted by tokens and assigned in alternating order.
-- *Now*: rows are assigned by predicted time ([decision 023](../decisions/023-batches-of-mixed-lengths.md)).
+- *Every micro-batch*: ranks wait for each other in every micro-batch (ZeRO-3, FSDP).
+- *Every step*: ranks wait for each other once per optimizer step (DDP, ZeRO-1).
+- *Old*: earlier versions sorted rows by tokens, and assigned them to ranks in alternating order.
+- *New*: rows are assigned to ranks by predicted time ([decision 023](../decisions/023-batches-of-mixed-lengths.md)).
 
 {ranks}
 
-If one row is longer than all others, ranks wait with any assignment. *Longest row alone* is the ratio if one rank had
-only that row: the lowest possible ratio for whole steps.
+If one row is much longer than all others, ranks wait for its rank with any assignment. *Longest row alone* is the ratio
+if one rank has only the longest row: the lowest possible ratio for *every step*.
 """
 
 

@@ -116,13 +116,17 @@ def short_rows(lengths: Sequence[int], pairs: int, out: Path | None) -> None:
 
 PAGE = """# Short rows: streaming relative to gradient checkpointing
 
-Processor time of a step with `stream(model)`, relative to gradient checkpointing: medians of {pairs} pairs, one thread;
-{versions}. `python -m benchmarks.processor_time short-rows --out docs/benchmarks/short-rows.md` writes this page.
+The table shows the processor time of forward and backward of a streamed model on one short row, relative to gradient
+checkpointing. By default, streaming takes no more time than gradient checkpointing.
+
+Each figure is the median of {pairs} measurements (smallest to largest), on one thread. Versions: {versions}. Command:
+`python -m benchmarks.processor_time short-rows --out docs/benchmarks/short-rows.md`.
 
 {table}
 
-*Default* is `stream(model)` without a chunk size or a schedule: a call of at most 4,096 tokens is one chunk, with its
-attention outputs kept. *Fixed* is `stream(model, schedule=Schedule())`: chunks of 2,048 tokens, with nothing kept.
+- *Default* is `stream(model)` without a chunk size or a schedule. A call of at most 4,096 tokens is then one chunk, and
+  its attention outputs are kept.
+- *Fixed* is `stream(model, schedule=Schedule())`: chunks of 2,048 tokens, and nothing is kept.
 """
 
 

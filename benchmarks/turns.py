@@ -143,7 +143,7 @@ def conversations(options: argparse.Namespace, console: Console) -> str:
     return CONVERSATIONS.format(
         **facts_of(options),
         turns=options.turns,
-        model=f"layers: {options.layers}, channels: {hidden:,}, heads: {hidden // 64} of 64",
+        model=f"layers: {options.layers}, hidden size: {hidden:,}, heads: {hidden // 64} of size 64",
         table="\n".join(lines),
         counted="\n".join(counted(options.turns)),
     )
@@ -226,8 +226,8 @@ def models(hidden: int, layers: int) -> dict[str, Any]:
 
 def completions(options: argparse.Namespace, console: Console) -> str:
     lines = [
-        "| model | completions | tokens of one | shared | apart | prompt once | together | time over prompt once "
-        "| time over apart |",
+        "| model | completions | tokens of one | shared | apart | prompt once | together "
+        "| time of together / prompt once | time of together / apart |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     lengths, parts = list(map(int, options.tokens.split(","))), list(map(float, options.shared.split(",")))
@@ -249,7 +249,7 @@ def completions(options: argparse.Namespace, console: Console) -> str:
         times = [spread(ratios["together"]) for ratios in found]
         lines.append(f"| {' | '.join((name, what, f'{tokens:,}', f'{shared:.0%}', *counts, *times))} |")
         console.print(lines[-1], soft_wrap=True)
-    model_facts = f"layers: {options.layers}, channels: {options.hidden:,}"
+    model_facts = f"{options.layers} layers and hidden size {options.hidden:,}"
     return COMPLETIONS.format(**facts_of(options), model=model_facts, table="\n".join(lines))
 
 
@@ -291,54 +291,61 @@ def main() -> None:
 
 CONVERSATIONS = """# Turns of a conversation in one sequence
 
+This page shows how much time `reasoning: per_turn` saves by computing the common tokens of a conversation's turns once.
+
 ```
 {command}
 ```
 
-{versions}, one thread, fp32.
+Versions: {versions}; one thread, fp32.
 
-A conversation of {turns} turns whose template drops the reasoning of earlier turns. With `reasoning: per_turn` every
-turn is trained as the model sees it at inference, and tokens that turns have in common are computed once. The model has
-the shape of Qwen3: {model}.
+The chat template drops the reasoning of earlier turns. So `reasoning: per_turn` trains every turn as the model sees it
+at inference. The conversation has {turns} turns, and the model is a small Qwen3: {model}.
 
-- *tokens*: length of the conversation. *reasoning*: share of a turn's tokens; a quarter of the rest is the answer.
-- *apart*, *together*: computed tokens with the turns one by one, and in one sequence.
+- *tokens*: length of the conversation.
+- *reasoning*: share of a turn's tokens that is reasoning. The answer is a quarter of the other tokens.
+- *apart*: computed tokens if each turn is a row.
+- *together*: computed tokens if all turns are in one sequence.
 - *operations*: matrix products and attention, together relative to apart, by the
-  [count](../guide/plan.md#flop-and-mfu) that `plan` shows.
-- *time*: processor time of forward and backward, together relative to apart, both streamed in chunks of 1,024 tokens;
-  medians of {pairs} (smallest to largest).
+  [count](../guide/plan.md#flop-and-mfu) of `plan`.
+- *time*: processor time of forward and backward, together relative to apart, in chunks of 1,024 tokens. Measured
+  {pairs} times: median (smallest to largest).
 
 {table}
 
-A turn's reasoning and answer are computed once, and the answer once more in the history of later turns. Sharing saves
-more matrix products than attention, so a wide model saves more than a narrow one of the same length. Short reasoning
-saves more than long. Operations of Qwen3-8B, together relative to apart, counted and not measured:
+Reasoning and answer of a turn are computed once when they are trained. The answer is computed once more, as history of
+later turns. Sharing saves more matrix products than attention, so at the same length it saves more in a wide model than
+in a narrow one. It saves more if the reasoning is short. Operations of Qwen3-8B, together relative to apart (counted,
+not measured):
 
 {counted}
 """
 
 COMPLETIONS = """# Completions that share turns
 
+This page shows how much time `dpo` and `grpo` save by computing the common beginning of two completions once.
+
 ```
 {command}
 ```
 
-{versions}, one thread, fp32.
+Versions: {versions}; one thread, fp32.
 
-A pair whose completions begin with the same turns, and a group of eight: four such pairs after one prompt. A quarter of
-the tokens is the prompt.
+The two completions of a pair begin with the same turns. A group of eight is four such pairs after one prompt. The
+prompt is a quarter of the tokens of prompt and one completion.
 
-- *shared*: the share of a completion that another completion has too.
-- *apart*: tokens if every completion is a row after its own copy of the prompt.
-- *prompt once*: tokens if every completion is a branch of one prompt.
-- *together*: tokens if what two completions share is computed once, too.
-- *time*: processor time of forward and backward, together relative to the other layout, in chunks of 1,024 tokens;
-  medians of {pairs} (smallest to largest). {model}.
+- *tokens of one*: tokens of the prompt and one completion.
+- *shared*: share of a completion's tokens that the pair has in common.
+- *apart*: computed tokens if every completion is a row with its own copy of the prompt.
+- *prompt once*: computed tokens if every completion is a branch of one prompt.
+- *together*: computed tokens if the common beginning of completions is computed once, too.
+- *time of together*: processor time of forward and backward, relative to the layout *prompt once* or *apart*, in
+  chunks of 1,024 tokens. Measured {pairs} times: median (smallest to largest). The models have {model}.
 
 {table}
 
-Loss and gradient are the same in all three layouts. Each completion reads the log-probability of a shared token, and
-the token's gradient is the sum over these completions.
+Loss and gradient are the same in all three layouts. The log-probability of a shared token is used for each completion
+that contains it. The gradient of a shared token is the sum over these completions.
 """
 
 
