@@ -21,41 +21,52 @@ Tables = dict[str, tuple[list[Row], str | None]]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP2"}
+SHOWN = {"ordinary": "checkpointing"}
+"""Mode -> its name in the tables, if it is another."""
 COLOURS = {"plain": "#8a909c", "ordinary": "#e4572e", "streaming": "#2f6fde", "naive": "#f0a202"}
 
 MEANING = """
-- **plain**: the model of `transformers`, whole sequence. **ordinary**: the same with its gradient checkpointing.
-- **streaming**: `streamtune.stream` with D chunks per sequence. **naive**: D forwards and backwards of the whole model
-  with gradient checkpointing, each with the loss of a D-th of the tokens. Such chunks have no common autograd node.
-- All modes of a backend compute the same gradient of the same rows; its norm was compared (1e-5).
-- A cell is *collective calls, MiB* (or B) of one optimizer step on one rank, after two warm-up steps. Bytes are of the
-  whole tensor of a call: everything that is gathered or reduced.
+| mode | computation |
+|---|---|
+| plain | the model of `transformers` on the whole sequence |
+| checkpointing | *plain* with gradient checkpointing |
+| streaming | `streamtune.stream` with D chunks per sequence |
+| naive | D forwards and backwards with gradient checkpointing, each with the loss of 1/D of the tokens |
+
+- All modes of a backend compute the same gradient of the same rows (their gradient norms are compared, to 1e-5).
+- A cell has *the number of collective calls, MiB* (or B) of one optimizer step on one rank, after two warm-up steps.
+  The bytes of a call are the bytes of the whole gathered or reduced tensor.
 - Calls are counted at the operators of `torch.distributed`, which DeepSpeed, DDP, FSDP2 and DTensor all use. Each run
   checks that DDP reduces exactly the bytes of its gradients, and that ZeRO-3 gathers exactly the bytes of its weights.
-- **to plain**, **to ordinary**: bytes of the step relative to that mode. The command fails if streaming sends more than
-  1.01 of either (LoRA: of ordinary), or if its calls or bytes depend on the number of chunks.
-- ZeRO-3 gathers weights a second time in the backward. Under gradient checkpointing it gathers most of them a third
-  time, because recomputation frees what each module gathered. Streaming does not: hooks around a layer's call hold its
-  weights while its autograd node computes.
-- Naive chunks cost nothing under DDP and ZeRO-1: a rank holds its whole gradient and reduces it after the last chunk.
-  ZeRO-2, ZeRO-3 and FSDP2 do not hold a whole gradient, so they reduce after every backward.
-- A small model hides effects of a large one. Unless a table says otherwise, reduction buckets hold a fourth of the
-  trained weights, and ZeRO-3 keeps nothing gathered between forward and backward. In all modes the persistence
-  threshold, the prefetch size, `stage3_max_live_parameters` and `stage3_max_reuse_distance` are 0.
-- DDP broadcasts the model's buffers. *step* includes the gradient's norm and, under ZeRO-1 and 2, the new weights.
+- The last columns are the bytes of the step relative to *plain* and to *checkpointing*. The command fails if streaming
+  sends more than 1.01 times the bytes of either mode (with LoRA: of checkpointing). It also fails if the calls or bytes
+  of streaming depend on the number of chunks.
+- ZeRO-3 gathers weights a second time in the backward. With gradient checkpointing it gathers most weights a third
+  time, because each module frees its gathered weights after the recomputation. With streaming it does not: the hooks
+  around a layer's call keep the layer's weights gathered while its autograd node computes.
+- Naive chunks cost nothing with DDP and ZeRO-1: a rank stores its whole gradient, and reduces it after the last chunk.
+  ZeRO-2, ZeRO-3 and FSDP2 do not store a whole gradient, so they reduce after every backward.
+- The model is small, so the backends are configured as for a large model, unless a table says otherwise. A reduction
+  bucket has a fourth of the trained weights, and ZeRO-3 keeps no weights gathered between forward and backward. The
+  persistence threshold, the prefetch size, `stage3_max_live_parameters` and `stage3_max_reuse_distance` are 0.
+- DDP broadcasts the model's buffers. *step* includes the gradient norm and, with ZeRO-1 and 2, the new weights.
 """
 
 NOTES = {
-    "On the wire between two nodes": """Each rank is in its own network namespace, with a veth pair as its only cable.
-*sent* is the kernel's count (`tx` of `/proc/net/dev`), headers included, mean of five steps. For a reduce_scatter gloo
-sends as much as for an all_reduce. So compare these figures with each other, not with NCCL's.""",
-    "Sequences shared by two ranks": """Two ranks share each sequence. *A chunk* is what they exchange for attention
-(all_to_all, or send in a ring), per layer and chunk. The rest is sent for weights and gradients.""",
-    "LoRA": """Plain training of adapters needs no backward before the first adapter. So it does not gather the
-weights of the first layer's attention again. Streaming gathers a whole layer, and does. With four layers the
-difference is visible; with 32 it is below 1%.""",
-    "With the shipped presets' own values": """One reduction bucket. ZeRO-3 keeps weights gathered until the
-backward, up to its `stage3_max_live_parameters` (1e9), which is the whole model here.""",
+    "On the wire between two nodes": """\
+Each rank is in its own network namespace, and a veth pair is the only connection. *sent* counts the bytes of the
+network interface with headers (`tx` of `/proc/net/dev`), as the mean of five steps. For a reduce_scatter, gloo sends as
+much as for an all_reduce. So these figures cannot be compared with NCCL's.""",
+    "Sequences shared by two ranks": """\
+Two ranks share each sequence. The last column has the bytes that they exchange for attention (all_to_all, or send in a
+ring), per layer and chunk. Other bytes are for weights and gradients.""",
+    "LoRA": """\
+With adapters, plain training needs no backward before the first adapter. So ZeRO-3 does not gather the first layer's
+attention weights again. Streaming always gathers a whole layer. With four layers the difference is visible; with 32
+layers it is below 1%.""",
+    "With the shipped presets' own values": """\
+All gradients fit in one reduction bucket. ZeRO-3 keeps weights gathered until the backward, up to
+`stage3_max_live_parameters` (1e9). The whole model is smaller than this limit.""",
 }
 """Notes on single tables."""
 
@@ -80,11 +91,15 @@ def render(env: dict[str, Any], tables: Tables) -> str:
     """Return the page; ``tables`` are title -> (rows, reason why there are none)."""
     first = next(rows[0] for rows, _ in tables.values() if rows)
     lines = [
-        "# Bytes that ranks send in a step: ordinary, streaming, naive chunks",
+        "# Bytes that ranks send in a step",
+        "",
+        "This page shows that streaming sends no more bytes between ranks than gradient checkpointing, "
+        "for any number of chunks.",
         "",
         "```\nmake bench-comm\n```",
         "",
-        f"Llama of 4 layers, {_mib(first.weight_bytes)} MiB of float32 weights, a row of 128 tokens per rank.",
+        f"The model is a Llama of 4 layers with {_mib(first.weight_bytes)} MiB of float32 weights. "
+        "Each rank has a row of 128 tokens.",
         f"Measured with 2 ranks over gloo; {env['machine']}.",
         f"torch {env['torch']}, transformers {env['transformers']}, deepspeed {env['deepspeed']}, "
         f"Python {env['python']}.",
@@ -106,8 +121,8 @@ def render(env: dict[str, Any], tables: Tables) -> str:
 def _table(rows: Sequence[Row]) -> list[str]:
     wired, sequence = rows[0].sent is not None, "sequence" in rows[0].case
     head = ["backend", "mode", "D", "forward", "backward", "step", "calls", "MiB"]
-    head += ["sent MiB", "sent to plain", "sent to ordinary"] if wired else []
-    head += ["a chunk, KiB"] if sequence else ["to plain", "to ordinary"]
+    head += ["sent MiB", "sent / plain", "sent / checkpointing"] if wired else []
+    head += ["KiB per layer and chunk"] if sequence else ["MiB / plain", "MiB / checkpointing"]
     lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
     before = ""
     for row in rows:
@@ -131,7 +146,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _mode(row: Row) -> str:
-    mode = str(row.case["mode"])
+    mode = SHOWN.get(row.case["mode"], str(row.case["mode"]))
     return f"{mode}, {row.case['form']}" if "form" in row.case else mode
 
 
