@@ -300,7 +300,7 @@ This page shows how much time `reasoning: per_turn` saves by computing the commo
 Versions: {versions}; one thread, fp32.
 
 The chat template drops the reasoning of earlier turns. So `reasoning: per_turn` trains every turn as the model sees it
-at inference. The conversation has {turns} turns, and the model is a small Qwen3: {model}.
+at inference. The conversation has {turns} turns, and the model is a small Qwen3 ({model}).
 
 - *tokens*: length of the conversation.
 - *reasoning*: share of a turn's tokens that is reasoning. The answer is a quarter of the other tokens.
