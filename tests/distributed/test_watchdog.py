@@ -14,17 +14,17 @@ import pytest
 
 from streamtune.distributed.environment import RankEnvironment
 from streamtune.distributed.failure import RankEnd, first_failure
-from streamtune.distributed.local_ranks import LocalRanks
-from streamtune.distributed.verdict import (
-    Beat,
+from streamtune.distributed.failure_detector import (
+    Heartbeat,
     Peer,
     Stragglers,
     WatchLimits,
     find_deadlock,
-    find_failure,
-    this_process,
+    find_unresponsive_rank,
+    process_identity,
 )
-from streamtune.distributed.vitals import Vitals, computes
+from streamtune.distributed.local_ranks import LocalRanks
+from streamtune.distributed.process_activity import ProcessActivity, is_computing
 from streamtune.distributed.watchdog import Watchdog
 from streamtune.errors import ArgumentError
 from tests.distributed.ranks_kit import start, wait
@@ -152,29 +152,31 @@ def test_a_slow_rank_is_an_event(outcomes: Outcomes) -> None:
 
 
 def peer(rank: int, heard: float = 100.0, **beat: object) -> Peer:
-    found = {"step": 4, "phase": "batch 1/1", "place": "all_reduce (x.py:1)", "collective": True, **beat}
-    return Peer(rank, f"h{rank}", heard, beat=Beat(**found))  # type: ignore[arg-type]
+    found = {"step": 4, "phase": "batch 1/1", "place": "all_reduce (x.py:1)", "in_collective": True, **beat}
+    return Peer(rank, f"h{rank}", heard, beat=Heartbeat(**found))  # type: ignore[arg-type]
 
 
 def test_what_is_no_deadlock() -> None:
     limits = WatchLimits()
-    still = {"still": 60.0, "placed": 60.0}
+    still = {"idle_seconds": 60.0, "same_place_seconds": 60.0}
     assert find_deadlock([peer(0, **still), peer(1, **still)], limits) is not None
-    assert find_deadlock([peer(0, **still), peer(1, still=1.0)], limits) is None, "one computes"
-    outside = {**still, "collective": False, "place": "wait (judge.py:3)"}
-    assert find_deadlock([peer(0, **still), peer(1, **outside, patient=True)], limits) is None, "a judge may take long"
-    scoring = {**outside, "patient": True, "phase": "scoring completions"}
+    assert find_deadlock([peer(0, **still), peer(1, idle_seconds=1.0)], limits) is None, "one computes"
+    outside = {**still, "in_collective": False, "place": "wait (judge.py:3)"}
+    assert find_deadlock([peer(0, **still), peer(1, **outside, waits_outside=True)], limits) is None, (
+        "a judge may take long"
+    )
+    scoring = {**outside, "waits_outside": True, "phase": "scoring completions"}
     assert find_deadlock([peer(0, **scoring), peer(1, **scoring)], limits) is None, "nor where all ranks ask it"
-    for_hours = {**scoring, "still": 8000.0, "placed": 8000.0}
+    for_hours = {**scoring, "idle_seconds": 8000.0, "same_place_seconds": 8000.0}
     assert find_deadlock([peer(0, **for_hours), peer(1, **for_hours)], limits) is not None, "but not for ever"
-    given_up = find_deadlock([peer(0, still=8000.0, placed=8000.0), peer(1, **for_hours)], limits)
+    given_up = find_deadlock([peer(0, idle_seconds=8000.0, same_place_seconds=8000.0), peer(1, **for_hours)], limits)
     assert given_up is not None
     assert "rank 1 on h1 has made no progress for 8000 s while the others wait, in step 4, scoring" in given_up.what
     assert find_deadlock([peer(0, **still), peer(1, **still, phase="starting")], limits) is None
     one_waits = find_deadlock([peer(0, **still), peer(1, **outside)], limits)
     assert one_waits is not None
     assert one_waits.rank == 1
-    spinning = {"still": 0.0, "placed": 1900.0}  # as on an accelerator
+    spinning = {"idle_seconds": 0.0, "same_place_seconds": 1900.0}  # as on an accelerator
     assert find_deadlock([peer(0, **spinning), peer(1, **spinning)], limits) is not None
 
 
@@ -189,18 +191,18 @@ def test_a_setting_of_the_watchdog_that_is_none_is_refused(text: str, monkeypatc
 def test_the_watchdog_can_be_given_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMTUNE_WATCHDOG", "600")
     limits = Watchdog(RankEnvironment(rank=0, world_size=2))._limits
-    assert (limits.stillness, limits.silence, limits.place, limits.waiting) == (600, 600, 1800, 7200)
+    assert (limits.no_progress, limits.silence, limits.same_place, limits.external_wait) == (600, 600, 1800, 7200)
 
 
 def test_what_a_phase_waited_for_does_not_count_in_the_next() -> None:
     """A rank that waited 25 s for a judge has made progress from its first report on."""
-    vitals = Vitals()
-    vitals._moved = vitals._placed = time.monotonic() - 25
-    assert vitals.still > 24
-    vitals.progress()
-    assert (vitals.still < 1, vitals.placed < 1) == (True, True)
-    vitals._moved = time.monotonic() - 25
-    assert vitals.still < 1, "another place is progress, before the next look"
+    activity = ProcessActivity()
+    activity._active_at = activity._moved_at = time.monotonic() - 25
+    assert activity.idle_seconds > 24
+    activity.record_progress()
+    assert (activity.idle_seconds < 1, activity.same_place_seconds < 1) == (True, True)
+    activity._active_at = time.monotonic() - 25
+    assert activity.idle_seconds < 1, "another place is progress, before the next look"
 
 
 JUDGED = """
@@ -254,9 +256,10 @@ def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(
     places: tuple[str, str], unanswered: str, fix: str
 ) -> None:
     """If a connection breaks, one rank may be a collective ahead; retransmissions tell the two cases apart."""
-    still = {"still": 60.0, "placed": 60.0}
+    still = {"idle_seconds": 60.0, "same_place_seconds": 60.0}
     found = find_deadlock(
-        [peer(0, place=places[0], **still, unanswered=unanswered), peer(1, place=places[1], **still)], WatchLimits()
+        [peer(0, place=places[0], **still, broken_connection=unanswered), peer(1, place=places[1], **still)],
+        WatchLimits(),
     )
     assert found is not None
     assert fix in (found.fix or "")
@@ -266,38 +269,38 @@ def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(
 def test_what_is_computing_on_a_machine_that_is_busy() -> None:
     """Measured in 4 s of ranks that stand still: 0.03 s of a core, and up to 0.5 s in which the loops of twelve threads
     waited for one."""
-    assert computes(0.5, 0.0, 4.0)
-    assert computes(0.2, 3.8, 4.0), "it has a core one time in twenty"
-    assert not computes(0.03, 0.0, 4.0)
-    assert not computes(0.03, 0.5, 4.0)
+    assert is_computing(0.5, 0.0, 4.0)
+    assert is_computing(0.2, 3.8, 4.0), "it has a core one time in twenty"
+    assert not is_computing(0.03, 0.0, 4.0)
+    assert not is_computing(0.03, 0.5, 4.0)
 
 
 def test_the_ranks_of_a_host_that_is_gone_are_named_together() -> None:
     peers = [peer(0), peer(1), peer(2, 80.0), peer(3, 80.0)]
     peers[3].host = peers[2].host
-    found = find_failure(peers, 100.0, WatchLimits())
+    found = find_unresponsive_rank(peers, 100.0, WatchLimits())
     assert found is not None
     assert found.what.startswith("ranks 2-3 on h2 have not responded for 15 s: stopped or unreachable, in step 4")
-    peers[2].done = peers[3].done = True
-    assert find_failure(peers, 100.0, WatchLimits()) is None
+    peers[2].has_finished = peers[3].has_finished = True
+    assert find_unresponsive_rank(peers, 100.0, WatchLimits()) is None
 
 
 def test_a_rank_that_was_seen_stopped_is_so_while_it_dies() -> None:
     """A rank that another one kills runs for a moment before it is gone; one that continues sends messages."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    silent = Peer(0, "here", 0.0, (this_process()[0], process.pid))
+    silent = Peer(0, "here", 0.0, (process_identity()[0], process.pid))
     limits = WatchLimits(silence=6.0)
     try:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert find_failure([silent], 3.0, limits) is None
+        assert find_unresponsive_rank([silent], 3.0, limits) is None
         os.kill(process.pid, signal.SIGCONT)
-        found = find_failure([silent], 10.0, limits)
+        found = find_unresponsive_rank([silent], 10.0, limits)
         assert found is not None
         assert "stopped by a signal" in found.what
         silent.last_heard = 10.0
-        assert find_failure([silent], 10.5, limits) is None
-        found = find_failure([silent], 20.0, limits)
+        assert find_unresponsive_rank([silent], 10.5, limits) is None
+        found = find_unresponsive_rank([silent], 20.0, limits)
         assert found is not None
         assert "stopped or unreachable" in found.what
     finally:
@@ -309,21 +312,23 @@ def test_a_silent_rank_that_another_ended_meanwhile_was_stopped() -> None:
     """Ranks find out at the same time, and the first one kills it before the next one checks."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    machine, _ = this_process()
-    found = find_failure([Peer(0, "here", 90.0, (machine, ended.pid))], 100.0, WatchLimits(silence=6.0))
+    machine, _ = process_identity()
+    found = find_unresponsive_rank([Peer(0, "here", 90.0, (machine, ended.pid))], 100.0, WatchLimits(silence=6.0))
     assert found is not None
     assert "stopped by a signal" in found.what
-    elsewhere = find_failure([Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, WatchLimits(silence=6.0))
+    elsewhere = find_unresponsive_rank(
+        [Peer(0, "there", 90.0, ("another machine", ended.pid))], 100.0, WatchLimits(silence=6.0)
+    )
     assert elsewhere is not None
     assert "stopped or unreachable" in elsewhere.what
 
 
 def test_stragglers_need_many_steps_and_are_named_once() -> None:
-    stragglers = Stragglers(course=30.0)
+    stragglers = Stragglers(window_seconds=30.0)
     for step in range(41):
         for rank, seconds in ((0, 1.0), (1, 1.1), (2, 1.7)):
             stragglers.add(rank, step, step * seconds, now=step * 2.0)
         if step < 20:
-            assert stragglers.found() == []
-    assert [rank for rank, _, _ in stragglers.found()] == [2]
-    assert stragglers.found() == []
+            assert stragglers.new_stragglers() == []
+    assert [rank for rank, _, _ in stragglers.new_stragglers()] == [2]
+    assert stragglers.new_stragglers() == []

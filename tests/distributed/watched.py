@@ -17,10 +17,10 @@ from typing import Any
 
 from streamtune.distributed import Watchdog, agree, die_with_launcher, read_environment
 from streamtune.distributed.failure import Failure, write_failure
-from streamtune.distributed.verdict import WatchLimits
+from streamtune.distributed.failure_detector import WatchLimits
 from streamtune.errors import DataError, StreamTuneError
 
-QUICK = WatchLimits(silence=6.0, stillness=4.0, start=120.0, course=5.0)
+QUICK = WatchLimits(silence=6.0, no_progress=4.0, start=120.0, straggler_window=5.0)
 """Only so that tests wait less; how long is long enough on a busy machine is tested with what is shipped."""
 
 
@@ -68,7 +68,7 @@ def work(case: str, rank: int, watchdog: Watchdog) -> None:
     if case.startswith("gloo-"):
         return collective(case, rank, watchdog)
     for step in (1, 2, 3):
-        watchdog.at(step, "batch 1/1")
+        watchdog.record_phase(step, "batch 1/1")
         compute(0.5)
     other = int(os.environ.get("WATCHED_RANK", "1"))
     if case == "kill" and rank == other:
@@ -97,7 +97,7 @@ def collective(case: str, rank: int, watchdog: Watchdog) -> None:
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).eval()
     ranks = torch.nn.parallel.DistributedDataParallel(layers)  # with buffers, which its forward sends
     for step in (1, 2, 3):
-        watchdog.at(step, "batch 1/1")
+        watchdog.record_phase(step, "batch 1/1")
         dist.all_reduce(tensor)
         compute(0.4)
     other = int(os.environ.get("WATCHED_RANK", "1"))
@@ -117,7 +117,7 @@ def collective(case: str, rank: int, watchdog: Watchdog) -> None:
         ranks(torch.ones(1, 8))
     elif case == "gloo-straggle":
         for step in range(4, 40):
-            watchdog.at(step, "batch 1/1")
+            watchdog.record_phase(step, "batch 1/1")
             compute(0.25 if rank == other else 0.05)
             dist.all_reduce(tensor)
     dist.all_reduce(tensor)

@@ -71,7 +71,7 @@ def report_activity(doing: Doing, watchdog: Watchdog) -> Doing:
     """Return a wrapper of ``doing`` that also passes each text to the watchdog, which shows it to other ranks."""
 
     def reported(text: str) -> AbstractContextManager[Any]:
-        watchdog.at(0, text, patient=True)
+        watchdog.record_phase(0, text, waits_outside=True)
         return doing(text)
 
     return reported

@@ -318,7 +318,7 @@ def _most_skipped_error(run: Run, progressed: train.Progressed) -> NonFiniteErro
 
 
 def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
-    return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(SLOW_ACTIVITIES))
+    return lambda step, doing: watchdog.record_phase(step, doing, waits_outside=doing.startswith(SLOW_ACTIVITIES))
 
 
 def _write_final(run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
