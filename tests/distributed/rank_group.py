@@ -152,16 +152,16 @@ def _run_and_leave(work: Work) -> None:
 def _main(module: str, results: str, cases: str) -> None:
     import torch
 
-    from streamtune.distributed.pytorch import join, leave
+    from streamtune.distributed.pytorch import join_process_group, leave_process_group
 
-    join(torch.device("cpu"))
+    join_process_group(torch.device("cpu"))
     run = importlib.import_module(module).run
     for case in json.loads(cases):
         found = run(case)
         if os.environ["RANK"] == "0":
             with Path(results).open("a") as file:
                 file.write(json.dumps([case if isinstance(case, str) else json.dumps(case), found]) + "\n")
-    leave()
+    leave_process_group()
 
 
 if __name__ == "__main__":

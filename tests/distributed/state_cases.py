@@ -25,9 +25,9 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from streamtune import models, train
-from streamtune.distributed.deepspeed import share_module
+from streamtune.distributed.deepspeed import shard_module
 from streamtune.distributed.deepspeed_config import resolve_config
-from streamtune.distributed.pytorch import DdpBackend, share_layer
+from streamtune.distributed.pytorch import DdpBackend, shard_layer
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.models import save_gathered
@@ -139,10 +139,10 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 def _share_of(recipe: Recipe, model: Any, layers: Any, world: train.World) -> Callable[[Any], None]:
     """Return the function with which ``make_backend`` shards the layers."""
     if recipe.fsdp:
-        return lambda module: share_layer(module, layers)
+        return lambda module: shard_layer(module, layers)
     assert recipe.deepspeed is not None
     config = resolve_config(recipe.deepspeed, build_world.deepspeed_values(recipe, model, world))
-    return lambda module: share_module(module, config)
+    return lambda module: shard_module(module, config)
 
 
 def _live_bytes() -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from streamtune.distributed.deepspeed import check_deepspeed
-from streamtune.distributed.deepspeed_config import PRESETS, filled, resolve_config, stage_of
+from streamtune.distributed.deepspeed_config import PRESETS, filled_auto_values, resolve_config, zero_stage
 from streamtune.errors import ArgumentError
 
 VALUES = {
@@ -86,8 +86,8 @@ def test_a_preset_is_filled_from_the_recipe(name: str) -> None:
     assert "auto" not in list(leaves(config))
     assert config["train_batch_size"] == 16
     assert config["torch_autocast"]["enabled"] is True
-    assert stage_of(config) == int(name.removesuffix("_offload")[-1])
-    told = filled(name, config)
+    assert zero_stage(config) == int(name.removesuffix("_offload")[-1])
+    told = filled_auto_values(name, config)
     assert told["train_batch_size"] == 16
     assert set(told) <= set(VALUES)
     assert ("zero_optimization.offload_param.pin_memory" in told) == name.endswith("_offload")
@@ -98,7 +98,7 @@ def test_a_file_of_the_users_own_may_say_what_the_recipe_says(tmp_path: Path) ->
     path = write(tmp_path, train_batch_size=16, gradient_clipping="auto")
     config = resolve_config(path, VALUES)
     assert (config["train_batch_size"], config["gradient_clipping"]) == (16, 1.0)
-    assert filled(path, config) == {"gradient_clipping": 1.0}
+    assert filled_auto_values(path, config) == {"gradient_clipping": 1.0}
 
 
 def test_a_contradiction_names_both_sides(tmp_path: Path) -> None:

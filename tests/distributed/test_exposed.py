@@ -19,12 +19,19 @@ from typing import Any
 import psutil
 import pytest
 
-from streamtune.distributed.agree import agree
+from streamtune.distributed.agree import check_ranks_agree
 from streamtune.distributed.environment import RankEnvironment, read_environment
-from streamtune.distributed.hosts import free_port, listen_at, read_hostfile, side_ports
+from streamtune.distributed.hosts import free_port, listen_at, rank_0_ports, read_hostfile
 from streamtune.distributed.launcher import launch
 from streamtune.distributed.remote import SSH
-from streamtune.distributed.wire import MOST_WAITING, Admission, Channel, dial, listen, prove
+from streamtune.distributed.wire import (
+    MAX_UNPROVEN_CALLERS,
+    Admission,
+    Channel,
+    connect_to_rank_0,
+    listen_for_ranks,
+    make_proof,
+)
 from streamtune.errors import ArgumentError, DistributedError
 from tests.distributed.ranks_kit import SRC
 from tests.distributed.running import Running, command
@@ -149,14 +156,14 @@ def admission() -> Any:
     found: list[tuple[Channel, dict[str, Any]]] = []
     done = threading.Event()
     selector = selectors.DefaultSelector()
-    entry = Admission(listen(env, "test"), env, "test", {"about": 1}, selector)
+    entry = Admission(listen_for_ranks(env, "test"), env, "test", {"about": 1}, selector)
 
     def serve() -> None:
         while not done.is_set():
             for key, _ in selector.select(0.05):
-                if (admitted := entry.take(key.fileobj)) is not None:
+                if (admitted := entry.process_ready_socket(key.fileobj)) is not None:
                     found.append(admitted)
-            entry.close_late()
+            entry.close_overdue_callers()
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -170,7 +177,7 @@ def admission() -> Any:
 
 
 def connect(env: RankEnvironment) -> socket.socket:
-    return socket.create_connection((HERE, side_ports(env.master_port)[0]), timeout=5)
+    return socket.create_connection((HERE, rank_0_ports(env.master_port)[0]), timeout=5)
 
 
 def test_a_rank_gets_in_past_500_that_say_nothing_half_a_word_or_garbage(admission: Any) -> None:
@@ -192,7 +199,7 @@ def test_a_rank_gets_in_past_500_that_say_nothing_half_a_word_or_garbage(admissi
             with suppress(OSError):
                 stranger.send(words[number % len(words)])
         began = time.monotonic()
-        with closing(dial(rank_of_two(1, env.master_port, env.run_id), "test", {"x": 1}, 20)) as line:
+        with closing(connect_to_rank_0(rank_of_two(1, env.master_port, env.run_id), "test", {"x": 1}, 20)) as line:
             assert time.monotonic() - began < 5
             assert line.greeting["about"] == 1
             await_(lambda: len(found) == 1)
@@ -202,9 +209,9 @@ def test_a_rank_gets_in_past_500_that_say_nothing_half_a_word_or_garbage(admissi
 def test_the_run_id_is_what_lets_in(admission: Any) -> None:
     env, found = admission
     with pytest.raises(DistributedError, match="cannot reach rank 0"):
-        dial(rank_of_two(1, env.master_port, "guessed"), "test", {}, 0.5)
+        connect_to_rank_0(rank_of_two(1, env.master_port, "guessed"), "test", {}, 0.5)
     with pytest.raises(DistributedError, match="cannot reach rank 0"):
-        dial(rank_of_two(1, env.master_port, env.run_id), "another purpose", {}, 0.5)
+        connect_to_rank_0(rank_of_two(1, env.master_port, env.run_id), "another purpose", {}, 0.5)
     assert not found
 
 
@@ -213,7 +220,7 @@ def test_what_one_rank_said_lets_nobody_in_a_second_time(admission: Any) -> None
     with closing(Channel(connect(env))) as first, closing(Channel(connect(env))) as second:
         first.send({"nonce": "a"})
         heard = first.receive(3)
-        proof = {"proof": prove(env, "test", "caller", f"a/{heard['nonce']}"), "rank": 1, "host": "h"}
+        proof = {"proof": make_proof(env, "test", "caller", f"a/{heard['nonce']}"), "rank": 1, "host": "h"}
         second.send({"nonce": "a"})
         assert second.receive(3)["nonce"] != heard["nonce"]
         second.send(proof)
@@ -230,7 +237,7 @@ def test_a_rank_is_one_of_the_run(admission: Any, rank: Any) -> None:
     with closing(Channel(connect(env))) as line:
         line.send({"nonce": "a"})
         nonces = f"a/{line.receive(3)['nonce']}"
-        line.send({"proof": prove(env, "test", "caller", nonces), "rank": rank, "host": "h"})
+        line.send({"proof": make_proof(env, "test", "caller", nonces), "rank": rank, "host": "h"})
         with pytest.raises(ConnectionError):
             line.receive(3)
     assert not found
@@ -238,7 +245,7 @@ def test_a_rank_is_one_of_the_run(admission: Any, rank: Any) -> None:
 
 def test_a_program_that_took_the_port_before_rank_0_learns_nothing_and_is_passed_by() -> None:
     port, run_id, heard = free_port(), secrets.token_hex(16), []
-    with socket.create_server((HERE, side_ports(port)[0])) as server:
+    with socket.create_server((HERE, rank_0_ports(port)[0])) as server:
 
         def answer() -> None:
             with suppress(OSError):
@@ -250,9 +257,9 @@ def test_a_program_that_took_the_port_before_rank_0_learns_nothing_and_is_passed
                         heard.append(caller.recv(65536))
 
         threading.Thread(target=answer, daemon=True).start()
-        main = threading.Thread(target=lambda: agree({"recipe": "a"}, rank_of_two(0, port, run_id), 30))
+        main = threading.Thread(target=lambda: check_ranks_agree({"recipe": "a"}, rank_of_two(0, port, run_id), 30))
         main.start()
-        agree({"recipe": "a"}, rank_of_two(1, port, run_id), 30)
+        check_ranks_agree({"recipe": "a"}, rank_of_two(1, port, run_id), 30)
         main.join()
         server.shutdown(socket.SHUT_RDWR)
     said = b"".join(heard)
@@ -264,7 +271,7 @@ def test_a_program_that_took_the_port_before_rank_0_learns_nothing_and_is_passed
 def test_the_oldest_of_too_many_is_let_go(admission: Any) -> None:
     env, _ = admission
     with ExitStack() as open_:
-        callers = [open_.enter_context(connect(env)) for _ in range(MOST_WAITING + 40)]
+        callers = [open_.enter_context(connect(env)) for _ in range(MAX_UNPROVEN_CALLERS + 40)]
         callers[0].settimeout(5)
         assert callers[0].recv(1) == b""
 

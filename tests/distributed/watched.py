@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from streamtune.distributed import Watchdog, agree, die_with_launcher, read_environment
+from streamtune.distributed import Watchdog, check_ranks_agree, die_with_launcher, read_environment
 from streamtune.distributed.failure import Failure, write_failure
 from streamtune.distributed.failure_detector import WatchLimits
 from streamtune.errors import DataError, StreamTuneError
@@ -54,12 +54,12 @@ def main() -> None:
         if case == "agree":
             facts = json.loads(os.environ["WATCHED_FACTS"])[environment.rank]
             if facts is not None:
-                agree(facts, environment, seconds=float(os.environ.get("WATCHED_SECONDS", "60")))
+                check_ranks_agree(facts, environment, seconds=float(os.environ.get("WATCHED_SECONDS", "60")))
             return
         with Watchdog(environment, event=note, limits=limits) as watchdog:
             work(case, environment.rank, watchdog)
     except StreamTuneError as error:
-        if not write_failure(Failure.of(error, environment.rank, environment.host)):
+        if not write_failure(Failure.from_error(error, environment.rank, environment.host)):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 

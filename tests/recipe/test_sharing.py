@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from streamtune import train
-from streamtune.distributed.deepspeed_config import PRESETS, stage_of
+from streamtune.distributed.deepspeed_config import PRESETS, zero_stage
 from streamtune.errors import ArgumentError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.keys.engine import SHARING_PRESETS
@@ -35,7 +35,7 @@ REFUSED = [
 
 
 def test_presets_that_share_weights_are_those_of_stage_3() -> None:
-    assert set(SHARING_PRESETS) == {name for name, config in PRESETS.items() if stage_of(config) == 3}
+    assert set(SHARING_PRESETS) == {name for name, config in PRESETS.items() if zero_stage(config) == 3}
 
 
 @pytest.mark.parametrize("engine", ["fsdp: true", *(f"deepspeed: {name}" for name in SHARING_PRESETS)])

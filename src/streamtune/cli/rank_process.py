@@ -16,8 +16,8 @@ from streamtune.distributed import (
     RankEnvironment,
     Watchdog,
     launch,
-    leave_terminal,
     read_environment,
+    redirect_rank_output,
     write_failure,
 )
 from streamtune.errors import StreamTuneError
@@ -56,9 +56,9 @@ def enter_rank() -> RankEnvironment:
     """Read the rank of this process, export it for libraries, and detach ranks other than 0 from the terminal."""
     environment = read_environment()
     environment.export()
-    before = leave_terminal(environment)
-    if before is not None:
-        _terminal[:] = [before]
+    previous_stderr = redirect_rank_output(environment)
+    if previous_stderr is not None:
+        _terminal[:] = [previous_stderr]
     return environment
 
 
@@ -83,7 +83,7 @@ def note_failure(error: StreamTuneError) -> bool:
         environment = read_environment()
     except StreamTuneError:
         environment = RankEnvironment()
-    return write_failure(Failure.of(error, environment.rank, environment.host))
+    return write_failure(Failure.from_error(error, environment.rank, environment.host))
 
 
 def report_failure(error: StreamTuneError) -> None:
@@ -97,5 +97,5 @@ def report_failure(error: StreamTuneError) -> None:
     if _terminal:
         time.sleep(ECHO_SECONDS)
         with os.fdopen(_terminal[0], "w") as terminal:
-            failure = Failure.of(error, read_environment().rank, read_environment().host)
-            print_error(failure.error(), Console(file=terminal, highlight=False, width=err.width))
+            failure = Failure.from_error(error, read_environment().rank, read_environment().host)
+            print_error(failure.to_error(), Console(file=terminal, highlight=False, width=err.width))

@@ -141,10 +141,10 @@ def _describe_ranks(run: Run) -> str:
 
 def _describe_deepspeed(run: Run) -> str:
     """Return the DeepSpeed values that follow from the recipe, and the file with the whole configuration."""
-    from streamtune.distributed.deepspeed_config import filled
+    from streamtune.distributed.deepspeed_config import filled_auto_values
 
     assert run.recipe.deepspeed is not None
-    values = filled(run.recipe.deepspeed, run.backend.config)
+    values = filled_auto_values(run.recipe.deepspeed, run.backend.config)
     shown = ", ".join(f"{key.removeprefix('zero_optimization.')} {json.dumps(value)}" for key, value in values.items())
     return f"{shown or 'as written'}; full configuration in {run.directory.deepspeed.name}"
 

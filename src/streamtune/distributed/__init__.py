@@ -11,22 +11,22 @@ deepspeed     ZeRO
 
 from __future__ import annotations
 
-from streamtune.distributed.agree import agree
+from streamtune.distributed.agree import check_ranks_agree
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.failure import Failure, write_failure
 from streamtune.distributed.launcher import launch
-from streamtune.distributed.local_ranks import die_with_launcher, keep_log, leave_terminal
+from streamtune.distributed.local_ranks import die_with_launcher, move_log_to_run, redirect_rank_output
 from streamtune.distributed.watchdog import Watchdog
 
 __all__ = [
     "Failure",
     "RankEnvironment",
     "Watchdog",
-    "agree",
+    "check_ranks_agree",
     "die_with_launcher",
-    "keep_log",
     "launch",
-    "leave_terminal",
+    "move_log_to_run",
     "read_environment",
+    "redirect_rank_output",
     "write_failure",
 ]

@@ -1,12 +1,12 @@
 """``python -m streamtune.distributed.agent``: start the ranks of this machine for a launcher on another machine.
 
-The launcher starts it over ssh and exchanges JSON documents with it, one per line. The agent reads
+The launcher starts the agent over ssh and exchanges JSON documents with the agent, one per line. The agent reads
 
     {"start": {...}}  {"signal": 2}  {"kill": true}  {"ping": true}
 
-It first writes ``{"hello": {...}}``, then ``{"end": {...}}`` for each rank that ends, and ``{"out": text, "to": 1 or
-2}`` for the output of rank 0 if it runs here. The launcher sends ``ping`` regularly. If no message arrives, or the
-connection is closed, the agent ends its ranks.
+The agent first writes ``{"hello": {...}}``, then ``{"end": {...}}`` for each rank that ends, or ``{"refused": {...}}``
+if the ranks cannot be started. The output of rank 0, if it runs here, is ``{"out": text, "to": 1 or 2}``. The launcher
+sends ``ping`` regularly. If no message arrives for a while, or the connection is closed, the agent ends its ranks.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ SILENCE_SECONDS = 20.0
 
 
 def main() -> None:
-    """Serve the launcher until all ranks have ended."""
+    """Carry out the launcher's messages until all ranks have ended or the launcher is gone."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
     messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=_listen, args=(messages,), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(messages,), daemon=True).start()
     agent = _Agent()
-    agent.say({"hello": {"version": __version__, "devices": count_devices(), "port": free_port()}})
+    agent.write_message({"hello": {"version": __version__, "devices": count_devices(), "port": free_port()}})
     try:
         agent.serve(messages)
     finally:
         agent.close()
 
 
-def _listen(messages: queue.Queue[dict[str, Any] | None]) -> None:
+def _read_messages(messages: queue.Queue[dict[str, Any] | None]) -> None:
     pending = b""
     while data := os.read(0, 65536):
         *lines, pending = (pending + data).split(b"\n")
@@ -63,7 +63,7 @@ class _Agent:
         self._write_lock = threading.Lock()
         self._readers: list[threading.Thread] = []
 
-    def say(self, document: dict[str, Any]) -> None:
+    def write_message(self, document: dict[str, Any]) -> None:
         with self._write_lock:
             try:
                 sys.stdout.buffer.write(json.dumps(document).encode() + b"\n")
@@ -82,62 +82,62 @@ class _Agent:
                 if message is None:
                     return
                 last_heard = time.monotonic()
-                self._handle(message)
+                self._handle_message(message)
             if self._disconnected or time.monotonic() - last_heard > SILENCE_SECONDS:
                 return
             if self._ranks is not None and self._report_ends():
                 return
 
     def _report_ends(self) -> bool:
-        """Report the ranks that have ended; return True if all ranks have ended."""
+        """Send the ends of ranks to the launcher; return True if all ranks have ended."""
         assert self._ranks is not None
         ends = self._ranks.poll()
         if any(end.rank == 0 for end in ends):
             for reader in self._readers:  # forward the last lines before the end is reported
                 reader.join(timeout=2)
         for end in ends:
-            self.say({"end": asdict(end)})
+            self.write_message({"end": asdict(end)})
         return not self._ranks.running
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "start" in message:
-            self._start(message["start"])
+            self._start_ranks(message["start"])
         elif self._ranks is not None and "signal" in message:
             self._ranks.send(int(message["signal"]))
         elif self._ranks is not None and "kill" in message:
             self._ranks.kill()
 
-    def _start(self, asked: dict[str, Any]) -> None:
-        has_main = asked["first_rank"] == 0
+    def _start_ranks(self, request: dict[str, Any]) -> None:
+        has_main = request["first_rank"] == 0
         pipe = subprocess.PIPE if has_main else None
         try:
             self._ranks = LocalRanks(
-                [sys.executable, "-P", "-m", "streamtune", *asked["arguments"]],
-                asked["first_rank"],
-                asked["count"],
-                safe_environment({**os.environ, **asked["environment"]}),
-                asked["host"],
+                [sys.executable, "-P", "-m", "streamtune", *request["arguments"]],
+                request["first_rank"],
+                request["count"],
+                safe_environment({**os.environ, **request["environment"]}),
+                request["host"],
                 (pipe, pipe),
             )
         except StreamTuneError as error:
-            self.say({"refused": asdict(Failure.of(error, asked["first_rank"], asked["host"]))})
+            self.write_message({"refused": asdict(Failure.from_error(error, request["first_rank"], request["host"]))})
             return
         if has_main and 0 in self._ranks.running:
             process = self._ranks.process(0)
-            for to, stream in ((1, process.stdout), (2, process.stderr)):
-                reader = threading.Thread(target=self._forward_output, args=(stream, to), daemon=True)
+            for output_number, stream in ((1, process.stdout), (2, process.stderr)):
+                reader = threading.Thread(target=self._forward_output, args=(stream, output_number), daemon=True)
                 reader.start()
                 self._readers.append(reader)
 
-    def _forward_output(self, stream: IO[bytes], to: int) -> None:
+    def _forward_output(self, stream: IO[bytes], output_number: int) -> None:
         while data := os.read(stream.fileno(), 65536):
-            self.say({"out": data.decode("utf-8", errors="replace"), "to": to})
+            self.write_message({"out": data.decode("utf-8", errors="replace"), "to": output_number})
 
     def close(self) -> None:
-        """End all running ranks, and report them if the launcher still listens."""
+        """End all running ranks, and send their ends if the launcher still listens."""
         if self._ranks is not None:
             for end in self._ranks.close():
-                self.say({"end": asdict(end)})
+                self.write_message({"end": asdict(end)})
 
 
 if __name__ == "__main__":

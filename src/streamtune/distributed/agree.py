@@ -1,11 +1,10 @@
 """Check before training that all ranks have the same versions, recipe and data, and that all machines are connected.
 
-    1. Each rank sends its facts to rank 0; the first rank of each machine also sends the address where it listens.
+    1. Each rank sends its facts (name and value) to rank 0; each machine's first rank also sends an address to test.
     2. Rank 0 compares the facts and sends the result to all ranks.
     3. The first ranks connect to each other, as the process group will, and rank 0 sends the result to all ranks.
 
-The checks have their own connections, because different versions can break the process group before it reports an
-error.
+The checks use separate connections, because different versions can break the process group before it reports an error.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from streamtune.base.privacy import allow_rank_connections
 from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.failure import Failure
 from streamtune.distributed.hosts import listen_at
-from streamtune.distributed.wire import Admission, Channel, dial, listen
+from streamtune.distributed.wire import Admission, Channel, connect_to_rank_0, listen_for_ranks
 from streamtune.errors import DistributedError
 
-PURPOSE = "agree"
+CONNECTION_PURPOSE = "agree"
 PACKAGES = ("torch", "transformers", "deepspeed", "peft")
-TOGETHER_SECONDS = 300.0
+SLOWEST_RANK_SECONDS = 300.0
 """Seconds to wait for the slowest rank, which may still read data."""
-REACH_SECONDS = 10.0
-SHOWN_LENGTH = 40
+CONNECT_SECONDS = 10.0
+MAX_SHOWN_CHARACTERS = 40
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks, by package; no package is imported."""
+def package_versions() -> dict[str, str]:
+    """Return the versions that must be equal on all ranks, by package, without importing the packages."""
     versions_by_name = {"python": platform.python_version(), "streamtune": __version__}
     for package in PACKAGES:
         try:
@@ -51,18 +50,18 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(text: str) -> str:
-    """Return a short hash of a text that is too long to show in an error."""
+    """Return 16 hexadecimal digits of a text's hash, to compare texts too long for an error message."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def agree(
-    facts: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = TOGETHER_SECONDS
+def check_ranks_agree(
+    facts: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = SLOWEST_RANK_SECONDS
 ) -> None:
-    """Check that ``facts`` and :func:`versions` are equal on all ranks. Called by all ranks; one rank is not checked.
+    """Check that ``facts`` and :func:`package_versions` are equal on all ranks. All ranks call it; no-op with one rank.
 
     Args:
         facts: Facts to compare, by name.
-        environment: Environment of this rank; None: read from the variables.
+        environment: Environment of this rank; None: the environment from the launcher's variables.
         seconds: Seconds to wait for the slowest rank.
 
     Raises:
@@ -71,16 +70,16 @@ def agree(
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
         return
-    message: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": env.local_rank == 0}
+    message: dict[str, Any] = {"facts": {**package_versions(), **facts}, "leads": env.local_rank == 0}
     outcome = _compare_on_rank_0(env, message, seconds) if env.is_main else _report_to_rank_0(env, message, seconds)
     if outcome is not None:
-        raise Failure.from_dict(outcome).error(named=False)
+        raise Failure.from_dict(outcome).to_error(with_rank=False)
 
 
 class _ReachablePort:
-    """Context manager: the first rank of each machine listens at a port that others connect to as a test.
+    """Context manager: the first rank of each machine listens at a port to which other machines connect as a test.
 
-    Nothing listens if all ranks are on one machine.
+    No-op if all ranks are on one machine.
     """
 
     def __init__(self, env: RankEnvironment, address: str) -> None:
@@ -92,7 +91,7 @@ class _ReachablePort:
 
     def __enter__(self) -> _ReachablePort:
         if self._server is not None:
-            threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
+            threading.Thread(target=self._accept_connections, args=(self._server,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,7 +100,7 @@ class _ReachablePort:
                 self._server.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
             self._server.close()
 
-    def _accept(self, server: socket.socket) -> None:
+    def _accept_connections(self, server: socket.socket) -> None:
         with suppress(OSError):
             while True:
                 caller, _ = server.accept()
@@ -110,15 +109,15 @@ class _ReachablePort:
 
 def _report_to_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
     """Send this rank's facts to rank 0, and return the result: a failure as a dict, or None."""
-    channel = dial(env, PURPOSE, {}, seconds)
+    channel = connect_to_rank_0(env, CONNECTION_PURPOSE, {}, seconds)
     try:
         address = channel.connection.getsockname()[0]
         with _ReachablePort(env, address) as reachable:
             channel.send({**message, "address": address, "port": reachable.port})
-            answer = channel.receive(seconds + REACH_SECONDS)
+            answer = channel.receive(seconds + CONNECT_SECONDS)
             if answer["outcome"] is None:
-                channel.send({"unreached": _call_leaders(answer["leaders"], env.rank)})
-                answer = channel.receive(2 * REACH_SECONDS + seconds)
+                channel.send({"unreached": _find_unreachable_leaders(answer["leaders"], env.rank)})
+                answer = channel.receive(2 * CONNECT_SECONDS + seconds)
         return answer["outcome"]
     except OSError as error:
         raise DistributedError(
@@ -136,18 +135,18 @@ def _compare_on_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: f
     try:
         with _ReachablePort(env, env.master_addr) as reachable:
             outcome = _wait_for_facts(env, callers, hosts, seconds)
-            everyone = {0: message, **{rank: said for rank, (_, said) in callers.items()}}
+            messages = {0: message, **{rank: sent for rank, (_, sent) in callers.items()}}
             if outcome is None:
-                outcome = compare_facts({rank: said["facts"] for rank, said in everyone.items()}, hosts)
+                outcome = compare_facts({rank: sent["facts"] for rank, sent in messages.items()}, hosts)
             own = {**message, "address": env.master_addr, "port": reachable.port}
             leaders = [
-                {"rank": rank, "host": hosts[rank], "address": said["address"], "port": said["port"]}
-                for rank, said in sorted({**everyone, 0: own}.items())
-                if said["leads"]
+                {"rank": rank, "host": hosts[rank], "address": sent["address"], "port": sent["port"]}
+                for rank, sent in sorted({**messages, 0: own}.items())
+                if sent["leads"]
             ]
             _send_outcome(callers, outcome, leaders)
             if outcome is None:
-                outcome = _check_reach(env, callers, hosts, leaders)
+                outcome = _check_connections(env, callers, hosts, leaders)
                 _send_outcome(callers, outcome, [])
     finally:
         for channel, _ in callers.values():
@@ -159,23 +158,25 @@ def _wait_for_facts(
     env: RankEnvironment, callers: dict[int, tuple[Channel, dict[str, Any]]], hosts: dict[int, str], seconds: float
 ) -> Failure | None:
     """Wait until every rank has connected and sent its facts; return a failure if some have not."""
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     with (
         selectors.DefaultSelector() as selector,
-        closing(Admission(listen(env, PURPOSE), env, PURPOSE, {}, selector)) as admission,
+        closing(
+            Admission(listen_for_ranks(env, CONNECTION_PURPOSE), env, CONNECTION_PURPOSE, {}, selector)
+        ) as admission,
     ):
         while len(callers) < env.world_size - 1:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 missing = [rank for rank in range(1, env.world_size) if rank not in callers]
-                are = "have" if len(missing) > 1 else "has"
+                have = "have" if len(missing) > 1 else "has"
                 who = describe_ranks(missing)
-                what = f"{who} of {env.world_size} {are} not connected to rank 0 on {env.host} within "
+                what = f"{who} of {env.world_size} {have} not connected to rank 0 on {env.host} within "
                 fix = f"see their logs; their hosts must be able to connect to {env.master_addr}"
                 return Failure(missing[0], "?", f"{what}{seconds:.0f} s", fix=fix)
-            for key, _ in selector.select(max(0.01, min(1.0, until - time.monotonic()))):
-                if (admitted := admission.take(key.fileobj)) is not None:
+            for key, _ in selector.select(max(0.01, min(1.0, deadline - time.monotonic()))):
+                if (admitted := admission.process_ready_socket(key.fileobj)) is not None:
                     _receive_facts(*admitted, callers, hosts)
-            admission.close_late()
+            admission.close_overdue_callers()
     return None
 
 
@@ -185,16 +186,16 @@ def _receive_facts(
     callers: dict[int, tuple[Channel, dict[str, Any]]],
     hosts: dict[int, str],
 ) -> None:
-    """Record the facts of an admitted rank; if they do not arrive, close the connection, and the rank retries."""
+    """Record the facts of an admitted rank; if no facts arrive, close the connection."""
     try:
-        said = channel.receive(5.0)
-        ranks = {name: said[name] for name in ("facts", "leads", "address", "port")}
+        message = channel.receive(5.0)
+        facts = {name: message[name] for name in ("facts", "leads", "address", "port")}
     except (OSError, KeyError):
         channel.close()
         return
-    if (before := callers.get(greeting["rank"])) is not None:
-        before[0].close()
-    callers[greeting["rank"]], hosts[greeting["rank"]] = (channel, ranks), greeting["host"]
+    if (previous := callers.get(greeting["rank"])) is not None:
+        previous[0].close()
+    callers[greeting["rank"]], hosts[greeting["rank"]] = (channel, facts), greeting["host"]
 
 
 def _send_outcome(callers: Mapping[int, tuple[Channel, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:
@@ -204,41 +205,43 @@ def _send_outcome(callers: Mapping[int, tuple[Channel, Any]], outcome: Failure |
             channel.send(document)
 
 
-def _call_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
-    """Connect to the first ranks of the other machines; return descriptions of those that cannot be reached.
+def _find_unreachable_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
+    """Connect to the first ranks of other machines; return a description of each rank that cannot be reached.
 
-    Empty if this rank is not the first of its machine.
+    The list is empty if this rank is not the first of its machine.
     """
     if rank not in [leader["rank"] for leader in leaders]:
         return []
-    unreached = []
+    unreachable = []
     for leader in leaders:
         if leader["rank"] != rank:
             try:
                 with allow_rank_connections():
-                    socket.create_connection((leader["address"], leader["port"]), timeout=REACH_SECONDS / 2).close()
+                    socket.create_connection((leader["address"], leader["port"]), timeout=CONNECT_SECONDS / 2).close()
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 place = f"{leader['address']}:{leader['port']}"
-                unreached.append(f"rank {leader['rank']} on {leader['host']} ({place}): {reason}")
-    return unreached
+                unreachable.append(f"rank {leader['rank']} on {leader['host']} ({place}): {reason}")
+    return unreachable
 
 
-def _check_reach(
+def _check_connections(
     env: RankEnvironment,
     callers: Mapping[int, tuple[Channel, Any]],
     hosts: Mapping[int, str],
     leaders: Sequence[dict[str, Any]],
 ) -> Failure | None:
-    """Return a failure that names machines that cannot reach each other; None if all can."""
-    unreached = {0: _call_leaders(leaders, 0)}
+    """Return a failure that names ranks that cannot reach each other; None if all connections work."""
+    unreachable = {0: _find_unreachable_leaders(leaders, 0)}
     for rank, (channel, _) in callers.items():
         try:
-            unreached[rank] = channel.receive(REACH_SECONDS * max(1, len(leaders)))["unreached"]
+            unreachable[rank] = channel.receive(CONNECT_SECONDS * max(1, len(leaders)))["unreached"]
         except (OSError, KeyError):
-            unreached[rank] = [f"rank 0 on {env.host}: it sent no result"]
+            unreachable[rank] = [f"rank 0 on {env.host}: it sent no result"]
     lines = [
-        f"rank {rank} on {hosts[rank]} cannot reach {place}" for rank in sorted(unreached) for place in unreached[rank]
+        f"rank {rank} on {hosts[rank]} cannot reach {place}"
+        for rank in sorted(unreachable)
+        for place in unreachable[rank]
     ]
     if not lines:
         return None
@@ -247,23 +250,23 @@ def _check_reach(
 
 
 def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
-    """Return a failure that lists each fact that differs, with its values and their ranks; None if all are equal.
+    """Return a failure that lists each fact that differs, with the ranks of each value; None if all facts are equal.
 
     Args:
         facts: Facts of each rank, by name.
         hosts: Host of each rank.
     """
     differences = []
-    for name in dict.fromkeys(name for said in facts.values() for name in said):
-        who: dict[str, list[int]] = {}
+    for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):
+        ranks_by_value: dict[str, list[int]] = {}
         for rank in sorted(facts):
-            who.setdefault(facts[rank].get(name, "unknown"), []).append(rank)
-        if len(who) > 1:
-            said = []
-            for value, ranks in sorted(who.items(), key=lambda item: (-len(item[1]), item[1])):
+            ranks_by_value.setdefault(facts[rank].get(name, "unknown"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = []
+            for value, ranks in sorted(ranks_by_value.items(), key=lambda item: (-len(item[1]), item[1])):
                 places = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-                said.append(f"{value[:SHOWN_LENGTH]} on {describe_ranks(ranks)} ({places})")
-            differences.append(f"{name}: {'; '.join(said)}")
+                values.append(f"{value[:MAX_SHOWN_CHARACTERS]} on {describe_ranks(ranks)} ({places})")
+            differences.append(f"{name}: {'; '.join(values)}")
     if not differences:
         return None
     fix = "install the same versions on every host, and use the same recipe, settings and data files on every rank"

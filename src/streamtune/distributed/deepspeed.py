@@ -1,10 +1,10 @@
 """Train with DeepSpeed: ZeRO stages 1, 2 and 3, with the same traffic as without streaming.
 
 A streamed layer is one autograd node, which returns each parameter's gradient once per micro-batch, for any number of
-chunks. So ZeRO reduces it once. Under stage 3 a decoder layer is a *leaf module*: hooks around its call gather all its
-weights together, once for the forward and once for the backward. No function of DeepSpeed is patched.
+chunks. So ZeRO reduces each gradient once. Under stage 3 a decoder layer is a *leaf module*: hooks around the layer's
+call gather all its weights together, once for the forward and once for the backward. No DeepSpeed function is patched.
 
-DeepSpeed averages gradients over ranks, but here the ranks' gradients must be added. So each loss is multiplied by the
+DeepSpeed averages gradients over ranks, but here the ranks' gradients must be summed. So each loss is multiplied by the
 number of ranks.
 """
 
@@ -64,13 +64,13 @@ def _init_deepspeed() -> None:
 
 
 class DeepSpeedBackend(Backend):
-    """A backend with ZeRO, which shards the optimizer, and by stage also gradients and weights.
+    """Training backend with ZeRO, which shards the optimizer state, and by stage also gradients and weights.
 
     Args:
         module: Streamed model on this rank's device; offloaded weights are on the host.
-        optimizer: Optimizer over its parameters.
+        optimizer: Optimizer of the module's parameters.
         config: Resolved DeepSpeed configuration.
-        layers: Decoder layers, each of which is gathered whole.
+        layers: Decoder layers; all weights of a layer are gathered together.
 
     Raises:
         ArgumentError: DeepSpeed is not installed, or rejects the configuration or the optimizer.
@@ -100,8 +100,8 @@ class DeepSpeedBackend(Backend):
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
         if self.stage == 3 and not any(parameter.requires_grad for parameter in embedding.parameters()):
             # A leaf module gathers its weights in the backward only if its first input requires a gradient. This hook
-            # must come after DeepSpeed's own, which would gather the frozen embedding for a backward.
-            embedding.register_forward_hook(_needs_gradient)
+            # must run after DeepSpeed's own hooks, which would otherwise gather the frozen embedding for a backward.
+            embedding.register_forward_hook(_require_output_gradient)
         self.size = distributed.get_world_size()
 
     @property
@@ -116,16 +116,17 @@ class DeepSpeedBackend(Backend):
         self.engine.backward(loss * self.size, scale_wrt_gas=False)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the gradient norm; DeepSpeed clips in its step, by ``gradient_clipping`` of its configuration."""
+        """Return the gradient norm; DeepSpeed clips in its own step, to ``gradient_clipping`` of the configuration."""
         assert max_norm == self.engine.gradient_clipping()
         local = sum(
-            (part.detach().double().square().sum() for part in self._gradients()), torch.zeros((), dtype=torch.float64)
+            (part.detach().double().square().sum() for part in self._gradient_shards()),
+            torch.zeros((), dtype=torch.float64),
         )
         total = local.to("cpu")
         distributed.all_reduce(total)
         return math.sqrt(total.item())
 
-    def _gradients(self) -> Iterator[Tensor]:
+    def _gradient_shards(self) -> Iterator[Tensor]:
         """Yield this rank's shards of the gradients."""
         from deepspeed.utils import safe_get_local_grad
 
@@ -159,36 +160,36 @@ class DeepSpeedBackend(Backend):
             state.update({key: 0 for key, value in state.items() if isinstance(value, int)})
 
     def stepped(self) -> Iterator[Tensor]:
-        """Yield this rank's parts of the trained weights; fp32 master weights if the weights are narrower."""
-        parts = (self._part_of(parameter) for _, parameter in self._trained_parameters())
+        """Yield this rank's parts of the trained weights; fp32 master weights if the weights are bf16 or fp16."""
+        parts = (self._optimizer_part(parameter) for _, parameter in self._trained_parameters())
         return (part.flat[part.span] for part in parts if part is not None)
 
     def slices(self) -> Iterator[Slice]:
         for name, parameter in self._trained_parameters():
-            part = self._part_of(parameter)
+            part = self._optimizer_part(parameter)
             if part is None:
                 continue
-            shape = self._shape(parameter)
+            shape = self._full_shape(parameter)
             if part.flat.dtype != parameter.dtype:
                 yield Slice(name, MASTER, shape, part.offset, part.flat.detach()[part.span])
-            for key, value in self._state(part.flat).items():
+            for key, value in self._optimizer_state(part.flat).items():
                 if isinstance(value, Tensor) and value.shape == part.flat.shape:
                     yield Slice(name, key, shape, part.offset, value[part.span])
-                elif part.offset == 0:  # a step count, saved by the rank that has the parameter's first value
-                    yield Slice(name, key, (), 0, self._saved_count(value).reshape(1))
+                elif part.offset == 0:  # a step count, saved by the rank with the parameter's first element
+                    yield Slice(name, key, (), 0, self._to_saved_count(value).reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
         trained = self._trained_parameters()
         saved.check_parameters([name for name, _ in trained])
         state = self.engine.optimizer.optimizer.state
-        fresh: set[int] = set()
+        reset_ids: set[int] = set()
         for name, parameter in trained:
-            part = self._part_of(parameter)
+            part = self._optimizer_part(parameter)
             if part is None:
                 continue
             flat = part.flat
-            if id(flat) not in fresh:
-                fresh.add(id(flat))
+            if id(flat) not in reset_ids:
+                reset_ids.add(id(flat))
                 state[flat] = {}
             for key in saved.keys(name):
                 if key == MASTER:
@@ -198,8 +199,8 @@ class DeepSpeedBackend(Backend):
                 elif saved.shape(name, key) == ():  # a step count
                     state[flat][key] = self._to_optimizer_count(flat, saved.read(name, key, 0, 1))
                 else:
-                    whole = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
-                    whole[part.span].copy_(saved.read(name, key, part.offset, part.length))
+                    values = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                    values[part.span].copy_(saved.read(name, key, part.offset, part.length))
         if self.stage < 3:  # DeepSpeed still refers to the old state
             self.engine.optimizer._hp_optimizer_states_linked = False
 
@@ -207,11 +208,11 @@ class DeepSpeedBackend(Backend):
         """Return a step count in the type that the optimizer expects."""
         optimizer = self.engine.optimizer.optimizer
         if type(optimizer) is not torch.optim.AdamW:
-            return int(steps.item())  # DeepSpeed's own
+            return int(steps.item())  # DeepSpeed's own optimizers
         return steps.reshape(()).to(flat.device if optimizer.defaults.get("fused") else "cpu", torch.float32)
 
-    def _saved_count(self, value: Any) -> Tensor:
-        """Return a step count as the tensor that checkpoints have."""
+    def _to_saved_count(self, value: Any) -> Tensor:
+        """Return a step count as the tensor that is saved in checkpoints."""
         if isinstance(self.engine.optimizer.optimizer, WeightwiseOptimizer):
             return pack_number(value)
         return torch.as_tensor(value, dtype=torch.float32)
@@ -219,13 +220,13 @@ class DeepSpeedBackend(Backend):
     def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
-    def _shape(self, parameter: Any) -> tuple[int, ...]:
+    def _full_shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
-    def _state(self, flat: Tensor) -> Mapping[str, Any]:
+    def _optimizer_state(self, flat: Tensor) -> Mapping[str, Any]:
         return self.engine.optimizer.optimizer.state.get(flat, {})
 
-    def _part_of(self, parameter: Any) -> _OptimizerPart | None:
+    def _optimizer_part(self, parameter: Any) -> _OptimizerPart | None:
         """Return this rank's part of a parameter, without padding; None if this rank has no part."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
@@ -243,16 +244,16 @@ class DeepSpeedBackend(Backend):
         return _OptimizerPart(flat, high.start, low.start, low.numel)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        return whole_weights(self.module, names)
+        return gather_weights(self.module, names)
 
     def close(self) -> None:
         self.engine.destroy()
 
 
-def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
-    """Shard a module with ZeRO-3: rank 0's weights are distributed, and each rank keeps its shard.
+def shard_module(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Shard a module with ZeRO-3: rank 0 broadcasts its weights, and each rank keeps its shard.
 
-    The tensors of other ranks may be uninitialised. Parameters that are already sharded do not change.
+    Tensors of other ranks may be uninitialised. Parameters that are already sharded do not change.
     """
     _init_deepspeed()
     import deepspeed
@@ -260,16 +261,16 @@ def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
     deepspeed.zero.Init(module=module, config_dict_or_path=dict(config))
 
 
-def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
-    """Let ZeRO-3 gather the weights of a frozen model, sharded by :func:`share_module`, when its modules are called.
+def gather_frozen_weights_on_call(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
+    """Let ZeRO-3 gather the weights of a frozen model, sharded by :func:`shard_module`, when its modules are called.
 
     Args:
         model: The frozen model.
         config: DeepSpeed configuration.
-        layers: Decoder layers, each of which is gathered whole.
+        layers: Decoder layers; all weights of a layer are gathered together.
 
     Returns:
-        The DeepSpeed engine, which must be kept as long as the model is called.
+        The DeepSpeed engine. The caller must keep a reference to it as long as the model is called.
     """
     _init_deepspeed()
     import deepspeed
@@ -279,12 +280,12 @@ def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[n
     return engine
 
 
-def whole_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield parameter names with the full tensor on rank 0 and None on the other ranks, which must iterate too.
+def gather_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield each parameter's name, with the full tensor on rank 0 and None on other ranks; all ranks must iterate.
 
     Args:
         model: Model, sharded by ZeRO or not.
-        names: Names of the parameters; None: all.
+        names: Names of the parameters; None: all parameters.
     """
     import deepspeed
 
@@ -292,12 +293,12 @@ def whole_weights(model: nn.Module, names: Collection[str] | None = None) -> Ite
     for name, parameter in model.named_parameters():
         if names is not None and name not in names:
             continue
-        shared = hasattr(parameter, "ds_id")
-        with deepspeed.zero.GatheredParameters([parameter]) if shared else nullcontext():
-            found = parameter.detach().to("cpu", copy=shared) if main else None
-        yield name, found
+        sharded = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter]) if sharded else nullcontext():
+            full_weight = parameter.detach().to("cpu", copy=sharded) if main else None
+        yield name, full_weight
 
 
-def _needs_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
+def _require_output_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
     if torch.is_grad_enabled() and not out.requires_grad:
         out.requires_grad_(True)

@@ -1,11 +1,11 @@
-"""The DeepSpeed configuration of a recipe: a shipped preset, or a JSON file whose ``auto`` values the recipe fills in.
+"""The DeepSpeed configuration of a recipe: a preset, or a JSON file. The recipe fills in values that are ``auto``.
 
-    zero1          shards the optimizer
+    zero1          shards the optimizer state
     zero2          also shards gradients
-    zero3          also shards weights; a decoder layer is gathered whole, once forward and once backward
-    zero3_offload  as zero3, with weights and optimizer offloaded to the host
+    zero3          also shards weights; all weights of a decoder layer are gathered once forward and once backward
+    zero3_offload  as zero3, with CPU offload of weights and optimizer state
 
-If both the recipe and the file have a value, the two must be equal.
+If both the recipe and the file set a value, the two values must be equal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ZERO3: dict[str, Any] = {
     # Small modules are not sharded, and the next layer is prefetched; decoder layers are far above both limits.
     "stage3_param_persistence_threshold": "auto",
     "stage3_prefetch_bucket_size": "auto",
-    # By default a billion weights stay gathered from forward to backward, which is all weights of many models.
+    # By default up to a billion weights stay gathered from forward to backward: all weights of many models.
     "stage3_max_live_parameters": 0,
     "stage3_max_reuse_distance": 0,
     "stage3_gather_16bit_weights_on_model_save": False,  # weights are written shard by shard
@@ -69,36 +69,38 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
         where: Recipe key, for errors.
 
     Raises:
-        ArgumentError: The file cannot be read or contradicts the recipe. Or it has an ``auto`` that the recipe does not
-            fill in, an optimizer, a scheduler, or a stage other than 1 to 3.
+        ArgumentError: The file cannot be read or contradicts the recipe. Or the file has an ``auto`` without a value in
+            the recipe, an optimizer, a scheduler, or a stage other than 1 to 3.
     """
     config = read_config(name, where=where)
     source = f"the preset {name}" if name in PRESETS else name
     for key, value in values.items():
-        holder, last = _find_section(config, key)
-        if holder is None:
+        section, last = _find_section(config, key)
+        if section is None:
             continue
-        written = holder.get(last, AUTO)
-        if written == AUTO:
-            holder[last] = value
-        elif written != value:
+        configured = section.get(last, AUTO)
+        if configured == AUTO:
+            section[last] = value
+        elif configured != value:
             raise ArgumentError(
-                f"{source} has {key}: {json.dumps(written)}, but the recipe gives {json.dumps(value)}",
+                f"{source} has {key}: {json.dumps(configured)}, but the recipe gives {json.dumps(value)}",
                 where=where,
                 fix=f'set "{key.rpartition(".")[2]}": "auto" there, or change the recipe',
             )
-    if left := list(_auto_keys(config)):
+    if unfilled := list(_auto_keys(config)):
         raise ArgumentError(
-            f'{source} has {left[0]}: "auto", for which the recipe has no value', where=where, fix="set its value there"
+            f'{source} has {unfilled[0]}: "auto", for which the recipe has no value',
+            where=where,
+            fix="set its value there",
         )
-    for section, article, key in (("optimizer", "an", "optim"), ("scheduler", "a", "lr_scheduler_type")):
-        if section in config:
+    for forbidden, article, key in (("optimizer", "an", "optim"), ("scheduler", "a", "lr_scheduler_type")):
+        if forbidden in config:
             raise ArgumentError(
-                f"{source} has {article} {section}, but the recipe chooses it ({key})",
+                f"{source} has {article} {forbidden}, but the recipe chooses it ({key})",
                 where=where,
-                fix=f"delete {section!r} there; the recipe sets {key}, learning_rate and warmup_steps",
+                fix=f"delete {forbidden!r} there; the recipe sets {key}, learning_rate and warmup_steps",
             )
-    if (stage := stage_of(config)) not in (1, 2, 3):
+    if (stage := zero_stage(config)) not in (1, 2, 3):
         raise ArgumentError(
             f"{source} has ZeRO stage {stage}, expected 1, 2 or 3",
             where=where,
@@ -107,18 +109,18 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
     return config
 
 
-def filled(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the resolved ``config``, by dotted key, that are ``auto`` in its preset or file."""
+def filled_auto_values(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the resolved ``config`` that are ``auto`` in the preset or file ``name``, by dotted key."""
     values = {}
     for key in _auto_keys(read_config(name)):
-        holder, last = _find_section(dict(config), key)
-        if holder is not None:
-            values[key] = holder[last]
+        section, last = _find_section(dict(config), key)
+        if section is not None:
+            values[key] = section[last]
     return values
 
 
 def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
-    """Return the configuration of a preset or JSON file, with its ``auto`` values.
+    """Return the configuration of a preset or JSON file; ``auto`` values are not filled in.
 
     Raises:
         ArgumentError: The file cannot be read, is not a JSON object, or contains a secret.
@@ -126,7 +128,7 @@ def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
     return copy.deepcopy(PRESETS[name]) if name in PRESETS else _read_file(name, where)
 
 
-def stage_of(config: Mapping[str, Any]) -> int:
+def zero_stage(config: Mapping[str, Any]) -> int:
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -152,7 +154,7 @@ def _read_file(name: str, where: str) -> dict[str, Any]:
         raise ArgumentError(
             f"{name} must be a JSON object", where=where, fix='write an object: {"zero_optimization": {...}}'
         )
-    if (found := _secret_in(config)) is not None:
+    if (found := _find_secret(config)) is not None:
         kind, key = found
         lines = [number for number, line in enumerate(text.splitlines(), 1) if find_secret(line)]
         raise ArgumentError(
@@ -163,8 +165,8 @@ def _read_file(name: str, where: str) -> dict[str, Any]:
     return config
 
 
-def _secret_in(value: Any, path: str = "") -> tuple[str, str] | None:
-    """Return the kind and dotted key of the first token or password in a JSON value; None if there is none."""
+def _find_secret(value: Any, path: str = "") -> tuple[str, str] | None:
+    """Return the kind and dotted key of the first token or password in a JSON value; None without a secret."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             place = f"{path}.{key}" if path else str(key)
@@ -172,25 +174,25 @@ def _secret_in(value: Any, path: str = "") -> tuple[str, str] | None:
                 return kind, place
             if isinstance(item, str) and item not in ("", AUTO) and is_named_like_secret(str(key), item):
                 return "a secret", place
-            if found := _secret_in(item, place):
+            if found := _find_secret(item, place):
                 return found
     elif isinstance(value, list):
-        inside = (_secret_in(item, f"{path}.{number}") for number, item in enumerate(value))
-        return next(filter(None, inside), None)
+        secrets = (_find_secret(item, f"{path}.{number}") for number, item in enumerate(value))
+        return next(filter(None, secrets), None)
     elif isinstance(value, str) and (kind := find_secret(value)):
         return kind, path
     return None
 
 
 def _find_section(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the section that contains a dotted key (None if it is missing), and the last part of the key."""
+    """Return the section that contains a dotted key (None if the section is missing), and the key's last part."""
     *path, last = key.split(".")
-    holder: Any = config
+    section: Any = config
     for name in path:
-        if not isinstance(holder.get(name), dict):
+        if not isinstance(section.get(name), dict):
             return None, last
-        holder = holder[name]
-    return holder, last
+        section = section[name]
+    return section, last
 
 
 def _auto_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -4,8 +4,8 @@
     srun                                      SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NUM_TASKS ...
     mpirun                                    OMPI_COMM_WORLD_RANK ..., or PMI_RANK, MPI_LOCALRANKID ...
 
-PyTorch and DeepSpeed read the variables in the first line, so the others are converted to these
-(:meth:`RankEnvironment.export`).
+PyTorch and DeepSpeed read the variables of the first line. So :meth:`RankEnvironment.export` sets these from the other
+variables.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from streamtune.distributed.hosts import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 
 DEFAULT_PORT = 29500
-COUNTING_LAUNCHERS = ("streamtune", "torchrun", "deepspeed")
+LAUNCHERS_WITH_LOCAL_SIZE = ("streamtune", "torchrun", "deepspeed")
 """Launchers that always set the number of ranks on a machine."""
 SECRET_VARIABLE = "STREAMTUNE_SECRET"
-"""Variable with a secret that only the ranks know; the user sets it if another launcher starts the ranks."""
+"""Variable with a secret of the ranks; the user sets it if another launcher starts the ranks."""
 RUN_ID_VARIABLE = "STREAMTUNE_RUN_ID"
 """Variable with a unique value for each run, to distinguish connections of two runs on the same ports."""
 
@@ -64,7 +64,7 @@ class RankEnvironment:
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Set the variables that PyTorch, DeepSpeed and their libraries read; existing variables are not changed.
 
-        Call this before torch is imported, which reads the number of threads only once.
+        Called before torch is imported, because torch reads the number of threads only once.
         """
         if self.launcher == "none":
             return
@@ -83,12 +83,12 @@ class RankEnvironment:
             self.choose_interface(environ)
 
     def choose_interface(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set gloo's network interface to one that reaches rank 0; on one machine use the loopback, also for NCCL.
+        """Set gloo's network interface to the interface to rank 0; on one machine use the loopback, also for NCCL.
 
-        By default gloo uses the address of the machine's own name, which other machines often cannot reach. NCCL uses
-        an external interface, which is not needed on one machine.
+        By default gloo uses the address of the machine's own name, which other machines often cannot reach. By default
+        NCCL uses an external interface, which is not needed on one machine.
         """
-        if (interface := interface_to("127.0.0.1" if self.one_machine else self.master_addr)) is None:
+        if (interface := network_interface_to("127.0.0.1" if self.one_machine else self.master_addr)) is None:
             return
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self.one_machine:
@@ -96,10 +96,10 @@ class RankEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Return the rank environment of this process; without a launcher it is rank 0 of 1.
+    """Return rank, world size and address of rank 0 from the launcher's variables; without a launcher, rank 0 of 1.
 
     Raises:
-        ArgumentError: A launcher variable is missing, not a number, or contradicts another.
+        ArgumentError: A launcher variable is missing, not a number, or contradicts another variable.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         environment = _from_torch(environ)
@@ -111,7 +111,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
     elif "PMI_RANK" in environ and "PMI_SIZE" in environ:
         environment = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     elif _read_number(environ, "WORLD_SIZE", 1) > 1:
-        raise _missing("RANK", "the launcher")
+        raise _missing_variable_error("RANK", "the launcher")
     else:
         return RankEnvironment()
     if (
@@ -138,9 +138,9 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
         launcher = "another launcher"
     rank, size = _read_number(environ, "RANK"), _read_number(environ, "WORLD_SIZE")
     if "LOCAL_RANK" not in environ and size > 1:
-        raise _missing("LOCAL_RANK", launcher)
+        raise _missing_variable_error("LOCAL_RANK", launcher)
     local_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ["WORLD_SIZE"]
-    launched = RankEnvironment(
+    environment = RankEnvironment(
         rank,
         _read_number(environ, "LOCAL_RANK", 0),
         size,
@@ -148,7 +148,7 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
         launcher=launcher,
     )
     job = (environ.get(name, "") for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
-    return _with_address(launched, environ, "/".join(job))
+    return _add_address_and_run_id(environment, environ, "/".join(job))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
@@ -156,7 +156,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "")
     tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size))
     node = _read_number(environ, "SLURM_NODEID", 0)
-    launched = RankEnvironment(
+    environment = RankEnvironment(
         _read_number(environ, "SLURM_PROCID"),
         _read_number(environ, "SLURM_LOCALID"),
         size,
@@ -164,12 +164,16 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
         master_addr=nodes[0] if len(nodes) > 1 else "127.0.0.1",
         launcher="srun",
     )
-    return _with_address(launched, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
+    return _add_address_and_run_id(
+        environment, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+    )
 
 
-def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> RankEnvironment:
-    world = _read_number(environ, size)
-    local = _read_number(environ, local_size, world if "MASTER_ADDR" not in environ else 0)
+def _from_mpi(
+    environ: Mapping[str, str], rank_name: str, size_name: str, local_rank_name: str, local_size_name: str
+) -> RankEnvironment:
+    world = _read_number(environ, size_name)
+    local = _read_number(environ, local_size_name, world if "MASTER_ADDR" not in environ else 0)
     if local != world and "MASTER_ADDR" not in environ:
         raise ArgumentError(
             "mpirun has started ranks on several machines, but the address of rank 0 is not set",
@@ -177,19 +181,19 @@ def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str,
             fix="set it to the first host: `mpirun -x MASTER_ADDR=HOST ...`",
         )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_JOBID")
-    launched = RankEnvironment(
-        _read_number(environ, rank), _read_number(environ, local_rank), world, local, launcher="mpirun"
+    environment = RankEnvironment(
+        _read_number(environ, rank_name), _read_number(environ, local_rank_name), world, local, launcher="mpirun"
     )
-    return _with_address(launched, environ, job or str(os.getppid() if local == world else ""))
+    return _add_address_and_run_id(environment, environ, job or str(os.getppid() if local == world else ""))
 
 
-def _with_address(launched: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
-    """Return the environment with the run's id, and the address and port of rank 0, from variables or the job's id."""
-    address = environ.get("MASTER_ADDR") or launched.master_addr
+def _add_address_and_run_id(environment: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
+    """Return the environment with the run's id, and with rank 0's address and port from variables or the job's id."""
+    address = environ.get("MASTER_ADDR") or environment.master_addr
     check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):
         job = f"{environ[SECRET_VARIABLE]}/{job}"
-    has_job_port = launched.launcher in ("srun", "mpirun") and job
+    has_job_port = environment.launcher in ("srun", "mpirun") and job
     port = 15000 + int(_digest(job)[:8], 16) % 5000 if has_job_port else DEFAULT_PORT
     port = _read_number(environ, "MASTER_PORT", port)
     if port > 65535:
@@ -198,13 +202,13 @@ def _with_address(launched: RankEnvironment, environ: Mapping[str, str], job: st
             where="environment",
             fix="set it to a free port from 1024 to 65535 on all ranks",
         )
-    alone = launched.local_world_size == launched.world_size
+    has_all_ranks = environment.local_world_size == environment.world_size
     return replace(
-        launched,
+        environment,
         master_addr=address,
         master_port=port,
-        run_id=_digest(f"{job}/{address}/{port}/{launched.world_size}")[:32],
-        one_machine=alone and (launched.launcher in COUNTING_LAUNCHERS or address in LOOPBACK),
+        run_id=_digest(f"{job}/{address}/{port}/{environment.world_size}")[:32],
+        one_machine=has_all_ranks and (environment.launcher in LAUNCHERS_WITH_LOCAL_SIZE or address in LOOPBACK),
     )
 
 
@@ -217,7 +221,7 @@ def _read_number(environ: Mapping[str, str], name: str, default: int | None = No
     if not value and default is not None:
         return default
     if value is None:
-        raise _missing(name, "the launcher")
+        raise _missing_variable_error(name, "the launcher")
     if not value.strip().isdecimal():
         raise ArgumentError(
             f"the variable {name} must be a number, found '{value}'",
@@ -227,7 +231,7 @@ def _read_number(environ: Mapping[str, str], name: str, default: int | None = No
     return int(value)
 
 
-def _missing(name: str, launcher: str) -> ArgumentError:
+def _missing_variable_error(name: str, launcher: str) -> ArgumentError:
     return ArgumentError(
         f"this process is one of several ranks, but {launcher} has not set {name}",
         where="environment",
@@ -268,7 +272,7 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def interface_to(host: str) -> str | None:
+def network_interface_to(host: str) -> str | None:
     """Return the name of the network interface through which this machine reaches ``host``; None if unknown."""
     import psutil  # 20 ms
 
@@ -277,12 +281,12 @@ def interface_to(host: str) -> str | None:
             address = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
             with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
                 probe.connect((address[4][0], 9))  # on a datagram socket this only chooses the route; nothing is sent
-                ours, theirs = probe.getsockname()[0], address[4][0]
+                local_address, remote_address = probe.getsockname()[0], address[4][0]
     except OSError:
         return None
-    # The route to an own address is the loopback, but other machines reach the interface that has the address.
-    wanted = theirs if ours == theirs else ours
+    # The route to this machine's own address is the loopback, but other machines use the address's interface.
+    interface_address = remote_address if local_address == remote_address else local_address
     for name, addresses in psutil.net_if_addrs().items():
-        if any(str(known.address).partition("%")[0] == wanted for known in addresses):
+        if any(str(entry.address).partition("%")[0] == interface_address for entry in addresses):
             return str(name)
     return None

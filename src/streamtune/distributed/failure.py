@@ -1,8 +1,8 @@
 """Failures of ranks: how a rank passes its error to the launcher, and which rank failed first.
 
-With ``streamtune --nproc`` a rank does not print its error. It writes the error as JSON into a file whose name the
-launcher gave, and the launcher shows the error of the rank that failed first. A rank that ends only because another
-rank failed names that rank.
+With ``streamtune --nproc`` a rank does not print its error. It writes the error as JSON into a file whose path the
+launcher has set. The launcher prints the error of the rank that failed first. A rank that ends only because another
+rank failed writes a failure that names the other rank.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from streamtune.errors import DistributedError, StreamTuneError
 ERROR_FILE_VARIABLE = "STREAMTUNE_ERROR_FILE"
 """Variable with the path of the file for a rank's failure; if it is not set, the rank prints its error."""
 TAIL_LINES = 8
-SAME_TIME_SECONDS = 2.0
-"""Seconds within which the order in which ranks end means nothing, because ranks notice a dead peer that fast."""
-ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NOTICE_SECONDS = 2.0
+"""Seconds within which ranks notice a dead rank; ends closer together than this are not ordered by time."""
+EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals from outside, about which a rank's log says nothing."""
 FIXES = {
     "SIGKILL": "host memory may be exhausted: see `dmesg`, and try fewer ranks on this host",
@@ -37,10 +37,10 @@ FIXES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a rank, which can be sent to other processes."""
+    """Error of a rank in a form that can be sent to other processes as JSON."""
 
     rank: int
-    """Rank at fault."""
+    """Rank that failed."""
     host: str
     what: str
     where: str = ""
@@ -55,7 +55,7 @@ class Failure:
     time: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, host: str) -> Failure:
+    def from_error(cls, error: BaseException, rank: int, host: str) -> Failure:
         if isinstance(error, StreamTuneError):
             kind = type(error).__name__
             return cls(rank, host, error.what, error.where, error.fix, kind, error.exit_code)
@@ -66,27 +66,27 @@ class Failure:
         """Return the failure from the dict of :func:`dataclasses.asdict`; unknown keys are ignored."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
-    def error(self, *, named: bool = True) -> StreamTuneError:
-        """Return the error with its original class.
+    def to_error(self, *, with_rank: bool = True) -> StreamTuneError:
+        """Return the error with its original class; StreamTuneError if the class is not defined in ``errors``.
 
         Args:
-            named: True to put rank and host before the message; messages of other ranks always have them.
+            with_rank: True to put rank and host before a message that the rank itself reported.
         """
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, StreamTuneError)):
             kind = StreamTuneError
-        what = f"rank {self.rank} on {self.host} failed: {self.what}" if named and not self.seen else self.what
+        what = f"rank {self.rank} on {self.host} failed: {self.what}" if with_rank and not self.seen else self.what
         return kind(what, where=self.where, fix=self.fix)
 
 
 def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
-    """Write a failure for the launcher atomically; return True if a launcher will show it.
+    """Write a failure for the launcher atomically; return True if a launcher will print a failure.
 
     Only the first failure is written.
 
     Args:
         failure: The failure.
-        path: Path of the file; None: the path that the launcher gave.
+        path: Path of the file; None: the path that the launcher has set.
     """
     path = path or os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
@@ -120,17 +120,17 @@ class RankEnd:
     """Exit code, or the negative number of the signal that killed the process."""
     failure: Failure | None = None
     tail: tuple[str, ...] = ()
-    """Last lines of its log."""
+    """Last lines of the rank's log."""
     log: str = ""
-    at: float = field(default_factory=time.monotonic)
+    noticed_at: float = field(default_factory=time.monotonic)
     """Monotonic time at which the launcher noticed the end."""
-    sent: tuple[int, ...] = ()
-    """Signals that the launcher had sent."""
+    sent_signals: tuple[int, ...] = ()
+    """Signals that the launcher had sent to the rank."""
 
     @property
-    def stopped(self) -> bool:
+    def was_stopped(self) -> bool:
         """True if the rank was stopped, by SIGINT, SIGTERM or a signal of its launcher."""
-        return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or -self.code in self.sent
+        return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or -self.code in self.sent_signals
 
     @property
     def exit_code(self) -> int:
@@ -140,42 +140,47 @@ class RankEnd:
 
 def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
     """Return the error of the rank that failed first, and the exit code; None if no rank failed."""
-    failed = sorted((end for end in ends if end.code != 0 and not end.stopped), key=lambda end: end.at)
+    failed = sorted((end for end in ends if end.code != 0 and not end.was_stopped), key=lambda end: end.noticed_at)
     if not failed:
         return None
-    # If the connection between two ranks breaks, each accuses the other; rank 0's accusation counts.
-    in_order = sorted(ends, key=lambda end: end.rank)
-    accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
-    blamed = {failure.rank for failure in accused}
-    # Ranks that did not end because of another rank; a killed process precedes the errors that its death caused.
-    culprits = [end for end in failed if end.failure is None or end.failure.own]
-    culprits.sort(
-        key=lambda end: (end.at > failed[0].at + SAME_TIME_SECONDS, end.code >= 0, end.rank not in blamed, end.at)
+    # If the connection between two ranks breaks, each reports that the other failed; rank 0's report counts.
+    ends_by_rank = sorted(ends, key=lambda end: end.rank)
+    reports_on_others = [end.failure for end in ends_by_rank if end.failure is not None and not end.failure.own]
+    accused_ranks = {failure.rank for failure in reports_on_others}
+    # Ranks that did not end because of another rank. Killed ranks come first, because their death causes errors.
+    candidates = [end for end in failed if end.failure is None or end.failure.own]
+    candidates.sort(
+        key=lambda end: (
+            end.noticed_at > failed[0].noticed_at + NOTICE_SECONDS,
+            end.code >= 0,
+            end.rank not in accused_ranks,
+            end.noticed_at,
+        )
     )
-    if not culprits:
-        return accused[0].error(), failed[0].exit_code
-    first = culprits[0]
-    about = [failure for failure in accused if failure.rank == first.rank]
-    # A rank that was ended for another reason also died, so "died" has the lowest priority.
-    seen = min(about, key=lambda failure: failure.seen == "died", default=None)
+    if not candidates:
+        return reports_on_others[0].to_error(), failed[0].exit_code
+    first = candidates[0]
+    accusations = [failure for failure in reports_on_others if failure.rank == first.rank]
+    # A rank that was killed for another reason also died, so "died" has the lowest priority.
+    seen = min(accusations, key=lambda failure: failure.seen == "died", default=None)
     if first.failure is None and seen is not None and seen.seen != "died":
-        return seen.error(), 1
+        return seen.to_error(), 1
     if first.failure is None:
-        return _unreported_end(first, seen), first.exit_code
-    same = {end.failure.what for end in culprits if end.failure is not None}
-    named = len(same) > 1 or len(culprits) < len(ends)
-    return first.failure.error(named=named), first.failure.exit_code
+        return _error_of_unreported_end(first, seen), first.exit_code
+    messages = {end.failure.what for end in candidates if end.failure is not None}
+    with_rank = len(messages) > 1 or len(candidates) < len(ends)
+    return first.failure.to_error(with_rank=with_rank), first.failure.exit_code
 
 
-def _unreported_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
-    """Return the error for a rank that did not write one, with what other ranks observed (``seen``)."""
+def _error_of_unreported_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
+    """Return an error for a rank that wrote no failure, with the failure that other ranks reported (``seen``)."""
     what, fix = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
     if end.code < 0:
         name = _signal_name(-end.code)
         what, fix = f"rank {end.rank} on {end.host} was killed by {name}", FIXES.get(name, "")
     if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
         what += f", {doing[1]}"
-    if end.tail and -end.code not in ENDED_FROM_OUTSIDE:
+    if end.tail and -end.code not in EXTERNAL_SIGNALS:
         what += "\nlast lines of its log:\n" + "\n".join(end.tail)
     return DistributedError(what, where=end.log, fix=fix)
 
@@ -187,8 +192,8 @@ def _signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return the last non-blank lines of a log, without colour codes."""
+def last_log_lines(path: Path, max_lines: int = TAIL_LINES) -> tuple[str, ...]:
+    """Return at most ``max_lines`` last non-blank lines of a log, without colour codes."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -196,4 +201,4 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     except OSError:
         return ()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    return tuple(line.rstrip()[:300] for line in plain.splitlines() if line.strip())[-lines:]
+    return tuple(line.rstrip()[:300] for line in plain.splitlines() if line.strip())[-max_lines:]

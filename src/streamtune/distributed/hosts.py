@@ -1,4 +1,4 @@
-"""Host names, hostfiles, and the ports on which ranks find each other outside the process group.
+"""Host names, hostfiles, and the ports on which ranks connect to rank 0 outside the process group.
 
 A hostfile has DeepSpeed's format:
 
@@ -25,21 +25,21 @@ from pathlib import Path
 from streamtune.base.privacy import allow_rank_connections
 from streamtune.errors import ArgumentError
 
-SIDE_PORTS = 8
+NUM_RANK_0_PORTS = 8
 
 
 def free_port() -> int:
     """Return a free port, if possible outside the system's range for outgoing connections."""
-    for _ in range(100):  # random, so that two runs that start at the same time find different ports
+    for _ in range(100):  # random, so that two runs that start at the same time use different ports
         port = 25000 + secrets.randbelow(7000)
-        if is_free(port):
+        if is_port_free(port):
             return port
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
-def is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -50,20 +50,20 @@ def is_free(port: int) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens only at the address where other ranks reach rank 0 (on one machine, the loopback).
+    """Return a socket that listens only at the address of ``host`` (on one machine, the loopback).
 
-    If the address does not belong to this machine, as with network address translation, it listens on all interfaces.
+    If the address does not belong to this machine (network address translation), the socket listens on all interfaces.
 
     Raises:
-        OSError: The port is taken.
+        OSError: The port is in use.
     """
-    places: list[tuple[int, str]] = []
+    addresses: list[tuple[int, str]] = []
     with suppress(OSError), allow_rank_connections():
-        places += [
+        addresses += [
             (int(family), str(address[0]))
             for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[:1]
         ]
-    for family, address in [*places, (socket.AF_INET, "")]:
+    for family, address in [*addresses, (socket.AF_INET, "")]:
         server = socket.socket(family, socket.SOCK_STREAM)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -74,24 +74,25 @@ def listen_at(host: str, port: int) -> socket.socket:
             server.close()
             if not address or error.errno != errno.EADDRNOTAVAIL:
                 raise
-    raise AssertionError("the last place returns or raises")
+    raise AssertionError("the last address returns or raises")
 
 
-def side_ports(master_port: int) -> list[int]:
-    """Return ports derived from the process group's port, of which rank 0 uses the first free one.
+def rank_0_ports(master_port: int) -> list[int]:
+    """Return the ports of rank 0 outside the process group, derived from the process group's port.
 
-    Neighbouring ports give different results, so two runs on one machine rarely collide, and they notice it.
+    Rank 0 listens at the first free port. Neighbouring process-group ports have disjoint lists, so two runs on one
+    machine rarely try the same ports.
     """
-    first = master_port * SIDE_PORTS % 10000
-    return [15000 + (first + index) % 10000 for index in range(SIDE_PORTS)]
+    first = master_port * NUM_RANK_0_PORTS % 10000
+    return [15000 + (first + index) % 10000 for index in range(NUM_RANK_0_PORTS)]
 
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}"
-ADDRESS_6 = r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9_][A-Za-z0-9._-]{0,30})?"
-HOST = re.compile(f"{NAME}|{ADDRESS_6}")
+IPV6_ADDRESS = r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[A-Za-z0-9_][A-Za-z0-9._-]{0,30})?"
+HOST = re.compile(f"{NAME}|{IPV6_ADDRESS}")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
-SHOWN_LENGTH = 80
+MAX_SHOWN_CHARACTERS = 80
 
 
 def check_host(name: str, where: str, *, user: bool = False) -> None:
@@ -105,7 +106,7 @@ def check_host(name: str, where: str, *, user: bool = False) -> None:
     *users, host = name.split("@") if user else [name]
     if HOST.fullmatch(host) and all(USER.fullmatch(part) for part in users):
         return
-    shown = ascii(name if len(name) <= SHOWN_LENGTH else f"{name[:SHOWN_LENGTH]}...")
+    shown = ascii(name if len(name) <= MAX_SHOWN_CHARACTERS else f"{name[:MAX_SHOWN_CHARACTERS]}...")
     raise ArgumentError(
         f"{shown} is not a valid host name",
         where=where,
@@ -116,15 +117,15 @@ def check_host(name: str, where: str, *, user: bool = False) -> None:
 
 
 LINE = re.compile(r"(?P<name>\S+)(?:\s+slots=(?P<slots>-?[0-9]+))?")
-MOST_SLOTS = 1024
-"""Largest number of ranks on one machine; machines have up to 16 accelerators, and CPU ranks need a core each."""
-LONGEST_LINE = 1000
-MOST_BYTES = 1 << 20
+MAX_SLOTS = 1024
+"""Largest number of ranks on one machine: machines have up to 16 accelerators, and each CPU rank needs a core."""
+MAX_LINE_CHARACTERS = 1000
+MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and the number of ranks to start on it."""
+    """A machine, and the number of ranks that it can run."""
 
     name: str
     """Name for ssh: ``node-a``, ``user@10.0.0.1``."""
@@ -134,34 +135,34 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Name on the network, without the user."""
+        """Name or address on the network, without the user."""
         return self.name.rpartition("@")[2]
 
 
-def read_hostfile(path: Path, per_host: int | None = None) -> list[Host]:
+def read_hostfile(path: Path, ranks_per_host: int | None = None) -> list[Host]:
     """Return the hosts in a hostfile.
 
     Args:
         path: Path of the hostfile.
-        per_host: Number of ranks to start on each host; None: as many as its slots.
+        ranks_per_host: Number of ranks to start on each host; None: the host's slots.
 
     Raises:
-        ArgumentError: The file cannot be read, a line is invalid, or a host has fewer slots than ``per_host``; the
-            error names ``file:line``.
+        ArgumentError: The file cannot be read, a line is invalid, or a host has fewer slots than ``ranks_per_host``.
+            The error names ``file:line``.
     """
     text = _read_text(path)
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        said = line.partition("#")[0].strip()
-        if said:
-            hosts.append(_read_line(said, f"{path}:{number}", hosts, per_host))
+        content = line.partition("#")[0].strip()
+        if content:
+            hosts.append(_parse_line(content, f"{path}:{number}", hosts, ranks_per_host))
     if not hosts:
         raise ArgumentError("the hostfile has no host", where=str(path), fix="write a line `HOST slots=N` per host")
-    alone = next((host for host in hosts if host.address in LOOPBACK), None)
-    if alone is not None and len(hosts) > 1:
+    loopback_host = next((host for host in hosts if host.address in LOOPBACK), None)
+    if loopback_host is not None and len(hosts) > 1:
         raise ArgumentError(
-            f"'{alone.address}' means a different machine on every host",
-            where=alone.where,
+            f"'{loopback_host.address}' means a different machine on every host",
+            where=loopback_host.where,
             fix="use the name or address by which other hosts reach it",
         )
     return hosts
@@ -171,7 +172,7 @@ def _read_text(path: Path) -> str:
     """Return the text of a hostfile.
 
     Raises:
-        ArgumentError: It cannot be read, is too large or not UTF-8, or is a pipe or device, which may block.
+        ArgumentError: The file cannot be read, is too large or not UTF-8, or is a pipe or device, which may block.
     """
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
@@ -179,13 +180,13 @@ def _read_text(path: Path) -> str:
                 raise ArgumentError(
                     f"the hostfile {path} is a pipe or a device", where="--hostfile", fix="use a regular file"
                 )
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ArgumentError(f"the hostfile {_shorten(str(path))} cannot be read: {reason}", where="--hostfile",
                             fix="use a file with a line `HOST slots=N` for each host") from None  # fmt: skip
-    if len(data) > MOST_BYTES:
-        raise ArgumentError(f"the hostfile {path} is larger than {MOST_BYTES >> 20} MiB", where="--hostfile",
+    if len(data) > MAX_FILE_BYTES:
+        raise ArgumentError(f"the hostfile {path} is larger than {MAX_FILE_BYTES >> 20} MiB", where="--hostfile",
                             fix="use a file with a line `HOST slots=N` for each host")  # fmt: skip
     try:
         return data.decode("utf-8-sig")
@@ -199,29 +200,29 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _read_line(said: str, where: str, before: Sequence[Host], per_host: int | None) -> Host:
-    def refused(what: str, fix: str) -> ArgumentError:
+def _parse_line(content: str, where: str, previous_hosts: Sequence[Host], ranks_per_host: int | None) -> Host:
+    def line_error(what: str, fix: str) -> ArgumentError:
         return ArgumentError(what, where=where, fix=fix)
 
-    match = LINE.fullmatch(said) if len(said) <= LONGEST_LINE else None
-    if match is None or any(part.startswith("-") for part in match["name"].split("@")) or not said.isprintable():
-        raise refused(f"{_shorten(repr(said))} is not a valid hostfile line", "write `HOST slots=N`")
+    match = LINE.fullmatch(content) if len(content) <= MAX_LINE_CHARACTERS else None
+    if match is None or any(part.startswith("-") for part in match["name"].split("@")) or not content.isprintable():
+        raise line_error(f"{_shorten(repr(content))} is not a valid hostfile line", "write `HOST slots=N`")
     name, digits = match["name"], match["slots"]
     check_host(name, where, user=True)
     if digits is None:
-        raise refused(f"'{said}' lacks the number of ranks", f"write `{said} slots=N`")
-    slots = int(digits) if len(digits) <= 20 else MOST_SLOTS + 1
-    host = Host(name, slots if per_host is None else per_host, where)
-    if slots > MOST_SLOTS:
-        most = f"set the number of its devices, at most {MOST_SLOTS:,}"
-        raise refused(f"{name} has {_shorten(digits)} slots; at most {MOST_SLOTS:,} are allowed", most)
+        raise line_error(f"'{content}' lacks the number of ranks", f"write `{content} slots=N`")
+    slots = int(digits) if len(digits) <= 20 else MAX_SLOTS + 1
+    host = Host(name, slots if ranks_per_host is None else ranks_per_host, where)
+    if slots > MAX_SLOTS:
+        fix = f"set the number of its devices, at most {MAX_SLOTS:,}"
+        raise line_error(f"{name} has {_shorten(digits)} slots; at most {MAX_SLOTS:,} are allowed", fix)
     if slots < 1:
-        raise refused(f"{name} has {slots} slots, expected at least 1", "set at least 1, or delete the line")
+        raise line_error(f"{name} has {slots} slots, expected at least 1", "set at least 1, or delete the line")
     if host.slots > slots:
-        raise refused(
-            f"--nproc {per_host} exceeds the {slots} slots of {name}",
+        raise line_error(
+            f"--nproc {ranks_per_host} exceeds the {slots} slots of {name}",
             f"lower --nproc to {slots}, or raise the slots",
         )
-    if any(other.address == host.address for other in before):
-        raise refused(f"{name} occurs twice", "write one line with all its slots")
+    if any(other.address == host.address for other in previous_hosts):
+        raise line_error(f"{name} occurs twice", "write one line with all its slots")
     return host

@@ -25,14 +25,14 @@ from streamtune.base.safe_path import safe_environment
 from streamtune.base.streams import reader_is_gone
 from streamtune.distributed.environment import read_environment
 from streamtune.distributed.failure import RankEnd, first_failure
-from streamtune.distributed.hosts import MOST_SLOTS, Host, check_host, free_port, is_free, read_hostfile
+from streamtune.distributed.hosts import MAX_SLOTS, Host, check_host, free_port, is_port_free, read_hostfile
 from streamtune.distributed.local_ranks import LocalRanks, count_devices
 from streamtune.distributed.remote import HELLO_SECONDS, RemoteRanks, exported_variables
 from streamtune.errors import ArgumentError
 
 LAUNCH_OPTIONS = ("--nproc", "--hostfile")
-TOGETHER_SECONDS = 3.0
-"""Seconds after the first failure in which other ranks may notice it and write what they observed."""
+NOTICE_SECONDS = 3.0
+"""Seconds after the first failure in which other ranks may notice the failure and report it."""
 GRACE_SECONDS = 4.0
 """Seconds between SIGTERM and SIGKILL."""
 POLL_SECONDS = 0.03
@@ -56,7 +56,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
 
     Args:
         arguments: Arguments of the command; ``--nproc`` and ``--hostfile`` are removed from them.
-        nproc: Number of ranks on each host; None: as many as the hostfile says.
+        nproc: Number of ranks on each host; None: the host's slots in the hostfile, or 1 without a hostfile.
         hostfile: Path of the hostfile; None: only this machine.
         device: ``cpu``, ``cuda`` or ``auto``, as in the recipe.
 
@@ -75,9 +75,9 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
         )
     if nproc is not None and nproc < 1:
         raise ArgumentError(f"--nproc must be 1 or more, found {nproc}", where="--nproc", fix="set 1 or more")
-    if nproc is not None and nproc > MOST_SLOTS:
+    if nproc is not None and nproc > MAX_SLOTS:
         raise ArgumentError(
-            f"--nproc must be at most {MOST_SLOTS:,}, found {str(nproc)[:40]}",
+            f"--nproc must be at most {MAX_SLOTS:,}, found {str(nproc)[:40]}",
             where="--nproc",
             fix="set the number of devices of a machine",
         )
@@ -86,14 +86,14 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
     groups: list[RankGroup] = []
     with _Signals() as signals:
         try:
-            _start_ranks(hosts, ranks, device, groups, alone=hostfile is None)
+            _start_ranks(hosts, ranks, device, groups, single_machine=hostfile is None)
             signals.started = True
             ends = _wait_for_ends(groups, signals)
         finally:
             for group in groups:
                 group.close()
     if signals.first is not None:
-        ends = _drop_echoes(ends)
+        ends = _count_caused_errors_as_stops(ends)
     if (failed := first_failure(ends)) is not None:
         error, code = failed
         error.exit_code = code
@@ -104,9 +104,9 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
     return codes.get(0, 0) or next((code for code in codes.values() if code), 0)
 
 
-def _drop_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return the ends of ranks; if some were stopped on request, errors that this caused in others count as stops."""
-    if not any(end.stopped for end in ends):
+def _count_caused_errors_as_stops(ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """Return the ends; if a rank was stopped on request, errors that the stop caused in other ranks become stops."""
+    if not any(end.was_stopped for end in ends):
         return list(ends)
     kinds = ("DistributedError", "StreamTuneError")
     return [
@@ -119,7 +119,7 @@ def _drop_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command without ``--nproc`` and ``--hostfile``."""
-    kept: list[str] = []
+    remaining: list[str] = []
     skip = False
     for argument in arguments:
         if skip:
@@ -127,27 +127,27 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
         elif argument in LAUNCH_OPTIONS:
             skip = True
         elif not argument.startswith(tuple(f"{option}=" for option in LAUNCH_OPTIONS)):
-            kept.append(argument)
-    return kept
+            remaining.append(argument)
+    return remaining
 
 
 def _start_ranks(
-    hosts: Sequence[Host], arguments: Sequence[str], device: str, groups: list[Any], *, alone: bool
+    hosts: Sequence[Host], arguments: Sequence[str], device: str, groups: list[Any], *, single_machine: bool
 ) -> None:
     """Start all ranks of all hosts and append them to ``groups``.
 
     Ranks are started after all remote hosts have answered.
     """
     remotes: dict[str, RemoteRanks] = {}
-    is_here = [alone or _is_this_machine(host) for host in hosts]
-    for host, here in zip(hosts, is_here, strict=True):
-        if here:
+    is_local = [single_machine or _is_this_machine(host) for host in hosts]
+    for host, local in zip(hosts, is_local, strict=True):
+        if local:
             _check_devices(host, count_devices() if device != "cpu" else 0)
         else:
             remotes[host.name] = RemoteRanks(host)
             groups.append(remotes[host.name])
-    until = time.monotonic() + HELLO_SECONDS
-    hellos = {host.name: remotes[host.name].hello(until) for host in hosts if host.name in remotes}
+    deadline = time.monotonic() + HELLO_SECONDS
+    hellos = {host.name: remotes[host.name].wait_for_hello(deadline) for host in hosts if host.name in remotes}
     for host in hosts:
         if host.name in hellos:
             _check_devices(host, hellos[host.name]["devices"] if device != "cpu" else 0)
@@ -156,15 +156,17 @@ def _start_ranks(
     environment = {
         "WORLD_SIZE": str(sum(host.slots for host in hosts)),
         "MASTER_ADDR": master,
-        "MASTER_PORT": str(_choose_port(here=is_here[0], free_there=hellos.get(hosts[0].name, {}).get("port"))),
+        "MASTER_PORT": str(
+            _choose_port(is_local=is_local[0], remote_free_port=hellos.get(hosts[0].name, {}).get("port"))
+        ),
         "STREAMTUNE_RUN_ID": secrets.token_hex(16),
     }
     first_rank = 0
-    for host, here in zip(hosts, is_here, strict=True):
-        if here:
+    for host, local in zip(hosts, is_local, strict=True):
+        if local:
             command = [sys.executable, "-P", "-m", "streamtune", *arguments]
-            name = socket.gethostname() if alone else host.address
-            with interrupts.block_signals():  # until they are in `groups` and can be ended
+            name = socket.gethostname() if single_machine else host.address
+            with interrupts.block_signals():  # until the ranks are in `groups` and can be ended
                 groups.append(LocalRanks(command, first_rank, host.slots, {**safe_environment(), **environment}, name))
         else:
             remotes[host.name].start(arguments, first_rank, host.slots, {**exported_variables(), **environment})
@@ -172,7 +174,7 @@ def _start_ranks(
 
 
 def _is_this_machine(host: Host) -> bool:
-    """Return True if the host's address belongs to this machine, so that a socket can be bound to it."""
+    """Return True if a socket can be bound to the host's address, so the address belongs to this machine."""
     if "@" in host.name:
         return False
     try:
@@ -197,26 +199,26 @@ def _check_devices(host: Host, devices: int) -> None:
         )
 
 
-def _choose_port(*, here: bool, free_there: int | None) -> int:
-    """Return rank 0's port: ``MASTER_PORT``, or a free one."""
-    asked = os.environ.get("MASTER_PORT")
-    if not asked:
-        return free_port() if here or free_there is None else free_there
-    if not asked.isdecimal() or not 0 < int(asked) < 65536:
-        raise ArgumentError(f"'{asked}' is not a port", where="MASTER_PORT", fix="unset it to use a free port")
-    if here and not is_free(int(asked)):
+def _choose_port(*, is_local: bool, remote_free_port: int | None) -> int:
+    """Return the port of the process group on rank 0's machine: ``MASTER_PORT``, or a free port."""
+    requested_port = os.environ.get("MASTER_PORT")
+    if not requested_port:
+        return free_port() if is_local or remote_free_port is None else remote_free_port
+    if not requested_port.isdecimal() or not 0 < int(requested_port) < 65536:
+        raise ArgumentError(f"'{requested_port}' is not a port", where="MASTER_PORT", fix="unset it to use a free port")
+    if is_local and not is_port_free(int(requested_port)):
         raise ArgumentError(
-            f"port {asked} is in use by another program",
+            f"port {requested_port} is in use by another program",
             where="MASTER_PORT",
-            fix=f"unset it to use a free port, or find the program: `ss -ltnp 'sport = :{asked}'`",
+            fix=f"unset it to use a free port, or find the program: `ss -ltnp 'sport = :{requested_port}'`",
         )
-    return int(asked)
+    return int(requested_port)
 
 
 def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
-    """Wait until all ranks have ended, and return their ends; after a failure, end the remaining ranks."""
+    """Wait until all ranks have ended, and return how each ended; after a failure, end the remaining ranks."""
     ends: list[RankEnd] = []
-    num_passed = 0
+    num_forwarded = 0
     terminate_at = kill_at = None
     while True:
         for group in groups:
@@ -224,22 +226,22 @@ def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankE
         if not any(group.running for group in groups):
             return ends
         now = time.monotonic()
-        if reader_is_gone() and signals.first is None:  # a remote rank 0 does not notice it; its output comes here
-            signals.ask(signal.SIGTERM)
-        for signum in signals.take():
-            _send(groups, signum)
-            num_passed += 1
-            if num_passed == 2:  # a second signal makes the ranks quit at once
+        if reader_is_gone() and signals.first is None:  # a remote rank 0 does not notice that the reader is gone
+            signals.request(signal.SIGTERM)
+        for signum in signals.take_pending():
+            _send_to_all(groups, signum)
+            num_forwarded += 1
+            if num_forwarded == 2:  # a second signal makes the ranks quit at once
                 kill_at = now + 1.0
-        if kill_at is None and num_passed and any(end.stopped for end in ends):
-            # All ranks stop at the same step, but one that waits in a library does not notice that others have ended.
-            kill_at = now + TOGETHER_SECONDS
-        if terminate_at is None and any(end.code != 0 and not end.stopped for end in ends):
-            terminate_at = now + TOGETHER_SECONDS
+        if kill_at is None and num_forwarded and any(end.was_stopped for end in ends):
+            # All ranks stop at the same step, but a rank that waits in a library does not notice that others ended.
+            kill_at = now + NOTICE_SECONDS
+        if terminate_at is None and any(end.code != 0 and not end.was_stopped for end in ends):
+            terminate_at = now + NOTICE_SECONDS
             kill_at = kill_at or terminate_at + GRACE_SECONDS
         if terminate_at is not None and now >= terminate_at:
             terminate_at = float("inf")
-            _send(groups, signal.SIGTERM)
+            _send_to_all(groups, signal.SIGTERM)
         if kill_at is not None and now >= kill_at:
             kill_at = now + GRACE_SECONDS
             for group in groups:
@@ -247,19 +249,19 @@ def _wait_for_ends(groups: Sequence[RankGroup], signals: _Signals) -> list[RankE
         time.sleep(POLL_SECONDS)
 
 
-def _send(groups: Sequence[RankGroup], signum: int) -> None:
+def _send_to_all(groups: Sequence[RankGroup], signum: int) -> None:
     for group in groups:
         group.send(signum)
 
 
 class _Signals:
-    """Context manager that records signals for :func:`_wait_for_ends`, which passes them on to every rank."""
+    """Context manager that records signals for :func:`_wait_for_ends`, which sends the signals to every rank."""
 
     def __init__(self) -> None:
         self.started = False
-        """True if ranks have been started; before, a signal interrupts the start."""
+        """True if all ranks have been started; until then a signal interrupts the start."""
         self.first: int | None = None
-        """First signal that was passed on, SIGINT or SIGTERM; None if there was none."""
+        """First signal that is sent to the ranks, SIGINT or SIGTERM; None without a signal."""
         self._pending: list[int] = []
         self._previous: dict[int, Any] = {}
         self._entered = ExitStack()
@@ -268,7 +270,7 @@ class _Signals:
         self._entered.enter_context(interrupts.use_other_handlers())
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if not interrupts.is_ignored(signum):
-                self._previous[signum] = signal.signal(signum, self._record)
+                self._previous[signum] = signal.signal(signum, self._handle_signal)
         # Ctrl-Z would suspend only the launcher: local ranks would continue, and remote ranks would end.
         self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         return self
@@ -278,21 +280,21 @@ class _Signals:
             signal.signal(signum, handler)
         self._entered.close()
 
-    def take(self) -> list[int]:
+    def take_pending(self) -> list[int]:
         return [self._pending.pop(0) for _ in range(len(self._pending))]
 
-    def ask(self, signum: int) -> None:
+    def request(self, signum: int) -> None:
         self.first = self.first or signum
         self._pending.append(signum)
 
-    def _record(self, signum: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signum: int, frame: FrameType | None) -> None:
         if not self.started:
-            before = self._previous[signum]
-            if callable(before):
-                before(signum, frame)
+            previous = self._previous[signum]
+            if callable(previous):
+                previous(signum, frame)
             raise KeyboardInterrupt
         interrupts.record_handled()
         if signum != signal.SIGHUP:
-            self.ask(signum)
+            self.request(signum)
         elif self.first is None:  # a closing terminal sends it several times, so it never counts as the second signal
-            self.ask(signal.SIGTERM)
+            self.request(signal.SIGTERM)

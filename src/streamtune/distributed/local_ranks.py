@@ -1,7 +1,7 @@
-"""Start, watch and end the ranks of one machine as processes, without leaving any behind.
+"""Start, watch and end the ranks of one machine as processes, so that no process remains.
 
-Each rank has its own process group. So Ctrl-C in a terminal reaches only the launcher, which passes it on once, and
-processes that a rank has started end with it. If the launcher dies, the kernel ends its ranks.
+Each rank has its own process group. So Ctrl-C in a terminal reaches only the launcher, which sends the signal to each
+rank once. Processes that a rank has started end with the rank. If the launcher dies, the kernel ends its ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO
 
 from streamtune.base.interrupts import block_signals, remove_on_signal
 from streamtune.distributed.environment import RankEnvironment, usable_cpus
-from streamtune.distributed.failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
+from streamtune.distributed.failure import ERROR_FILE_VARIABLE, RankEnd, last_log_lines, read_failure
 from streamtune.errors import ArgumentError
 
 PARENT_VARIABLE = "STREAMTUNE_LAUNCHER_PID"
@@ -42,7 +42,7 @@ class LocalRanks:
         count: Number of ranks on this machine.
         environment: Variables, with ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
         host: Name of this machine in messages.
-        main_output: Standard output and error of rank 0; None: as this process.
+        main_output: Standard output and error of rank 0; None: the same as of this process.
 
     Raises:
         ArgumentError: A process cannot be started.
@@ -61,22 +61,24 @@ class LocalRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="streamtune-ranks-")
         remove_on_signal(self._folder.name)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._sent: list[int] = []
+        self._sent_signals: list[int] = []
         try:
             with block_signals():  # a rank that gets a signal before it has handlers would show a traceback
                 for local_rank in range(count):
                     rank = first_rank + local_rank
-                    variables = self._environment(environment, rank, local_rank, count)
-                    self._running[rank] = self._start(command, rank, variables, main_output)
+                    variables = self._rank_variables(environment, rank, local_rank, count)
+                    self._running[rank] = self._start_process(command, rank, variables, main_output)
         except OSError as error:
             self.kill()
             raise ArgumentError(f"cannot start the ranks: {error}") from None
 
-    def _environment(self, given: Mapping[str, str], rank: int, local_rank: int, count: int) -> dict[str, str]:
+    def _rank_variables(
+        self, common_variables: Mapping[str, str], rank: int, local_rank: int, count: int
+    ) -> dict[str, str]:
         threads = str(max(1, usable_cpus() // count))
         return {
             "OMP_NUM_THREADS": threads,
-            **given,
+            **common_variables,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(count),
@@ -86,7 +88,7 @@ class LocalRanks:
             LOG_FILE_VARIABLE: str(self._log_file(rank)),
         }
 
-    def _start(
+    def _start_process(
         self,
         command: Sequence[str],
         rank: int,
@@ -113,10 +115,10 @@ class LocalRanks:
         return self._running[rank]
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that have ended since the last call; processes that they left running are killed."""
+        """Return how ranks have ended since the last call; kill processes that an ended rank left running."""
         ends = []
         for rank, process in list(self._running.items()):
-            # WNOWAIT does not reap it, so its process id still names its process group.
+            # WNOWAIT does not reap the process, so the process id still names the process group.
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             with suppress(ProcessLookupError, PermissionError):
@@ -125,26 +127,28 @@ class LocalRanks:
             del self._running[rank]
             log = self._log_file(rank)
             failure = read_failure(self._error_file(rank))
-            tail = log_tail(log) if code != 0 and failure is None else ()
-            kept = str(log.resolve()) if log.is_symlink() else ""
-            ends.append(RankEnd(rank, self.host, code, failure, tail, kept, sent=tuple(self._sent)))
+            tail = last_log_lines(log) if code != 0 and failure is None else ()
+            moved_log = str(log.resolve()) if log.is_symlink() else ""
+            ends.append(
+                RankEnd(rank, self.host, code, failure, tail, moved_log, sent_signals=tuple(self._sent_signals))
+            )
         return ends
 
     def send(self, signum: int) -> None:
-        self._sent.append(signum)
+        self._sent_signals.append(signum)
         for process in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(signum)
 
     def kill(self) -> None:
-        """Kill every rank and all processes that it has started."""
-        self._sent.append(signal.SIGKILL)
+        """Kill every rank and all processes that the ranks have started."""
+        self._sent_signals.append(signal.SIGKILL)
         for process in self._running.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> list[RankEnd]:
-        """Kill all running ranks, wait for them, remove temporary files, and return the ends."""
+        """Kill all running ranks, wait at most 10 s, remove temporary files, and return how the ranks ended."""
         self.kill()
         ends: list[RankEnd] = []
         deadline = time.monotonic() + 10
@@ -156,14 +160,14 @@ class LocalRanks:
 
 
 def die_with_launcher() -> None:
-    """Ask the kernel to kill this process, if it is a rank, when its launcher ends for any reason."""
+    """Let the kernel kill this process when its launcher ends for any reason; no-op if this process is not a rank."""
     launcher = os.environ.pop(PARENT_VARIABLE, None)
     if launcher is None or sys.platform != "linux":
         return
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it ended before the call above
+    if os.getppid() != int(launcher):  # the launcher ended before the call above
         os._exit(128 + signal.SIGKILL)
 
 
@@ -181,55 +185,55 @@ def count_devices() -> int:
     return count.value
 
 
-def log_path(directory: Path, rank: int) -> Path:
+def rank_log_path(directory: Path, rank: int) -> Path:
     return directory / "logs" / f"rank-{rank:04d}.log"
 
 
-def leave_terminal(environment: RankEnvironment) -> int | None:
-    """Redirect the output of a rank other than 0 to a temporary file, unless ``streamtune --nproc`` has done so.
+def redirect_rank_output(environment: RankEnvironment) -> int | None:
+    """Redirect the output of a rank other than 0 to a temporary log; no-op if ``streamtune --nproc`` has done so.
 
     Returns:
         A file descriptor of the previous standard error; None if nothing was redirected.
     """
     if environment.is_main or os.environ.get(LOG_FILE_VARIABLE):
         return None
-    handle, name = tempfile.mkstemp(prefix=f"streamtune-rank-{environment.rank:04d}-", suffix=".log")
+    descriptor, name = tempfile.mkstemp(prefix=f"streamtune-rank-{environment.rank:04d}-", suffix=".log")
     os.environ[LOG_FILE_VARIABLE] = name
     atexit.register(Path(name).unlink, missing_ok=True)
-    before = os.dup(2)
-    _redirect_output(handle)
-    return before
+    previous_stderr = os.dup(2)
+    _redirect_output(descriptor)
+    return previous_stderr
 
 
-def keep_log(directory: Path, environment: RankEnvironment) -> None:
-    """Move the log of a rank other than 0 into the run directory, where it continues.
+def move_log_to_run(directory: Path, environment: RankEnvironment) -> None:
+    """Move the log of a rank other than 0 into the run directory, and write further output there.
 
-    If it cannot be moved, it continues in its present file.
+    If the log cannot be moved, output continues in the present file.
     """
     current = os.environ.get(LOG_FILE_VARIABLE)
     if environment.is_main or not current or Path(current).is_symlink():
         return
-    target, source = log_path(directory, environment.rank), Path(current)
+    target, source = rank_log_path(directory, environment.rank), Path(current)
     with suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.parent.is_symlink():
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-        handle = os.open(target, flags, 0o644)
+        descriptor = os.open(target, flags, 0o644)
         sys.stdout.flush()
         sys.stderr.flush()
-        with source.open("rb") as written, os.fdopen(os.dup(handle), "ab") as kept:
-            shutil.copyfileobj(written, kept)
-        _redirect_output(handle)
+        with source.open("rb") as old_log, os.fdopen(os.dup(descriptor), "ab") as new_log:
+            shutil.copyfileobj(old_log, new_log)
+        _redirect_output(descriptor)
         source.unlink()
         if os.environ.get(ERROR_FILE_VARIABLE):  # the launcher reads the last lines at the old path
             source.symlink_to(target.resolve())
 
 
-def _redirect_output(handle: int) -> None:
-    """Redirect standard output and error to the file descriptor ``handle``, and close ``handle``."""
+def _redirect_output(descriptor: int) -> None:
+    """Redirect standard output and error to the file descriptor ``descriptor``, and close ``descriptor``."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.close(handle)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,12 +1,12 @@
 """Train several ranks with PyTorch: the process group, sharded loading of weights, DDP and FSDP2.
 
-One group uses gloo for CPU tensors and NCCL for tensors of an accelerator, so that messages of the training loop never
-wait for a kernel. A process joins the group before the model is made, and leaves it before it ends.
+The process group uses gloo for CPU tensors and NCCL for CUDA tensors, so that messages of the training loop never wait
+for a kernel. A process joins the group before the model is created, and leaves the group before the process ends.
 
 DDP keeps the whole model and optimizer on every rank and averages gradients once per step. FSDP2 shards weights,
-gradients and optimizer by decoder layer. ``fully_shard`` puts hooks around a decoder layer's call, and the streamed
-layer's autograd node runs inside that call. So a layer is gathered once for the forward and once for the backward, and
-its gradient is reduced once, for any number of chunks.
+gradients and optimizer state by decoder layer. ``fully_shard`` puts hooks around a decoder layer's call, and the
+streamed layer's autograd node runs inside this call. So a layer's weights are gathered once for the forward and once
+for the backward, and the layer's gradient is reduced once, for any number of chunks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from streamtune.optim import pack_number, unpack_number
 from streamtune.train.backend import TorchBackend
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
-PATIENCE = timedelta(hours=2)
-"""Timeout of a collective: how long a rank may compute. Dead ranks are noticed by the watchdog."""
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Timeout of a collective: the longest time that a rank may compute. The watchdog notices dead ranks earlier."""
 
 
-def join(device: torch.device) -> None:
-    """Join the default process group, as the variables ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` say.
+def join_process_group(device: torch.device) -> None:
+    """Join the default process group, from ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR``; no-op if already joined.
 
     Raises:
         DistributedError: Rank 0 cannot listen at ``MASTER_PORT``.
@@ -57,50 +57,55 @@ def join(device: torch.device) -> None:
         environment.choose_interface()
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        timeout=PATIENCE,
-        store=_store(environment),
+        timeout=COLLECTIVE_TIMEOUT,
+        store=_make_store(environment),
         rank=environment.rank,
         world_size=environment.world_size,
         device_id=device if cuda else None,
     )
 
 
-def _store(environment: RankEnvironment) -> Store:
+def _make_store(environment: RankEnvironment) -> Store:
     """Return the store with the ranks' addresses: a server in rank 0 that listens only at the address of rank 0.
 
-    PyTorch's own server would listen on all interfaces. The store has no authentication. So keys begin with a hash that
-    only the ranks of a run know; runs that connect to each other by mistake do not mix.
+    PyTorch's own server would listen on all interfaces. The store has no authentication. So keys begin with a hash of
+    the run's id; runs that connect to each other by mistake do not read each other's keys.
 
     Raises:
-        DistributedError: The port is taken, or listening fails.
+        DistributedError: The port is in use, or listening fails.
     """
     if environment.world_size == 1:
         return HashStore()
     host, port = environment.master_addr, environment.master_port
     # torchrun has already started a server, to which its ranks connect.
-    serves = environment.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    starts_server = environment.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     descriptor = None
-    if serves:
+    if starts_server:
         try:
             descriptor = listen_at(host, port).detach()
         except OSError as error:
-            why = "another program uses it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+            reason = "another program uses it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
             raise DistributedError(
-                f"rank 0 on {environment.host} cannot listen at port {port} of {host}: {why}",
+                f"rank 0 on {environment.host} cannot listen at port {port} of {host}: {reason}",
                 where="MASTER_PORT",
                 fix=f"unset it to use a free port, or find the program: `ss -ltnp 'sport = :{port}'`",
             ) from None
     server = TCPStore(
-        host, port, is_master=serves, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=descriptor
+        host,
+        port,
+        is_master=starts_server,
+        timeout=COLLECTIVE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
     )
     prefix = hashlib.sha256(f"{environment.run_id}/store".encode()).hexdigest()[:32]
     return PrefixStore(prefix, server)
 
 
 def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
-    """Return the process group of the consecutive ranks that share this rank's sequences; None if none do.
+    """Return the process group of the consecutive ranks that share this rank's sequences; None for size 1.
 
-    Called by all ranks.
+    All ranks call it.
     """
     if sequence_size == 1:
         return None
@@ -111,8 +116,8 @@ def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
     return groups[rank // sequence_size]
 
 
-def leave() -> None:
-    """Leave the process group when all ranks are done; its threads could abort a process that ends without this."""
+def leave_process_group() -> None:
+    """Destroy the process group when all ranks are done, because its threads can abort a process that ends."""
     if not distributed.is_initialized():
         return
     gc.collect()
@@ -121,7 +126,7 @@ def leave() -> None:
 
 
 class LayerSource(Protocol):
-    """A source of weights that are not loaded yet, as ``streamtune.models.Deferred``."""
+    """Source of weights that are not loaded yet, such as ``streamtune.models.Deferred``."""
 
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
         """Return the names of a module's parameters that this source loads."""
@@ -132,7 +137,7 @@ class LayerSource(Protocol):
         ...
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return a parameter that has the shape and dtype of the one to load."""
+        """Return a parameter with the shape and dtype of the parameter to load."""
         ...
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -148,44 +153,44 @@ class LayerSource(Protocol):
         ...
 
 
-def fill(
+def load_sharded_weights(
     model: nn.Module,
     layers: Iterable[nn.Module],
     source: LayerSource,
     *,
     device: torch.device,
-    main: Callable[[Callable[[], Any]], Any],
-    share: Callable[[nn.Module], None],
+    run_on_rank_0: Callable[[Callable[[], Any]], Any],
+    shard: Callable[[nn.Module], None],
 ) -> None:
     """Load the weights of ``model`` layer by layer, sharded over the ranks.
 
-    Decoder layers are loaded one by one, then the other modules that have weights. Rank 0 reads or draws the weights,
-    and the other ranks allocate tensors. Then ``share`` distributes them, and each rank keeps its shard. So a rank
-    holds on ``device`` its shard of the loaded layers and one whole layer.
+    Decoder layers are loaded one by one, then the other modules that have weights. Rank 0 reads or initialises the
+    weights, and the other ranks allocate tensors. Then ``shard`` distributes the weights, and each rank keeps its
+    shard. So ``device`` contains at most the rank's shards of loaded layers and one whole layer.
 
     Args:
-        model: Model on ``meta``, with buffers on the CPU.
+        model: Model on the ``meta`` device, with buffers on the CPU.
         layers: Decoder layers of the model.
         source: Source of the weights.
         device: Device of this rank.
-        main: Function that calls another on rank 0 and raises its error on all ranks.
-        share: Function that shards a module, called by all ranks; the module has weights on rank 0 and uninitialised
-            tensors on the others.
+        run_on_rank_0: Function that calls another function on rank 0 and raises its error on all ranks.
+        shard: Function that shards a module, called by all ranks; the module has weights on rank 0 and uninitialised
+            tensors on other ranks.
     """
     layers = list(layers)
-    inside = {id(module) for layer in layers for module in layer.modules()}
+    module_ids_in_layers = {id(module) for layer in layers for module in layer.modules()}
     # In reverse order, so that a module comes after its children.
-    others = [module for module in reversed(list(model.modules())) if id(module) not in inside]
+    other_modules = [module for module in reversed(list(model.modules())) if id(module) not in module_ids_in_layers]
     for module, names in (
         *((layer, source.names_in(layer)) for layer in layers),
-        *((module, source.names_in(module, recurse=False)) for module in others),
+        *((module, source.names_in(module, recurse=False)) for module in other_modules),
     ):
-        _place(source, [name for name in names if source.awaits(name)], device, main)
+        _load_parameters(source, [name for name in names if source.awaits(name)], device, run_on_rank_0)
         if names:
-            _move(module, device)
-            share(module)
+            _move_unsharded(module, device)
+            shard(module)
     source.close()
-    _move(model, device)
+    _move_unsharded(model, device)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -193,37 +198,37 @@ def fill(
                 distributed.broadcast(moved, 0)
 
 
-def _place(
-    source: LayerSource, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]
+def _load_parameters(
+    source: LayerSource, names: list[str], device: torch.device, run_on_rank_0: Callable[[Callable[[], Any]], Any]
 ) -> None:
     """Set parameters to their values on rank 0, and to uninitialised tensors on the other ranks."""
     values_by_name: dict[str, Tensor] = {}
-    main(lambda: values_by_name.update(source.read(names)))
+    run_on_rank_0(lambda: values_by_name.update(source.read(names)))
     for name in names:
-        like = source.parameter(name)
+        parameter = source.parameter(name)
         values = (
-            values_by_name.pop(name).to(like.dtype)
+            values_by_name.pop(name).to(parameter.dtype)
             if distributed.get_rank() == 0
-            else torch.empty_like(like, device="cpu")
+            else torch.empty_like(parameter, device="cpu")
         )
         source.place(name, values.detach().to(device))
 
 
-def _move(module: nn.Module, device: torch.device) -> None:
+def _move_unsharded(module: nn.Module, device: torch.device) -> None:
     """Move parameters that are loaded but not sharded, such as adapters, to ``device``."""
     for parameter in module.parameters():
-        shared = hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
-        if not shared and parameter.device.type not in (device.type, "meta"):
+        sharded = hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
+        if not sharded and parameter.device.type not in (device.type, "meta"):
             parameter.data = parameter.data.to(device)
 
 
 class DdpBackend(TorchBackend):
-    """A backend with PyTorch's ``DistributedDataParallel``; the streamed module is equal on every rank."""
+    """Training backend with PyTorch's ``DistributedDataParallel``; the streamed module is equal on every rank."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
         device = next(module.parameters()).device
-        # Each rank packs these from the same weights; DDP cannot broadcast them.
+        # Each rank packs these parameters from the same weights; DDP cannot broadcast them.
         packed = [name for name, p in module.named_parameters() if type(p).__name__ == "PackedExperts"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, packed)
         self.engine = DistributedDataParallel(
@@ -243,21 +248,21 @@ class DdpBackend(TorchBackend):
         (loss * self.size).backward()
 
     def slices(self) -> Iterator[Slice]:
-        """Yield the optimizer state that this rank saves; all ranks have the state, and each saves some parameters."""
+        """Yield the optimizer state of the parameters that this rank saves; all ranks have the whole state."""
         return share_out_whole(self.optimizer_tensors(), distributed.get_rank(), self.size)
 
 
-def _offset(parameter: Tensor) -> int:
+def _shard_offset(parameter: Tensor) -> int:
     """Return the offset of this rank's rows in the flattened parameter."""
     assert isinstance(parameter, DTensor)
     _, first = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return int(first[0]) * math.prod(parameter.shape[1:])
 
 
-def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Broadcast rank 0's weights of a module; if it is a decoder layer, each rank keeps only its shard.
+def shard_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Broadcast rank 0's weights of a module; if the module is a decoder layer, each rank keeps only its shard.
 
-    Modules outside the layers are one FSDP group, which :class:`FsdpBackend` shards after all of it is loaded.
+    Modules outside the layers are one FSDP group, which :class:`FsdpBackend` shards after all modules are loaded.
     """
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
@@ -266,23 +271,23 @@ def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
         fully_shard(module)
 
 
-def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield parameter names with the full tensor on rank 0 and None on the other ranks, which must iterate too.
+def gather_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield each parameter's name, with the full tensor on rank 0 and None on other ranks; all ranks must iterate.
 
     Args:
         model: Model sharded by FSDP2.
-        names: Names of the parameters; None: all.
+        names: Names of the parameters; None: all parameters.
     """
     model.reshard()  # weights stay gathered after a forward without backward
     for name, parameter in model.named_parameters():
         if names is None or name in names:
             values: Any = parameter.detach()
-            whole = values.full_tensor() if isinstance(values, DTensor) else values
-            yield name, whole.cpu() if distributed.get_rank() == 0 else None
+            full_weight = values.full_tensor() if isinstance(values, DTensor) else values
+            yield name, full_weight.cpu() if distributed.get_rank() == 0 else None
 
 
 class FsdpBackend(TorchBackend):
-    """A backend with FSDP2 over all ranks.
+    """Training backend with FSDP2 over all ranks.
 
     Args:
         module: Streamed model, equal on every rank.
@@ -296,14 +301,14 @@ class FsdpBackend(TorchBackend):
         self, module: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer], layers: Iterable[nn.Module]
     ) -> None:
         for layer in layers:
-            if not isinstance(layer, FSDPModule):  # its weights may be sharded already
+            if not isinstance(layer, FSDPModule):  # sharded layer by layer, if the weights were loaded by layer
                 fully_shard(layer)
         fully_shard(module)
         super().__init__(module, make_optimizer(module))
         self.size = distributed.get_world_size()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward; gradients are reduced in every micro-batch, because whole gradients may not fit."""
+        """Run the backward; gradients are reduced in every micro-batch, because unsharded gradients may not fit."""
         (loss * self.size).backward()
 
     def _number(self, norm: Tensor) -> float:
@@ -313,11 +318,11 @@ class FsdpBackend(TorchBackend):
         return (p.to_local() if isinstance(p, DTensor) else p for p in super().stepped())
 
     def slices(self) -> Iterator[Slice]:
-        self.module.reshard()  # after a forward without backward weights stay gathered
+        self.module.reshard()  # weights stay gathered after a forward without backward
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, DTensor):
-                    yield Slice(name, key, tuple(value.shape), _offset(parameter), value.to_local().reshape(-1))
+                    yield Slice(name, key, tuple(value.shape), _shard_offset(parameter), value.to_local().reshape(-1))
                 elif distributed.get_rank() == 0 and value is not None:  # a step count
                     count = value if isinstance(value, Tensor) else pack_number(value)
                     yield Slice(name, key, (), 0, count.reshape(1))
@@ -332,20 +337,20 @@ class FsdpBackend(TorchBackend):
                     fused = self.optimizer.defaults.get("fused")
                     count = unpack_number(saved.read(name, key, 0, 1).reshape(()))
                     state[key] = count.to(parameter.device if fused else "cpu") if isinstance(count, Tensor) else count
-                elif key != MASTER:  # weights are fp32 here, or have no master weights
+                elif key != MASTER:  # with FSDP2, weights are fp32 or have no master weights
                     state[key] = torch.zeros_like(parameter, requires_grad=False)
                     local = state[key].to_local()
                     if local.numel():
-                        values = saved.read(name, key, _offset(parameter), local.numel())
+                        values = saved.read(name, key, _shard_offset(parameter), local.numel())
                         local.copy_(values.reshape(local.shape))
             self.optimizer.state[parameter] = state
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        return whole_weights(self.module, names)
+        return gather_weights(self.module, names)
 
     @contextmanager
     def called_directly(self) -> Iterator[None]:
-        """Context manager: weights outside the decoder layers are gathered, as in a call of the model."""
+        """Context manager that gathers the weights outside the decoder layers, as a call of the model does."""
         self.module.unshard()
         try:
             yield

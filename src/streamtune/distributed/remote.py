@@ -1,4 +1,4 @@
-"""Start, watch and end the ranks of another machine over ssh; ``local_ranks`` does the same on this machine."""
+"""Start, watch and end the ranks of another machine over ssh; ``local_ranks`` is the counterpart for this machine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SSH = (
     "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
     "-o LogLevel=ERROR --"
 )
-"""Command to which the host is appended; ``--`` ends the options."""
+"""Command to which the host and a shell command line are appended; ``--`` ends the options of ssh."""
 SSH_VARIABLE = "STREAMTUNE_SSH"
 """Variable with another command, to which the host and a shell command line are appended."""
 AGENT = "streamtune.distributed.agent"
-"""Module that is started on other machines. Nothing imports it here, so that ``python -m`` loads it once."""
+"""Module that is started on other machines. This package does not import it, so that ``python -m`` loads it once."""
 
 PING_SECONDS = 2.0
-"""Seconds between two messages to an agent, which ends its ranks if no message arrives."""
+"""Seconds between two messages to an agent; an agent ends its ranks if no message arrives."""
 HELLO_SECONDS = 25.0
 STARTUP_VARIABLES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Variables that Python needs at its start; they are part of the command, while others are sent to the agent."""
+"""Variables that Python needs at its start. They are part of the command; other variables are sent to the agent."""
 EXPORTED_PREFIXES = (
     "CUDA_DEVICE", "CUDA_LAUNCH", "CUBLAS_", "DEEPSPEED_", "DS_", "FI_", "GLOO_", "HF_", "HUGGING", "KMP_", "LANG",
     "LC_", "MKL_", "NCCL_", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "OMP_", "PYTHON", "PYTORCH_", "STREAMTUNE_",
@@ -45,12 +45,12 @@ EXPORTED_PREFIXES = (
 
 
 def exported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that are passed to ranks on other machines: library settings, not the login's variables."""
-    more = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
+    """Return the variables that are passed to ranks on other machines: library settings, by name or prefix."""
+    additional_names = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
     return {
         name: value
         for name, value in safe_environment(environ).items()
-        if name in STARTUP_VARIABLES or name in more or name.upper().startswith(EXPORTED_PREFIXES)
+        if name in STARTUP_VARIABLES or name in additional_names or name.upper().startswith(EXPORTED_PREFIXES)
     }
 
 
@@ -69,13 +69,13 @@ class RemoteRanks:
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._error_lines: list[str] = []
         self._running: set[int] = set()
-        self._sent: list[int] = []
+        self._sent_signals: list[int] = []
         self._write_lock = threading.Lock()
         self._closed = threading.Event()
-        known = safe_environment()
-        needed = [f"{name}={shlex.quote(known[name])}" for name in STARTUP_VARIABLES if name in known]
+        variables = safe_environment()
+        assignments = [f"{name}={shlex.quote(variables[name])}" for name in STARTUP_VARIABLES if name in variables]
         python = shlex.quote(sys.executable)
-        line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {' '.join(needed)} {python} -P -m {AGENT}"
+        line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {' '.join(assignments)} {python} -P -m {AGENT}"
         ssh = shlex.split(os.environ.get(SSH_VARIABLE) or SSH)
         try:
             self._process = subprocess.Popen(
@@ -88,31 +88,33 @@ class RemoteRanks:
         except OSError as error:
             raise DistributedError(f"cannot run {ssh[0]}: {error.strerror}", where=host.where) from None
         self._host = host
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._listen_to_errors)]
+        self._threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._read_messages, self._read_stderr)
+        ]
         for thread in (*self._threads, threading.Thread(target=self._ping, daemon=True)):
             thread.start()
 
-    def hello(self, until: float) -> dict[str, Any]:
-        """Wait for the agent's first message, and return its content.
+    def wait_for_hello(self, deadline: float) -> dict[str, Any]:
+        """Wait for the agent's first message; return its version, number of devices and a free port.
 
         Args:
-            until: Monotonic time at which waiting ends.
+            deadline: Monotonic time at which waiting ends.
 
         Raises:
             DistributedError: No message arrived in time, or the connection was closed.
         """
         try:
-            message = self._messages.get(timeout=max(0.1, until - time.monotonic()))
+            message = self._messages.get(timeout=max(0.1, deadline - time.monotonic()))
         except queue.Empty:
-            raise self._unreachable(f"no answer within {HELLO_SECONDS:.0f} seconds") from None
+            raise self._unreachable_error(f"no answer within {HELLO_SECONDS:.0f} seconds") from None
         if message is None or "hello" not in message:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(2)
-            raise self._unreachable("the connection was closed")
+            raise self._unreachable_error("the connection was closed")
         return dict(message["hello"])
 
-    def _unreachable(self, otherwise: str) -> DistributedError:
-        said = "\n".join(self._last_error_lines(4)) or otherwise
+    def _unreachable_error(self, default_reason: str) -> DistributedError:
+        reason = "\n".join(self._last_error_lines(4)) or default_reason
         code = self._process.poll()
         ran = code not in (None, 255)  # 255 is ssh's own exit code; others are the command's
         what = f"{self.host} cannot run streamtune" if ran else f"{self.host} cannot be reached"
@@ -121,32 +123,32 @@ class RemoteRanks:
             if ran
             else f"`ssh {self._host.name} true` must work without a password"
         )
-        return DistributedError(f"{what}: {said}", where=self._host.where, fix=fix)
+        return DistributedError(f"{what}: {reason}", where=self._host.where, fix=fix)
 
     def _last_error_lines(self, count: int) -> list[str]:
-        """Return the last ``count`` lines of standard error; if the command has ended, wait until all is read."""
+        """Return the last ``count`` lines of standard error; if the command has ended, first read the rest."""
         if self._process.poll() is not None:
             self._threads[1].join(2)  # a child process may keep the pipe open
         return self._error_lines[-count:]
 
     def start(self, arguments: Sequence[str], first_rank: int, count: int, environment: Mapping[str, str]) -> None:
         self._running = set(range(first_rank, first_rank + count))
-        asked = {
+        request = {
             "arguments": list(arguments),
             "first_rank": first_rank,
             "count": count,
             "environment": dict(environment),
             "host": self.host,
         }
-        self._send({"start": asked})
+        self._send({"start": request})
 
     @property
     def running(self) -> list[int]:
-        """Ranks that are not known to have ended."""
+        """Ranks that are not recorded as ended."""
         return sorted(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that have ended since the last call (all if the connection is lost); print their output."""
+        """Return how ranks have ended since the last call (all, if the connection is lost); print rank 0's output."""
         ends: list[RankEnd] = []
         while True:
             try:
@@ -156,7 +158,7 @@ class RemoteRanks:
             if message is None:
                 ends += self._ends_after_loss()
             elif "end" in message:
-                ends.append(self._ended(message["end"]))
+                ends.append(self._make_rank_end(message["end"]))
             elif "refused" in message:
                 failure = Failure.from_dict(message["refused"])
                 ends += [RankEnd(rank, self.host, failure.exit_code, failure) for rank in self.running]
@@ -166,30 +168,30 @@ class RemoteRanks:
                 stream.write(message["out"])
                 stream.flush()
 
-    def _ended(self, message: dict[str, Any]) -> RankEnd:
+    def _make_rank_end(self, message: dict[str, Any]) -> RankEnd:
         self._running.discard(message["rank"])
         failure = Failure.from_dict(message["failure"]) if message["failure"] else None
-        tail, sent = tuple(message["tail"]), tuple(message["sent"])
+        tail, sent_signals = tuple(message["tail"]), tuple(message["sent_signals"])
         log = f"{self.host}:{message['log']}" if message["log"] else ""
-        return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent=sent)
+        return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent_signals=sent_signals)
 
     def _ends_after_loss(self) -> list[RankEnd]:
-        """Return the ends of all remaining ranks, because the connection was lost."""
-        said = "; ".join(self._last_error_lines(2)) or "it was closed"
+        """Return an end with a failure for each remaining rank, because the connection was lost."""
+        reason = "; ".join(self._last_error_lines(2)) or "it was closed"
         ends = []
         for rank in self.running:
-            what = f"the connection to {self.host} was lost: {said}"
-            failure = Failure(rank, self.host, what, own=not self._sent)
-            ends.append(RankEnd(rank, self.host, 255, failure, sent=tuple(self._sent)))
+            what = f"the connection to {self.host} was lost: {reason}"
+            failure = Failure(rank, self.host, what, own=not self._sent_signals)
+            ends.append(RankEnd(rank, self.host, 255, failure, sent_signals=tuple(self._sent_signals)))
         self._running.clear()
         return ends
 
     def send(self, signum: int) -> None:
-        self._sent.append(signum)
+        self._sent_signals.append(signum)
         self._send({"signal": signum})
 
     def kill(self) -> None:
-        self._sent.append(signal.SIGKILL)
+        self._sent_signals.append(signal.SIGKILL)
         self._send({"kill": True})
 
     def close(self) -> list[RankEnd]:
@@ -217,7 +219,7 @@ class RemoteRanks:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
@@ -226,7 +228,7 @@ class RemoteRanks:
                 self._error_lines.append(line.decode("utf-8", errors="replace").strip())
         self._messages.put(None)
 
-    def _listen_to_errors(self) -> None:
+    def _read_stderr(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._error_lines.append(line.decode("utf-8", errors="replace").strip())

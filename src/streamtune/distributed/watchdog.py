@@ -36,7 +36,7 @@ from streamtune.distributed.failure_detector import (
     process_identity,
 )
 from streamtune.distributed.process_activity import ProcessActivity
-from streamtune.distributed.wire import Admission, Channel, dial, listen
+from streamtune.distributed.wire import Admission, Channel, connect_to_rank_0, listen_for_ranks
 from streamtune.errors import ArgumentError, StreamTuneError
 
 CONNECTION_PURPOSE = "watch"
@@ -130,8 +130,8 @@ class Watchdog:
                 write_failure(replace(self._failure, own=False))
                 self._log_failure(self._failure)
                 self._kill_this_process_later()
-                raise self._failure.error() from error
-            self._own_failure = Failure.of(error, self.environment.rank, self.environment.host)
+                raise self._failure.to_error() from error
+            self._own_failure = Failure.from_error(error, self.environment.rank, self.environment.host)
             self._kill_this_process_later()
         self._exiting.set()
         self._thread.join(FAILURE_WAIT_SECONDS)
@@ -216,7 +216,7 @@ class Watchdog:
         self._log_failure(failure)
         if shows and not shown_elsewhere:
             with suppress(Exception):
-                self._show(failure.error())
+                self._show(failure.to_error())
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -278,7 +278,7 @@ class _Hub:
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: LogEvent) -> None:
         self._env, self._limits, self._event = environment, limits, event
         self._selector = selectors.DefaultSelector()
-        server, entries = listen(environment, CONNECTION_PURPOSE), {"process": process_identity()}
+        server, entries = listen_for_ranks(environment, CONNECTION_PURPOSE), {"process": process_identity()}
         self._admission = Admission(server, environment, CONNECTION_PURPOSE, entries, self._selector)
         self._started = time.monotonic()
         self._channels: dict[int, Channel] = {}
@@ -299,9 +299,9 @@ class _Hub:
         for key, _ in self._selector.select(seconds):
             if key.data is not self._admission:
                 self._receive(key.data)
-            elif (admitted := self._admission.take(key.fileobj)) is not None:
+            elif (admitted := self._admission.process_ready_socket(key.fileobj)) is not None:
                 self._add_rank(*admitted)
-        self._admission.close_late()
+        self._admission.close_overdue_callers()
         if len(self._reporting_ranks) == self._env.world_size - 1:
             self._admission.close()
 
@@ -397,7 +397,9 @@ class _Client:
 
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: LogEvent) -> None:
         self._env, self._limits = environment, limits
-        self._channel = dial(environment, CONNECTION_PURPOSE, {"process": process_identity()}, limits.start)
+        self._channel = connect_to_rank_0(
+            environment, CONNECTION_PURPOSE, {"process": process_identity()}, limits.start
+        )
         greeting = self._channel.greeting
         machine, pid = greeting["process"]
         self._main = Peer(0, greeting["host"], time.monotonic(), (machine, pid))

@@ -1,9 +1,9 @@
 """Connections between rank 0 and the other ranks outside the process group: JSON documents, one per line.
 
-The process group cannot be used for this: its connections give no reason when they hang, and a store's connections
-block the waiting thread.
+The process group is unsuitable: its connections report no reason for a hang, and a store's connections block the thread
+that waits.
 
-Rank 0 admits only callers that prove to be ranks of its run (:class:`Admission`). Other callers delay nobody.
+Rank 0 admits only callers that prove to be ranks of its run (:class:`Admission`). Other callers delay no rank.
 
     caller                                   rank 0
     {"nonce": a}                    ->
@@ -11,7 +11,7 @@ Rank 0 admits only callers that prove to be ranks of its run (:class:`Admission`
     {"proof": HMAC(..., "caller", a, b), "rank": 3, ...}  ->
                                     <-       {"welcome": true, ...}
 
-The run's id itself is never sent. So a program that has taken rank 0's port learns nothing that it could use.
+The run's id itself is never sent. So a program that has bound rank 0's port receives nothing that it could use.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from typing import Any
 
 from streamtune.base.privacy import allow_rank_connections
 from streamtune.distributed.environment import RankEnvironment
-from streamtune.distributed.hosts import listen_at, side_ports
+from streamtune.distributed.hosts import listen_at, rank_0_ports
 from streamtune.errors import DistributedError
 
-MOST_BYTES = 1 << 20
-"""Largest document that is read, in bytes; real documents have some hundred."""
+MAX_DOCUMENT_BYTES = 1 << 20
+"""Largest document that is read, in bytes; usual documents have a few hundred bytes."""
 ANSWER_SECONDS = 3.0
 """Seconds to wait for the answer to a greeting; without an answer the other side is another program."""
 
@@ -43,25 +43,25 @@ class Channel:
 
     Args:
         connection: The connected socket.
-        most: Largest document that is read, in bytes.
+        max_bytes: Largest document that is read, in bytes.
     """
 
-    def __init__(self, connection: socket.socket, most: int = MOST_BYTES) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int = MAX_DOCUMENT_BYTES) -> None:
         self.connection = connection
-        self._most = most
+        self._max_bytes = max_bytes
         self.greeting: dict[str, Any] = {}
         """Description that rank 0 sent when it admitted this rank; empty on rank 0."""
         self._pending = b""
 
-    def trust(self) -> None:
-        """Accept documents of up to ``MOST_BYTES`` bytes, because the other side is known to be a rank."""
-        self._most = MOST_BYTES
+    def raise_size_limit(self) -> None:
+        """Accept documents of up to ``MAX_DOCUMENT_BYTES`` bytes, because the other side has proved to be a rank."""
+        self._max_bytes = MAX_DOCUMENT_BYTES
 
     def send(self, document: dict[str, Any], seconds: float = 2.0) -> None:
         """Send a document.
 
         Raises:
-            OSError: It could not be sent within ``seconds``, or the connection is closed.
+            OSError: The document could not be sent within ``seconds``, or the connection is closed.
         """
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(document).encode() + b"\n")
@@ -73,27 +73,27 @@ class Channel:
             TimeoutError: No document arrived in time.
             OSError: The connection is closed, or the other side does not send documents.
         """
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while b"\n" not in self._pending:
-            self.connection.settimeout(max(0.001, until - time.monotonic()))
+            self.connection.settimeout(max(0.001, deadline - time.monotonic()))
             self._read()
         return self.take_received(1)[0]
 
-    def receive_all(self, most: int = -1) -> list[dict[str, Any]]:
-        """Return the documents that have arrived, at most ``most`` if that is positive, without waiting.
+    def receive_all(self, max_count: int = -1) -> list[dict[str, Any]]:
+        """Return the documents that have arrived (at most ``max_count``; -1: all), without waiting.
 
         Raises:
-            OSError: As in :meth:`receive`. Then :meth:`take_received` returns documents that arrived before.
+            OSError: As in :meth:`receive`. :meth:`take_received` then returns documents that arrived earlier.
         """
         self.connection.settimeout(0)
         with suppress(BlockingIOError):
             while True:
                 self._read()
-        return self.take_received(most)
+        return self.take_received(max_count)
 
-    def take_received(self, most: int = -1) -> list[dict[str, Any]]:
-        """Return the documents that have already been read, at most ``most`` if that is positive."""
-        *lines, self._pending = self._pending.split(b"\n", most)
+    def take_received(self, max_count: int = -1) -> list[dict[str, Any]]:
+        """Return documents that were read but not returned yet (at most ``max_count``; -1: all)."""
+        *lines, self._pending = self._pending.split(b"\n", max_count)
         try:
             return [dict(json.loads(line)) for line in lines]
         except (ValueError, TypeError, RecursionError):
@@ -104,7 +104,7 @@ class Channel:
         if not data:
             raise ConnectionError("the connection was closed")
         self._pending += data
-        if len(self._pending) > self._most:
+        if len(self._pending) > self._max_bytes:
             raise ConnectionError("the other side is not a rank of this run")
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Channel:
             self.connection.close()
 
 
-def prove(environment: RankEnvironment, purpose: str, side: str, nonces: str) -> str:
+def make_proof(environment: RankEnvironment, purpose: str, side: str, nonces: str) -> str:
     """Return an HMAC that only a rank of this run can compute.
 
     Args:
@@ -121,49 +121,53 @@ def prove(environment: RankEnvironment, purpose: str, side: str, nonces: str) ->
         side: The side that proves itself: ``rank 0`` or ``caller``.
         nonces: Random numbers of both sides, used once.
     """
-    said = f"{purpose}/{environment.world_size}/{side}/{nonces}"
-    return hmac.new(environment.run_id.encode(), said.encode(), "sha256").hexdigest()
+    signed_text = f"{purpose}/{environment.world_size}/{side}/{nonces}"
+    return hmac.new(environment.run_id.encode(), signed_text.encode(), "sha256").hexdigest()
 
 
-def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
-    """Return rank 0's listening socket, to which the others connect with :func:`dial`.
+def listen_for_ranks(environment: RankEnvironment, purpose: str) -> socket.socket:
+    """Return rank 0's listening socket, to which other ranks connect with :func:`connect_to_rank_0`.
 
     Raises:
-        DistributedError: All ports are taken.
+        DistributedError: All ports are in use.
     """
-    ports = side_ports(environment.master_port)
+    ports = rank_0_ports(environment.master_port)
     for port in ports:
         with suppress(OSError):
             return listen_at(environment.master_addr, port)
     raise DistributedError(
-        f"rank 0 cannot listen for other ranks ({purpose}): ports {ports[0]} to {ports[-1]} are taken",
+        f"rank 0 cannot listen for other ranks ({purpose}): ports {ports[0]} to {ports[-1]} are in use",
         fix="set another MASTER_PORT, from which these ports are derived",
     )
 
 
-def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seconds: float) -> Channel:
-    """Return a connection of this rank to rank 0; retry for ``seconds``.
+def connect_to_rank_0(
+    environment: RankEnvironment, purpose: str, greeting_entries: dict[str, Any], seconds: float
+) -> Channel:
+    """Return an admitted connection of this rank to rank 0; retry for ``seconds``.
 
     Args:
         environment: Environment of this rank, which is not rank 0.
         purpose: Purpose of the connection.
-        about: Entries of this rank's greeting besides rank and host.
+        greeting_entries: Entries of this rank's greeting in addition to rank and host.
         seconds: Seconds to retry.
 
     Raises:
         DistributedError: Rank 0 cannot be reached.
     """
-    until = time.monotonic() + seconds
-    address, ports = environment.master_addr, side_ports(environment.master_port)
-    greeting = {"rank": environment.rank, "host": environment.host, **about}
+    deadline = time.monotonic() + seconds
+    address, ports = environment.master_addr, rank_0_ports(environment.master_port)
+    greeting = {"rank": environment.rank, "host": environment.host, **greeting_entries}
     reason = "no answer"
     while True:
         for port in ports:
             try:
-                return _call(environment, purpose, greeting, port, max(0.2, min(3.0, until - time.monotonic())))
+                return _connect_at_port(
+                    environment, purpose, greeting, port, max(0.2, min(3.0, deadline - time.monotonic()))
+                )
             except OSError as error:
                 reason = str(error)
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise DistributedError(
                     f"rank {environment.rank} on {environment.host} cannot reach rank 0 at {address}: {reason}",
                     fix=f"start rank 0, and open ports {ports[0]} to {ports[-1]} of {address} to the other hosts",
@@ -171,7 +175,9 @@ def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seco
         time.sleep(0.1)
 
 
-def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Channel:
+def _connect_at_port(
+    env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float
+) -> Channel:
     with allow_rank_connections():
         channel = Channel(socket.create_connection((env.master_addr, port), timeout=seconds))
     nonce = secrets.token_hex(16)
@@ -180,10 +186,10 @@ def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: in
         challenge = channel.receive(ANSWER_SECONDS)
         nonces = f"{nonce}/{challenge.get('nonce')}"
         if not hmac.compare_digest(
-            str(challenge.get("proof")).encode(), prove(env, purpose, "rank 0", nonces).encode()
+            str(challenge.get("proof")).encode(), make_proof(env, purpose, "rank 0", nonces).encode()
         ):
             raise ConnectionError(f"another program answers at port {port}")
-        channel.send({**greeting, "proof": prove(env, purpose, "caller", nonces)})
+        channel.send({**greeting, "proof": make_proof(env, purpose, "caller", nonces)})
         answer = channel.receive(ANSWER_SECONDS)
         if answer.get("welcome") is not True:
             raise ConnectionError(f"another program answers at port {port}")
@@ -195,30 +201,30 @@ def _call(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: in
     return channel
 
 
-MOST_WAITING = 128
-"""Largest number of unproven connections; one more closes the oldest."""
-MOST_GREETING = 8192
+MAX_UNPROVEN_CALLERS = 128
+"""Largest number of connections without a proof; one more closes the oldest connection."""
+MAX_GREETING_BYTES = 8192
 """Largest greeting, in bytes."""
 
 
 @dataclass
 class _Caller:
     channel: Channel
-    until: float
+    deadline: float
     nonces: str = ""
-    """Random numbers of both sides; empty until rank 0 has sent its own."""
+    """Random numbers of both sides; empty until rank 0 has sent its number."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
 
 
 class Admission:
-    """Admits connections of this run's ranks on rank 0, and closes all others, without blocking.
+    """Admits connections of this run's ranks on rank 0, and closes all other connections, without blocking.
 
     Args:
         server: Listening socket, which :meth:`close` closes.
         environment: Environment of rank 0.
         purpose: Purpose of the connections.
-        about: Entries of rank 0's answer.
-        selector: Selector that watches the sockets, with this object as their data.
+        answer_entries: Entries of rank 0's answer.
+        selector: Selector that watches the sockets; the data of each socket is this object.
     """
 
     def __init__(
@@ -226,10 +232,10 @@ class Admission:
         server: socket.socket,
         environment: RankEnvironment,
         purpose: str,
-        about: dict[str, Any],
+        answer_entries: dict[str, Any],
         selector: selectors.BaseSelector,
     ) -> None:
-        self._server, self._env, self._purpose, self._about = server, environment, purpose, about
+        self._server, self._env, self._purpose, self._answer_entries = server, environment, purpose, answer_entries
         self._selector = selector
         self._callers: dict[socket.socket, _Caller] = {}
         self.is_open = True
@@ -238,80 +244,80 @@ class Admission:
 
     @property
     def descriptors(self) -> Iterator[int]:
-        """File descriptors of all its sockets."""
+        """File descriptors of the listening socket and of unadmitted connections."""
         if self.is_open:
             yield self._server.fileno()
         yield from (connection.fileno() for connection in self._callers)
 
-    def take(self, ready: Any) -> tuple[Channel, dict[str, Any]] | None:
-        """Accept a connection or read from one, after the socket ``ready`` has become readable.
+    def process_ready_socket(self, ready_socket: Any) -> tuple[Channel, dict[str, Any]] | None:
+        """Accept a connection or read from a connection, after ``ready_socket`` has become readable.
 
         Returns:
             If a rank was admitted, its connection and its greeting, with ``rank`` and ``host`` checked; else None.
         """
-        if ready is self._server:
-            self._accept()
+        if ready_socket is self._server:
+            self._accept_caller()
             return None
-        caller = self._callers.get(ready)
+        caller = self._callers.get(ready_socket)
         if caller is None:
             return None
         try:
             for document in caller.channel.receive_all(1):
                 if caller.nonces:
-                    return self._admit(caller, document)
-                self._challenge(caller, document)
+                    return self._check_proof(caller, document)
+                self._send_challenge(caller, document)
         except (OSError, KeyError, TypeError, ValueError):
-            self._drop(caller)
+            self._close_caller(caller)
         return None
 
-    def close_late(self) -> None:
-        """Close connections whose proof is late."""
+    def close_overdue_callers(self) -> None:
+        """Close connections whose proof has not arrived in time."""
         now = time.monotonic()
-        for caller in [caller for caller in self._callers.values() if caller.until < now]:
-            self._drop(caller)
+        for caller in [caller for caller in self._callers.values() if caller.deadline < now]:
+            self._close_caller(caller)
 
     def close(self) -> None:
         if not self.is_open:
             return
         self.is_open = False
         for caller in list(self._callers.values()):
-            self._drop(caller)
+            self._close_caller(caller)
         self._selector.unregister(self._server)
         self._server.close()
 
-    def _accept(self) -> None:
+    def _accept_caller(self) -> None:
         try:
             connection, _ = self._server.accept()
         except OSError:
             return
-        if len(self._callers) >= MOST_WAITING:
-            self._drop(next(iter(self._callers.values())))
+        if len(self._callers) >= MAX_UNPROVEN_CALLERS:
+            self._close_caller(next(iter(self._callers.values())))
         connection.setblocking(False)
-        self._callers[connection] = _Caller(Channel(connection, MOST_GREETING), time.monotonic() + ANSWER_SECONDS)
+        self._callers[connection] = _Caller(Channel(connection, MAX_GREETING_BYTES), time.monotonic() + ANSWER_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ, self)
 
-    def _challenge(self, caller: _Caller, document: dict[str, Any]) -> None:
+    def _send_challenge(self, caller: _Caller, document: dict[str, Any]) -> None:
         caller.nonces = f"{str(document['nonce'])[:64]}/{caller.nonce}"
-        proof = prove(self._env, self._purpose, "rank 0", caller.nonces)
+        proof = make_proof(self._env, self._purpose, "rank 0", caller.nonces)
         caller.channel.send({"nonce": caller.nonce, "proof": proof}, seconds=0)
 
-    def _admit(self, caller: _Caller, document: dict[str, Any]) -> tuple[Channel, dict[str, Any]]:
-        expected = prove(self._env, self._purpose, "caller", caller.nonces)
+    def _check_proof(self, caller: _Caller, document: dict[str, Any]) -> tuple[Channel, dict[str, Any]]:
+        expected = make_proof(self._env, self._purpose, "caller", caller.nonces)
         if not hmac.compare_digest(str(document["proof"]).encode(), expected.encode()):
             raise ConnectionError("the proof is not from this run")
         document["rank"], document["host"] = int(document["rank"]), str(document["host"])
         if not 0 < document["rank"] < self._env.world_size:
             raise ConnectionError("the rank is not in this run")
-        caller.channel.send({"welcome": True, "host": self._env.host, **self._about}, seconds=0)
-        caller.channel.trust()
-        self._forget(caller)
+        caller.channel.send({"welcome": True, "host": self._env.host, **self._answer_entries}, seconds=0)
+        caller.channel.raise_size_limit()
+        self._unregister_caller(caller)
         return caller.channel, document
 
-    def _forget(self, caller: _Caller) -> None:
+    def _unregister_caller(self, caller: _Caller) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(caller.channel.connection)
         self._callers.pop(caller.channel.connection, None)
 
-    def _drop(self, caller: _Caller) -> None:
-        self._forget(caller)
+    def _close_caller(self, caller: _Caller) -> None:
+        self._unregister_caller(caller)
         caller.channel.close()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamtune import train
-from streamtune.distributed.deepspeed_config import resolve_config, stage_of
+from streamtune.distributed.deepspeed_config import resolve_config, zero_stage
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
 from streamtune.plan.rates import Device, links_of, nearest_device
@@ -146,7 +146,7 @@ def _backend_cluster(recipe: TrainingSettings, model: nn.Module, world: train.Wo
     if recipe.deepspeed is None:
         return Cluster()
     config = resolve_config(recipe.deepspeed, deepspeed_values(recipe, model, world))
-    zero, stage = config["zero_optimization"], stage_of(config)
+    zero, stage = config["zero_optimization"], zero_stage(config)
     engines: tuple[Engine, ...] = ("zero1", "zero2", "zero3")
     return Cluster(
         engine="zero3_offload" if recipe.deepspeed == "zero3_offload" else engines[stage - 1],

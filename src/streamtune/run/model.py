@@ -330,9 +330,9 @@ def shares_weights(recipe: ModelSettings) -> bool:
     """Return True if the ranks shard the weights (ZeRO-3 or FSDP2)."""
     if recipe.deepspeed is None:
         return recipe.fsdp
-    from streamtune.distributed.deepspeed_config import read_config, stage_of
+    from streamtune.distributed.deepspeed_config import read_config, zero_stage
 
-    return stage_of(read_config(recipe.deepspeed)) == 3
+    return zero_stage(read_config(recipe.deepspeed)) == 3
 
 
 def _make_base_model(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from streamtune import models, optim, train
 from streamtune.base.adapters import base_of
-from streamtune.distributed import agree
+from streamtune.distributed import check_ranks_agree
 from streamtune.engine import SequenceParallel, decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.engine import DeviceKeys
@@ -42,9 +42,9 @@ def device_of_rank(device: torch.device) -> torch.device:
 def leave_ranks() -> None:
     """Leave the process group when all ranks are done; does nothing without a process group."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        from streamtune.distributed.pytorch import leave
+        from streamtune.distributed.pytorch import leave_process_group
 
-        leave()
+        leave_process_group()
 
 
 def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) -> train.World:
@@ -53,13 +53,13 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
     check_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
         return train.WORLD
-    from streamtune.distributed.pytorch import join
+    from streamtune.distributed.pytorch import join_process_group
 
     if size == 1:  # DeepSpeed on one device: its host offload
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "0")
-    join(device)
+    join_process_group(device)
     return train.World(int(os.environ["RANK"]), size, recipe.sequence_parallel_size)
 
 
@@ -128,17 +128,17 @@ def make_backend(
     if shares_weights(recipe) and models.quantization(model) == "nf4":
         models.divide_packed(model, keeps_objects=recipe.deepspeed is not None)
     if recipe.deepspeed is not None:
-        from streamtune.distributed.deepspeed import DeepSpeedBackend, check_deepspeed, share_module
+        from streamtune.distributed.deepspeed import DeepSpeedBackend, check_deepspeed, shard_module
         from streamtune.distributed.deepspeed_config import resolve_config
 
         check_deepspeed()
         config = resolve_config(recipe.deepspeed, deepspeed_values(recipe, model, world))
-        load_weights_by_layer(model, layers, world, device, lambda module: share_module(module, config))
+        load_weights_by_layer(model, layers, world, device, lambda module: shard_module(module, config))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
-        from streamtune.distributed.pytorch import FsdpBackend, share_layer
+        from streamtune.distributed.pytorch import FsdpBackend, shard_layer
 
-        load_weights_by_layer(model, layers, world, device, lambda module: share_layer(module, layers))
+        load_weights_by_layer(model, layers, world, device, lambda module: shard_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
         return local_backend(recipe, model, local_optimizer(recipe, model))
@@ -192,10 +192,10 @@ def load_weights_by_layer(
     source = models.deferred_of(model)
     if source is None:
         return
-    from streamtune.distributed.pytorch import fill
+    from streamtune.distributed.pytorch import load_sharded_weights
 
     assert device is not None, "deferred weights need a device"
-    fill(model, layers, source, device=device, main=world.main, share=share)
+    load_sharded_weights(model, layers, source, device=device, run_on_rank_0=world.main, shard=share)
 
 
 def shard_reference(
@@ -213,17 +213,17 @@ def shard_reference(
     if recipe.deepspeed is None:
         from torch.distributed.fsdp import fully_shard
 
-        from streamtune.distributed.pytorch import share_layer
+        from streamtune.distributed.pytorch import shard_layer
 
-        load_weights_by_layer(model, layers, world, device, lambda module: share_layer(module, layers))
+        load_weights_by_layer(model, layers, world, device, lambda module: shard_layer(module, layers))
         fully_shard(model)
         return None
-    from streamtune.distributed.deepspeed import share_frozen, share_module
+    from streamtune.distributed.deepspeed import gather_frozen_weights_on_call, shard_module
     from streamtune.distributed.deepspeed_config import resolve_config
 
     config = resolve_config(recipe.deepspeed, deepspeed_values(recipe, model, world))
-    load_weights_by_layer(model, layers, world, device, lambda module: share_module(module, config))
-    return share_frozen(model, config, layers)
+    load_weights_by_layer(model, layers, world, device, lambda module: shard_module(module, config))
+    return gather_frozen_weights_on_call(model, config, layers)
 
 
 def gather_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor | None]]:
@@ -231,10 +231,10 @@ def gather_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor
     if recipe.fsdp:
         from streamtune.distributed import pytorch
 
-        return pytorch.whole_weights(model)
+        return pytorch.gather_weights(model)
     from streamtune.distributed import deepspeed as deepspeed_backend
 
-    return deepspeed_backend.whole_weights(model)
+    return deepspeed_backend.gather_weights(model)
 
 
 def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> Setup:
     quantization = choose_quantization(recipe, device)
     optim.check_optimizer(recipe.optim, device.type)
     prepare_libraries(device)
-    agree(_shared_settings(recipe))
+    check_ranks_agree(_shared_settings(recipe))
     shares = shares_weights(recipe)
     world = make_world(recipe, device, shares_weights=shares)
     return Setup(loaded, task, device, world, quantization, shares, accumulation(recipe, world))

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from streamtune import __version__, models, train
-from streamtune.distributed import agree
+from streamtune.distributed import check_ranks_agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
 from streamtune.recipe.loader import LoadedRecipe
@@ -140,7 +140,7 @@ class Start(Setup):
             RecipeError: The data differs from the data of the resumed run.
         """
         before = self._compare_with_resumed()
-        agree({"data": fingerprint})
+        check_ranks_agree({"data": fingerprint})
         self.identity["data"] = fingerprint
         changed = [text for text in self._compare_with_resumed() if text not in before]
         self._notify_changes(changed)

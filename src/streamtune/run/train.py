@@ -20,7 +20,7 @@ from streamtune import data, models, train
 from streamtune.base.adapters import base_of
 from streamtune.base.privacy import redact, redact_values
 from streamtune.base.streams import lost_output
-from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
+from streamtune.distributed import RankEnvironment, Watchdog, move_log_to_run, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.recipe.keys.engine import EngineKeys
 from streamtune.recipe.keys.run import RunKeys
@@ -136,7 +136,7 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
     before = run.checkpoint.state["progressed"].get("tokens", 0) if run.checkpoint else 0
     world = run.world
     with _claim_directory(run) as moved_aside:
-        keep_log(directory.path, read_environment())
+        move_log_to_run(directory.path, read_environment())
         run.watchdog.event = lambda name, details: train.append_event(directory.events, name, **details)
         writer = _make_writer(run)
         started = time.perf_counter()
