@@ -28,7 +28,7 @@ from streamtune.plan.budget import Limits
 from streamtune.plan.planner import Plan, evaluate_schedule
 from streamtune.plan.rates import nearest_device, sheet_rates
 from streamtune.plan.simulate import Workload
-from streamtune.plan.simulate.memory import held_bytes
+from streamtune.plan.simulate.memory import model_bytes
 
 GIB = 1 << 30
 Line = tuple[float, float]
@@ -95,7 +95,7 @@ def longest(
     """Return the longest row, and its plan: predicted by the line through two lengths, and simulated."""
     model = adapted(name, target)
     config = model.get_base_model().config
-    if (weights := held_bytes(model)) > limits.device_bytes / 2:
+    if (weights := model_bytes(model)) > limits.device_bytes / 2:
         limits = replace(limits, device_bytes=limits.device_bytes + weights)
     rates = sheet_rates(nearest_device(80 * GIB))
     best: tuple[int, Plan | None] = 0, None

@@ -103,12 +103,12 @@ def spans_apart(rows: Sequence[data.Example]) -> list[Span]:
 
 def saved(count: FlopCount, rows: Sequence[data.Example]) -> str:
     """Return the operations of a conversation in one sequence relative to its turns apart."""
-    return f"{count.step(spans_together(rows)) / count.step(spans_apart(rows)):.2f}"
+    return f"{count.step_flops(spans_together(rows)) / count.step_flops(spans_apart(rows)):.2f}"
 
 
 def counted(turns: int) -> list[str]:
     sizes, parts = COUNTED
-    count = FlopCount.of(qwen3_8b())
+    count = FlopCount.of_model(qwen3_8b())
     lines = [
         f"| reasoning | {' | '.join(f'{tokens:,} tokens' for tokens in sizes)} |",
         f"|{'---:|' * (1 + len(sizes))}",
@@ -122,7 +122,7 @@ def counted(turns: int) -> list[str]:
 def conversations(options: argparse.Namespace, console: Console) -> str:
     hidden = options.hidden
     model = Qwen3ForCausalLM(Qwen3Config(**shape_of(hidden, options.layers))).train()
-    count = FlopCount.of(model)
+    count = FlopCount.of_model(model)
     streamtune.stream(model, schedule=SCHEDULE)
     processor_seconds(model, prefix_batch(conversation(2048, 2, 0.5)))
     lines = ["| tokens | reasoning | apart | together | operations | time |", "|---:|---:|---:|---:|---:|---:|"]

@@ -29,7 +29,7 @@ from streamtune.models import (
 from streamtune.models.packed import pack_experts
 from streamtune.models.quantize import PACKAGES, left_whole, quantization, quantize
 from streamtune.plan.simulate import LiveBytes
-from streamtune.plan.simulate.memory import held_tensors
+from streamtune.plan.simulate.memory import model_tensors
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
@@ -106,7 +106,7 @@ def test_it_is_counted_as_what_it_stands_for_and_takes_fewer_bytes(kind: str) ->
     plain, model = make(config=wide), make(kind, config=wide)
     assert count_parameters(model).total == count_parameters(plain).total
     linear = sum(p.numel() for name, p in plain.named_parameters() if "_proj.weight" in name)
-    before, after = (sum(t.untyped_storage().nbytes() for t in held_tensors(m)) for m in (plain, model))
+    before, after = (sum(t.untyped_storage().nbytes() for t in model_tensors(m)) for m in (plain, model))
     saved = (before - after) / linear
     assert {"int8": 2.95, "nf4": 3.4}[kind] < saved < {"int8": 3.0, "nf4": 3.5}[kind]
 

@@ -12,7 +12,7 @@ from streamtune import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, blueprint
 from streamtune.plan import Limits, Rates, choose
-from streamtune.plan.choices import may_order_chunks
+from streamtune.plan.choices import allows_chunk_order
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.cluster import Cluster
 
@@ -87,9 +87,9 @@ def test_with_room_it_is_not_chosen_unless_it_is_given(workload: Workload, known
 
 def test_what_excludes_it() -> None:
     alone = Cluster()
-    assert may_order_chunks({}, alone)
-    assert not may_order_chunks({"order": "layer"}, alone)
-    assert not may_order_chunks({}, Cluster(ranks=2, sequence_size=2))
+    assert allows_chunk_order({}, alone)
+    assert not allows_chunk_order({"order": "layer"}, alone)
+    assert not allows_chunk_order({}, Cluster(ranks=2, sequence_size=2))
 
 
 @pytest.mark.full

@@ -16,13 +16,13 @@ from streamtune import Schedule
 from streamtune.engine import keep_on_host
 from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, blueprint
-from streamtune.plan import Limits, Rates, as_fixed, choose, evaluate_schedule
-from streamtune.plan.choices import SearchSpace, candidates, excess_of
+from streamtune.plan import Limits, Rates, as_fixed_fields, choose, evaluate_schedule
+from streamtune.plan.choices import SearchSpace, enumerate_candidates, excess_bytes
 from streamtune.plan.estimate import Estimator, Figures
-from streamtune.plan.planner import with_waiting_weights
-from streamtune.plan.refusal import longest_below, smallest_schedule, smallest_step
+from streamtune.plan.planner import add_offloaded_weights
+from streamtune.plan.refusal import longest_row_up_to, smallest_schedule, smallest_step
 from streamtune.plan.simulate import Simulation, Workload, simulate
-from streamtune.plan.simulate.memory import device_held_bytes, held_bytes, host_held_bytes
+from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes, model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 
 MIB = 1 << 20
@@ -90,7 +90,7 @@ def estimator(workload: Workload, known: Any, chunks: tuple[int, ...] = (512, 10
 )
 def test_an_estimate_is_near_the_simulation(workload: Workload, known: Any, schedule: Schedule):
     estimated = estimator(workload, known).estimate(schedule)
-    truth = Figures.of(known(workload, schedule))
+    truth = Figures.from_simulation(known(workload, schedule))
     assert estimated.device_bytes == pytest.approx(truth.device_bytes, rel=0.12)
     assert estimated.host_bytes == pytest.approx(truth.host_bytes, rel=0.12, abs=MIB / 4)
     assert estimated.work.matmul_flops == pytest.approx(truth.work.matmul_flops, rel=0.08)
@@ -181,7 +181,7 @@ def test_more_memory_is_never_slower(workload: Workload, known: Any):
         {"offload": "host", "device_layers": 2},
         {"device_layers": 2},
         {"stream_grads": True, "grad_dtype": "param"},
-        as_fixed(Schedule(512, 128, keep_attention="host")),
+        as_fixed_fields(Schedule(512, 128, keep_attention="host")),
     ],
     ids=" ".join,
 )
@@ -207,7 +207,11 @@ def test_a_disk_is_used_where_a_directory_is_named(workload: Workload, known: An
     assert search_space.options("offload") == ("device",)
     search_space = SearchSpace(LAYERS, LENGTH, limits, {"offload_dir": str(tmp_path)})
     assert search_space.options("offload") == ("device", "disk")
-    found = [c for c in candidates(search_space, estimator(workload, known), limits) if c.schedule.offload == "disk"]
+    found = [
+        c
+        for c in enumerate_candidates(search_space, estimator(workload, known), limits)
+        if c.schedule.offload == "disk"
+    ]
     assert found
     assert all(c.schedule.offload_dir == str(tmp_path) and c.figures.disk_bytes > 0 for c in found)
     assert list(tmp_path.iterdir()) == []
@@ -248,9 +252,9 @@ def test_the_longest_that_fits_is_found_to_a_percent(workload: Workload, known: 
     schedule = Schedule(**given)
     limits = Limits(int(known(workload, schedule).peak_bytes / 0.95) + 1, host)
     far = replace(workload, length=7 * LENGTH)
-    longest = longest_below(far, limits, given, known)
+    longest = longest_row_up_to(far, limits, given, known)
     assert 0.98 * LENGTH <= longest <= 1.03 * LENGTH
-    assert excess_of(known(replace(far, length=longest), schedule), limits) <= 0
+    assert excess_bytes(known(replace(far, length=longest), schedule), limits) <= 0
 
 
 @pytest.mark.full
@@ -260,7 +264,7 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
     limits = Limits(2 * thrifty.peak_bytes, thrifty.host_bytes)  # 5% of it stay free
     schedule, step = smallest_step(workload, limits, {}, known)
     assert schedule.device_layers > 0
-    assert excess_of(step, limits) <= 0
+    assert excess_bytes(step, limits) <= 0
     none = replace(limits, host_bytes=thrifty.host_bytes // 8, device_bytes=thrifty.peak_bytes // 2)
     assert smallest_step(workload, none, {}, known)[0].device_layers == 0, "it does not fit so either"
 
@@ -334,7 +338,7 @@ def test_a_copy_of_a_model_has_its_shape_and_no_bytes():
     model = init_model(keys, ModelOptions("float32"), vocab_size=256, token_ids={}, seed=0)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     copy = meta_copy(model)
-    assert held_bytes(copy) == held_bytes(model)
+    assert model_bytes(copy) == model_bytes(model)
     assert {p.device.type for p in copy.parameters()} == {"meta"}
     assert [n for n, p in copy.named_parameters()] == list(before)
     assert all(torch.equal(p, before[n]) and p.device.type == "cpu" for n, p in model.named_parameters())
@@ -345,13 +349,13 @@ def test_weights_on_the_host_are_besides_what_is_free() -> None:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**CONFIG, "num_hidden_layers": 2}))
     weights = sum(p.nbytes for p in model.parameters())
     limits = Limits(1 << 30, 1 << 31)
-    assert with_waiting_weights(limits, model, device_given=False, host_given=False) == limits
+    assert add_offloaded_weights(limits, model, device_given=False, host_given=False) == limits
     keep_on_host(model, torch.device("cpu"))
     norm = model.model.norm.weight.nbytes
-    assert 0 <= host_held_bytes(model) - (weights - norm) < 4096 * 32  # whole pages
-    assert device_held_bytes(model) == held_bytes(model) - host_held_bytes(model)
-    found = with_waiting_weights(limits, model, device_given=False, host_given=False)
-    assert (found.device_bytes, found.host_bytes) == (1 << 30, (1 << 31) + host_held_bytes(model))
-    assert with_waiting_weights(limits, model, device_given=False, host_given=True) == limits
-    cpu = with_waiting_weights(replace(limits, shared=True), model, device_given=False, host_given=False)
-    assert (cpu.device_bytes, cpu.host_bytes) == ((1 << 30) + host_held_bytes(model), 1 << 31)
+    assert 0 <= host_model_bytes(model) - (weights - norm) < 4096 * 32  # whole pages
+    assert device_model_bytes(model) == model_bytes(model) - host_model_bytes(model)
+    found = add_offloaded_weights(limits, model, device_given=False, host_given=False)
+    assert (found.device_bytes, found.host_bytes) == (1 << 30, (1 << 31) + host_model_bytes(model))
+    assert add_offloaded_weights(limits, model, device_given=False, host_given=True) == limits
+    cpu = add_offloaded_weights(replace(limits, shared=True), model, device_given=False, host_given=False)
+    assert (cpu.device_bytes, cpu.host_bytes) == ((1 << 30) + host_model_bytes(model), 1 << 31)

@@ -1,7 +1,7 @@
 """Choose the schedule of a step, by simulated memory and predicted time."""
 
 from streamtune.plan.budget import Limits
-from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule, plan_step
+from streamtune.plan.planner import Plan, as_fixed_fields, choose, evaluate_schedule, plan_step
 from streamtune.plan.rates import Rates
 
-__all__ = ["Limits", "Plan", "Rates", "as_fixed", "choose", "evaluate_schedule", "plan_step"]
+__all__ = ["Limits", "Plan", "Rates", "as_fixed_fields", "choose", "evaluate_schedule", "plan_step"]

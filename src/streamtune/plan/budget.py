@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a step may take on each tier.
+    """Bytes that a step may use on each tier.
 
     None means all the memory of a tier, or no limit if the step is simulated.
 
@@ -29,15 +29,17 @@ class Budget:
 
     def __str__(self) -> str:
         sizes = {"": self.device_bytes, " of the host": self.host_bytes, " of disk": self.disk_bytes}
-        words = [f"{_show_rounded(size)}{name}" for name, size in sizes.items() if size is not None]
+        words = [f"{_format_bytes(size)}{name}" for name, size in sizes.items() if size is not None]
         return " and ".join(words) or "the device"
 
-    def share_of(self, device: int | None, host: int | None, disk: int | None, *, usable: float = 1.0) -> float | None:
-        """Return the fraction of its budget that the fullest tier takes; None if no tier has both figures.
+    def used_fraction(
+        self, device: int | None, host: int | None, disk: int | None, *, usable: float = 1.0
+    ) -> float | None:
+        """Return used bytes / budget of the fullest tier; None if no tier has both figures.
 
         Args:
-            device, host, disk: Bytes that the step takes on each tier; None if unknown.
-            usable: Fraction of each budget that counts as the whole.
+            device, host, disk: Bytes that the step uses on each tier; None if unknown.
+            usable: Fraction of each budget that may be used; used bytes are divided by this fraction of the budget.
         """
         pairs = ((device, self.device_bytes), (host, self.host_bytes), (disk, self.disk_bytes))
         return max((used / (usable * limit) for used, limit in pairs if used is not None and limit), default=None)
@@ -45,10 +47,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Limits(Budget):
-    """The memory to plan with: a budget in which every size is known.
+    """The memory to plan with: a budget without None.
 
     Attributes:
-        device_bytes: Total bytes that the step may hold on the device, weights included.
+        device_bytes: Total bytes that the step may use on the device, weights included.
         host_bytes: Bytes of host memory for offloading.
         disk_bytes: Bytes of disk space for offloading.
         margin: Fraction of each tier that stays free.
@@ -79,25 +81,25 @@ class Limits(Budget):
         return int((1 - self.margin) * self.disk_bytes)
 
     def tiers(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
-        """Return one pair per tier: the bytes a step takes, and the bytes it may take (margin subtracted)."""
+        """Return one pair per tier: the bytes that a step uses, and the bytes that it may use (margin subtracted)."""
         memory = ((device + host, self.device),) if self.shared else ((device, self.device), (host, self.host))
         return *memory, (disk, self.disk)
 
     def excess(self, device: float, host: float, disk: float) -> float:
-        """Return by how many bytes a step exceeds its worst tier; 0 or less if it fits."""
+        """Return by how many bytes a step exceeds its worst tier; 0 or less if the step fits."""
         return max(used - limit for used, limit in self.tiers(device, host, disk))
 
-    def filled(self, device: float, host: float, disk: float) -> float | None:
-        """Return the fraction of its limit that the fullest tier takes; None if the step needs a tier without memory.
+    def fullest_tier_fraction(self, device: float, host: float, disk: float) -> float | None:
+        """Return used bytes / limit of the fullest tier; None if the step needs a tier without memory.
 
-        Tiers that the step does not use are ignored. They are not in :meth:`excess`: if a tier has no memory, a step
+        Tiers that the step does not use are ignored here, but not in :meth:`excess`: if a tier has no memory, a step
         that fits has an excess of 0.
         """
         wanted = [(used, limit) for used, limit in self.tiers(device, host, disk) if used > 0]
         return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
 
 
-def _show_rounded(size: int) -> str:
+def _format_bytes(size: int) -> str:
     """Return a size as text: four significant digits in GiB or MiB, or the exact number of bytes below 1 MiB."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size >= unit:
@@ -106,13 +108,13 @@ def _show_rounded(size: int) -> str:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return the free bytes of an accelerator, including memory that torch's allocator reserves but does not use."""
+    """Return how many bytes of an accelerator are free, including unused memory that torch's allocator reserves."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def free_disk_bytes(directory: str | Path) -> int:
-    """Return the free bytes on the disk of a directory; the directory need not exist yet."""
+    """Return how many bytes are free on the disk of a directory; the directory need not exist yet."""
     path = Path(directory).expanduser().absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -123,8 +125,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
 
-FAR_RATIO = 0.8
-"""Largest ratio of two attempted numbers at which they are far enough apart to estimate the slope of memory."""
+MAX_SLOPE_RATIO = 0.8
+"""Largest ratio of two attempted numbers from which the slope of memory is estimated; closer numbers mislead."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Attempt:
 
     Attributes:
         fits: True if the number fits the budget.
-        filled: Fraction of the budget that it takes, above 1 if it does not fit; None if unknown (attempt aborted).
+        filled: Used fraction of the budget, above 1 if the number does not fit; None if unknown (attempt aborted).
     """
 
     fits: bool
@@ -142,14 +144,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Range:
-    """The range of a search, and its tolerance.
+    """The range and tolerance of a search.
 
     Attributes:
-        first: The first attempt.
-        least, most: Smallest and largest number that may be attempted.
+        first: Number to try first.
+        least, most: Smallest and largest number that may be tried.
         step: Absolute tolerance: the search stops if the bracket is at most this wide.
         share: Relative tolerance, as a fraction of the number that fits. The larger tolerance counts.
-        grain: Attempts are multiples of ``grain`` where possible.
+        grain: Number of which attempts are multiples where possible.
     """
 
     first: int
@@ -166,80 +168,82 @@ class Range:
 
 @dataclass(frozen=True)
 class Bracket:
-    """The result of a search: the largest number that fitted (0: none) and the smallest that failed (None: none)."""
+    """The result of a search: largest number that fits (0: none) and smallest number that fails (None: none)."""
 
     fits: int
     fails: int | None
 
 
-def search_largest(attempt: Callable[[int], Attempt], within: Range) -> Bracket:
-    """Find the largest number that fits in few attempts: double until one fails, then narrow the bracket.
+def search_largest(attempt: Callable[[int], Attempt], search_range: Range) -> Bracket:
+    """Return the largest number that fits, in few attempts: double until a number fails, then narrow the bracket.
 
-    Memory is nearly linear in the length once a row has several chunks. A line through two attempts therefore predicts
-    where the budget ends. The search tries a number half a tolerance below that point, then one half a tolerance above.
-    If both turn out as predicted, the search is over. If not, it bisects: at most twice the attempts of plain
-    bisection.
+    Memory is nearly linear in the length if a row has several chunks. So a line through two attempts predicts where the
+    budget is exhausted. The search tries a number half a tolerance below this point, then a number half a tolerance
+    above. If both results are as predicted, the search ends. Otherwise the search bisects, with at most twice the
+    attempts of plain bisection.
 
     Args:
         attempt: Function that tries a number. If a number fits, every smaller number is assumed to fit.
-        within: Range and tolerance of the search.
+        search_range: Range and tolerance of the search.
     """
     low, high = 0, None
-    known: dict[int, float] = {}
-    number: int | None = within.first
-    size_before, aimed = 0, False
+    used_by_number: dict[int, float] = {}
+    number: int | None = search_range.first
+    previous_size, predicted = 0, False
     while number is not None:
         found = attempt(number)
         if found.filled is not None:
-            known[number] = found.filled
+            used_by_number[number] = found.filled
         if found.fits:
             low = max(low, number)
         else:
             high = number if high is None else min(high, number)
         size = high - low if high is not None else 0
-        stuck = aimed and 2 * size > size_before > 0
-        size_before = size
-        number, aimed = _next_number(low, high, {} if stuck else known, within)
+        is_stuck = predicted and 2 * size > previous_size > 0
+        previous_size = size
+        number, predicted = _next_number(low, high, {} if is_stuck else used_by_number, search_range)
     return Bracket(low, high)
 
 
-def _next_number(low: int, high: int | None, known: dict[int, float], within: Range) -> tuple[int | None, bool]:
-    """Return the next number to try (None: the search is over), and True if :func:`_predict_end` predicted it."""
-    if low == within.most or (high is not None and low and high - low <= within.tolerance(low)):
+def _next_number(
+    low: int, high: int | None, used_by_number: dict[int, float], search_range: Range
+) -> tuple[int | None, bool]:
+    """Return the next number to try (None: the search ends), and True if :func:`_predict_budget_end` chose it."""
+    if low == search_range.most or (high is not None and low and high - low <= search_range.tolerance(low)):
         return None, False
     if not low:  # nothing has fitted yet
         assert high is not None
-        return (max(high // 2, within.least) if high > within.least else None), False
-    ceiling = min(2 * low, within.most) if high is None else high
-    aim = _predict_end(low, known, within)
+        return (max(high // 2, search_range.least) if high > search_range.least else None), False
+    ceiling = min(2 * low, search_range.most) if high is None else high
+    aim = _predict_budget_end(low, used_by_number, search_range)
     if aim is not None and low < aim < ceiling:
         return aim, True
     if high is None:
         return ceiling, False
-    middle = _round_to_grain((low + high) // 2, within)
+    middle = _round_to_grain((low + high) // 2, search_range)
     return (middle if low < middle < high else (low + high) // 2), False
 
 
-def _predict_end(low: int, known: dict[int, float], within: Range) -> int | None:
-    """Return a number just below the predicted end of the budget, or just above if ``low`` is already that close.
+def _predict_budget_end(low: int, used_by_number: dict[int, float], search_range: Range) -> int | None:
+    """Return a number just below the predicted end of the budget, or just above it if ``low`` is within the tolerance.
 
-    The prediction is linear through two attempts; None if they do not give a rising line.
+    The prediction is a line through two attempts; None if the line does not rise.
     """
-    below = sorted(number for number in known if number <= low)
-    above = sorted(number for number in known if number > low)
+    below = sorted(number for number in used_by_number if number <= low)
+    above = sorted(number for number in used_by_number if number > low)
     # Rows are divided into equal chunks, so bytes rise unevenly: two close attempts may not show the slope.
-    apart = [number for number in below if number <= FAR_RATIO * low] or below[:-1]
+    apart = [number for number in below if number <= MAX_SLOPE_RATIO * low] or below[:-1]
     pair = below[-1:] + above[:1] if above else apart[-1:] + below[-1:]
     if len(pair) < 2 or pair[0] == pair[1]:
         return None
-    slope = (known[pair[1]] - known[pair[0]]) / (pair[1] - pair[0])
+    slope = (used_by_number[pair[1]] - used_by_number[pair[0]]) / (pair[1] - pair[0])
     if slope <= 0:
         return None
-    end = pair[0] + (1 - known[pair[0]]) / slope
-    half = within.tolerance(low) / 2
+    end = pair[0] + (1 - used_by_number[pair[0]]) / slope
+    half = search_range.tolerance(low) / 2
     aim = end - half if end - half > low + half else end + half
-    return _round_to_grain(int(aim), within)
+    return _round_to_grain(int(aim), search_range)
 
 
-def _round_to_grain(number: int, within: Range) -> int:
-    return number - number % within.grain
+def _round_to_grain(number: int, search_range: Range) -> int:
+    return number - number % search_range.grain

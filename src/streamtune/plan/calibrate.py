@@ -1,8 +1,8 @@
-"""The rates of the local device, measured in a few seconds and cached on disk.
+"""Measure the rates of the local device in a few seconds, and cache them on disk.
 
-Each rate is the fastest of several runs of one kind of operator, on tensors the size of a chunk. The fastest counts
-because other work on the machine can only slow a run down. All rates are measured in two rounds, and the better round
-counts. Rates are measured again if they are old, or if the two rounds differed much.
+Each rate is the fastest of several runs of one kind of operator, on tensors with the size of a chunk. The fastest run
+counts, because other work on the machine can only slow a run down. All rates are measured in two rounds, and the faster
+round counts. Rates are measured again if they are old, or if the two rounds differed much.
 
 Real steps correct the rates: :func:`correct_rates` caches a factor that multiplies every predicted time.
 """
@@ -35,24 +35,24 @@ from streamtune.plan.rates import DISK_BANDWIDTH, Rates
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.schedule import Schedule
 
-LONG_ENOUGH = 8e-3
-"""Seconds from which a run is long enough that clock resolution and launch overhead do not matter."""
-MOST_IN_A_ROW = 64
+MIN_TIMED_SECONDS = 8e-3
+"""Seconds from which on clock resolution and launch overhead of a run are negligible."""
+MAX_RUNS_TIMED_TOGETHER = 64
 """Largest number of runs that are timed together."""
 
 HEAD_DIM = 128
 
-FORM = "rates of a chunk, runs in a row, the better of two rounds"
+MEASUREMENT_VERSION = "rates of a chunk, runs in a row, the better of two rounds"
 """Version of the measurement, part of the cache key. Change it with the measurement, so that old rates are not used."""
 
 MAX_AGE, MAX_AGE_IF_BUSY = timedelta(days=30), timedelta(hours=1)
-"""Ages from which rates are measured again: in general, and if the machine was busy."""
+"""Ages from which on rates are measured again: in general, and if the machine was busy."""
 
-FAR_APART = 0.25
+BUSY_SPREAD = 0.25
 """Relative difference between the two rounds of a rate above which the machine counts as busy."""
 
-LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
-"""Bounds of the correction factor: a larger deviation has another cause than the rates."""
+MIN_FACTOR, MAX_FACTOR = 0.1, 10.0
+"""Bounds of the correction factor: a deviation beyond them has another cause than the rates."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class CachedRates:
     Attributes:
         rates: Measured rates.
         measured: Time of the measurement, in UTC (ISO 8601).
-        spread: Largest difference between the two rounds of a rate, relative to the better one.
+        spread: Largest difference between the two rounds of a rate, relative to the faster round.
         factor: Measured step time divided by predicted step time; 1 before any run.
-        corrected: Time of the last correction, in UTC (ISO 8601); empty if there was none.
+        corrected: Time of the last correction, in UTC (ISO 8601); empty if no correction was made.
     """
 
     rates: Rates
@@ -74,29 +74,29 @@ class CachedRates:
     corrected: str = ""
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> CachedRates:
-        """Return the entry read from the JSON object ``found``.
+    def from_json(cls, entry: dict[str, Any]) -> CachedRates:
+        """Return the entry read from the JSON object ``entry``.
 
         Raises:
             TypeError, ValueError, KeyError: Another version wrote the entry.
         """
-        cached = cls(**{**found, "rates": Rates(**found["rates"])})
+        cached = cls(**{**entry, "rates": Rates(**entry["rates"])})
         datetime.fromisoformat(cached.measured)
-        if not LEAST_FACTOR <= cached.factor <= MOST_FACTOR:
-            raise ValueError(f"factor {cached.factor} is not between {LEAST_FACTOR} and {MOST_FACTOR}")
+        if not MIN_FACTOR <= cached.factor <= MAX_FACTOR:
+            raise ValueError(f"factor {cached.factor} is not between {MIN_FACTOR} and {MAX_FACTOR}")
         return cached
 
     @property
     def is_current(self) -> bool:
         """True if the rates are less than 30 days old, or less than an hour if they were measured on a busy machine."""
         age = datetime.now(UTC) - datetime.fromisoformat(self.measured)
-        return age < (MAX_AGE_IF_BUSY if self.spread > FAR_APART else MAX_AGE)
+        return age < (MAX_AGE_IF_BUSY if self.spread > BUSY_SPREAD else MAX_AGE)
 
     def corrected_rates(self) -> Rates:
-        """Return the measured rates corrected by ``factor``; step times are predicted with these."""
+        """Return the measured rates corrected by ``factor``, with which step times are predicted."""
         if self.factor == 1.0:
             return self.rates
-        slower = {name: getattr(self.rates, name) / self.factor for name in _per_second(self.rates)}
+        slower = {name: getattr(self.rates, name) / self.factor for name in _throughput_fields(self.rates)}
         return replace(
             self.rates,
             **slower,
@@ -112,7 +112,7 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
     read or written, the rates are measured each time.
 
     Args:
-        device: Device whose rates are wanted.
+        device: Device to measure.
         dtype: Dtype of matrix products and attention.
         notify: Function that takes a message; called before a measurement.
     """
@@ -121,15 +121,17 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
         again = " again" if cached is not None else ""
         notify(f"measuring{again} how fast {_describe_device(device)} is")
         measured = _measure_two_rounds(device, dtype)
-        if cached is not None and cached.spread > FAR_APART:  # the machine was busy then: the better of each counts
-            measured = replace(measured, rates=_better(cached.rates, measured.rates))
+        if (
+            cached is not None and cached.spread > BUSY_SPREAD
+        ):  # the machine was busy then: the faster value of each rate counts
+            measured = replace(measured, rates=_faster_rates(cached.rates, measured.rates))
         cached = measured
         _update_cache(device, dtype, lambda _: measured)
     return cached.corrected_rates()
 
 
 def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> None:
-    """Record in the cache that steps took ``ratio`` times as long as predicted from the cached rates.
+    """Record in the cache that steps needed ``ratio`` times the time predicted from the cached rates.
 
     Nothing is recorded if no rates are cached, or if the cache file cannot be written.
     """
@@ -137,8 +139,8 @@ def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> Non
     def correct(cached: CachedRates | None) -> CachedRates | None:
         if cached is None:
             return None
-        factor = min(MOST_FACTOR, max(LEAST_FACTOR, cached.factor * ratio))
-        return replace(cached, factor=factor, corrected=_now())
+        factor = min(MAX_FACTOR, max(MIN_FACTOR, cached.factor * ratio))
+        return replace(cached, factor=factor, corrected=_utc_timestamp())
 
     if _read_cached(device, dtype) is not None:
         _update_cache(device, dtype, correct)
@@ -146,41 +148,41 @@ def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> Non
 
 def _measure_two_rounds(device: torch.device, dtype: torch.dtype) -> CachedRates:
     first, second = measure_rates(device, dtype), measure_rates(device, dtype)
-    pairs = [(getattr(first, name), getattr(second, name)) for name in _per_second(first)]
+    pairs = [(getattr(first, name), getattr(second, name)) for name in _throughput_fields(first)]
     spread = max(1 - min(pair) / max(pair) for pair in pairs)
-    return CachedRates(_better(first, second), _now(), round(spread, 4))
+    return CachedRates(_faster_rates(first, second), _utc_timestamp(), round(spread, 4))
 
 
-def _better(one: Rates, other: Rates) -> Rates:
-    best = {name: max(getattr(one, name), getattr(other, name)) for name in _per_second(one)}
+def _faster_rates(one: Rates, other: Rates) -> Rates:
+    best = {name: max(getattr(one, name), getattr(other, name)) for name in _throughput_fields(one)}
     return replace(other, **best, launch_seconds=min(one.launch_seconds, other.launch_seconds))
 
 
-def _per_second(rates: Rates) -> list[str]:
-    """Return the field names of the rates that are higher on a faster device."""
+def _throughput_fields(rates: Rates) -> list[str]:
+    """Return the names of the fields that are higher on a faster device."""
     return [f.name for f in fields(rates) if f.name.endswith(("_flops", "_bandwidth"))]
 
 
-def _now() -> str:
+def _utc_timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _read_cached(
     device: torch.device, dtype: torch.dtype, notify: Callable[[str], None] = lambda text: None
 ) -> CachedRates | None:
-    return _read_entry(_cache().read_json(notify), _cache_key(device, dtype))
+    return _read_entry(_open_cache().read_json(notify), _cache_key(device, dtype))
 
 
 def _read_entry(entries: dict[str, Any], key: str) -> CachedRates | None:
     with contextlib.suppress(TypeError, ValueError, KeyError):  # written by another version
-        return CachedRates.read(entries[key])
+        return CachedRates.from_json(entries[key])
     return None
 
 
 def _update_cache(
     device: torch.device, dtype: torch.dtype, change: Callable[[CachedRates | None], CachedRates | None]
 ) -> None:
-    """Replace the cache entry by the result of ``change``.
+    """Replace the cache entry by the result of ``change``, a function of the present entry (None: no entry).
 
     The entry is read again first, because another process may have written it. A failed write is ignored.
     """
@@ -191,13 +193,13 @@ def _update_cache(
         return entries if entry is None else {**entries, key: asdict(entry)}
 
     with contextlib.suppress(OSError):
-        _cache().update(changed)
+        _open_cache().update(changed)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Return the measured rates of ``device``; the disk's rate is assumed.
+    """Return the measured rates of ``device``, with an assumed rate of the disk.
 
-    Takes about 2 seconds on a CPU core and less on an accelerator.
+    A measurement needs about 2 seconds on a CPU core and less on an accelerator.
     """
     clock = _Clock(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -236,7 +238,7 @@ def cache_file() -> Path:
     return cache_folder() / "rates.json"
 
 
-def _cache() -> CacheFile:
+def _open_cache() -> CacheFile:
     return CacheFile(cache_file(), "rates")
 
 
@@ -247,15 +249,12 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _cache_key(device: torch.device, dtype: torch.dtype) -> str:
-    machine = (_describe_device(device), platform.node(), _processor())
-    return " | ".join([*machine, f"torch {torch.__version__}", str(dtype), FORM])
+    machine = (_describe_device(device), platform.node(), _processor_name())
+    return " | ".join([*machine, f"torch {torch.__version__}", str(dtype), MEASUREMENT_VERSION])
 
 
-def _processor() -> str:
-    """Return the model name of the CPU.
-
-    It is part of the cache key because a container keeps its host name when it moves to another machine.
-    """
+def _processor_name() -> str:
+    """Return the model name of the CPU, because a container keeps its host name when it moves to another machine."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
@@ -267,36 +266,38 @@ def _processor() -> str:
 
 
 class _Clock:
-    """Times a function on a device: the fastest of several runs, after one warm-up run."""
+    """Measures the time of a function on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def fastest_seconds(self, run: Callable[[], object], *, budget: float = 0.15) -> float:
-        """Return the seconds of the fastest run.
+    def fastest_seconds(self, run: Callable[[], object], *, budget_seconds: float = 0.15) -> float:
+        """Return the seconds of the fastest run, after one warm-up run.
 
-        Runs are repeated for about ``budget`` seconds, and at least three times. On an accelerator short runs are
+        Runs are repeated for about ``budget_seconds``, and at least three times. On an accelerator short runs are
         queued back to back and timed together, as in a step, so that the host's overhead per run is not counted.
         """
-        self.seconds(run)
-        count = 1 if self.device.type == "cpu" else min(MOST_IN_A_ROW, math.ceil(LONG_ENOUGH / self.seconds(run)))
+        self.run_seconds(run)
+        count = 1
+        if self.device.type != "cpu":
+            count = min(MAX_RUNS_TIMED_TOGETHER, math.ceil(MIN_TIMED_SECONDS / self.run_seconds(run)))
         times: list[float] = []
-        while len(times) < 3 or count * sum(times) < budget:
-            times.append(self.seconds(run, count) / count)
+        while len(times) < 3 or count * sum(times) < budget_seconds:
+            times.append(self.run_seconds(run, count) / count)
         return min(times)
 
-    def seconds(self, run: Callable[[], object], count: int = 1) -> float:
+    def run_seconds(self, run: Callable[[], object], count: int = 1) -> float:
         """Return the total seconds of ``count`` runs, until the device has finished.
 
-        On a CPU the result is at most the CPU time of this process, because a busy machine makes runs wait.
+        On a CPU the result is at most the CPU time of this process, because on a busy machine runs wait for a core.
         """
         self._wait()
-        start, used = time.perf_counter(), time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(count):
             run()
         self._wait()
-        passed = time.perf_counter() - start
-        return min(passed, time.process_time() - used) if self.device.type == "cpu" else passed
+        elapsed = time.perf_counter() - start
+        return min(elapsed, time.process_time() - cpu_start) if self.device.type == "cpu" else elapsed
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -304,11 +305,11 @@ class _Clock:
 
 
 def _measure_matmul(clock: _Clock, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a square matrix product large enough to run for :data:`LONG_ENOUGH` seconds."""
+    """Return the FLOP/s of a square matrix product large enough to run for :data:`MIN_TIMED_SECONDS` seconds."""
     for size in (512, 1024, 2048, 4096, 8192):
         x = torch.randn(size, size, device=clock.device).to(dtype)
         seconds = clock.fastest_seconds(partial(torch.matmul, x, x))
-        if seconds > LONG_ENOUGH:
+        if seconds > MIN_TIMED_SECONDS:
             break
     return 2 * size**3 / seconds
 
@@ -328,7 +329,7 @@ def _measure_attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]
         forward = partial(prefix_attention, q, k, v, mask.rows(0, queries), scale=HEAD_DIM**-0.5)
         with torch.no_grad():
             seconds = clock.fastest_seconds(forward)
-        if seconds > LONG_ENOUGH:
+        if seconds > MIN_TIMED_SECONDS:
             break
     out = forward()
     grad = torch.ones_like(out)
@@ -349,18 +350,15 @@ def _measure_touch(clock: _Clock, dtype: torch.dtype) -> float:
 def _measure_copy(clock: _Clock) -> float:
     """Return the bytes/s of copies between device and host, in the slower direction; on the CPU within memory."""
     size = (16 << 20) if clock.device.type == "cpu" else (256 << 20)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
-    there = torch.zeros(size, dtype=torch.uint8, device=clock.device)
-    out = clock.fastest_seconds(lambda: host.copy_(there, non_blocking=True))
-    back = clock.fastest_seconds(lambda: there.copy_(host, non_blocking=True))
-    return size / max(out, back)
+    host_tensor = torch.empty(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
+    device_tensor = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+    to_host = clock.fastest_seconds(lambda: host_tensor.copy_(device_tensor, non_blocking=True))
+    to_device = clock.fastest_seconds(lambda: device_tensor.copy_(host_tensor, non_blocking=True))
+    return size / max(to_host, to_device)
 
 
 def _measure_launch(clock: _Clock) -> float:
-    """Return the engine's overhead per operator, in seconds.
-
-    It is the step time of a tiny model divided by its number of operators: such a step is overhead only.
-    """
+    """Return the engine's overhead per operator in seconds: step time of a tiny model divided by its operators."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
     schedule = Schedule(chunk_size=16, head_chunk_size=128)

@@ -1,10 +1,9 @@
 """Estimate bytes and work of hundreds of schedules from five simulations.
 
-Five steps are simulated at the planned length: a plain step, and four that differ from it in one choice. These have
-another chunk size, or keep keys and values, attention outputs, or one whole layer. A choice adds its difference. The
-differences of several choices add up, because each choice keeps other tensors. For chunk size c, bytes are linear in c,
-and work is ``a + b / c``, because weights and prefix are read once per chunk. The rest is arithmetic: on which tier
-tensors are stored, and how many.
+Five steps are simulated at the planned length: a plain step, and four steps that differ from the plain step in one
+choice. The choices are another chunk size, and keeping keys and values, attention outputs or one layer. The
+differences of several choices are added, because each choice keeps other tensors. For chunk size c, bytes are linear in
+c, and work is ``a + b / c``, because weights and prefix are read once per chunk. All other figures are computed.
 
 Estimates are used to choose. The planner then simulates the chosen schedule itself.
 """
@@ -18,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.engine.memory.placement import extra_forwards, place_layers
-from streamtune.plan.simulate.partition import recopied_bytes
+from streamtune.plan.simulate.partition import recopied_weight_bytes
 from streamtune.plan.simulate.simulate import Simulation, Work
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
@@ -28,24 +27,24 @@ Simulate = Callable[[Workload, Schedule], Simulation]
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
 ATTENTION = f"{WORK}attention_flops"
 FORWARD_SHARE = 2 / 9
-"""Fraction of a step's attention FLOPs in one forward. A tile takes 2 matrix products in each of two forwards, and 5 in
-the backward."""
+"""Fraction of a step's attention FLOPs in one forward: per tile 2 matrix products in each of two forwards, and 5 in the
+backward."""
 
 IN_FLIGHT = 4
 """Number of chunks of an offloaded tensor that are on the device at a time: being copied out, or prefetched."""
 
 HEAD_COPIES = 2
-"""Number of fp32 copies of a head chunk's logits; their size falls with the head chunk size."""
+"""Number of fp32 copies of a head chunk's logits that exist at a time."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step by name, which can be added and scaled: device bytes by phase, host and disk bytes, work."""
+    """Figures of a step by name: device bytes by phase, host and disk bytes, work. Figures can be added and scaled."""
 
     values: dict[str, float]
 
     @staticmethod
-    def of(simulation: Simulation) -> Figures:
+    def from_simulation(simulation: Simulation) -> Figures:
         work = {f"{WORK}{f.name}": float(getattr(simulation.work, f.name)) for f in fields(simulation.work)}
         phases = {f"{DEVICE}{name}": float(size) for name, size in simulation.phases.items()}
         return Figures({**phases, HOST: float(simulation.host_bytes), DISK: float(simulation.disk_bytes), **work})
@@ -72,11 +71,11 @@ class Figures:
         names = {*self.values, *other.values}
         return Figures({n: self.values.get(n, 0.0) + times * other.values.get(n, 0.0) for n in names})
 
-    def room_for(self, more: Figures, limit: float) -> float:
-        """Return how many times ``more`` can be added before the step exceeds ``limit`` bytes on the device."""
+    def max_additions(self, added: Figures, limit: float) -> float:
+        """Return how many times ``added`` fits in addition before the step exceeds ``limit`` bytes on the device."""
         times = float("inf")
         for name, size in self.values.items():
-            step = more.values.get(name, 0.0)
+            step = added.values.get(name, 0.0)
             if name.startswith(DEVICE) and step > 0:
                 times = min(times, (limit - size) / step)
         return times
@@ -89,9 +88,9 @@ class Estimator:
         workload: Step to train.
         layers: Number of decoder layers of the model.
         simulate: Function that simulates a step.
-        chunks: Chunk sizes that will be estimated.
-        head_chunk: Head chunk size of the simulated steps, and the largest that will be estimated.
-        given: Fields that have the same value in every schedule.
+        chunks: Chunk sizes of the schedules to estimate.
+        head_chunk: Head chunk size of the simulated steps, the largest of the schedules to estimate.
+        common_fields: Fields that have the same value in every schedule.
     """
 
     def __init__(
@@ -102,28 +101,32 @@ class Estimator:
         *,
         chunks: Sequence[int],
         head_chunk: int,
-        given: Mapping[str, Any] | None = None,
+        common_fields: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers, self.rows, self.length = layers, workload.rows, workload.shard_tokens
         self.chunk, self.wide_chunk = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
-        plain = Schedule(self.chunk, head_chunk, **(given or {}))
-        self.plainest = Figures.of(simulate(workload, plain))
+        plain = Schedule(self.chunk, head_chunk, **(common_fields or {}))
+        self.plain_figures = Figures.from_simulation(simulate(workload, plain))
         self.simulations = 1
 
-        def added(**choice: Any) -> Figures:
+        def simulate_added(**choice: Any) -> Figures:
             self.simulations += 1
-            return Figures.of(simulate(workload, replace(plain, **choice))).plus(self.plainest, -1.0)
+            return Figures.from_simulation(simulate(workload, replace(plain, **choice))).plus(self.plain_figures, -1.0)
 
-        self._wide_chunk_figures = added(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
-        self._kv_figures = added(keep_kv="device")
-        self._attention_figures = added(keep_attention="device")
-        self.of_a_kept_layer = added(keep_layers=1) if plain.weights == "device" else Figures({})
+        self._wide_chunk_figures = (
+            simulate_added(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
+        )
+        self._kv_figures = simulate_added(keep_kv="device")
+        self._attention_figures = simulate_added(keep_attention="device")
+        self.kept_layer_figures = simulate_added(keep_layers=1) if plain.weights == "device" else Figures({})
         """Figures that one layer kept whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         model: Any = workload.make_model()
         embedding: Tensor = model.get_input_embeddings().weight
-        self._copied_again_figures = Figures({f"{WORK}moved_bytes": float(recopied_bytes(model, workload, 1))})
+        self._recopied_weight_figures = Figures(
+            {f"{WORK}moved_bytes": float(recopied_weight_bytes(model, workload, 1))}
+        )
         """Figures that one extra forward adds by copying weights from the host; 0 if weights are on the device."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
@@ -139,12 +142,12 @@ class Estimator:
             total = total.plus(Figures({f"{DEVICE}head": -fewer}))
         total = total.plus(self._layer_input_figures(schedule))
         share = (self.layers - min(schedule.keep_layers, self.layers)) / self.layers
-        for kept, place in ((self._kv_figures, schedule.keep_kv), (self._attention_figures, schedule.keep_attention)):
-            if place != "no":
-                total = total.plus(self._placed_figures(kept, str(place)), share)
-        return total.plus(self.of_a_kept_layer, schedule.keep_layers)
+        for kept, tier in ((self._kv_figures, schedule.keep_kv), (self._attention_figures, schedule.keep_attention)):
+            if tier != "no":
+                total = total.plus(self._placed_figures(kept, str(tier)), share)
+        return total.plus(self.kept_layer_figures, schedule.keep_layers)
 
-    def of_a_device_layer(self, schedule: Schedule) -> Figures:
+    def device_layer_figures(self, schedule: Schedule) -> Figures:
         return self._offload_figures(self.input_bytes, schedule.offload, -1.0)
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -155,69 +158,71 @@ class Estimator:
         The plain schedule has ``levels: 1``, stores all layer inputs on the device, and keeps nothing else.
         """
         if self.wide_chunk == self.chunk:
-            return self.plainest
+            return self.plain_figures
         chunk = min(chunk, self.length)
-        along = (chunk - self.chunk) / (self.wide_chunk - self.chunk)
-        turns = (1 / chunk - 1 / self.chunk) / (1 / self.wide_chunk - 1 / self.chunk)
-        more = {n: v * (turns if n.startswith(WORK) else along) for n, v in self._wide_chunk_figures.values.items()}
-        return self.plainest.plus(Figures(more))
+        chunk_size_ratio = (chunk - self.chunk) / (self.wide_chunk - self.chunk)
+        chunk_count_ratio = (1 / chunk - 1 / self.chunk) / (1 / self.wide_chunk - 1 / self.chunk)
+        more = {
+            n: v * (chunk_count_ratio if n.startswith(WORK) else chunk_size_ratio)
+            for n, v in self._wide_chunk_figures.values.items()
+        }
+        return self.plain_figures.plus(Figures(more))
 
     def _layer_input_figures(self, schedule: Schedule) -> Figures:
-        """Return the figures that the schedule adds, compared with all layer inputs stored on the device."""
+        """Return the figures that storing layer inputs as in ``schedule`` adds to storing all inputs on the device."""
         each = self.input_bytes
         streamed = self.layers - min(schedule.keep_layers, self.layers)
         total = Figures({})
         if schedule.levels == 2:
-            held = min(streamed, _most_inputs_held(schedule, self.layers))
+            held = min(streamed, _max_stored_inputs(schedule, self.layers))
             forward = self._extra_forward_figures(attention=schedule.keep_attention == "no")
             total = self._device_figures(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
-            total = total.plus(self._copied_again_figures, sum(extra_forwards(schedule, self.layers)))
+            total = total.plus(self._recopied_weight_figures, sum(extra_forwards(schedule, self.layers)))
             streamed = held
         if schedule.offload != "device":
-            # The gradient passed between layers is offloaded too, unless it can take the place of a stored input.
+            # The gradient passed between layers is offloaded too, unless it can replace a stored input.
             away = max(0, streamed - schedule.device_layers) + (schedule.device_layers == 0)
-            again = 1 if schedule.keep_kv == "no" else 0  # recomputing keys and values reads the inputs once more
-            total = total.plus(self._offload_figures(away * each, schedule.offload, again=again))
+            extra_reads = 1 if schedule.keep_kv == "no" else 0  # recomputing keys and values reads the inputs once more
+            total = total.plus(self._offload_figures(away * each, schedule.offload, extra_reads=extra_reads))
             total = total.plus(self._device_figures(IN_FLIGHT * each * min(1.0, schedule.chunk_size / self.length)))
-        if schedule.stream_grads:  # each chunk's output gradient is freed when its input gradient is made
+        if schedule.stream_grads:  # each chunk's output gradient is freed when its input gradient is computed
             total = total.plus(Figures({f"{DEVICE}backward": -each * (1 if schedule.offload == "device" else 2)}))
         return total
 
     def _extra_forward_figures(self, *, attention: bool) -> Figures:
         """Return the work of one extra forward of all layers.
 
-        It is a fourth of a step's matrix products and two ninths of its attention, or a smaller fraction if the step
-        also runs a reference forward.
+        The work is a fourth of a step's matrix products and two ninths of its attention; less with reference forwards.
         """
-        work = self.plainest.values
+        work = self.plain_figures.values
         forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
         share = FORWARD_SHARE / (1 + FORWARD_SHARE * self.forwards)
         return Figures({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
-    def _placed_figures(self, kept: Figures, place: str) -> Figures:
-        """Return the figures of tensors kept at ``place``; ``kept`` has their figures if kept on the device."""
-        if place == "device":
+    def _placed_figures(self, kept: Figures, tier: str) -> Figures:
+        """Return the figures of tensors kept on ``tier``; ``kept`` has the figures of the tensors on the device."""
+        if tier == "device":
             return kept
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))
-        return kept.plus(self._offload_figures(size, place))
+        return kept.plus(self._offload_figures(size, tier))
 
-    def _offload_figures(self, size: float, place: str, times: float = 1.0, *, again: int = 0) -> Figures:
+    def _offload_figures(self, size: float, tier: str, times: float = 1.0, *, extra_reads: int = 0) -> Figures:
         """Return the figures that moving ``size`` bytes from the device to host or disk adds.
 
-        The bytes are copied out once and back ``1 + again`` times.
+        The bytes are copied out once and back ``1 + extra_reads`` times.
         """
-        name = f"{WORK}moved_bytes" if place == "host" else f"{WORK}disk_moved_bytes"
-        away = Figures({HOST if place == "host" else DISK: size, name: (2 + again) * size})
+        name = f"{WORK}moved_bytes" if tier == "host" else f"{WORK}disk_moved_bytes"
+        away = Figures({HOST if tier == "host" else DISK: size, name: (2 + extra_reads) * size})
         return Figures({}).plus(self._device_figures(-size), times).plus(away, times)
 
     def _device_figures(self, size: float) -> Figures:
-        """Return the figures of ``size`` bytes that are on the device in every phase except the optimizer step."""
-        names = [n for n in self.plainest.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
+        """Return the figures of ``size`` bytes on the device in every phase except the optimizer step."""
+        names = [n for n in self.plain_figures.values if n.startswith(DEVICE) and not n.endswith("optimizer")]
         return Figures(dict.fromkeys(names, size))
 
 
-def _most_inputs_held(schedule: Schedule, layers: int) -> int:
-    """Return how many layer inputs exist at a time: those stored in the forward, plus one segment's inputs."""
+def _max_stored_inputs(schedule: Schedule, layers: int) -> int:
+    """Return how many layer inputs exist at a time: the inputs stored in the forward, plus one segment's inputs."""
     places = place_layers(schedule, layers)
     stored = sum(place.begins_segment and not place.unstreamed for place in places)
     longest = current = 0

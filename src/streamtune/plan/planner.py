@@ -2,8 +2,8 @@
 
 1. A few simulations show how much memory and work each choice adds to a step (``estimate``).
 2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``rates``).
-3. The first combination that should fit is simulated at its real length. If it does not fit, the planner subtracts the
-   error of the estimate from the memory for that chunk size, and repeats step 2.
+3. The fastest combination that should fit is simulated at the real length. If it does not fit, the planner subtracts
+   the error of the estimate from the memory for this chunk size, and repeats step 2.
 
 The returned schedule has been simulated; its alternatives are estimates.
 """
@@ -25,27 +25,34 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
-from streamtune.plan.choices import Candidate, SearchSpace, best_in_chunk_order, candidates, excess_of, may_order_chunks
+from streamtune.plan.choices import (
+    Candidate,
+    SearchSpace,
+    allows_chunk_order,
+    enumerate_candidates,
+    excess_bytes,
+    find_best_chunk_order,
+)
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
-from streamtune.plan.refusal import NothingFitsError, nothing_fits, smallest_step
-from streamtune.plan.simulate.memory import device_held_bytes, host_held_bytes
+from streamtune.plan.refusal import NothingFitsError, make_nothing_fits_error, smallest_step
+from streamtune.plan.simulate.memory import device_model_bytes, host_model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload, workload_flops
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import GIVEN, Schedule
 
-MOST_TRIED = 6
+MAX_TRIED = 6
 """Largest number of candidates that are simulated before the planner tries the smallest schedule."""
 
-LEAST_SAVING = 0.003
+MIN_SAVING = 0.003
 """Fraction of the step time that each deviation from the default schedule must save; predictions are not more exact."""
 
-LEAST_SLOWDOWN = 1.1
+MIN_SLOWDOWN = 1.1
 """Step time, relative to the same step without copies to host and disk, above which ``order: chunk`` is tried."""
 
-MOST_SHOWN = 3
+MAX_SHOWN = 3
 """Largest number of alternatives in a plan."""
 
 KEEPS_NOTHING: dict[str, Any] = {
@@ -62,7 +69,7 @@ KEEPS_NOTHING: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Alternative:
-    """A schedule that was not chosen, with its estimated bytes and seconds, and the reason in ``why_not``."""
+    """A schedule that was not chosen, with its estimated bytes and seconds. ``why_not`` is the reason as text."""
 
     schedule: Schedule
     peak_bytes: int
@@ -78,8 +85,8 @@ class Plan:
     """The schedule to train with, its simulated memory and its predicted time.
 
     Attributes:
-        schedule: Fastest schedule found that fits, or the given schedule.
-        simulation: Simulated step with this schedule, at the planned length.
+        schedule: Fastest schedule that fits, or the user's schedule.
+        simulation: Simulated step with ``schedule``, at the planned length.
         step_seconds: Predicted seconds of the step.
         alternatives: Other schedules with estimated figures, the fastest first.
         binds: Largest memory term on the fullest tier.
@@ -105,8 +112,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the simulated step is within the limits. A chosen schedule always fits; a given one may not."""
-        return excess_of(self.simulation, self.limits) <= 0
+        """True if the simulated step is within the limits. A chosen schedule always fits; the user's may not fit."""
+        return excess_bytes(self.simulation, self.limits) <= 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -140,39 +147,39 @@ def choose(
 ) -> Plan:
     """Return the plan with the fastest exact schedule for ``workload`` within ``limits``.
 
-    ``order: chunk`` is tried if it is given, if nothing else fits, or if the fastest schedule with ``order: layer``
-    recomputes layers or waits for copies.
+    ``order: chunk`` is tried if the user sets it, if no other schedule fits, or if the fastest schedule with ``order:
+    layer`` recomputes layers or waits for copies.
 
     Args:
         workload: Step to train, at the length to plan for.
         limits: Memory to plan with.
         rates: Rates of the device.
-        fixed: Given fields of the schedule, by name.
+        fixed: Fields of the schedule that the user set, by name.
         simulate: Function that simulates a step.
-        explain: True to run more simulations if nothing fits, to find out what would help.
+        explain: True to run more simulations if no schedule fits, for advice in the error.
 
     Raises:
-        NothingFitsError: No schedule fits; the error names the largest terms and what would help.
+        NothingFitsError: No schedule fits; the error names the largest memory terms and changes that would help.
     """
-    written, plan = dict(fixed or {}), None
-    refuse = nothing_fits if explain else _unexplained_error
+    fixed_fields, plan = dict(fixed or {}), None
+    refuse = make_nothing_fits_error if explain else _unexplained_error
     if workload.step.gradients == "none":  # no backward: only chunk sizes are chosen
-        written = {**KEEPS_NOTHING, **written}
-    if written.get("weights") == "host":  # keep_layers and order: chunk need the weights on the device
-        written = {"keep_layers": 0, "order": "layer", **written}
-    if written.get("order") != "chunk":
-        plan = _choose_in_layer_order(workload, limits, rates, fixed=written, simulate=simulate, refuse=refuse)
-        if not may_order_chunks(written, workload.cluster) or not _is_slowed(plan, workload):
+        fixed_fields = {**KEEPS_NOTHING, **fixed_fields}
+    if fixed_fields.get("weights") == "host":  # keep_layers and order: chunk need the weights on the device
+        fixed_fields = {"keep_layers": 0, "order": "layer", **fixed_fields}
+    if fixed_fields.get("order") != "chunk":
+        plan = _choose_in_layer_order(workload, limits, rates, fixed=fixed_fields, simulate=simulate, refuse=refuse)
+        if not allows_chunk_order(fixed_fields, workload.cluster) or not _is_slowed(plan, workload):
             return plan
     started, pace = time.perf_counter(), Pace(workload, rates)
-    search_space = SearchSpace(len(decoder_layers(workload.make_model())), workload.shard_tokens, limits, written)
-    found = best_in_chunk_order(workload, search_space, simulate)
+    search_space = SearchSpace(len(decoder_layers(workload.make_model())), workload.shard_tokens, limits, fixed_fields)
+    found = find_best_chunk_order(workload, search_space, simulate)
     if plan is None and found is None:
-        found = smallest_step(workload, limits, written, simulate)
-        if excess_of(found[1], limits) > 0:
+        found = smallest_step(workload, limits, fixed_fields, simulate)
+        if excess_bytes(found[1], limits) > 0:
             raise refuse(workload, search_space, dict([found]), limits, simulate)
     if found is None or (
-        plan is not None and plan.step_seconds <= (1 + LEAST_SAVING) * pace.seconds(found[1].work, found[0])
+        plan is not None and plan.step_seconds <= (1 + MIN_SAVING) * pace.seconds(found[1].work, found[0])
     ):
         assert plan is not None
         return plan
@@ -183,11 +190,11 @@ def _is_slowed(plan: Plan, workload: Workload) -> bool:
     """Return True if the plan recomputes layers, or is notably slower because of copies to host or disk."""
     work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
     undelayed = Pace(workload, plan.rates).seconds(work, plan.schedule)
-    return plan.schedule.levels == 2 or plan.step_seconds > LEAST_SLOWDOWN * undelayed
+    return plan.schedule.levels == 2 or plan.step_seconds > MIN_SLOWDOWN * undelayed
 
 
 def _unexplained_error(*_: Any) -> NothingFitsError:
-    """Return the error without terms and advice, if ``explain`` is False."""
+    """Return the error of ``choose(explain=False)``, without memory terms and advice."""
     return NothingFitsError("no schedule fits", where="max_length")
 
 
@@ -206,52 +213,52 @@ def _choose_in_layer_order(
     layers = decoder_layers(model)
     search_space = SearchSpace(len(layers), workload.shard_tokens, limits, fixed or {})
     if _may_keep_every_layer(search_space, workload, model.get_input_embeddings().weight) and (
-        easy := _keep_every_layer(search_space, workload, simulate)
+        keeping_all := _keep_every_layer(search_space, workload, simulate)
     ):
-        return _make_plan(*easy, limits, pace, started)
+        return _make_plan(*keeping_all, limits, pace, started)
     estimator = Estimator(
         workload,
         len(layers),
         simulate,
         chunks=search_space.options("chunk_size"),
         head_chunk=search_space.options("head_chunk_size")[-1],
-        given=search_space.given,
+        common_fields=search_space.common_fields,
     )
     tried: dict[Schedule, Simulation] = {}
-    reduced: dict[int, Limits] = {}  # by chunk size: the estimate's error for one size tells nothing of another
+    reduced_limits: dict[int, Limits] = {}  # by chunk size, because errors of estimates differ by chunk size
     found = None
-    while found is None and len(tried) < MOST_TRIED:
-        ranked = _rank_candidates(search_space, estimator, limits, pace, reduced)
+    while found is None and len(tried) < MAX_TRIED:
+        ranked = _rank_candidates(search_space, estimator, limits, pace, reduced_limits)
         best = next(
             (
                 c
                 for c in ranked
-                if c.excess(reduced.get(c.schedule.chunk_size, limits)) <= 0 and c.schedule not in tried
+                if c.excess(reduced_limits.get(c.schedule.chunk_size, limits)) <= 0 and c.schedule not in tried
             ),
             None,
         )
         if best is None:
             break
         simulation = tried[best.schedule] = simulate(workload, best.schedule)
-        if excess_of(simulation, limits) <= 0:
+        if excess_bytes(simulation, limits) <= 0:
             found = best
         else:
             size = best.schedule.chunk_size
-            reduced[size] = _reduce_limits(reduced.get(size, limits), best, simulation)
+            reduced_limits[size] = _reduce_limits(reduced_limits.get(size, limits), best, simulation)
     if found is None:
         ranked = _rank_candidates(search_space, estimator, limits, pace)
         found = _try_least_excess(ranked, limits, workload, simulate, tried)
     if found is None:  # estimates may be wrong: simulate the smallest schedule
         schedule, simulation = smallest_step(workload, limits, search_space.fixed, simulate)
         tried[schedule] = simulation
-        if excess_of(simulation, limits) > 0:
+        if excess_bytes(simulation, limits) > 0:
             raise refuse(workload, search_space, tried, limits, simulate)
         if schedule.levels == 2 and not {"levels", "segment_size"} & set(search_space.fixed):  # less work, if it fits
             plainer = replace(schedule, levels=1)
             tried[plainer] = simulate(workload, plainer)
-            schedule = plainer if excess_of(tried[plainer], limits) <= 0 else schedule
-        found = Candidate(schedule, Figures.of(tried[schedule]))
-    others = _alternatives(found, tried, ranked, limits, pace)
+            schedule = plainer if excess_bytes(tried[plainer], limits) <= 0 else schedule
+        found = Candidate(schedule, Figures.from_simulation(tried[schedule]))
+    others = _choose_alternatives(found, tried, ranked, limits, pace)
     plan = _make_plan(found.schedule, tried[found.schedule], limits, pace, started)
     return replace(plan, alternatives=others, simulations=estimator.simulations + len(tried))
 
@@ -274,14 +281,14 @@ def _make_plan(schedule: Schedule, simulation: Simulation, limits: Limits, pace:
 def evaluate_schedule(
     workload: Workload, schedule: Schedule, limits: Limits, rates: Rates, *, simulate: Simulate = simulate
 ) -> Plan:
-    """Return the plan of a given schedule, with its simulated memory and predicted time; it need not fit."""
+    """Return the plan of the user's schedule, with simulated memory and predicted time; it need not fit."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
     return _make_plan(schedule, simulation, limits, Pace(workload, rates), started)
 
 
-def as_fixed(schedule: Schedule) -> dict[str, Any]:
-    """Return all fields of a schedule by name, as :func:`choose` takes them in ``fixed``."""
+def as_fixed_fields(schedule: Schedule) -> dict[str, Any]:
+    """Return all fields of a schedule by name, for the argument ``fixed`` of :func:`choose`."""
     return {f.name: getattr(schedule, f.name) for f in fields(schedule)}
 
 
@@ -289,29 +296,29 @@ def as_fixed(schedule: Schedule) -> dict[str, Any]:
 
 
 SIZE_FIELDS = {"chunk_size", "head_chunk_size", "offload_dir", "order", *GIVEN}
-"""Fields that, if given, leave open what is kept."""
+"""Fields that the user may set without excluding ``keep_layers`` for all layers."""
 
-LEAST_OF_A_LAYER = 8
+MIN_LAYER_BYTES_RATIO = 8
 """Lower bound of a layer's activation bytes, as a multiple of the bytes of its hidden states."""
 
 
 def _may_keep_every_layer(search_space: SearchSpace, workload: Workload, embedding: Tensor) -> bool:
-    """Return True if the activations of all layers may fit on the device, so that a simulation is worthwhile."""
+    """Return True if the activations of all layers may fit on the device; only then the step is simulated."""
     if not set(search_space.fixed) <= SIZE_FIELDS:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
     tokens = workload.shard_tokens * workload.rows
-    return LEAST_OF_A_LAYER * token_bytes * tokens * search_space.layers <= search_space.limits.device
+    return MIN_LAYER_BYTES_RATIO * token_bytes * tokens * search_space.layers <= search_space.limits.device
 
 
 def _keep_every_layer(
     search_space: SearchSpace, workload: Workload, simulate: Simulate
 ) -> tuple[Schedule, Simulation] | None:
-    """Return the schedule that keeps every layer whole, the fastest of all, with its step; None if it does not fit."""
+    """Return the schedule that keeps every layer, the fastest of all, with its simulated step; None if it exceeds."""
     sizes = {name: value for name, value in search_space.fixed.items() if name != "offload_dir"}
     schedule = Schedule(**sizes, keep_layers=search_space.layers)
     simulation = simulate(workload, schedule)
-    return (schedule, simulation) if excess_of(simulation, search_space.limits) <= 0 else None
+    return (schedule, simulation) if excess_bytes(simulation, search_space.limits) <= 0 else None
 
 
 # --- the order --------------------------------------------------------------------------------------------------------
@@ -322,13 +329,16 @@ def _rank_candidates(
     estimator: Estimator,
     limits: Limits,
     pace: Pace,
-    reduced: Mapping[int, Limits] | None = None,
+    reduced_limits: Mapping[int, Limits] | None = None,
 ) -> list[Candidate]:
-    """Return all candidates, the fastest first; of two about as fast, the one nearer the default schedule first.
+    """Return all candidates, the fastest first; of two with similar times, the nearer to the default schedule first.
 
-    ``reduced`` has the memory to plan with for some chunk sizes, where it is less than ``limits``.
+    ``reduced_limits`` has the memory to plan with for chunk sizes whose estimates were too low.
     """
-    return sorted(candidates(search_space, estimator, limits, reduced), key=lambda candidate: _score(candidate, pace))
+    return sorted(
+        enumerate_candidates(search_space, estimator, limits, reduced_limits),
+        key=lambda candidate: _score(candidate, pace),
+    )
 
 
 def _predict_seconds(candidate: Candidate, pace: Pace) -> float:
@@ -336,7 +346,7 @@ def _predict_seconds(candidate: Candidate, pace: Pace) -> float:
 
 
 def _score(candidate: Candidate, pace: Pace) -> float:
-    return _predict_seconds(candidate, pace) * (1 + LEAST_SAVING * _count_deviations(candidate.schedule))
+    return _predict_seconds(candidate, pace) * (1 + MIN_SAVING * _count_deviations(candidate.schedule))
 
 
 def _count_deviations(schedule: Schedule) -> int:
@@ -372,31 +382,32 @@ def _try_least_excess(
     best = min(ranked, key=lambda candidate: candidate.excess(limits))
     if best.schedule not in tried:
         tried[best.schedule] = simulate(workload, best.schedule)
-    return best if excess_of(tried[best.schedule], limits) <= 0 else None
+    return best if excess_bytes(tried[best.schedule], limits) <= 0 else None
 
 
 # --- alternatives and limiting term -----------------------------------------------------------------------------------
 
 
 def _schedule_kind(schedule: Schedule) -> tuple[object, ...]:
-    """Return the kind of a schedule, without its sizes. At most one alternative of each kind is shown."""
+    """Return the kind of a schedule, without sizes. At most one alternative of each kind is shown."""
     return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
 
 
-def _alternatives(
+def _choose_alternatives(
     chosen: Candidate,
     tried: Mapping[Schedule, Simulation],
     ranked: list[Candidate],
     limits: Limits,
     pace: Pace,
 ) -> tuple[Alternative, ...]:
-    """Return up to :data:`MOST_SHOWN` alternatives, at most one of each kind.
+    """Return up to :data:`MAX_SHOWN` alternatives, at most one of each kind.
 
-    They are the fastest that does not fit (if faster than the chosen), the fastest that fits, the one with the least
-    device memory, and further ones that fit.
+    The order is: the fastest that does not fit (if faster than the chosen schedule), the fastest that fits, the least
+    device memory, further alternatives that fit.
     """
-    own = _predict_seconds(chosen, pace)
-    real = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / own  # the error of the chosen one's estimate
+    chosen_seconds = _predict_seconds(chosen, pace)
+    # The factor between the simulated and the estimated time of the chosen schedule also corrects alternatives.
+    correction = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / chosen_seconds
     others: dict[tuple[object, ...], Candidate] = {}
     for candidate in ranked:
         if _schedule_kind(candidate.schedule) != _schedule_kind(chosen.schedule):
@@ -408,24 +419,26 @@ def _alternatives(
     picked: list[Candidate] = []
     for group in (faster[:1], fitting[:1], thrifty[:1], fitting[1:]):
         picked += [c for c in group if c not in picked]
-    picked = sorted(picked[:MOST_SHOWN], key=lambda c: _predict_seconds(c, pace))
-    return tuple(_alternative(candidate, own, real, limits, pace) for candidate in picked)
+    picked = sorted(picked[:MAX_SHOWN], key=lambda c: _predict_seconds(c, pace))
+    return tuple(_make_alternative(candidate, chosen_seconds, correction, limits, pace) for candidate in picked)
 
 
-def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, pace: Pace) -> Alternative:
+def _make_alternative(
+    candidate: Candidate, chosen_seconds: float, correction: float, limits: Limits, pace: Pace
+) -> Alternative:
     figures, excess = candidate.figures, candidate.excess(limits)
     seconds = _predict_seconds(candidate, pace)
-    why = f"{seconds / own:.2f}x the time"
+    reason = f"{seconds / chosen_seconds:.2f}x the time"
     if excess > 0:
-        why = f"does not fit: exceeds the {candidate.tier_that_lacks(limits)} by {show_size(excess)}"
+        reason = f"does not fit: exceeds the {candidate.most_exceeded_tier(limits)} by {show_size(excess)}"
     return Alternative(
         schedule=candidate.schedule,
         peak_bytes=round(figures.device_bytes),
         host_bytes=round(figures.host_bytes),
         disk_bytes=round(figures.disk_bytes),
-        step_seconds=seconds * real,
+        step_seconds=seconds * correction,
         fits=excess <= 0,
-        why_not=why,
+        why_not=reason,
     )
 
 
@@ -443,9 +456,9 @@ def _limiting_term(simulation: Simulation, limits: Limits) -> str:
     return max(simulation.terms, key=lambda name: simulation.terms[name])
 
 
-def plan_schedule(model: nn.Module, **how: Any) -> Schedule:
-    """Plan a step and return its schedule; takes the arguments of :meth:`streamtune.Schedule.plan`."""
-    return plan_step(model, **how).schedule
+def plan_schedule(model: nn.Module, **arguments: Any) -> Schedule:
+    """Plan a step and return its schedule; :meth:`streamtune.Schedule.plan` describes the arguments."""
+    return plan_step(model, **arguments).schedule
 
 
 def plan_step(
@@ -462,14 +475,14 @@ def plan_step(
     schedule: Schedule | None = None,
     **fixed: Any,
 ) -> Plan:
-    """Return the plan of a step of ``model``; takes the arguments of :meth:`streamtune.Schedule.plan`.
+    """Return the plan of a step of ``model``; :meth:`streamtune.Schedule.plan` describes the other arguments.
 
     Args:
-        schedule: Given schedule; it is simulated, and no other is searched for.
+        schedule: Schedule to simulate; None: choose the fastest that fits.
 
     Raises:
-        ArgumentError: No schedule fits, the model is already streamed, a field is unknown, or a ``meta`` model is given
-            without ``device_memory``. A given schedule that does not fit raises no error.
+        ArgumentError: No schedule fits, the model is already streamed, a field is unknown, or the model is on ``meta``
+            and ``device_memory`` is not set. ``schedule`` may exceed the memory without an error.
     """
     device = model_device(model)
     if any("forward" in module.__dict__ for module in model.modules()):
@@ -478,11 +491,13 @@ def plan_step(
     if unknown:
         names = ", ".join(Schedule.__dataclass_fields__)
         raise ArgumentError(f"unknown schedule field {unknown[0]!r}", fix=f"fields: {names}")
-    planned_for = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
-    given = _parse_bytes(device_memory, "device_memory")
-    if device.type == "meta" and given is None:
+    device_type = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
+    device_memory_bytes = _parse_bytes(device_memory, "device_memory")
+    if device.type == "meta" and device_memory_bytes is None:
         raise ArgumentError("a model on meta has no device", fix="pass device_memory, such as '80GiB'")
-    device_bytes = given if given is not None else _free_bytes(device) + device_held_bytes(model)
+    device_bytes = (
+        device_memory_bytes if device_memory_bytes is not None else _free_bytes(device) + device_model_bytes(model)
+    )
     host_bytes = _parse_bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")
     limits = Limits(
@@ -490,33 +505,35 @@ def plan_step(
         host_bytes=usable_host_bytes() if host_bytes is None else host_bytes,
         disk_bytes=free_disk_bytes(offload_dir) if offload_dir is not None else 0,
         margin=margin,
-        shared=planned_for == "cpu",
+        shared=device_type == "cpu",
     )
-    limits = with_waiting_weights(limits, model, device_given=given is not None, host_given=host_bytes is not None)
+    limits = add_offloaded_weights(
+        limits, model, device_given=device_memory_bytes is not None, host_given=host_bytes is not None
+    )
     dtype = torch.bfloat16 if autocast else next(p.dtype for p in model.parameters() if p.is_floating_point())
     rates = sheet_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
-    shape = model if device.type == "meta" else meta_copy(model)
+    meta_model = model if device.type == "meta" else meta_copy(model)
     workload = Workload(
-        make_model=lambda: shape,
+        make_model=lambda: meta_model,
         length=max_length,
         batch_size=batch_size,
         micro_batches=2 if accumulated else 1,
         make_optimizer=optimizer or _make_adamw,
         autocast=autocast,
-        device_type=planned_for,
+        device_type=device_type,
     )
     if schedule is not None:
         return evaluate_schedule(workload, schedule, limits, rates)
     return choose(workload, limits, rates, fixed=fixed)
 
 
-def with_waiting_weights(limits: Limits, model: nn.Module, *, device_given: bool, host_given: bool) -> Limits:
-    """Return the limits, raised by the bytes that weights of ``model`` already take on the host.
+def add_offloaded_weights(limits: Limits, model: nn.Module, *, device_given: bool, host_given: bool) -> Limits:
+    """Return the limits, raised by the bytes of ``model``'s weights that are already offloaded to the host.
 
-    A step's figures include these weights, but the measured free memory does not. Memory sizes that the user gave are
+    A step's figures include these weights, but the measured free memory does not. Memory sizes that the user set are
     not raised.
     """
-    away = host_held_bytes(model)
+    away = host_model_bytes(model)
     if limits.shared:
         return limits if device_given else replace(limits, device_bytes=limits.device_bytes + away)
     return limits if host_given else replace(limits, host_bytes=limits.host_bytes + away)

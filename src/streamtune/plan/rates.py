@@ -1,27 +1,27 @@
 """Predict the time of a step, and list devices with the rates of their data sheets.
 
-The time is the work that a simulation counted, divided by rates that were measured or taken from a data sheet:
+The time is the simulated work divided by rates that were measured or come from a data sheet:
 
     device = matmul / r_m + attention / r_a + touched / r_t
 
 Operators run one after another. Matrix products and attention are limited by FLOPs. All other operators are limited by
-the bytes they read and write, including products of few rows, which wait for their matrices.
+the bytes that they read and write. Matrix products of few rows are limited by the bytes of their matrices.
 
 On an accelerator other work overlaps with the computation: operator launches, copies, and an optimizer that steps on
 the host during the backward. So a step takes the longest of five times: the device's work, ``operators * t_o``, ``moved
 / r_c``, ``disk / r_d`` and the optimizer. On the CPU the same cores do all of this, so a step takes the sum.
 
-The list of devices is for planning without the device at hand. Its figures come from the makers' data sheets. Memory is
-the size that a program can use (the driver reserves part of the nominal size). Rates are for bfloat16 without sparsity,
-bandwidths are peaks, and ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets less:
+The list of devices allows planning without the device. Its figures come from the makers' data sheets. Memory is the
+size that a program can use (the driver reserves part of the nominal size). Rates are for bfloat16 without sparsity,
+bandwidths are peaks, and ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step is slower:
 ``SHEET_EFFICIENCY`` has the assumed fractions.
 
-Links between devices count one direction of one device. NVLink 3, 4 and 5 have 600, 900 and 1,800 GB/s in both
-directions together (data sheets of A100, H100 and B200). The seven links of an MI300X have 64 GB/s per direction each.
-Devices without such links, or with a bridge that joins only two devices, use PCIe.
+A link's bandwidth is one direction of one device. NVLink 3, 4 and 5 have 600, 900 and 1,800 GB/s in both directions
+together (data sheets of A100, H100 and B200). The seven links of an MI300X have 64 GB/s per direction each. Devices
+without such links, or with a bridge that joins only two devices, use PCIe.
 
-The network is the one in the maker's own machine: eight ports of 200 Gb/s (DGX A100) or of 400 Gb/s (DGX H100, H200 and
-B200, and MI300X platforms). For other devices 100 Gb/s (server cards) or 10 Gb/s (workstation cards) are assumed.
+The network is the network of the maker's own machine: eight ports of 200 Gb/s (DGX A100) or of 400 Gb/s (DGX H100, H200
+and B200, and MI300X platforms). For other devices 100 Gb/s (server cards) or 10 Gb/s (workstation cards) are assumed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Device:
     """A device by its data sheet.
 
     Attributes:
-        name: Name as ``--device`` takes it.
-        title: Name as screens show it.
+        name: Value of ``--device``.
+        title: Name on screens.
         memory_bytes: Bytes of memory that a program can use.
         matmul_flops: FLOP/s of dense bfloat16 matrix products.
         memory_bandwidth: Bytes/s of the device's memory.
@@ -69,7 +69,7 @@ class Device:
     network_bandwidth: float
 
 
-def _device(
+def _make_device(
     name: str,
     title: str,
     gib: float,
@@ -87,24 +87,24 @@ def _device(
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("a100-40gb", "NVIDIA A100 40GB", 39.4, 312, 1555, PCIE_4, NVLINK_3, 200),
-        _device("a100-80gb", "NVIDIA A100 80GB", 79.1, 312, 2039, PCIE_4, NVLINK_3, 200),
-        _device("h100-80gb", "NVIDIA H100 SXM", 79.1, 989, 3350, PCIE_5, NVLINK_4, 400),
-        _device("h200-141gb", "NVIDIA H200", 139, 989, 4800, PCIE_5, NVLINK_4, 400),
-        _device("b200-192gb", "NVIDIA B200", 178, 2250, 8000, PCIE_5, NVLINK_5, 400),
-        _device("l4-24gb", "NVIDIA L4", 22.0, 121, 300, PCIE_4, None, 100),
-        _device("l40s-48gb", "NVIDIA L40S", 44.4, 362, 864, PCIE_4, None, 100),
-        _device("rtx-a6000-48gb", "NVIDIA RTX A6000", 47.4, 155, 768, PCIE_4, None, 10),
-        _device("rtx-3090-24gb", "NVIDIA RTX 3090", 23.6, 71, 936, PCIE_4, None, 10),
-        _device("rtx-4090-24gb", "NVIDIA RTX 4090", 23.6, 165, 1008, PCIE_4, None, 10),
-        _device("rtx-5090-32gb", "NVIDIA RTX 5090", 31.3, 209, 1792, PCIE_5, None, 10),
-        _device("mi300x-192gb", "AMD MI300X", 191, 1307, 5300, PCIE_5, INFINITY, 400),
+        _make_device("a100-40gb", "NVIDIA A100 40GB", 39.4, 312, 1555, PCIE_4, NVLINK_3, 200),
+        _make_device("a100-80gb", "NVIDIA A100 80GB", 79.1, 312, 2039, PCIE_4, NVLINK_3, 200),
+        _make_device("h100-80gb", "NVIDIA H100 SXM", 79.1, 989, 3350, PCIE_5, NVLINK_4, 400),
+        _make_device("h200-141gb", "NVIDIA H200", 139, 989, 4800, PCIE_5, NVLINK_4, 400),
+        _make_device("b200-192gb", "NVIDIA B200", 178, 2250, 8000, PCIE_5, NVLINK_5, 400),
+        _make_device("l4-24gb", "NVIDIA L4", 22.0, 121, 300, PCIE_4, None, 100),
+        _make_device("l40s-48gb", "NVIDIA L40S", 44.4, 362, 864, PCIE_4, None, 100),
+        _make_device("rtx-a6000-48gb", "NVIDIA RTX A6000", 47.4, 155, 768, PCIE_4, None, 10),
+        _make_device("rtx-3090-24gb", "NVIDIA RTX 3090", 23.6, 71, 936, PCIE_4, None, 10),
+        _make_device("rtx-4090-24gb", "NVIDIA RTX 4090", 23.6, 165, 1008, PCIE_4, None, 10),
+        _make_device("rtx-5090-32gb", "NVIDIA RTX 5090", 31.3, 209, 1792, PCIE_5, None, 10),
+        _make_device("mi300x-192gb", "AMD MI300X", 191, 1307, 5300, PCIE_5, INFINITY, 400),
     )
 }
 
 
 def find_device(name: str) -> Device:
-    """Return the device called ``name``; a part of its name (``h100``, ``4090``) is enough if it is unique.
+    """Return the device with this name, or with this unique part of its name (``h100``, ``4090``).
 
     Raises:
         ArgumentError: No device, or more than one, has this name.
@@ -112,27 +112,28 @@ def find_device(name: str) -> Device:
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in DEVICES:
         return DEVICES[wanted]
-    named = [device for device in DEVICES.values() if f"-{wanted}-" in f"-{device.name}"]
-    if len(named) == 1:
-        return named[0]
-    known = ", ".join(DEVICES)
-    if named:
-        several = " or ".join(device.name for device in named)
-        raise ArgumentError(f"'{name}' could be {several}", where="--device", fix=f"write --device {named[0].name}")
+    matches = [device for device in DEVICES.values() if f"-{wanted}-" in f"-{device.name}"]
+    if len(matches) == 1:
+        return matches[0]
+    device_names = ", ".join(DEVICES)
+    if matches:
+        several = " or ".join(device.name for device in matches)
+        raise ArgumentError(f"'{name}' could be {several}", where="--device", fix=f"write --device {matches[0].name}")
     nearest = did_you_mean(wanted, DEVICES)
     raise ArgumentError(
         f"no device is called '{name}'",
         where="--device",
-        fix=(f"{nearest} " if nearest else "") + f"devices: {known}; for another, pass --device-memory, such as 80GiB",
+        fix=(f"{nearest} " if nearest else "")
+        + f"devices: {device_names}; for another, pass --device-memory, such as 80GiB",
     )
 
 
 def nearest_device(size: int) -> Device:
-    """Return the device whose memory size is nearest to ``size`` bytes; on a tie, the fastest."""
+    """Return the device whose memory size is nearest to ``size`` bytes; of two equal sizes, the faster device."""
     return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - size), -device.matmul_flops))
 
 
-PEAKS: dict[str, float] = {
+PEAK_FLOPS: dict[str, float] = {
     "h100 pcie": 756e12,
     "h100 nvl": 835e12,
     "h100": 989e12,
@@ -153,13 +154,13 @@ PEAKS: dict[str, float] = {
     "mi250x": 383e12,
     "mi300x": 1307e12,
 }
-"""Dense bfloat16 FLOP/s from data sheets, by a part of the device's name; the first match counts."""
+"""Dense bfloat16 FLOP/s from data sheets, by a part of the driver's device name; the first match counts."""
 
 
-def peak_flops_of(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of the device that the driver calls ``name``; None if unknown."""
-    words = f" {' '.join(name.lower().replace('-', ' ').replace('_', ' ').split())} "
-    return next((peak for known, peak in PEAKS.items() if f" {known} " in words), None)
+def peak_flops(driver_name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of the device that the driver calls ``driver_name``; None if unknown."""
+    words = f" {' '.join(driver_name.lower().replace('-', ' ').replace('_', ' ').split())} "
+    return next((peak for part, peak in PEAK_FLOPS.items() if f" {part} " in words), None)
 
 
 SHEET_EFFICIENCY = {
@@ -170,16 +171,16 @@ SHEET_EFFICIENCY = {
     "copy": 0.8,
     "link": 0.7,
 }
-"""Fraction of each data-sheet figure that a step is assumed to reach. Long matrix products reach 60 to 75% of the dense
-rate, flash-attention kernels about half forward and less backward. Collectives of some MB or more reach 70 to 85% of a
-link.
+"""Fraction of each data-sheet figure that a step is assumed to reach. Large matrix products reach 60 to 75% of the
+dense rate, flash-attention kernels about half forward and less backward. Collectives of a few MB or more reach 70 to
+85% of a link's bandwidth.
 """
 
 DISK_BANDWIDTH = 2e9
 """Bytes/s of one NVMe disk with O_DIRECT; used if the disk was not measured."""
 
 HOST_BANDWIDTH = 100e9
-"""Bytes/s that an optimizer on the host reads and writes, for all devices of a node together: about a fourth of the
+"""Bytes/s that optimizers on the host read and write, for all devices of a node together: about a fourth of the
 bandwidth of two sockets with DDR5.
 """
 
@@ -189,10 +190,10 @@ LAUNCH_SECONDS = 8e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a device, from which step times are predicted.
+    """Rates of a device, from which step times are predicted.
 
     Attributes:
-        source: Origin of the figures: the device they were measured on, or a data sheet.
+        source: Origin of the figures: the device on which they were measured, or a data sheet.
         matmul_flops: FLOP/s of matrix products in the compute dtype.
         attention_flops, attention_backward_flops: FLOP/s of the attention kernel, forward and backward.
         touch_bandwidth: Bytes/s that element-wise operators read and write.
@@ -215,33 +216,34 @@ class Rates:
     overlaps: bool = True
 
     @property
-    def seconds_of_attention(self) -> float:
-        """Mean seconds per attention FLOP: a tile takes 2 products in each of two forwards, and 5 in the backward."""
+    def seconds_per_attention_flop(self) -> float:
+        """Mean seconds per attention FLOP: per tile 2 products in each of two forwards, and 5 in the backward."""
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 
 def sheet_rates(device: Device) -> Rates:
     """Return the rates of a device: its data sheet's figures times :data:`SHEET_EFFICIENCY`."""
-    part = SHEET_EFFICIENCY
+    efficiency = SHEET_EFFICIENCY
     return Rates(
-        source=f"data sheet of {device.title} times {part['matmul']:.0%} (matmul), {part['attention']:.0%} (attention)",
-        matmul_flops=part["matmul"] * device.matmul_flops,
-        attention_flops=part["attention"] * device.matmul_flops,
-        attention_backward_flops=part["attention_backward"] * device.matmul_flops,
-        touch_bandwidth=part["memory"] * device.memory_bandwidth,
-        copy_bandwidth=part["copy"] * device.host_bandwidth,
+        source=f"data sheet of {device.title} times {efficiency['matmul']:.0%} (matmul), "
+        f"{efficiency['attention']:.0%} (attention)",
+        matmul_flops=efficiency["matmul"] * device.matmul_flops,
+        attention_flops=efficiency["attention"] * device.matmul_flops,
+        attention_backward_flops=efficiency["attention_backward"] * device.matmul_flops,
+        touch_bandwidth=efficiency["memory"] * device.memory_bandwidth,
+        copy_bandwidth=efficiency["copy"] * device.host_bandwidth,
     )
 
 
-def links_of(device: Device) -> Links:
-    part = SHEET_EFFICIENCY["link"]
-    return Links(part * device.link_bandwidth, part * device.network_bandwidth, device.link_name, "network")
+def sheet_links(device: Device) -> Links:
+    efficiency = SHEET_EFFICIENCY["link"]
+    return Links(efficiency * device.link_bandwidth, efficiency * device.network_bandwidth, device.link_name, "network")
 
 
 def predict_seconds(work: Work, rates: Rates) -> float:
     compute = (
         work.matmul_flops / rates.matmul_flops
-        + work.attention_flops * rates.seconds_of_attention
+        + work.attention_flops * rates.seconds_per_attention_flop
         + work.touched_bytes / rates.touch_bandwidth
     )
     compute += work.host_touched_bytes / rates.host_bandwidth  # this optimizer starts after the last gradient

@@ -1,4 +1,4 @@
-"""The error if no schedule fits: which memory is too small, its largest terms, and what would help."""
+"""Build the error if no schedule fits: which memory is too small, its largest terms, and which changes would help."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from streamtune.plan.choices import (
     CHUNKS,
     HEAD_CHUNKS,
     SearchSpace,
-    excess_of,
-    may_order_chunks,
-    smallest_in_chunk_order,
+    allows_chunk_order,
+    excess_bytes,
+    find_smallest_chunk_order,
 )
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.simulate.simulate import Simulation, simulate
@@ -38,30 +38,35 @@ class NothingFitsError(ArgumentError):
     """No schedule fits the memory budget."""
 
 
-def nothing_fits(
+def make_nothing_fits_error(
     workload: Workload,
     search_space: SearchSpace,
     tried: dict[Schedule, Simulation],
     limits: Limits,
     simulate: Simulate,
 ) -> NothingFitsError:
-    """Return the error for a workload that no schedule fits; ``tried`` contains the schedule with the least memory."""
-    simulation = min(tried.values(), key=lambda simulation: excess_of(simulation, limits))
-    if (error := _host_too_small(workload, simulation, limits)) is not None:
+    """Return the error for a workload that no schedule fits.
+
+    ``tried`` has the simulated schedules, with the schedule that needs the least memory.
+    """
+    simulation = min(tried.values(), key=lambda simulation: excess_bytes(simulation, limits))
+    if (error := _host_too_small_error(workload, simulation, limits)) is not None:
         return error
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     largest = _largest_terms(simulation)
-    what = f"no schedule fits {_describe(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
-    helps: list[str] = []
+    what = (
+        f"no schedule fits {_describe_rows(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
+    )
+    advice: list[str] = []
     reference = ", reference weights" if workload.reference_bytes else ""
     if base > limits.device:
-        helps.append(
+        advice.append(
             f"weights{reference}, gradients and optimizer state alone take {show_size(base)}: "
             f"{_host_advice(workload, search_space, limits, simulation, base)}train adapters (finetuning_type: lora or "
             "qlora), keep the weights in bfloat16, or use a larger device"
         )
-    elif longest := longest_below(workload, limits, search_space.fixed, simulate):
-        helps.append(f"set max_length: {longest}, the longest that fits")
+    elif longest := longest_row_up_to(workload, limits, search_space.fixed, simulate):
+        advice.append(f"set max_length: {longest}, the longest that fits")
     chosen = (
         "offload",
         "levels",
@@ -69,20 +74,20 @@ def nothing_fits(
         *(() if search_space.fixed.get("weights") == "host" else ("keep_layers",)),
     )
     if given := [name for name in chosen if name in search_space.fixed]:
-        helps.append(f"leave {', '.join(given)} to the planner")
+        advice.append(f"leave {', '.join(given)} to the planner")
     if not limits.shared and simulation.host_bytes > limits.host:
-        helps.append("use a machine with more memory, or set offload_dir to a directory on a fast disk")
+        advice.append("use a machine with more memory, or set offload_dir to a directory on a fast disk")
     if workload.cluster.ranks > workload.cluster.sequence_size:
         ranks = workload.cluster.ranks
-        helps.append(f"sequence_parallel_size: {ranks} divides each row among all {ranks} ranks")
-    helps.append("longer chunks never help: each needs more memory at a time")
-    return NothingFitsError(what, where="max_length", fix="; ".join(helps))
+        advice.append(f"sequence_parallel_size: {ranks} divides each row among all {ranks} ranks")
+    advice.append("longer chunks never help: each needs more memory at a time")
+    return NothingFitsError(what, where="max_length", fix="; ".join(advice))
 
 
 def _host_advice(
     workload: Workload, search_space: SearchSpace, limits: Limits, simulation: Simulation, base: int
 ) -> str:
-    """Return advice on what to offload to the host so that the step fits; the cheapest move first."""
+    """Return advice to offload optimizer state or all fixed terms, if the step would then fit; the cheaper first."""
     advice = []
     state = simulation.terms.get("optimizer", 0)
     if (
@@ -102,29 +107,27 @@ def _may_offload(workload: Workload, search_space: SearchSpace, limits: Limits, 
     return alone and not limits.shared and search_space.fixed.get("weights") != "host" and size <= limits.host
 
 
-def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) -> NothingFitsError | None:
+def _host_too_small_error(workload: Workload, simulation: Simulation, limits: Limits) -> NothingFitsError | None:
     """Return the error if offloaded weights, gradients and optimizer state exceed the host's memory; else None."""
-    if not exceeds_host(simulation, limits):
+    if not fixed_terms_exceed_host(simulation, limits):
         return None
     fixed = _fixed_host_terms(simulation)
     largest = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(fixed.items(), key=lambda item: -item[1]))
-    ours = workload.cluster.engine == "none"
+    single_device = workload.cluster.engine == "none"
     place = "engine.weights" if "weights" in fixed else "engine.optimizer"
-    freed = (
-        ""
-        if not ours or workload.step.gradients == "layer"
-        else "set optim_in_backward: true, which holds few gradients at a time; "
-    )
+    gradient_advice = ""
+    if single_device and workload.step.gradients != "layer":
+        gradient_advice = "set optim_in_backward: true, which holds few gradients at a time; "
     return NothingFitsError(
         f"no row length fits: the step needs {show_size(sum(fixed.values()))} of host memory ({largest}), and "
         f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
-        where=place if ours else "deepspeed",
-        fix=f"{freed}train adapters (finetuning_type: lora or qlora), shard the state over more ranks, or use a "
-        "machine with more memory",
+        where=place if single_device else "deepspeed",
+        fix=f"{gradient_advice}train adapters (finetuning_type: lora or qlora), shard the state over more ranks, or "
+        "use a machine with more memory",
     )
 
 
-def exceeds_host(simulation: Simulation, limits: Limits) -> bool:
+def fixed_terms_exceed_host(simulation: Simulation, limits: Limits) -> bool:
     """Return True if offloaded weights, gradients and optimizer state exceed the host's memory at any row length."""
     return not limits.shared and sum(_fixed_host_terms(simulation).values()) > limits.host
 
@@ -133,7 +136,7 @@ def _fixed_host_terms(simulation: Simulation) -> dict[str, int]:
     return {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
 
 
-def _describe(workload: Workload) -> str:
+def _describe_rows(workload: Workload) -> str:
     scored = workload.scored
     if scored is None:
         return f"a row of {workload.length:,} tokens"
@@ -141,7 +144,7 @@ def _describe(workload: Workload) -> str:
 
 
 def _describe_excess(simulation: Simulation, limits: Limits) -> str:
-    """Return a clause about the tier that is exceeded most.
+    """Return a part of a sentence about the tier that is exceeded most.
 
     Example: ``the smallest needs 95.2 GiB, in the backward, and 75.1 GiB of the device are usable (79.1 GiB less 5%)``.
     """
@@ -168,93 +171,101 @@ def _largest_terms(simulation: Simulation, count: int = 3) -> str:
     return ", ".join(f"{name} {show_size(size)}" for name, size in largest)
 
 
-LONGEST_TRIED = 1 << 30
+MAX_LENGTH = 1 << 30
 """Longest row that is tried, in tokens."""
 
-COARSE = 0.05
+COARSE_TOLERANCE = 0.05
 """Relative tolerance of the length that another number of ranks would allow."""
 
-SHORTEST, GRAIN = 64, 64
+MIN_LENGTH, LENGTH_MULTIPLE = 64, 64
 """Shortest row length that is suggested, and the multiple to which lengths are rounded down, in tokens."""
 
 
-def smallest_schedule(limits: Limits, written: Mapping[str, Any]) -> Schedule:
+def smallest_schedule(limits: Limits, fixed_fields: Mapping[str, Any]) -> Schedule:
     """Return the schedule with the smallest chunks, ``levels: 2`` and nothing kept.
 
-    Layer inputs are stored on the first of disk, host and device that has memory and that the given fields allow.
-    Fields in ``written`` are kept, except ``offload_dir`` if nothing is offloaded to disk.
+    Layer inputs are stored on the first of disk, host and device that has memory and that ``fixed_fields`` allow.
+    ``fixed_fields`` do not change, except ``offload_dir`` if nothing is offloaded to disk.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
         tiers.insert(0, "host")
-    if limits.disk_bytes and "offload_dir" in written:
+    if limits.disk_bytes and "offload_dir" in fixed_fields:
         tiers.insert(0, "disk")
-    tiers += [tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in written)]
+    tiers += [
+        tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in fixed_fields)
+    ]
     sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
     for offload, levels in product(tiers, (2, 1)):
-        chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
+        chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **fixed_fields}
         if chosen["offload"] != "disk":
             chosen.pop("offload_dir", None)
-        with suppress(ArgumentError):  # the given fields exclude this tier
+        with suppress(ArgumentError):  # the user's fields exclude this tier
             return Schedule(**chosen)
-    return Schedule(**written)
+    return Schedule(**fixed_fields)
 
 
 def smallest_step(
     workload: Workload,
     limits: Limits,
-    written: Mapping[str, Any],
+    fixed_fields: Mapping[str, Any],
     simulate: Simulate,
 ) -> tuple[Schedule, Simulation]:
     """Return the schedule that needs the least memory, and its simulated step.
 
-    It is :func:`smallest_schedule`, or ``order: chunk`` if that is given or exceeds the limits less. If host or disk
-    cannot hold all layer inputs, the rest stay on the device, provided that the step then fits.
+    The schedule is :func:`smallest_schedule`, or a form of ``order: chunk`` that exceeds the limits less. If host or
+    disk is too small for all layer inputs, the remaining inputs stay on the device, provided that the step then fits.
     """
-    schedule = smallest_schedule(limits, written)
+    schedule = smallest_schedule(limits, fixed_fields)
     found = simulate(workload, schedule)
-    if (written.get("order") == "chunk" or excess_of(found, limits) > 0) and may_order_chunks(
-        written, workload.cluster
+    if (fixed_fields.get("order") == "chunk" or excess_bytes(found, limits) > 0) and allows_chunk_order(
+        fixed_fields, workload.cluster
     ):
-        by_chunks = smallest_in_chunk_order(workload, limits, written, simulate)
-        if by_chunks is not None and excess_of(by_chunks[1], limits) < excess_of(found, limits):
+        by_chunks = find_smallest_chunk_order(workload, limits, fixed_fields, simulate)
+        if by_chunks is not None and excess_bytes(by_chunks[1], limits) < excess_bytes(found, limits):
             return by_chunks
-    usable, held = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
-    if limits.shared or schedule.offload == "device" or "device_layers" in written or held <= usable:
+    usable, offloaded_bytes = (
+        (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
+    )
+    if limits.shared or schedule.offload == "device" or "device_layers" in fixed_fields or offloaded_bytes <= usable:
         return schedule, found
-    moving = found.host_terms.get("layer inputs", held) if schedule.offload == "host" else held
+    input_bytes = (
+        found.host_terms.get("layer inputs", offloaded_bytes) if schedule.offload == "host" else offloaded_bytes
+    )
     layers = len(decoder_layers(workload.make_model()))
-    count = min(layers, math.ceil((held - usable) / moving * layers)) if moving else layers
+    count = min(layers, math.ceil((offloaded_bytes - usable) / input_bytes * layers)) if input_bytes else layers
     mixed = replace(schedule, device_layers=count)
     step = simulate(workload, mixed)
-    return (mixed, step) if excess_of(step, limits) <= 0 else (schedule, found)
+    return (mixed, step) if excess_bytes(step, limits) <= 0 else (schedule, found)
 
 
-def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -> int:
-    """Return the length of the longest row that fits, in tokens, within 5%.
+def longest_row_from(workload: Workload, limits: Limits, fixed_fields: Mapping[str, Any]) -> int:
+    """Return the length in tokens of the longest row that fits, with a tolerance of 5%.
 
-    The search starts at the workload's own length; the result is 0 if that does not fit.
+    The search begins at the workload's length; the result is 0 if the workload's length does not fit.
     """
     least = workload.length
-    within = Range(first=least, least=least, most=LONGEST_TRIED, step=1, share=COARSE, grain=1024)
-    return _search_length(workload, limits, written, simulate, within)
+    search_range = Range(first=least, least=least, most=MAX_LENGTH, step=1, share=COARSE_TOLERANCE, grain=1024)
+    return _search_length(workload, limits, fixed_fields, simulate, search_range)
 
 
-def longest_below(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate) -> int:
-    """Return the length of the longest row that fits, in tokens, up to the workload's length.
+def longest_row_up_to(workload: Workload, limits: Limits, fixed_fields: Mapping[str, Any], simulate: Simulate) -> int:
+    """Return the length in tokens of the longest row that fits, up to the workload's length; 0 if no length fits.
 
-    The tolerance is 1% or :data:`GRAIN` tokens, whichever is larger; 0 if no length fits.
+    The tolerance is 1% or :data:`LENGTH_MULTIPLE` tokens, whichever is larger.
     """
-    within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
-    return _search_length(workload, limits, written, simulate, within)
+    search_range = Range(
+        first=workload.length, least=MIN_LENGTH, most=workload.length, step=LENGTH_MULTIPLE, grain=LENGTH_MULTIPLE
+    )
+    return _search_length(workload, limits, fixed_fields, simulate, search_range)
 
 
 def _search_length(
-    workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate, within: Range
+    workload: Workload, limits: Limits, fixed_fields: Mapping[str, Any], simulate: Simulate, search_range: Range
 ) -> int:
     def attempt(length: int) -> Attempt:
-        _, step = smallest_step(replace(workload, length=length), limits, written, simulate)
-        filled = limits.filled(step.peak_bytes, step.host_bytes, step.disk_bytes)
-        return Attempt(excess_of(step, limits) <= 0, filled)
+        _, step = smallest_step(replace(workload, length=length), limits, fixed_fields, simulate)
+        filled = limits.fullest_tier_fraction(step.peak_bytes, step.host_bytes, step.disk_bytes)
+        return Attempt(excess_bytes(step, limits) <= 0, filled)
 
-    return search_largest(attempt, within).fits
+    return search_largest(attempt, search_range).fits

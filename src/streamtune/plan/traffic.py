@@ -1,7 +1,7 @@
-"""Predict the messages between ranks in a step: their bytes, their links and their time, without running the step.
+"""Predict the messages between ranks in a step: their bytes, links and time, without running the step.
 
-A streamed layer is one autograd node. So ZeRO gathers it once forward and once backward, and reduces its gradient once,
-for any number of chunks, and the traffic follows from sizes alone. Let W ranks run on n nodes with g ranks each, and
+A streamed layer is one autograd node. So ZeRO gathers a layer once forward and once backward, and reduces its gradient
+once, for any number of chunks. The traffic follows from sizes alone. Let W ranks run on n nodes with g ranks each, and
 let the model have P bytes of weights and G bytes of gradients. In a step of M micro-batches each rank sends
 
     ddp          all-reduce     2 G (W - 1) / W
@@ -9,16 +9,16 @@ let the model have P bytes of weights and G bytes of gradients. In a step of M m
     zero2        reduce       M x G (W - 1) / W, gather of updated weights  G (W - 1) / W
     zero3, fsdp  gather       M x 2 P (W - 1) / W, reduce M x G (W - 1) / W
 
-With zero3 and fsdp a layer that runs forward again (``levels: 2``) is gathered again. FSDP2 does not gather the last
-layer of a segment again, because it is already gathered for its backward.
+With zero3 and fsdp a layer whose forward is recomputed (``levels: 2``) is gathered again. FSDP2 does not gather the
+last layer of a segment again, because this layer is already gathered for its backward.
 
-Of a collective of G bytes, G (n - 1) / (n g) crosses to another node, as in rings that leave a node once through each
-of its devices. With ``ulysses``, ranks that share a sequence exchange every chunk's queries, keys, values, outputs and
-their gradients. With ``ring`` they pass the keys and values of all earlier chunks around. A layer with a state sends
-each chunk's state to the next rank, and the state's gradient back.
+Of a collective of G bytes, G (n - 1) / (n g) crosses to another node, as in a ring that leaves a node once through each
+device. With ``ulysses``, ranks that share a sequence exchange every chunk's queries, keys, values, outputs and their
+gradients. With ``ring`` these ranks pass the keys and values of all earlier chunks around. A recurrent layer sends each
+chunk's state to the next rank, and the state's gradient back.
 
 The two links of one collective are assumed to work at the same time. Collectives are assumed not to overlap with
-computation; if they do, a step is faster than predicted.
+computation; if they overlap, a step is faster than predicted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.observe import observed
 from streamtune.plan.rates import Rates, predict_seconds
 from streamtune.plan.simulate.cluster import HeadCounts
-from streamtune.plan.simulate.partition import divided_bytes, outside_bytes, trained_bytes
-from streamtune.plan.simulate.shard import heads_of, only_states, shard_of
+from streamtune.plan.simulate.partition import bytes_outside_layers, shardable_bytes, trained_bytes
+from streamtune.plan.simulate.shard import count_heads, is_purely_recurrent, rank_shard
 from streamtune.plan.simulate.step import Step, trace_step
 from streamtune.schedule import Schedule
 
@@ -101,7 +101,7 @@ class Traffic:
 
 
 class Pace:
-    """Predicts the step time of one workload: a rank's computation plus its messages."""
+    """Predicts the step time of one workload under any schedule: a rank's computation plus its messages."""
 
     def __init__(self, workload: Workload, rates: Rates) -> None:
         self.rates, self.workload, self.cluster = rates, workload, workload.cluster
@@ -117,29 +117,29 @@ class Pace:
 
 
 class _Messages:
-    """Computes the messages of a step from the sizes of a model, which it reads once."""
+    """Computes the messages of a step from the sizes of a model, which are read once."""
 
     def __init__(self, workload: Workload) -> None:
         model: Any = workload.make_model()
         self.workload, self.cluster = workload, workload.cluster
         self.layers = len(decoder_layers(model))
-        self.modules = self.layers + len(outside_bytes(model))
-        self.weights, self.trained = divided_bytes(model), trained_bytes(model)
-        self.layer_weights = max(map(divided_bytes, decoder_layers(model)))
-        self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.num_gathers = self.layers + len(bytes_outside_layers(model))
+        self.weights, self.trained = shardable_bytes(model), trained_bytes(model)
+        self.layer_weights = max(map(shardable_bytes, decoder_layers(model)))
+        self.trained_elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         embedding = model.get_input_embeddings().weight.element_size()
-        self.element = 2 if workload.autocast else embedding
-        self.heads: HeadCounts = heads_of(model)
-        self.copies = shard_of(model, workload.cluster).copies
+        self.element_bytes = 2 if workload.autocast else embedding
+        self.heads: HeadCounts = count_heads(model)
+        self.kv_copies = rank_shard(model, workload.cluster).kv_copies
         layers = decoder_layers(model)
-        self.attending = sum(not only_states(layer) for layer in layers) / len(layers)
+        self.attention_fraction = sum(not is_purely_recurrent(layer) for layer in layers) / len(layers)
         shared = self.cluster.sequence_size > 1
-        self.states = carried_states(model, autocast=workload.autocast) if shared else CarriedStates(0, 0)
+        self.states = measure_carried_states(model, autocast=workload.autocast) if shared else CarriedStates(0, 0)
         scored = workload.scored
-        self.forwards = 0.0 if scored is None else scored.forwards
+        self.reference_forwards = 0.0 if scored is None else scored.forwards
 
     def flows(self, schedule: Schedule) -> Iterator[Flow]:
-        """Yield the messages of a step that are not empty."""
+        """Yield the kinds of messages of a step that have bytes."""
         for flow in (*self._weight_flows(schedule), *self._sequence_flows(schedule)):
             if flow.node_bytes or flow.network_bytes:
                 yield flow
@@ -148,30 +148,30 @@ class _Messages:
 
     def _weight_flows(self, schedule: Schedule) -> Iterator[Flow]:
         cluster, times = self.cluster, self.workload.micro_batches
-        buckets = max(1, -(-self.elements // max(1, cluster.buckets.reduce)))
+        buckets = max(1, -(-self.trained_elements // max(1, cluster.buckets.reduce)))
         match cluster.engine:
             case "none" | "ddp" if self.workload.step.gradients == "none":
                 return  # ranks exchange only losses
             case "none" | "ddp":
                 yield self._collective_flow("all-reduce of gradients", buckets, 2 * self.trained)
             case "zero1" | "zero2":
-                often = 1 if cluster.engine == "zero1" else times
-                yield self._collective_flow("reduction of gradients", often * buckets, often * self.trained)
+                reductions = 1 if cluster.engine == "zero1" else times
+                yield self._collective_flow("reduction of gradients", reductions * buckets, reductions * self.trained)
                 yield self._collective_flow("gathering of updated weights", buckets, self.trained)
             case _:
-                again = self._count_recomputed(schedule, begun=cluster.engine == "fsdp")
-                whole = round(times * (1 + self.forwards) * self.weights)
-                yield self._collective_flow("gathering of weights, forward", times * self.modules, whole)
+                again = self._count_recomputed_layers(schedule, skip_gathered=cluster.engine == "fsdp")
+                whole = round(times * (1 + self.reference_forwards) * self.weights)
+                yield self._collective_flow("gathering of weights, forward", times * self.num_gathers, whole)
                 yield self._collective_flow(
                     "gathering of weights, backward",
-                    times * (self.modules + again),
+                    times * (self.num_gathers + again),
                     times * (self.weights + again * self.layer_weights),
                 )
                 count = self.layers if cluster.engine == "fsdp" else max(buckets, 1)
                 yield self._collective_flow("reduction of gradients", times * count, times * self.trained)
 
     def _collective_flow(self, what: str, count: int, size: int) -> Flow:
-        """Return the flow of ``count`` all-gathers or reductions of ``size`` bytes in total."""
+        """Return the flow of ``count`` all-gathers or reductions, with ``size`` bytes in total."""
         cluster, links = self.cluster, self.cluster.links
         sent = size * (cluster.ranks - 1) / cluster.ranks
         crossing = size * (cluster.nodes - 1) / cluster.nodes / cluster.ranks_per_node
@@ -181,15 +181,15 @@ class _Messages:
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
-    def _count_recomputed(self, schedule: Schedule, *, begun: bool = False) -> int:
-        """Return how many layers run forward again, to recompute inputs that were not stored.
+    def _count_recomputed_layers(self, schedule: Schedule, *, skip_gathered: bool = False) -> int:
+        """Return how many layer forwards are recomputed because an input was not stored.
 
-        With ``begun`` the last layer of each segment does not count: it is already gathered for its backward.
+        With ``skip_gathered`` the last layer of each segment does not count, because it is already gathered.
         """
         if self.workload.mode != "stream":
             return 0
         forwards = extra_forwards(schedule, self.layers)
-        return sum(forwards) - (sum(map(bool, forwards)) if begun else 0)
+        return sum(forwards) - (sum(map(bool, forwards)) if skip_gathered else 0)
 
     def _sequence_flows(self, schedule: Schedule) -> Iterator[Flow]:
         cluster = self.cluster
@@ -199,18 +199,18 @@ class _Messages:
         tokens = workload.rows * workload.shard_tokens * workload.micro_batches
         chunks = len(schedule.chunks(workload.shard_tokens)) * workload.micro_batches
         width = heads.keys * (heads.key_dim + heads.value_dim)
-        keys = tokens * width * self.element
-        queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element  # and outputs
-        again = self._count_recomputed(schedule) / self.layers
-        yield from self._state_flows(workload.rows * chunks, 1 + self.forwards + again)
-        layers = self.attending * self.layers
-        streamed = self.attending * (self.layers - min(schedule.keep_layers, self.layers))
-        forwards = (1 + self.forwards + again) * layers
+        keys = tokens * width * self.element_bytes
+        queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element_bytes  # and outputs
+        again = self._count_recomputed_layers(schedule) / self.layers
+        yield from self._state_flows(workload.rows * chunks, 1 + self.reference_forwards + again)
+        layers = self.attention_fraction * self.layers
+        streamed = self.attention_fraction * (self.layers - min(schedule.keep_layers, self.layers))
+        forwards = (1 + self.reference_forwards + again) * layers
         if cluster.form == "ring":
             replayed = streamed if schedule.keep_attention == "no" else 0
             yield from self._ring_flows(keys, tokens * width * FP32, forwards + replayed, layers, chunks)
             return
-        keys = round(keys * self.copies)
+        keys = round(keys * self.kv_copies)
         projected = streamed * (1 - 1 / chunks) if schedule.keep_kv == "no" else 0  # the last chunk's are made anyway
         size = forwards * (queries + keys) + projected * keys + streamed * (queries + keys)
         count = 4 * forwards + 2 * projected + 4 * streamed
@@ -220,16 +220,16 @@ class _Messages:
         )
 
     def _all_to_all_flow(self, what: str, count: int, size: int) -> Flow:
-        """Return the flow of ``count`` all-to-all exchanges; ``size`` is their total, with each rank's own part."""
+        """Return the flow of ``count`` all-to-alls, with ``size`` bytes in total including each rank's own part."""
         cluster, links = self.cluster, self.cluster.links
-        near = min(cluster.sequence_size, cluster.ranks_per_node)
-        inside = size * (near - 1) / cluster.sequence_size
-        crossing = size * (cluster.sequence_size - near) / cluster.sequence_size
+        ranks_on_node = min(cluster.sequence_size, cluster.ranks_per_node)
+        inside = size * (ranks_on_node - 1) / cluster.sequence_size
+        crossing = size * (cluster.sequence_size - ranks_on_node) / cluster.sequence_size
         seconds = max(inside / links.node, crossing / links.network) + count * links.launch_seconds
         return Flow(what, count, round(inside), round(crossing), seconds)
 
     def _state_flows(self, row_chunks: int, forwards: float) -> Iterator[Flow]:
-        """Yield the flows of recurrent states: a rank sends one state per chunk, and the next rank waits for it."""
+        """Yield the flows of recurrent states: a rank sends one state per chunk to the next rank, which waits."""
         cluster, states = self.cluster, self.states
         size = row_chunks * states.row_bytes
         chunks = row_chunks // self.workload.rows * states.layers
@@ -237,59 +237,61 @@ class _Messages:
             flow = self._hop_flow(what, times, size, chunks)
             yield replace(flow, seconds=flow.seconds * cluster.sequence_size)
 
-    def _ring_flows(self, keys: int, sums: int, forwards: float, layers: float, chunks: int) -> Iterator[Flow]:
+    def _ring_flows(
+        self, kv_bytes: int, kv_grad_bytes: int, forwards: float, layers: float, chunks: int
+    ) -> Iterator[Flow]:
         """Yield the flows of ``ring``.
 
-        A rank's keys and values are passed to all other ranks for every later chunk. Their gradients take the same way,
-        plus one hop back to the rank that owns the keys and values.
+        A rank's keys and values are passed to all other ranks for every later chunk. Their gradients are passed the
+        same way, plus one hop back to the rank that owns the keys and values.
         """
         hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
-        yield self._hop_flow("keys and values passed on", (forwards + layers) * hops, keys * visits, chunks)
-        yield self._hop_flow("their gradients passed on", layers * (hops + 1), sums * visits, chunks)
+        yield self._hop_flow("keys and values passed on", (forwards + layers) * hops, kv_bytes * visits, chunks)
+        yield self._hop_flow("their gradients passed on", layers * (hops + 1), kv_grad_bytes * visits, chunks)
 
     def _hop_flow(self, what: str, hops: float, size: float, chunks: int) -> Flow:
-        """Return the flow of ``size`` bytes, summed over all chunks, that are passed on ``hops`` times."""
+        """Return the flow of ``size`` bytes (the sum over all chunks) that are passed on ``hops`` times."""
         cluster, links = self.cluster, self.cluster.links
-        sent, far = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
+        sent, network_share = size * hops, 1 / cluster.ranks_per_node if cluster.spans_nodes else 0.0
         count = round(chunks * hops)
         # All ranks wait for the slowest hop, which is between two nodes.
         seconds = sent / (links.network if cluster.spans_nodes else links.node) + count * links.launch_seconds
-        return Flow(what, count, round(sent * (1 - far)), round(sent * far), seconds)
+        return Flow(what, count, round(sent * (1 - network_share)), round(sent * network_share), seconds)
 
 
 # --- recurrent states -------------------------------------------------------------------------------------------------
 
-CHUNKS = 2
+NUM_MEASURED_CHUNKS = 2
 """Number of chunks in the step that measures states."""
 
 
 @dataclass(frozen=True)
 class CarriedStates:
-    """The recurrent states of a model: the number of layers that have one, and bytes of all states per row."""
+    """The recurrent states of a model: number of layers with a state, and bytes of all states per row."""
 
     layers: int
     row_bytes: int
 
 
-def carried_states(model: Any, *, autocast: bool = False) -> CarriedStates:
+def measure_carried_states(model: Any, *, autocast: bool = False) -> CarriedStates:
     """Return the recurrent states of a model on ``meta``, measured in a simulated step; the model is not changed."""
     layers = sum(map(carries_states, decoder_layers(model)))
     if not layers:
         return CarriedStates(0, 0)
-    sizes = _StateSizes()
+    sizes = _StateByteCounter()
     with observed(sizes):
-        trace_step(model, Schedule(chunk_size=2), Step("stream", 2 * CHUNKS, autocast=autocast))
-    return CarriedStates(layers, sizes.kept // CHUNKS)
+        trace_step(model, Schedule(chunk_size=2), Step("stream", 2 * NUM_MEASURED_CHUNKS, autocast=autocast))
+    return CarriedStates(layers, sizes.stored_bytes // NUM_MEASURED_CHUNKS)
 
 
-class _StateSizes:
+class _StateByteCounter:
     """Sums the bytes of the recurrent states that the engine stores."""
 
-    kept = 0
+    stored_bytes = 0
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
         if kind == "state":
-            self.kept += sum(tensor.nbytes for tensor in tensors)
+            self.stored_bytes += sum(tensor.nbytes for tensor in tensors)
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
         """Do nothing: only stored states are counted."""

@@ -23,7 +23,7 @@ from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
-from streamtune.plan.simulate.memory import device_held_bytes
+from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
 from streamtune.run.data import blame_recipe, make_sources, make_tokenizer, make_tokenizer_together, prepare_together
@@ -114,7 +114,7 @@ def build_run(
 
         completions = task.own_completions(prepared, longest, share=share)
         longest_step = LongestStep(
-            task.planned_length(longest), completions, 0 if second_model is None else device_held_bytes(second_model)
+            task.planned_length(longest), completions, 0 if second_model is None else device_model_bytes(second_model)
         )
         planned = plan_start(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
         streamed = stream_start(start, model, planned, start_adapters, notify=notify, doing=doing)

@@ -18,10 +18,10 @@ from streamtune import train
 from streamtune.distributed.deepspeed_config import resolve_config, zero_stage
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
-from streamtune.plan.rates import Device, links_of, nearest_device
-from streamtune.plan.refusal import longest_of
-from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, form_of
-from streamtune.plan.simulate.shard import heads_of
+from streamtune.plan.rates import Device, nearest_device, sheet_links
+from streamtune.plan.refusal import longest_row_from
+from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, choose_sequence_form
+from streamtune.plan.simulate.shard import count_heads
 from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.settings import BatchSettings, TrainingSettings
 from streamtune.run.ranks import deepspeed_values
@@ -84,7 +84,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RequestedRanks
     if ranks > 1 and cluster.engine == "none":
         cluster = replace(cluster, engine="ddp")
     if size > 1:
-        cluster = replace(cluster, form=form_of(recipe.sequence_parallel, size, heads_of(model)))
+        cluster = replace(cluster, form=choose_sequence_form(recipe.sequence_parallel, size, count_heads(model)))
     micro_batches_per_step(recipe, cluster)
     return cluster
 
@@ -113,9 +113,9 @@ def links_for(device: Device | None, here: torch.device) -> Links:
             within a machine (loopback) and 1 GB/s between machines, which are assumptions.
     """
     if device is not None:
-        return links_of(device)
+        return sheet_links(device)
     if here.type == "cuda":
-        return links_of(nearest_device(torch.cuda.get_device_properties(here).total_memory))
+        return sheet_links(nearest_device(torch.cuda.get_device_properties(here).total_memory))
     return Links()
 
 
@@ -130,12 +130,12 @@ def longest_if_shared(
         limits: Memory of a rank.
         notify: Called with the name of each search before it starts.
     """
-    cluster, heads = workload.cluster, heads_of(workload.make_model())
+    cluster, heads = workload.cluster, count_heads(workload.make_model())
     for size in sorted({cluster.ranks_per_node, cluster.ranks} - {1}):
         notify(f"searching for the longest row that {size} ranks can share")
-        form = form_of("auto", size, heads)
-        shared = replace(workload, cluster=cluster.shared_by(size, form))
-        if longest := longest_of(shared, limits, recipe.engine.written()):
+        form = choose_sequence_form("auto", size, heads)
+        shared = replace(workload, cluster=cluster.with_sequence_size(size, form))
+        if longest := longest_row_from(shared, limits, recipe.engine.written()):
             yield SharedLimit(size, form, longest)
 
 

@@ -15,7 +15,7 @@ from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balanc
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import device_name
-from streamtune.plan.rates import peak_flops_of
+from streamtune.plan.rates import peak_flops
 from streamtune.recipe.keys.engine import EngineKeys, EngineSpec
 from streamtune.recipe.keys.loss import RouterKeys
 from streamtune.recipe.settings import ModelSettings
@@ -144,4 +144,4 @@ def known_peak_flops(recipe: EngineKeys, device: torch.device) -> float | None:
     """Return the peak FLOP/s that the recipe gives, or the device's data-sheet value; None if neither is known."""
     if recipe.peak_flops is not None:
         return recipe.peak_flops
-    return peak_flops_of(device_name(device)) if device.type == "cuda" else None
+    return peak_flops(device_name(device)) if device.type == "cuda" else None

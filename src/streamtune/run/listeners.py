@@ -178,10 +178,10 @@ class StepFlops:
 
     def __init__(self, model: Any, step: StepKind = PLAIN_STEP) -> None:
         self.step = step
-        self.count = FlopCount.of(model)
+        self.count = FlopCount.of_model(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
-        return self.count.step((span for batch in micro_batches for span in _attention_spans(batch)), self.step)
+        return self.count.step_flops((span for batch in micro_batches for span in _attention_spans(batch)), self.step)
 
 
 def _attention_spans(batch: train.MicroBatch) -> Iterator[Span]:

@@ -27,14 +27,14 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule, with_waiting_weights
+from streamtune.plan.planner import Plan, add_offloaded_weights, as_fixed_fields, choose, evaluate_schedule
 from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
 from streamtune.plan.refusal import NothingFitsError
 from streamtune.plan.simulate.cluster import Cluster
-from streamtune.plan.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
+from streamtune.plan.simulate.memory import device_model_bytes, distinct_bytes, model_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions, Scored
-from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
+from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
 from streamtune.plan.simulate.workload import TeacherShape, Workload, sketch_flops
 from streamtune.recipe.keys.batching import BatchKeys
 from streamtune.recipe.keys.engine import EngineKeys, EngineSpec
@@ -254,7 +254,7 @@ def _plan_first_that_fits(
         choice = first_fitting(choices, workload_of, limits, simulate=simulate)
         workload = workload_of(choice)
         return choice, workload, evaluate_schedule(workload, make_schedule(choice.engine), limits, rates)
-    if len(choices) > 1 and holdings_of(workload).on_device <= SMALL_FRACTION * limits.device:
+    if len(choices) > 1 and resident_memory(workload).on_device <= SMALL_FRACTION * limits.device:
         with suppress(NothingFitsError):  # usually something fits
             found = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
             return first, workload, found
@@ -345,9 +345,9 @@ def plan_model(
     limits = _memory_limits(recipe.engine, PlanOptions(), None, device, given.cluster)
     # Loaded weights belong to the memory of the step, so their bytes are added to the free memory.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
-        limits = replace(limits, device_bytes=limits.device_bytes + device_held_bytes(model) + longest.reference_bytes)
+        limits = replace(limits, device_bytes=limits.device_bytes + device_model_bytes(model) + longest.reference_bytes)
     sizes = recipe.engine
-    limits = with_waiting_weights(
+    limits = add_offloaded_weights(
         limits, model, device_given=sizes.device_memory != "auto", host_given=sizes.host_memory != "auto"
     )
     rates = local_rates(recipe, model, device, notify)
@@ -358,7 +358,7 @@ def plan_model(
     if recipe.engine.schedule == "fixed":
         return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
     keep = given.resumed_schedule
-    if keep is not None and {**as_fixed(keep), **written} == as_fixed(keep):
+    if keep is not None and {**as_fixed_fields(keep), **written} == as_fixed_fields(keep):
         earlier = evaluate_schedule(workload, keep, limits, rates)
         if earlier.fits:
             return earlier
@@ -487,8 +487,8 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
     if task.recipe.engine.weights == "host":
-        return held_bytes(model) - distinct_bytes(offloaded_parameters(model, decoder_layers(model)))
-    return held_bytes(model)
+        return model_bytes(model) - distinct_bytes(offloaded_parameters(model, decoder_layers(model)))
+    return model_bytes(model)
 
 
 def device_to_simulate(

@@ -24,11 +24,11 @@ from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.budget import Limits
-from streamtune.plan.choices import excess_of
+from streamtune.plan.choices import excess_bytes
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.refusal import exceeds_host, smallest_step
+from streamtune.plan.refusal import fixed_terms_exceed_host, smallest_step
 from streamtune.plan.simulate.cluster import Cluster
-from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
+from streamtune.plan.simulate.simulate import Simulation, resident_memory, simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import make_schedule
@@ -263,9 +263,9 @@ def first_fitting(
                 _, found = smallest_step(workload, limits, choice.engine.written(), simulate)
         if found is None:
             continue
-        if excess_of(found, limits) <= 0:
+        if excess_bytes(found, limits) <= 0:
             return choice
-        if not exceeds_host(found, limits):
+        if not fixed_terms_exceed_host(found, limits):
             chosen = choice
     return chosen
 
@@ -278,7 +278,7 @@ def is_hopeless(workload: Workload, written: Mapping[str, Any], limits: Limits) 
         written: Fields of the schedule that the recipe gives.
         limits: Memory to plan with.
     """
-    return holdings_of(workload, written.get("weights", "device")).on_device > limits.device
+    return resident_memory(workload, written.get("weights", "device")).on_device > limits.device
 
 
 def describe_placement(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:

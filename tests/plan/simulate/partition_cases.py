@@ -15,8 +15,8 @@ from streamtune.engine import decoder_layers
 from streamtune.models import ModelOptions, add_lora, blueprint
 from streamtune.models.quantize import quantize
 from streamtune.plan.simulate.cluster import Links
-from streamtune.plan.simulate.memory import distinct_bytes, scales_bytes
-from streamtune.plan.simulate.partition import Holdings, divided_bytes
+from streamtune.plan.simulate.memory import distinct_bytes, quantization_scale_bytes
+from streamtune.plan.simulate.partition import ResidentMemory, shardable_bytes
 from streamtune.recipe import Recipe
 from streamtune.run.cluster import RequestedRanks, cluster_of
 from streamtune.run.plan import LongestStep, make_workload
@@ -50,8 +50,8 @@ def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) 
         model = _adapted(recipe, model)
     cluster = cluster_of(recipe, model, RequestedRanks(world.size, 1), Links())
     workload = make_workload(recipe, model, LongestStep(LENGTH), torch.device("cpu"), cluster)
-    found = Holdings.of(model, workload).with_schedule(model, workload, schedule)
-    ahead = max(map(divided_bytes, decoder_layers(model))) if recipe.fsdp else 0
+    found = ResidentMemory.of(model, workload).with_schedule(model, workload, schedule)
+    ahead = max(map(shardable_bytes, decoder_layers(model))) if recipe.fsdp else 0
     return {
         "weights": found.weights,
         "master": found.master,
@@ -70,7 +70,7 @@ def _held(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> 
     if recipe.finetuning_type == "qlora":
         quantize(model, "nf4", torch.device("cpu"))
     model = _adapted(recipe, model)
-    scales = scales_bytes(model)
+    scales = quantization_scale_bytes(model)
     handle = streamtune.stream(model, schedule=schedule)
     backend = make_backend(recipe, model, handle.layers, world)
     whole: list[int] = []

@@ -18,9 +18,9 @@ from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, blueprint
 from streamtune.plan import Limits, Rates, choose
 from streamtune.plan.choices import SearchSpace
-from streamtune.plan.refusal import nothing_fits
+from streamtune.plan.refusal import make_nothing_fits_error
 from streamtune.plan.simulate import Simulation, Workload, simulate
-from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, form_of
+from streamtune.plan.simulate.cluster import ENGINES, Buckets, Cluster, Engine, HeadCounts, Links, choose_sequence_form
 from streamtune.plan.traffic import Flow, Pace
 from streamtune.recipe import Recipe
 from streamtune.run.cluster import RequestedRanks, cluster_of
@@ -211,7 +211,7 @@ def test_what_leaves_a_node_takes_the_network() -> None:
 def test_where_nothing_fits_sequences_may_be_shared() -> None:
     step, limits = workload(Cluster(4, engine="zero3"), length=256), Limits(MIB // 2, 0)
     search_space = SearchSpace(6, 256, limits, {})
-    error = nothing_fits(step, search_space, {CHUNKS: simulate(step, CHUNKS)}, limits, simulate)
+    error = make_nothing_fits_error(step, search_space, {CHUNKS: simulate(step, CHUNKS)}, limits, simulate)
     assert "sequence_parallel_size: 4 divides each row among all 4 ranks" in error.fix
 
 
@@ -275,13 +275,13 @@ def test_what_no_cluster_is(values: dict[str, Any], said: str) -> None:
 
 def test_which_form() -> None:
     heads = HeadCounts(8, 2, 16, 16)
-    assert [form_of("auto", size, heads) for size in (2, 4, 8, 3, 16)] == [*["ulysses"] * 3, *["ring"] * 2]
-    assert form_of("ring", 4, heads) == "ring"
+    assert [choose_sequence_form("auto", size, heads) for size in (2, 4, 8, 3, 16)] == [*["ulysses"] * 3, *["ring"] * 2]
+    assert choose_sequence_form("ring", 4, heads) == "ring"
     with pytest.raises(ArgumentError, match="8 attention heads cannot be divided among 16 ranks") as caught:
-        form_of("ulysses", 16, heads)
+        choose_sequence_form("ulysses", 16, heads)
     assert "sequence_parallel: ring" in caught.value.fix
-    assert [heads.copies(Cluster(size, sequence_size=size)) for size in (1, 2, 4, 8)] == [1, 1, 2, 4]
-    assert math.isclose(heads.copies(Cluster(16, sequence_size=16, form="ring")), 1)
+    assert [heads.kv_copies(Cluster(size, sequence_size=size)) for size in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    assert math.isclose(heads.kv_copies(Cluster(16, sequence_size=16, form="ring")), 1)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamtune.models import ModelOptions, add_lora, blueprint
-from streamtune.plan.rates import DEVICES, peak_flops_of
+from streamtune.plan.rates import DEVICES, peak_flops
 from streamtune.plan.simulate import Workload, simulate
-from streamtune.plan.simulate.costs import FLOPS_PER_BYTE, bandwidth_bytes, copies_itself, product_flops
+from streamtune.plan.simulate.costs import FLOPS_PER_BYTE, bandwidth_bytes, copies_to_itself, product_flops
 from streamtune.plan.simulate.workload import FlopCount
 from streamtune.run.listeners import StepFlops
 from streamtune.schedule import Schedule
@@ -34,7 +34,7 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
-            self.copies.append(copies_itself(func, args))
+            self.copies.append(copies_to_itself(func, args))
         if "mm" in func._schema.name:
             flops = product_flops(func, args, kwargs or {}, out)
             self.waiting.append(bandwidth_bytes(func, flops, args, out, "cuda"))
@@ -95,28 +95,30 @@ def model_of(**changes: Any) -> Any:
 )
 def test_products_are_those_of_plain_autograd(changes: dict[str, Any]) -> None:
     model = model_of(**changes)
-    count = FlopCount.of(model)
+    count = FlopCount.of_model(model)
     work = simulate(Workload(lambda: model, LENGTH, mode="plain"), Schedule()).work
-    products = count.step([(0, LENGTH)]) - count.step([(0, 1)] * LENGTH) + LENGTH * 6 * 3 * count.width
+    products = count.step_flops([(0, LENGTH)]) - count.step_flops([(0, 1)] * LENGTH) + LENGTH * 6 * 3 * count.width
     assert products == 6 * 3 * count.width * LENGTH * (LENGTH + 1) // 2
     assert LENGTH * 6 * count.weights == pytest.approx(work.matmul_flops, rel=0.02)
 
 
 def test_frozen_weights_need_no_gradient() -> None:
     model = model_of()
-    whole = FlopCount.of(model)
-    adapted = FlopCount.of(add_lora(model, r=4))
+    whole = FlopCount.of_model(model)
+    adapted = FlopCount.of_model(add_lora(model, r=4))
     assert adapted.trained == adapted.weights - whole.weights
-    assert adapted.step([(0, 1)] * 64) - 6 * 3 * 64 * adapted.width == 64 * (4 * adapted.weights + 2 * adapted.trained)
+    assert adapted.step_flops([(0, 1)] * 64) - 6 * 3 * 64 * adapted.width == 64 * (
+        4 * adapted.weights + 2 * adapted.trained
+    )
 
 
 def test_windows_and_branches_count_what_is_seen() -> None:
-    near = FlopCount.of(model_of(model_type="mistral", sliding_window=4))
+    near = FlopCount.of_model(model_of(model_type="mistral", sliding_window=4))
     count = FlopCount(0, 0, 1, (4, 0))
     assert near.windows == (4, 4, 4)
     seen = [sum(min(i + 1, 4) for i in range(10)), 55]
-    assert count.step([(0, 10)]) == 6 * sum(seen)
-    assert count.step([(0, 6), (6, 4)]) == count.step([(0, 10)])
+    assert count.step_flops([(0, 10)]) == 6 * sum(seen)
+    assert count.step_flops([(0, 6), (6, 4)]) == count.step_flops([(0, 10)])
 
 
 def test_packed_rows_and_padding() -> None:
@@ -124,8 +126,8 @@ def test_packed_rows_and_padding() -> None:
     ids = torch.zeros(1, 8, dtype=torch.long)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     packed = MicroBatch(ids, mask, ids, ("a:1",), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]]))
-    assert flops([packed]) == flops.count.step([(0, 4), (0, 2)])
-    assert flops([MicroBatch(ids, mask, ids, ("a:1",))]) == flops.count.step([(0, 6)])
+    assert flops([packed]) == flops.count.step_flops([(0, 4), (0, 2)])
+    assert flops([MicroBatch(ids, mask, ids, ("a:1",))]) == flops.count.step_flops([(0, 6)])
 
 
 def test_devices_are_known_by_the_names_that_drivers_give() -> None:
@@ -138,6 +140,6 @@ def test_devices_are_known_by_the_names_that_drivers_give() -> None:
         "AMD Instinct MI300X": "mi300x-192gb",
     }
     for name, device in named.items():
-        assert peak_flops_of(name) == DEVICES[device].matmul_flops
-    assert peak_flops_of("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops_of("this machine's CPU") is None
+        assert peak_flops(name) == DEVICES[device].matmul_flops
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("this machine's CPU") is None

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import Tiers
 from streamtune.plan.simulate import LiveBytes, Mode, simulate
-from streamtune.plan.simulate.memory import held_bytes
+from streamtune.plan.simulate.memory import model_bytes
 from streamtune.plan.simulate.scored import checkpointing, fused_loss, recompute
 from streamtune.schedule import Schedule
 from tests.plan.simulate.test_simulate import BASE, LENGTH, build, build_adapted, workload
@@ -40,7 +40,7 @@ def measured(model: Any, mode: Mode) -> int:
         gc.collect()
         with LiveBytes(model, decoder_layers(model)) as live:
             fused_loss(model, ids).backward()
-    return held_bytes(model) + live.peak
+    return model_bytes(model) + live.peak
 
 
 @pytest.mark.parametrize("mode", ["liger-loss", "liger-loss-offload"])

@@ -27,9 +27,9 @@ from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_classes
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import BlockAdamW, OptimChoice, ZerothOrderSGD, build_optimizer, train_largest_block
 from streamtune.plan.simulate import LiveBytes, Mode, Simulation, Workload, simulate
-from streamtune.plan.simulate.memory import held_bytes, held_tensors
+from streamtune.plan.simulate.memory import model_bytes, model_tensors
 from streamtune.plan.simulate.meta_operators import RULES, MetaAutocast
-from streamtune.plan.simulate.partition import Holdings
+from streamtune.plan.simulate.partition import ResidentMemory
 from streamtune.plan.simulate.step import _DeviceChoices, trace_step
 from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import TeacherShape
@@ -139,7 +139,7 @@ def measured(
     elif mode == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, model.config.vocab_size, (1, length))
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held_tensors(model)}.values()
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in model_tensors(model)}.values()
     weights = sum(storage.nbytes() for storage in storages if not is_host_storage(storage))
     steps = None if optimizer is None else optimizer(model)
 
@@ -503,7 +503,7 @@ def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
     assert found.peak_bytes == pytest.approx(max(live, held_in_a_step(make("cpu"), optimizer)), rel=0.01)
     named = make("meta").named_parameters()
     states = sum(state_bytes(name, tuple(p.shape), 4, args, in_layer=in_layer(own)) for own, p in named)
-    assert Holdings.of(make("meta"), step).state == pytest.approx(states, rel=1e-3)
+    assert ResidentMemory.of(make("meta"), step).state == pytest.approx(states, rel=1e-3)
 
 
 def held_in_a_step(model: Any, make_optimizer: Any) -> int:
@@ -580,7 +580,7 @@ def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
         with LiveBytes(model, decoder_layers(model)) as live:
             backend.compute(take)
             backend.step(1e-6)
-    weights = held_bytes(model)
+    weights = model_bytes(model)
     for micro_batches in (1, 3):
         step = workload(make, make_optimizer=optimizer, step=OPTIMIZERS["mezo"].step, micro_batches=micro_batches)
         found = simulate(step, BASE)
@@ -694,7 +694,7 @@ def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
     found = simulate(workload(make, make_optimizer=adamw), schedule)
     assert found.host_terms["weights"] == found.host_terms["gradients"] == all_of_it - norm
     assert found.host_terms["optimizer"] == pytest.approx(2 * (all_of_it - norm), rel=1e-3)
-    assert found.terms["weights"] == held_bytes(model) - (all_of_it - norm)
+    assert found.terms["weights"] == model_bytes(model) - (all_of_it - norm)
     freed = simulate(workload(make, make_optimizer=adamw, step=PLAIN_STEP.with_step_in_backward()), schedule)
     layer = sum(p.nbytes for p in decoder_layers(model)[0].parameters())
     assert freed.host_terms["gradients"] == 2 * max(layer, model.lm_head.weight.nbytes)

@@ -17,7 +17,7 @@ from streamtune.engine import decoder_layers, stream
 from streamtune.errors import ArgumentError
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.plan.simulate import LiveBytes, Mode, Workload, simulate
-from streamtune.plan.simulate.memory import held_bytes
+from streamtune.plan.simulate.memory import model_bytes
 from streamtune.plan.simulate.scored import PlainScores, Scored, Trees, use_checkpointing
 from streamtune.plan.simulate.workload import TeacherShape
 from streamtune.recipe.schema import GrpoRecipe
@@ -48,7 +48,9 @@ def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, scored:
     if mode == "checkpoint":
         use_checkpointing(model)
     scorer: Any = stream(model, schedule=schedule) if mode == "stream" else PlainScores(model)
-    batch = (scored if mode == "stream" else scored.apart()).batch(model.config.vocab_size, torch.device("cpu"))
+    batch = (scored if mode == "stream" else scored.unshared()).random_batch(
+        model.config.vocab_size, torch.device("cpu")
+    )
     given = {key: value for key, value in batch.items() if key != "count"}
 
     def step() -> None:
@@ -64,7 +66,7 @@ def measured(make: Callable[[str], Any], mode: Mode, schedule: Schedule, scored:
     gc.collect()
     with LiveBytes(model, decoder_layers(model)) as live:
         step()
-    return held_bytes(model) + live.peak
+    return model_bytes(model) + live.peak
 
 
 @pytest.mark.quick("qwen3-plain chunks-pair", "lfm2-host-pair")
@@ -126,7 +128,7 @@ def test_so_it_is_with_the_divergence_from_a_teacher(share: bool, shape: str) ->
         gc.collect()
         with LiveBytes(torch.nn.ModuleList([model, teacher]), decoder_layers(model)) as live:
             backward()
-    weights = [held_bytes(each) for each in (model, teacher)]
+    weights = [model_bytes(each) for each in (model, teacher)]
     beside = {"teacher": TeacherShape(96, 20_011, torch.float32), "reference_bytes": weights[1]}
     found = simulate(workload(make, scored, token_loss=loss, **beside), schedule)
     assert found.peak_bytes == pytest.approx(sum(weights) + live.peak, rel=0.01)
@@ -183,17 +185,17 @@ def test_a_shape_is_counted_right() -> None:
     assert (shared.rows, shared.length, shared.num_targets, shared.completions) == (1, 14, 8, 3)
     assert shared.targets().tolist() == [[-100] * 3 + [0, -100] + [0, 0, 0, -100] + [0, 0, 0, 0, -100]]
     assert shared.pairs == (3 * 4 // 2) + (2 * 3 + 3) + (4 * 3 + 10) + 15
-    apart = shared.apart()
+    apart = shared.unshared()
     assert (apart.rows, apart.length, apart.num_targets) == (3, 7, 8)
     assert (apart.targets() == 0).sum(1).tolist() == [1, 3, 4]
-    batch, rows = (each.batch(97, torch.device("cpu")) for each in (shared, apart))
+    batch, rows = (each.random_batch(97, torch.device("cpu")) for each in (shared, apart))
     for each in (batch, rows):
         assert (each["targets"] != -100).sum() == each["count"] == 8
     assert batch["input_ids"][0, 3:5].tolist() == rows["input_ids"][0, 3:5].tolist()
     turns = Scored(((3, (2, 4)), (4, (5,))), common=(2, 0))
     assert turns.targets()[0, :9].tolist() == [-100, 0, 0, 0, -100, 0, 0, 0, -100]
-    assert (turns.num_targets, turns.apart().num_targets) == (2 + 1 + 3 + 4, 2 * 2 + 1 + 3 + 4)
-    assert (turns.apart().targets() == 0).sum(1).tolist() == [3, 5, 4]
+    assert (turns.num_targets, turns.unshared().num_targets) == (2 + 1 + 3 + 4, 2 * 2 + 1 + 3 + 4)
+    assert (turns.unshared().targets() == 0).sum(1).tolist() == [3, 5, 4]
     for wrong in ({"trees": ((3, (1,)),)}, {"trees": ((3, (2,)),), "common": (4,)}, {"common": (1, 1)}):
         with pytest.raises(ArgumentError):
             Scored(**{"trees": ((3, (2,)),), **wrong})
@@ -201,7 +203,7 @@ def test_a_shape_is_counted_right() -> None:
 
 def test_plain_log_probabilities_are_the_streamed_ones() -> None:
     model: Any = in_float64(build("qwen3", "cpu"))
-    batch = Scored(PAIR, share=False).batch(499, torch.device("cpu"))
+    batch = Scored(PAIR, share=False).random_batch(499, torch.device("cpu"))
     del batch["count"]
     with Float64():
         plain = PlainScores(model).logprobs(**batch, entropy=True, temperature=0.7)
@@ -212,4 +214,4 @@ def test_plain_log_probabilities_are_the_streamed_ones() -> None:
     assert streamed.entropy is not None
     torch.testing.assert_close(plain.entropy, streamed.entropy.detach(), rtol=EXACT, atol=0)
     with pytest.raises(ArgumentError, match="shared prompts need a streamed model"):
-        PlainScores(model).logprobs(**Scored(PAIR).batch(499, torch.device("cpu")))
+        PlainScores(model).logprobs(**Scored(PAIR).random_batch(499, torch.device("cpu")))

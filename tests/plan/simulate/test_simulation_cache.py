@@ -17,7 +17,7 @@ from streamtune.base.result_cache import versions
 from streamtune.plan.simulate import simulation_cache
 from streamtune.plan.simulate.scored import Scored
 from streamtune.plan.simulate.simulate import simulate
-from streamtune.plan.simulate.simulation_cache import describe_step
+from streamtune.plan.simulate.simulation_cache import step_cache_key
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
@@ -94,14 +94,14 @@ def test_everything_that_decides_a_step_is_part_of_its_key(monkeypatch: pytest.M
         step_of(model_of(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
         step_of(model_of(), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
     ]
-    keys = [describe_step(step, SCHEDULE) for step in steps]
-    keys += [describe_step(steps[0], replace(SCHEDULE, keep_kv="device")), describe_step(steps[0], Schedule(32, 16))]
+    keys = [step_cache_key(step, SCHEDULE) for step in steps]
+    keys += [step_cache_key(steps[0], replace(SCHEDULE, keep_kv="device")), step_cache_key(steps[0], Schedule(32, 16))]
     with monkeypatch.context() as older:
         older.setattr(simulation_cache, "versions", lambda: ["torch 1.0"])
-        keys.append(describe_step(steps[0], SCHEDULE))
+        keys.append(step_cache_key(steps[0], SCHEDULE))
     assert None not in keys
     assert len(set(keys)) == len(keys)
-    assert describe_step(step_of(model_of()), SCHEDULE) == keys[0]
+    assert step_cache_key(step_of(model_of()), SCHEDULE) == keys[0]
 
 
 class OwnAttention(torch.nn.Module):
@@ -115,4 +115,4 @@ def test_a_model_with_code_or_hooks_of_its_own_is_not_kept() -> None:
     other.model.layers[0].self_attn = OwnAttention()
     OwnAttention.__module__ = "transformers_modules.theirs"
     for model in (hooked, replaced, other):
-        assert describe_step(step_of(model), SCHEDULE) is None
+        assert step_cache_key(step_of(model), SCHEDULE) is None

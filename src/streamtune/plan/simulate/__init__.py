@@ -1,4 +1,4 @@
-"""Simulate a training step from its configuration, on ``meta`` tensors: its memory, work and traffic."""
+"""Simulate memory, work and traffic of a training step from its configuration, on ``meta`` tensors."""
 
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.simulate import Simulation, simulate

@@ -28,7 +28,7 @@ STAGES: dict[Engine, int] = {"none": 0, "ddp": 0, "zero1": 1, "zero2": 2, "zero3
 
 @dataclass(frozen=True)
 class Links:
-    """The links between devices, with rates that programs reach, per device and direction.
+    """The links between devices, with reachable (not nominal) rates per device and direction.
 
     Attributes:
         node: Bytes/s between devices of a node.
@@ -51,7 +51,7 @@ class Buckets:
     Attributes:
         reduce: Elements of one buffer from which gradients are reduced.
         buffers: Number of such buffers.
-        prefetch: Elements of weights that are gathered ahead of the running layer.
+        prefetch: Elements of weights that are gathered before their layer runs.
         sub_group: Elements of a rank's shard that ZeRO-3 updates at a time, with fp32 gradients.
         reuse: Reuse distance: a layer stays gathered if fewer elements than this are used before its next use.
     """
@@ -72,14 +72,14 @@ class Cluster:
         nodes: Number of machines, each with the same number of devices.
         engine: Engine that shards weights, gradients and optimizer state, or replicates them.
         sequence_size: Number of devices that share a sequence, SP.
-        form: Way of sharing a sequence: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
+        form: Way to share a sequence: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
         links: Links between the devices.
         buckets: Sizes of the engine's communication buffers.
         optimizer_offload, weights_offload: ZeRO's offload of optimizer state or weights to the host; ``zero3_offload``
             has both.
 
     Raises:
-        ArgumentError: A number is below 1 or does not divide another, or the engine is unknown.
+        ArgumentError: A number is below 1, the ranks cannot be divided evenly, or the engine is unknown.
     """
 
     ranks: int = 1
@@ -135,7 +135,7 @@ class Cluster:
         return STAGES[self.engine]
 
     @property
-    def keeps_master(self) -> bool:
+    def keeps_fp32_weights(self) -> bool:
         """True if the engine keeps fp32 master weights that the optimizer updates (DeepSpeed)."""
         return self.engine.startswith("zero")
 
@@ -153,14 +153,14 @@ class Cluster:
 
     @property
     def gathers_layers(self) -> bool:
-        """True if a rank holds a shard of the weights and gathers each layer's weights while the layer runs."""
+        """True if a rank has a shard of the weights and gathers each layer's weights while the layer runs."""
         return self.zero_stage == 3
 
-    def divided(self, size: int, stage: int) -> int:
+    def sharded_bytes(self, size: int, stage: int) -> int:
         """Return one rank's share of ``size`` bytes that are sharded from ZeRO stage ``stage`` on."""
         return -(-size // self.ranks) if self.zero_stage >= stage else size
 
-    def shared_by(self, sequence_size: int, form: Form) -> Cluster:
+    def with_sequence_size(self, sequence_size: int, form: Form) -> Cluster:
         return replace(self, sequence_size=sequence_size, form=form)
 
     def describe(self) -> str:
@@ -188,22 +188,22 @@ class HeadCounts:
     key_dim: int
     value_dim: int
 
-    def copies(self, cluster: Cluster) -> float:
-        """Return how many copies of a sequence's keys and values its ranks hold together."""
+    def kv_copies(self, cluster: Cluster) -> float:
+        """Return how many copies of a sequence's keys and values exist on its ranks together."""
         size = cluster.sequence_size
         if cluster.form == "ring" or size == 1 or self.keys == 0:
             return 1.0
         return math.lcm(self.keys, size) / self.keys
 
 
-def form_of(asked: str, size: int, heads: HeadCounts) -> Form:
+def choose_sequence_form(requested: str, size: int, heads: HeadCounts) -> Form:
     """Return how ``size`` ranks share a sequence; ``auto`` is ulysses if ``size`` divides the number of query heads.
 
     Raises:
-        ArgumentError: ``ulysses`` was asked for, and ``size`` does not divide the number of query heads.
+        ArgumentError: ``ulysses`` was requested, and ``size`` does not divide the number of query heads.
     """
     divides = heads.queries % size == 0
-    if asked == "ring" or (asked == "auto" and not divides):
+    if requested == "ring" or (requested == "auto" and not divides):
         return "ring"
     if not divides:
         sizes = [str(n) for n in range(2, heads.queries + 1) if heads.queries % n == 0]

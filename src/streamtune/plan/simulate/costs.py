@@ -1,4 +1,4 @@
-"""Count what an operator costs besides memory: FLOPs of matrix products and attention, bytes of all other operators."""
+"""Count the work of an operator: FLOPs of matrix products and attention, bytes of all other operators."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 Cost = Literal["view", "allocation", "product", "attention", "other"]
-Reach = Literal["all", "result", "made"] | int
+TouchedPart = Literal["all", "result", "filled"] | int
 
 ATTENTION_WORK = {"forward": 2, "backward": 5}
 """Matrix products per attention tile. Forward: scores and output. Backward: scores again, dV, dP, dQ and dK."""
 
-CAUSAL_AT = {
+CAUSAL_ARGUMENT = {
     "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_efficient_attention": 6,
     "_scaled_dot_product_cudnn_attention": 6,
@@ -30,48 +30,50 @@ CAUSAL_AT = {
 """Fused attention operators, with the index of their argument ``is_causal``."""
 
 
-STEP_IN_8_BITS = "bitsandbytes::optimizer_update_8bit_blockwise"
+OPTIMIZER_STEP_8BIT = "bitsandbytes::optimizer_update_8bit_blockwise"
 """The 8-bit optimizer step of bitsandbytes: a kernel on accelerators, torch operators on a CPU."""
 
 SVD, MEAN = "aten::_linalg_svd", "aten::mean"
 
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
-"""Product with a 4-bit weight. torch has no FLOP formula for it."""
+"""Product with a 4-bit weight, for which torch has no FLOP formula."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
-"""Product of each group of rows with its own weight, as in experts. torch has no FLOP formula for it."""
+"""Product of each group of rows with its own weight, as in experts, for which torch has no FLOP formula."""
 
 ALLOCATING = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 """Operators that allocate a tensor and touch none of its bytes."""
 
 
-def cost_of(func: Any) -> Cost:
-    """Return which kind of cost an operator has; views and operators without tensor results cost nothing."""
+def cost_kind(func: Any) -> Cost:
+    """Return which kind of work an operator does; views and operators without tensor results do no work."""
     name = func._schema.name.removeprefix("aten::")
-    if name in CAUSAL_AT:
+    if name in CAUSAL_ARGUMENT:
         return "attention"
     if _flop_formula(func) is not None:
         return "product"
     returns = func._schema.returns
     aliases = [item.alias_info for item in returns]
-    if name == "_unsafe_view" or (not func._schema.is_mutable and not any(_is_tensor(item.type) for item in returns)):
+    if name == "_unsafe_view" or (
+        not func._schema.is_mutable and not any(_is_tensor_type(item.type) for item in returns)
+    ):
         return "view"
     if any(alias is not None and not alias.is_write for alias in aliases):
         return "view"
     return "allocation" if name in ALLOCATING else "other"
 
 
-def _is_tensor(kind: Any) -> bool:
-    return "Tensor" in str(kind)
+def _is_tensor_type(schema_type: Any) -> bool:
+    return "Tensor" in str(schema_type)
 
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    inner = SUMMED_ARGUMENT.get(func._schema.name)
-    if inner is not None:
-        return int(2 * out.numel() * args[inner].shape[-1])
-    known = [each for each in args if not isinstance(each, torch.dtype)]  # formulas do not take the result's dtype
-    given = {name: value for name, value in kwargs.items() if name not in ("out_dtype", "out")}
-    return int(_flop_formula(func)(*known, **given, out_val=out))
+    summed_index = SUMMED_ARGUMENT.get(func._schema.name)
+    if summed_index is not None:
+        return int(2 * out.numel() * args[summed_index].shape[-1])
+    formula_args = [item for item in args if not isinstance(item, torch.dtype)]  # formulas accept no dtype
+    formula_kwargs = {name: value for name, value in kwargs.items() if name not in ("out_dtype", "out")}
+    return int(_flop_formula(func)(*formula_args, **formula_kwargs, out_val=out))
 
 
 def _flop_formula(func: Any) -> Any:
@@ -83,11 +85,11 @@ def _flop_formula(func: Any) -> Any:
         return _packed_flops
     if func._schema.name == GROUPED_PRODUCT:
         return _grouped_flops
-    known = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func._overloadpacket)
     name = func._schema.name.removeprefix("aten::")
-    if known is None and name in ("addmm_", "baddbmm_"):
-        known = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_")))
-    return known
+    if formula is None and name in ("addmm_", "baddbmm_"):
+        formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_")))
+    return formula
 
 
 def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
@@ -102,8 +104,8 @@ def _grouped_flops(a: Tensor, b: Tensor, *rest: Any, **other: Any) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if an operator copies memory to itself, as Python does after ``a[i] += b``; torch skips the copy."""
+def copies_to_itself(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if an operator copies memory to itself (as after ``a[i] += b``), a copy that torch skips."""
     if func is not torch.ops.aten.copy_.default:
         return False
     to, source = args[:2]
@@ -113,7 +115,7 @@ def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 SUMMED_ARGUMENT = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}
-"""Matrix products, with the index of the argument whose last dimension is summed over."""
+"""Matrix products, with the index of the argument whose last dimension is the inner dimension."""
 
 MATRIX_PRODUCTS = ("mm", "addmm", "addmm_", "_grouped_mm")
 FLOPS_PER_BYTE = {"cuda": 200, "cpu": 5}
@@ -121,7 +123,7 @@ FLOPS_PER_BYTE = {"cuda": 200, "cpu": 5}
 
 
 def bandwidth_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
-    """Return how many bytes of a matrix product still have to move when its FLOPs are done.
+    """Return how many bytes of a matrix product are read or written beyond the time of its FLOPs.
 
     A product of few rows is limited by memory bandwidth, not by FLOPs (Williams et al., Roofline, Communications of
     the ACM 52(4), 2009).
@@ -132,13 +134,13 @@ def bandwidth_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, devi
 
 
 def attention_flops(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the FLOPs of a fused attention operator; if it is causal and square, only the computed half counts."""
+    """Return the FLOPs of a fused attention operator; of causal square attention only the computed half counts."""
     name = func._schema.name.removeprefix("aten::")
     backward = name.endswith("_backward")
     q, k, v = args[1:4] if backward else args[:3]
     queries, keys = q.shape[-2], k.shape[-2]
-    place = CAUSAL_AT[name]
-    causal = len(args) > place and bool(args[place])
+    causal_index = CAUSAL_ARGUMENT[name]
+    causal = len(args) > causal_index and bool(args[causal_index])
     pairs = queries * (queries + 1) // 2 if causal and queries == keys else queries * keys
     products = ATTENTION_WORK["backward" if backward else "forward"]
     return int(products * pairs * (q.shape[-1] + v.shape[-1]) * math.prod(q.shape[:-2]))
@@ -152,7 +154,7 @@ def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class EmbeddingSums:
-    """The sums from which a kernel computes an embedding's gradient.
+    """Sizes of the sums from which a kernel computes an embedding's gradient.
 
     Attributes:
         rows: Vocabulary size.
@@ -166,13 +168,13 @@ class EmbeddingSums:
         """Return the scratch bytes of an operator, bounded by the vocabulary if it is an embedding's backward.
 
         Args:
-            func: Operator; None if there is none.
+            func: Operator; None at the beginning of a cell.
             scratch: Result of the function :func:`scratch_bytes`.
         """
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch
         tokens = scratch // self.row_bytes
-        return 0 if tokens <= MOST_UNSORTED else (tokens // 10 + min(tokens, self.rows)) * self.row_bytes
+        return 0 if tokens <= MAX_UNSORTED_TOKENS else (tokens // 10 + min(tokens, self.rows)) * self.row_bytes
 
 
 def embedding_sums(func: Any, args: tuple[Any, ...]) -> EmbeddingSums | None:
@@ -183,34 +185,33 @@ def embedding_sums(func: Any, args: tuple[Any, ...]) -> EmbeddingSums | None:
 
 FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_backward"
 EMBEDDING_BACKWARD = "aten::embedding_dense_backward"
-MOST_UNSORTED = 3072
+MAX_UNSORTED_TOKENS = 3072
 """Largest number of tokens for which an embedding's gradient is summed in place; more tokens are sorted first."""
 
 
-def has_scratch(func: Any) -> bool:
-    return func._schema.name in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD, STEP_IN_8_BITS, SVD, MEAN)
+def may_allocate_scratch(func: Any) -> bool:
+    return func._schema.name in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD, OPTIMIZER_STEP_8BIT, SVD, MEAN)
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
-    """Return the scratch bytes of a kernel: bytes that it allocates and frees before it returns.
+    """Return the scratch bytes of a kernel: bytes that the kernel allocates and frees before it returns.
 
-    FlashAttention-2's backward sums dQ in fp32, with rows padded to 128 and heads to 32. It keeps one more fp32 number
-    per row. If query heads share keys, it writes dK and dV for each query head before it sums them.
+    FlashAttention-2's backward sums dQ in fp32, with rows padded to 128 and head dimensions to 32. It stores one more
+    fp32 number per row. If query heads share keys, it writes dK and dV for each query head before they are summed.
 
     The gradient of an embedding has at most one fp32 sum per ten tokens and one per distinct token, in rows padded to
     32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here one sum per token is
-    counted, which is linear in the length. :meth:`EmbeddingSums.scratch_bytes` reduces it to the kernel's number.
+    counted, which is linear in the length. :meth:`EmbeddingSums.scratch_bytes` reduces the bytes to the kernel's bytes.
 
     A 4-bit product of bitsandbytes dequantises the weight and the scales of its blocks, except for few rows on some
-    devices. On a CPU the 8-bit optimizer step holds five fp32 tensors, and an fp32 weight if the weight is narrower.
-    On a CPU torch's mean converts narrow numbers to fp32. A singular value decomposition overwrites a copy of its
-    matrix.
+    devices. On a CPU the 8-bit optimizer step allocates five fp32 tensors, and an fp32 copy of a narrower weight. On a
+    CPU torch's mean converts narrow numbers to fp32. A singular value decomposition overwrites a copy of its matrix.
     """
     if func._schema.name == SVD:
         return int(args[0].nbytes)
     if func._schema.name == MEAN and device == "cpu":
         return 4 * int(args[0].numel()) if args[0].element_size() < 4 and args[0].is_floating_point() else 0
-    if func._schema.name == STEP_IN_8_BITS and device == "cpu":
+    if func._schema.name == OPTIMIZER_STEP_8BIT and device == "cpu":
         gradient, weight = args[1:3] if isinstance(args[0], str) else args[:2]
         return int((20 if weight.element_size() == 4 else 24) * gradient.numel())
     if device != "cuda" or func._schema.name not in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD):
@@ -232,34 +233,34 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
 
 GATHERS = ("index", "index_select", "gather", "embedding")
 FILLS = ("new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like")
-"""Operators that fill a new tensor and read only the shape of their argument."""
+"""Operators that fill a new tensor and read only the shape of the argument."""
 SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3, "scatter_": 3}
-"""Operators that write to some elements of a tensor, with the index of the argument that has the values."""
+"""Operators that write to some elements of a tensor, with the index of the argument that contains the values."""
 
 
-def reach_of(func: Any) -> Reach:
+def touched_part(func: Any) -> TouchedPart:
     """Return which bytes an operator touches.
 
-    ``all``: its arguments and its result. ``result``: as many bytes as its result, twice. ``made``: its result only. A
-    number: twice the argument with this index.
+    ``all``: arguments and result. ``result``: the bytes of the result, twice. ``filled``: the result only. A number:
+    twice the argument with this index.
     """
     name = func._schema.name.removeprefix("aten::")
-    return "result" if name in GATHERS else "made" if name in FILLS else SCATTERS.get(name, "all")
+    return "result" if name in GATHERS else "filled" if name in FILLS else SCATTERS.get(name, "all")
 
 
-def touched_bytes(reach: Reach, args: tuple[Any, ...], out: Any) -> int:
-    """Return the bytes that an operator reads and writes; ``reach`` is from :func:`reach_of`."""
+def touched_bytes(part: TouchedPart, args: tuple[Any, ...], out: Any) -> int:
+    """Return how many bytes an operator reads and writes; ``part`` is the result of :func:`touched_part`."""
     total = 0
-    if reach == "result":
+    if part == "result":
         args = (out,)
-    elif reach == "made":
+    elif part == "filled":
         args = ()
-    elif reach != "all":
-        out = values = args[reach] if len(args) > reach else None
+    elif part != "all":
+        out = values = args[part] if len(args) > part else None
         args = (values,)
     for item in (*args, out):
         if isinstance(item, Tensor):
             total += item.nbytes
         elif isinstance(item, (tuple, list)):
-            total += sum(part.nbytes for part in item if isinstance(part, Tensor))
+            total += sum(element.nbytes for element in item if isinstance(element, Tensor))
     return total

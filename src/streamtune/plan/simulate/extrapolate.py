@@ -1,16 +1,15 @@
-"""Compute the figures of a long, deep step exactly from short, shallow steps.
+"""Compute bytes and work of a long, deep step exactly from short, shallow steps.
 
 At a fixed chunk size every tensor of a step has a fixed size, or the size of a chunk, of the prefix or of the sequence,
-for one layer or for each. Take a moment of layer l of L on chunk c of D. The bytes of each kind are then linear in each
-of L, l, D and c. Two rules follow.
+for one or every layer. So at a moment of layer l of L on chunk c of D, the bytes of each kind are linear in L, l, D and
+c. Two rules follow.
 
-1. Two short steps give the first and the last chunks (layers) of a long step, moment by moment. One has the fewest
-   possible chunks (layers), the other has one more.
-2. The chunks (layers) between are largest at one of their two ends, and their mean is the mean of the two ends.
+1. From two short steps follow the first and the last chunks (layers) of a long step, moment by moment. The first step
+   has the fewest possible chunks (layers), the second has one more.
+2. The bytes of the chunks (layers) between are largest at one of the two ends, and their mean is the mean of the ends.
 
 Layers repeat in periods (such as sliding, sliding, full). A zone is a run of equal periods (such as inputs on the host,
-then on the device). Moments are checked, not assumed: if two steps did not run the same operators,
-:class:`UnlikeError` is raised.
+then on the device). The rules are checked: if two steps did not run the same operators, :class:`UnlikeError` is raised.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import key_block
 from streamtune.plan.simulate.memory import KINDS
-from streamtune.plan.simulate.shard import SPANS, WINDOWS
-from streamtune.plan.simulate.simulation_cache import all_modules, configs_of, fact_of
-from streamtune.plan.simulate.trace import COLUMNS, EARLIER, WORK, Cell, CellPlace
+from streamtune.plan.simulate.shard import CHUNKED_ATTENTION, WINDOWS
+from streamtune.plan.simulate.simulation_cache import all_modules, cached_fact, model_configs
+from streamtune.plan.simulate.trace import COLUMNS, EARLIER_GRADIENTS, WORK, Cell, CellPlace
 from streamtune.schedule import Schedule
 
-LEAST_PERIODS = 5
-"""Smallest number of periods of which some can be left out: first, middle and last, one more in the longer step, and at
-least one to leave out.
+MIN_PERIODS = 5
+"""Smallest number of periods of which some can be omitted: first, middle and last, one more in the longer step, and at
+least one omitted period.
 """
 
-LONGEST_PERIOD = 64
+MAX_PERIOD = 64
 """Longest period that is searched for, in layers."""
 
 COPIES = ("keep", "load", "refill", "load sums", "save sums")
@@ -53,46 +52,48 @@ Coordinates = tuple[Hashable, ...]
 
 
 class UnlikeError(Exception):
-    """Two steps differ, for example in their operators, so the whole step cannot be computed from them."""
+    """Two steps differ, for example in their operators, so the whole step cannot be computed from these steps."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A sequence of items (chunks or periods) that are alike, except for the first few and the last few.
+    """A sequence of items (chunks or periods) that are equal, except for the first few and the last few.
 
     Attributes:
         count: Number of items in the whole step.
-        alone: Number of items at the start that differ from all items after them.
-        tail: Number of items at the end that differ from all items before them.
-        base: Number of items in the shorter step; None if no item is left out.
+        num_first: Number of items at the start that differ from all later items.
+        num_last: Number of items at the end that differ from all earlier items.
+        base: Number of items in the shorter step; None if no item is omitted.
     """
 
     count: int
-    alone: int = 1
-    tail: int = 1
+    num_first: int = 1
+    num_last: int = 1
     base: int | None = None
 
     @classmethod
-    def of(cls, count: int, alone: int = 1, tail: int = 1) -> Axis:
-        """Return an axis of ``count`` items, shortened if any item can be left out."""
-        base = alone + 1 + tail
-        return cls(count, alone, tail, base if count > base + 1 else None)
+    def shortened(cls, count: int, num_first: int = 1, num_last: int = 1) -> Axis:
+        """Return an axis of ``count`` items, shortened if any item can be omitted."""
+        base = num_first + 1 + num_last
+        return cls(count, num_first, num_last, base if count > base + 1 else None)
 
-    def names(self, index: int, count: int) -> list[tuple[str, int]]:
+    def item_names(self, index: int, count: int) -> list[tuple[str, int]]:
         """Return the names of item ``index`` of ``count``; a name has the same meaning in a step with more items."""
-        if self.base is None or index < self.alone:
+        if self.base is None or index < self.num_first:
             return [("start", index)]
-        if index >= count - self.tail:
+        if index >= count - self.num_last:
             return [("end", count - index)]
-        return [("first", 0)] * (index == self.alone) + [("last", 0)] * (index == count - self.tail - 1)
+        return [("first", 0)] * (index == self.num_first) + [("last", 0)] * (index == count - self.num_last - 1)
 
-    def weight(self, name: tuple[str, int]) -> float:
+    def item_weight(self, name: tuple[str, int]) -> float:
         """Return how many items of the whole step the item of this name represents."""
-        return 1.0 if self.base is None or name[0] in ("start", "end") else (self.count - self.alone - self.tail) / 2
+        if self.base is None or name[0] in ("start", "end"):
+            return 1.0
+        return (self.count - self.num_first - self.num_last) / 2
 
     @property
-    def beyond(self) -> int:
-        """Number of items that the shorter step leaves out."""
+    def num_omitted(self) -> int:
+        """Number of items that the shorter step omits."""
         return 0 if self.base is None else self.count - self.base
 
 
@@ -101,7 +102,7 @@ class Zone:
     """A run of layers that repeat with a period.
 
     Attributes:
-        start: Index of its first layer.
+        start: Index of the first layer.
         period: Number of layers in a period.
         axis: Axis of the periods.
     """
@@ -110,40 +111,40 @@ class Zone:
     period: int
     axis: Axis
 
-    def layers(self, longer: bool) -> list[int]:
-        """Return the indices of the layers that a shorter step runs; ``longer`` adds one period."""
-        count = self.axis.count if self.axis.base is None else self.axis.base + longer
+    def layer_indices(self, with_extra_period: bool) -> list[int]:
+        """Return the indices of the layers that a shorter step runs; ``with_extra_period`` adds one period."""
+        count = self.axis.count if self.axis.base is None else self.axis.base + with_extra_period
         return list(range(self.start, self.start + count * self.period))
 
 
-def zones(kinds: Sequence[Hashable]) -> list[Zone]:
-    """Return the zones of layers of these kinds: from the start, each zone is the one that covers the most layers."""
+def find_zones(kinds: Sequence[Hashable]) -> list[Zone]:
+    """Return the zones of layers of these kinds; from the start, each zone has the period that covers most layers."""
     found: list[Zone] = []
     at = 0
     while at < len(kinds):
         best, repeats = 1, 1
-        for period in range(1, min(LONGEST_PERIOD, (len(kinds) - at) // LEAST_PERIODS) + 1):
+        for period in range(1, min(MAX_PERIOD, (len(kinds) - at) // MIN_PERIODS) + 1):
             count = 1
             while kinds[at : at + period] == kinds[at + count * period : at + (count + 1) * period]:
                 count += 1
-            if count >= LEAST_PERIODS and count * period > best * repeats:
+            if count >= MIN_PERIODS and count * period > best * repeats:
                 best, repeats = period, count
-        found.append(Zone(at, best, Axis.of(repeats)))
+        found.append(Zone(at, best, Axis.shortened(repeats)))
         at += best * repeats
     return found
 
 
 @dataclass(frozen=True)
 class ShorterStep:
-    """A shorter step; the figures of the whole step are a weighted sum of the shorter steps' figures.
+    """A shorter step; bytes and work of the whole step are weighted sums over shorter steps.
 
     Attributes:
-        layers: Indices of the layers that it runs.
+        layers: Indices of the layers that the shorter step runs.
         length: Number of tokens.
         schedule: Schedule of the step.
         longer: Index of the zone with one more period; None if no zone has one.
         chunks: Number of chunks.
-        share: Weight of its figures in the sum; may be negative.
+        weight: Weight in the sums; may be negative.
     """
 
     layers: list[int]
@@ -151,7 +152,7 @@ class ShorterStep:
     schedule: Schedule
     longer: int | None
     chunks: int
-    share: int
+    weight: int
 
 
 Cells = Mapping[CellPlace, Cell]
@@ -159,11 +160,11 @@ Cells = Mapping[CellPlace, Cell]
 
 @dataclass(frozen=True)
 class Combined:
-    """The figures of the whole step, computed from shorter steps.
+    """Bytes and work of the whole step, computed from shorter steps.
 
     Attributes:
         cells: Places of the largest cells, with their moments ``[n, COLUMNS]``.
-        work: Work of all cells, one sum per name in ``WORK``. The key is the phase, and True for work in layers.
+        work: Work of all cells, one sum per name in ``WORK``, by phase and by True for work in layers.
     """
 
     cells: list[tuple[CellPlace, Tensor]]
@@ -171,7 +172,7 @@ class Combined:
 
 
 def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], chunks: Axis, length: int) -> Combined:
-    """Return the figures of the step with ``length`` tokens, combined from the records of shorter steps.
+    """Return bytes and work of the step with ``length`` tokens, combined from the records of shorter steps.
 
     Raises:
         UnlikeError: The shorter steps did not run the same operators.
@@ -181,8 +182,8 @@ def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], ch
     work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
-    shares = [shorter.share for shorter, _ in parts]
-    squares = [shorter.share * length / shorter.length for shorter, _ in parts]  # for work quadratic in the length
+    shares = [shorter.weight for shorter, _ in parts]
+    squares = [shorter.weight * length / shorter.length for shorter, _ in parts]  # for work quadratic in the length
     for name, (place, _, weight) in named[0].items():
         alike = [cells_of[name][1] for cells_of in named]
         moments = _align_moments(alike, loops=place.layer is None or place.pass_name in COPIES)
@@ -190,7 +191,7 @@ def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], ch
         assert isinstance(total, Tensor)
         _bound_scratch(total, alike)
         cells.append((place, total))
-        inside = place.layer is not None and place.pass_name != EARLIER
+        inside = place.layer is not None and place.pass_name != EARLIER_GRADIENTS
         sums = work.setdefault((place.phase, inside), [0.0] * len(WORK))
         for kind in range(len(WORK)):
             factors = squares if place.pass_name == "whole" and WORK[kind] == "attention_flops" else shares
@@ -199,7 +200,7 @@ def combine_steps(parts: list[tuple[ShorterStep, Cells]], layers: list[Zone], ch
 
 
 def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
-    """Bound the scratch bytes of an embedding's gradient: they grow with the length only up to the vocabulary size."""
+    """Bound the scratch bytes of an embedding's gradient, which grow with the length only up to the vocabulary size."""
     if (sums := alike[0].embedding) is not None:
         operators = min((cell.operators for cell in alike), key=len)
         column = zip(operators, moments[:, SCRATCH].tolist(), strict=True)
@@ -211,26 +212,26 @@ def _name_cells(
 ) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
     """Return cells by names that have the same meaning in all shorter steps.
 
-    Each comes with its place and with the number of cells of the whole step that it represents.
+    The value is the cell's place, the cell, and the number of cells of the whole step that the cell represents.
     """
     found: dict[Coordinates, tuple[CellPlace, Cell, float]] = {}
     where = [
         (number, zone, index)
         for number, zone in enumerate(layers)
-        for index in range(len(zone.layers(number == shorter.longer)))
+        for index in range(len(zone.layer_indices(number == shorter.longer)))
     ]
     for place, cell in cells.items():
         layer_names: list[tuple[Coordinates, float]] = [((), 1.0)]
         if place.layer is not None:
             number, zone, index = where[place.layer]
-            count = len(zone.layers(number == shorter.longer)) // zone.period
+            count = len(zone.layer_indices(number == shorter.longer)) // zone.period
             layer_names = [
-                ((number, name, index % zone.period), zone.axis.weight(name))
-                for name in zone.axis.names(index // zone.period, count)
+                ((number, name, index % zone.period), zone.axis.item_weight(name))
+                for name in zone.axis.item_names(index // zone.period, count)
             ]
         chunk_names: list[tuple[Coordinates, float]] = [((), 1.0)]
         if place.chunk is not None:
-            chunk_names = [(name, chunks.weight(name)) for name in chunks.names(place.chunk, shorter.chunks)]
+            chunk_names = [(name, chunks.item_weight(name)) for name in chunks.item_names(place.chunk, shorter.chunks)]
         for layer, layer_weight in layer_names:
             for chunk, chunk_weight in chunk_names:
                 name = (place.phase, place.pass_name, place.turn, layer, chunk)
@@ -241,8 +242,8 @@ def _name_cells(
 def _align_moments(cells: list[Cell], loops: bool) -> list[Tensor]:
     """Return the moments of each cell, cut to equal length so that equal indices are the same moment.
 
-    If a cell has more moments than another, they must be iterations of a loop (``loops``), with the same operators
-    before and after them.
+    If a cell has more moments than another cell, the additional moments must be iterations of a loop (``loops``), with
+    the same operators before and after.
 
     Raises:
         UnlikeError: The operators of the cells differ.
@@ -276,13 +277,13 @@ def _count_equal(one: list[Any], other: list[Any]) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The division of a step into zones of layers and into chunks, some of which can be left out.
+    """The division of a step into zones of layers and into chunks, some of which can be omitted.
 
     Attributes:
         layers: Zones of the layers.
         chunks: Axis of the chunks.
-        size: Tokens of a chunk, except the last two, which share the rest of the row.
-        length: Tokens of the row.
+        size: Number of tokens of a chunk, except the last two chunks, which share the rest of the row.
+        length: Number of tokens of the row.
     """
 
     layers: list[Zone]
@@ -290,83 +291,85 @@ class StepLayout:
     size: int
     length: int
 
-    def middle(self, number: int) -> range:
-        """Return the layers, by index in the shorter step, of the period that the longer step runs twice.
+    def middle_period(self, zone_index: int) -> range:
+        """Return the indices in the shorter step of the layers of the period that the longer step runs twice.
 
         Args:
-            number: Index of the zone.
+            zone_index: Index of the zone.
         """
-        zone = self.layers[number]
-        before = sum(len(each.layers(longer=False)) for each in self.layers[:number])
-        first = before + zone.axis.alone * zone.period
+        zone = self.layers[zone_index]
+        before = sum(len(each.layer_indices(with_extra_period=False)) for each in self.layers[:zone_index])
+        first = before + zone.axis.num_first * zone.period
         return range(first, first + zone.period)
 
-    def steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[ShorterStep]:
+    def shorter_steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[ShorterStep]:
         """Yield the shorter steps to run, the shortest first."""
-        beyond = {number: zone.axis.beyond for number, zone in enumerate(self.layers) if zone.axis.beyond}
-        whole, more = 1 - sum(beyond.values()), self.chunks.beyond
-        rows = [(None, whole), *beyond.items()]
+        omitted_periods = {n: zone.axis.num_omitted for n, zone in enumerate(self.layers) if zone.axis.num_omitted}
+        whole, more = 1 - sum(omitted_periods.values()), self.chunks.num_omitted
+        rows = [(None, whole), *omitted_periods.items()]
         for chunks, factor in ((self.chunks.base, 1 - more), (self.chunks.base, more)) if more else ((None, 1),):
             count = self.chunks.count if chunks is None else chunks + (factor == more)
             length = self.length - (self.chunks.count - count) * self.size
             for longer, share in rows:
-                kept = [i for number, zone in enumerate(self.layers) for i in zone.layers(number == longer)]
+                kept = [i for number, zone in enumerate(self.layers) for i in zone.layer_indices(number == longer)]
                 shorter = _shorten_schedule(schedule, kinds, kept)
                 yield ShorterStep(kept, length, shorter, longer, count, share * factor)
 
 
-def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool) -> StepLayout:
-    """Return the layout of a step: which layers and chunks can be left out.
+def make_step_layout(
+    model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool
+) -> StepLayout:
+    """Return the layout of a step: which layers and chunks can be omitted.
 
     Args:
         model: Model that the step trains.
         schedule: Schedule of the step.
         length: Number of tokens of a row.
-        streamed: True if the step is streamed; otherwise it has one chunk.
-        layers: True if layers may be left out.
-        chunks: True if chunks may be left out.
+        streamed: True if the step is streamed; False: one chunk.
+        layers: True if layers may be omitted.
+        chunks: True if chunks may be omitted.
     """
     chunks_of = schedule.chunks(length) if streamed else [slice(0, length)]
     count, size = len(chunks_of), chunks_of[0].stop
-    kinds = kinds_of_layers(model, schedule if streamed else None)
-    found = zones(kinds) if layers else [Zone(0, len(kinds), Axis(1))]
+    kinds = layer_kinds(model, schedule if streamed else None)
+    found = find_zones(kinds) if layers else [Zone(0, len(kinds), Axis(1))]
     axis = Axis(count)
-    alone = _count_unlike_chunks(model, size, length)
-    if streamed and chunks and alone is not None:
+    num_first = _count_unlike_first_chunks(model, size, length)
+    if streamed and chunks and num_first is not None:
         head = -(-3 * schedule.head_chunk_size // size) - 2  # at least three chunks of the head
-        away = "host" in (schedule.keep_kv, schedule.keep_attention) or schedule.offload != "device"
-        # While a chunk is computed, the next one may be fetched, so the last two chunks of a pass differ from the rest.
-        # The backward begins at the end, and its second chunk allocates the sums.
+        is_offloaded = "host" in (schedule.keep_kv, schedule.keep_attention) or schedule.offload != "device"
+        # While a chunk is computed, the next chunk may be prefetched, so the last two chunks of a pass differ.
+        # The backward begins at the end, and its second chunk allocates the sums of gradients.
         # A few chunks are in flight to a file. The copy of a chunk may last until the next chunk is done.
-        alone += away + (IN_FLIGHT if schedule.offload == "disk" else 0)
-        tail = 2 + away
-        if chunks_of[-1].stop - chunks_of[-1].start != size:  # the last two are shorter; their copies overlap
-            tail += IN_FLIGHT if schedule.offload == "disk" else away or schedule.stream_grads
-        axis = Axis.of(count, max(alone, head), tail=tail)
+        num_first += is_offloaded + (IN_FLIGHT if schedule.offload == "disk" else 0)
+        num_last = 2 + is_offloaded
+        if chunks_of[-1].stop - chunks_of[-1].start != size:  # the last two chunks are shorter; their copies overlap
+            num_last += IN_FLIGHT if schedule.offload == "disk" else is_offloaded or schedule.stream_grads
+        axis = Axis.shortened(count, max(num_first, head), num_last=num_last)
     return StepLayout(found, axis, size, length)
 
 
-def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
-    """Return the kind of each layer: a number for its structure, and its placement in the schedule (None: none)."""
-    looks = fact_of(model, "looks of layers", lambda: _structure_numbers(model))
-    places = place_layers(schedule, len(looks)) if schedule is not None else [None] * len(looks)
-    return list(zip(looks, places, strict=True))
+def layer_kinds(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
+    """Return the kind of each layer: a number for its structure, and its placement (None without a schedule)."""
+    structures = cached_fact(model, "structures of layers", lambda: _layer_structure_numbers(model))
+    places = place_layers(schedule, len(structures)) if schedule is not None else [None] * len(structures)
+    return list(zip(structures, places, strict=True))
 
 
-def _structure_numbers(model: nn.Module) -> list[int]:
+def _layer_structure_numbers(model: nn.Module) -> list[int]:
     """Return a number for each layer; layers with equal modules, sizes and settings have the same number."""
     layers = decoder_layers(model)
-    configs = configs_of(all_modules(model))
+    configs = model_configs(all_modules(model))
     lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
     numbers: dict[Hashable, int] = {}
     return [
-        numbers.setdefault((_structure(layer), tuple(repr(each[index]) for each in lists)), len(numbers))
+        numbers.setdefault((_layer_structure(layer), tuple(repr(each[index]) for each in lists)), len(numbers))
         for index, layer in enumerate(layers)
     ]
 
 
-def _structure(layer: nn.Module) -> Hashable:
-    looks: list[Hashable] = []
+def _layer_structure(layer: nn.Module) -> Hashable:
+    structures: list[Hashable] = []
     for name, module in layer.named_modules():
         settings = tuple(
             (key, value)
@@ -378,44 +381,44 @@ def _structure(layer: nn.Module) -> Hashable:
             for key, x in (*module._parameters.items(), *module._buffers.items())
             if x is not None
         )
-        looks.append((name, type(module), settings, tensors))
-    return tuple(looks)
+        structures.append((name, type(module), settings, tensors))
+    return tuple(structures)
 
 
-def _count_unlike_chunks(model: nn.Module, size: int, length: int) -> int | None:
-    """Return how many chunks at the start see fewer keys than later chunks; None if later chunks are not alike."""
-    settings = [vars(config) for config in configs_of(all_modules(model))]
+def _count_unlike_first_chunks(model: nn.Module, size: int, length: int) -> int | None:
+    """Return how many chunks at the start see fewer keys than later chunks; None if later chunks differ."""
+    settings = [vars(config) for config in model_configs(all_modules(model))]
 
-    def found(names: tuple[str, ...]) -> list[int]:
+    def window_sizes(names: tuple[str, ...]) -> list[int]:
         return [v for s in settings for name in names if isinstance(v := s.get(name), int) and 0 < v < length]
 
-    if found(SPANS):
+    if window_sizes(CHUNKED_ATTENTION):
         return None
     blocks = -(-key_block(size, torch.device("meta")) // size)  # chunks that a block of keys covers
-    return max((-(-window // size) + 1 for window in found(WINDOWS)), default=blocks)
+    return max((-(-window // size) + 1 for window in window_sizes(WINDOWS)), default=blocks)
 
 
-def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]) -> Schedule:
-    """Return a schedule that places the layers ``kept`` as the schedule of the whole step does.
+def _shorten_schedule(schedule: Schedule, kinds: list[Hashable], layer_indices: list[int]) -> Schedule:
+    """Return a schedule in which ``layer_indices`` have the same placement as in the schedule of the whole step.
 
     Raises:
-        UnlikeError: No schedule does.
+        UnlikeError: No such schedule exists.
     """
     before = place_layers(schedule, len(kinds))
-    wanted = [before[index] for index in kept]
+    wanted = [before[index] for index in layer_indices]
     whole = sum(place.unstreamed for place in wanted)
     changes: dict[str, Any] = {"keep_layers": whole}
     if schedule.levels == 2 and schedule.order == "layer":
         streamed = sum(not place.unstreamed for place in before)
         changes["segment_size"] = schedule.segment_size or best_segment_size(max(1, streamed))
-    for on_device in range(min(1, schedule.device_layers), min(schedule.device_layers, len(kept)) + 1):
+    for on_device in range(min(1, schedule.device_layers), min(schedule.device_layers, len(layer_indices)) + 1):
         shorter = replace(schedule, **changes, device_layers=on_device)
-        if place_layers(shorter, len(kept)) == wanted:
+        if place_layers(shorter, len(layer_indices)) == wanted:
             return shorter
     raise UnlikeError
 
 
-STAYS = [name in (*KINDS, "host", "disk") for name in COLUMNS]
+STAYS_ALLOCATED = [name in (*KINDS, "host", "disk") for name in COLUMNS]
 """One flag per column of a moment: True if its bytes stay allocated after the operator."""
 
 Bytes = tuple[int, ...]
@@ -423,11 +426,11 @@ Run = list[tuple[CellPlace, Cell]]
 
 
 def repeat_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPlace, Cell] | None:
-    """Return the cells of a step in which the period ``middle`` of layers runs twice; None if that step has to be run.
+    """Return the cells of a step in which the period ``middle`` runs twice; None if the longer step has to be run.
 
-    The layers of a zone are alike, except in its first and last period, and a step visits them in order, forward and
-    backward. So the longer step does the same as the shorter step, but runs the middle period twice. The period's cells
-    are repeated. All later bytes are higher by what one visit of the period adds.
+    The layers of a zone are equal, except in its first and last period, and a step visits them in order, forward and
+    backward. So the longer step equals the shorter step, but runs the middle period twice. The period's cells are
+    repeated. One visit of the period adds a number of bytes, by which all later bytes are higher.
 
     Args:
         cells: Cells of a step, in the order in which they began.
@@ -447,7 +450,7 @@ def repeat_period(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPl
         upward = before < behind
         found |= _shift_cells(run, shift, middle.start, 0 if upward else len(middle))
         begin, end = run[0][1].moments[0], runs[index + 1][0][1].moments[0]
-        passed = (now - then if stays else 0 for now, then, stays in zip(end, begin, STAYS, strict=True))
+        passed = (now - then if stays else 0 for now, then, stays in zip(end, begin, STAYS_ALLOCATED, strict=True))
         shift = tuple(map(add, shift, passed))
         found |= _shift_cells(run, shift, middle.start, len(middle) if upward else 0)
     return found
@@ -457,10 +460,12 @@ def _first_layer(cells: Iterable[tuple[CellPlace, Cell]]) -> int | None:
     return next((place.layer for place, _ in cells if place.layer is not None), None)
 
 
-def _shift_cells(run: Run, shift: Bytes, first: int, more: int) -> Iterator[tuple[CellPlace, Cell]]:
-    """Yield cells with ``shift`` added to their bytes, and ``more`` added to layer numbers from ``first`` on."""
+def _shift_cells(run: Run, added_bytes: Bytes, first_layer: int, added_layers: int) -> Iterator[tuple[CellPlace, Cell]]:
+    """Yield cells with ``added_bytes`` in moments, and ``added_layers`` in layer numbers from ``first_layer`` on."""
     for place, cell in run:
         number = place.layer
-        moved = replace(place, layer=number + more) if number is not None and number >= first else place
-        moments = [tuple(map(add, moment, shift)) for moment in cell.moments] if any(shift) else cell.moments
+        moved = replace(place, layer=number + added_layers) if number is not None and number >= first_layer else place
+        moments = cell.moments
+        if any(added_bytes):
+            moments = [tuple(map(add, moment, added_bytes)) for moment in moments]
         yield moved, replace(cell, moments=moments)

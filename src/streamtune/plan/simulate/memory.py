@@ -1,7 +1,7 @@
 """Count live bytes, storage by storage: exact on any device, including ``meta``.
 
-A dispatch mode sees every tensor that an operator returns, and a weak reference reports when its storage is freed. Only
-storages that the program holds are counted, not the scratch memory that a kernel frees before it returns.
+A dispatch mode sees every tensor that an operator returns, and a weak reference reports when the tensor's storage is
+freed. Scratch memory that a kernel frees before it returns is not counted.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ TEMPORARY = (KEYS, ACTIVATION, HEAD)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context manager that counts live bytes by kind: storages made inside it that are still alive.
+    """Context manager that counts live bytes by kind: bytes of storages allocated inside it that are not freed.
 
-    A new storage counts as an *activation* until its kind is known. Other kinds are a *layer input* (hidden states
-    passed to a decoder layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), and
-    the kinds that the engine reports (:meth:`on_hold`). Weights are not counted, nor is host memory if the model is on
-    an accelerator. Older storages are counted only if an operator returns a view of them.
+    A new storage counts as an *activation* until its kind is set. Other kinds are *layer input* (hidden states passed
+    to a decoder layer), *gradient* (``parameter.grad``), *optimizer* (state, by :meth:`set_kind`), and the kinds that
+    the engine reports (:meth:`on_hold`). Weights are not counted. Host memory is not counted if the model is on an
+    accelerator. Older storages are counted only if an operator returns a view of them.
 
     Args:
         model: Model that runs.
         layers: Decoder layers of the model.
         count_cpu: True to count host memory; None: only if the model is on the CPU.
-        beside: Another model that runs but is not trained; its weights are not counted either.
+        other_model: Another model that runs but is not trained, and whose weights are not counted.
 
     Attributes:
         live: Live bytes now, by kind.
@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
         layers: Iterable[nn.Module],
         *,
         count_cpu: bool | None = None,
-        beside: nn.Module | None = None,
+        other_model: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.live = dict.fromkeys(KINDS, 0)
@@ -63,10 +63,10 @@ class LiveBytes(TorchDispatchMode):
         self.new_kind = ACTIVATION
         """Kind as which a new storage is counted."""
         self._model, self._layers = model, list(layers)
-        self._known: dict[int, tuple[str, int, Any]] = {}
-        held = [tensor for each in (model, beside) if each is not None for tensor in held_tensors(each)]
-        self._before = {_address(t) for t in held}
-        on_cpu = all(tensor.device.type == "cpu" for tensor in held)
+        self._storages: dict[int, tuple[str, int, Any]] = {}
+        existing = [tensor for each in (model, other_model) if each is not None for tensor in model_tensors(each)]
+        self._uncounted = {_storage_id(t) for t in existing}
+        on_cpu = all(tensor.device.type == "cpu" for tensor in existing)
         self._count_cpu = on_cpu if count_cpu is None else count_cpu
         self._hooks = ExitStack()
 
@@ -89,108 +89,108 @@ class LiveBytes(TorchDispatchMode):
 
     def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
-            self.file(INPUT, args[0])
+            self.set_kind(INPUT, args[0])
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self.file(GRADIENT, parameter.grad)
+            self.set_kind(GRADIENT, parameter.grad)
 
-    def file(self, kind: str, *tensors: Tensor) -> None:
-        """Count the storages of these tensors as ``kind`` from now on, if they are counted."""
+    def set_kind(self, kind: str, *tensors: Tensor) -> None:
+        """Count the storages of ``tensors`` as ``kind`` from now on; a no-op for storages that are not counted."""
         for tensor in tensors:
-            address = _address(tensor)
-            if address in self._known:
-                old, size, reference = self._known[address]
+            storage_id = _storage_id(tensor)
+            if storage_id in self._storages:
+                old, size, reference = self._storages[storage_id]
                 self.live[old] -= size
                 self.live[kind] += size
-                self._known[address] = (kind, size, reference)
+                self._storages[storage_id] = (kind, size, reference)
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Do nothing: live bytes do not depend on the chunk."""
+        """Do nothing, because live bytes do not depend on the chunk."""
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as the kind that the engine reports; recurrent states keep the kind they have."""
+        """Count tensors as the kind that the engine reports; the kind of recurrent states does not change."""
         if kind != "state":
-            self.file(kind, *tensors)
+            self.set_kind(kind, *tensors)
 
     def on_resize(self, x: Tensor) -> None:
         """Count the storage of a tensor with its new size."""
-        address = _address(x)
-        if address in self._known:
-            kind, size, reference = self._known[address]
+        storage_id = _storage_id(x)
+        if storage_id in self._storages:
+            kind, size, reference = self._storages[storage_id]
             now = x.untyped_storage().nbytes()
-            self._known[address] = (kind, now, reference)
+            self._storages[storage_id] = (kind, now, reference)
             self.live[kind] += now - size
             self.total += now - size
             if now > size:
-                self._grown()
+                self._update_peak()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._see(out)
+        self._count_results(out)
         return out
 
-    def meet(self, *tensors: Tensor) -> None:
-        """Count tensors that existed before or that no operator returned."""
+    def count_tensors(self, *tensors: Tensor) -> None:
+        """Count tensors that are not the result of an operator inside the context."""
         for tensor in tensors:
-            self._meet(tensor)
+            self._count_tensor(tensor)
 
-    def _see(self, out: Any) -> None:
+    def _count_results(self, out: Any) -> None:
         before = self.total
         if isinstance(out, Tensor):
-            self._meet(out)
+            self._count_tensor(out)
         elif isinstance(out, (tuple, list)):
             for item in out:
                 if isinstance(item, Tensor):
-                    self._meet(item)
+                    self._count_tensor(item)
         if self.total > before:
-            self._grown()
+            self._update_peak()
 
-    def _grown(self) -> None:
+    def _update_peak(self) -> None:
         if self.total > self.peak:
             self.peak = self.total
             self.at_peak = dict(self.live)
         temporary = sum(self.live[kind] for kind in TEMPORARY)
         self.activation_peak = max(self.activation_peak, temporary)
 
-    def _meet(self, tensor: Tensor) -> None:
+    def _count_tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, models.PackedExperts):
             for part in tensor.parts():
-                self._meet(part)
+                self._count_tensor(part)
             return
         if is_traceable_wrapper_subclass(tensor):  # quantised states of torchao: the wrapper has no bytes
             for name in tensor.__tensor_flatten__()[0]:
-                self._meet(getattr(tensor, name))
+                self._count_tensor(getattr(tensor, name))
             return
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._known or address in self._before:
+        storage_id = storage._cdata
+        if storage_id in self._storages or storage_id in self._uncounted:
             return
         size = storage.nbytes()
         if not size or (not self._count_cpu and tensor.device.type == "cpu") or is_host_storage(storage):
             return
-        self._known[address] = (self.new_kind, size, weakref.KeyedRef(storage, self._forget, address))
+        self._storages[storage_id] = (self.new_kind, size, weakref.KeyedRef(storage, self._subtract_freed, storage_id))
         self.live[self.new_kind] += size
         self.total += size
 
-    def _forget(self, reference: Any) -> None:
-        kind, size, _ = self._known.pop(reference.key)
+    def _subtract_freed(self, reference: Any) -> None:
+        kind, size, _ = self._storages.pop(reference.key)
         self.live[kind] -= size
         self.total -= size
 
 
-def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+def model_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of a model; for a quantised tensor, yield its components."""
-    todo: list[Tensor] = [*model.parameters(), *model.buffers()]
-    while todo:
-        tensor = todo.pop()
+    pending: list[Tensor] = [*model.parameters(), *model.buffers()]
+    while pending:
+        tensor = pending.pop()
         if isinstance(tensor, models.PackedExperts):
             yield from tensor.parts()
             continue
         if is_traceable_wrapper_subclass(tensor):  # torchao: int8 values and scales; the wrapper has no bytes
-            todo += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             continue
         yield from _with_scales(tensor)
 
@@ -199,39 +199,40 @@ def _with_scales(tensor: Tensor) -> Iterator[Tensor]:
     """Yield a tensor and, if bitsandbytes packed it, the scales of its blocks, and the scales of these scales."""
     yield tensor
     state = getattr(tensor, "quant_state", None)
-    while state is not None:  # not by as_dict: it copies some tensors, and copies have other storages
+    while state is not None:  # as_dict would copy some tensors, and copies have other storages
         yield from (item for item in vars(state).values() if isinstance(item, Tensor))
         state = getattr(state, "state2", None)
 
 
-def scales_bytes(model: nn.Module) -> int:
-    """Return the bytes of quantisation scales. They are not sharded: every rank holds all of them."""
+def quantization_scale_bytes(model: nn.Module) -> int:
+    """Return the bytes of quantisation scales, which are not sharded: every rank has all scales."""
     packed = [x for x in model.parameters() if getattr(x, "quant_state", None) is not None]
-    own = {_address(x) for x in packed}
-    tensors = [x for p in packed for x in _with_scales(p) if _address(x) not in own]
+    packed_ids = {_storage_id(x) for x in packed}
+    tensors = [x for p in packed for x in _with_scales(p) if _storage_id(x) not in packed_ids]
     experts = [x for x in model.parameters() if isinstance(x, models.PackedExperts)]
     return distinct_bytes([*tensors, *(part for p in experts for part in p.parts()[1:])])
 
 
-def held_bytes(model: nn.Module) -> int:
-    return distinct_bytes(held_tensors(model))
+def model_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters, buffers and quantisation scales, each storage counted once."""
+    return distinct_bytes(model_tensors(model))
 
 
-def device_held_bytes(model: nn.Module) -> int:
+def device_model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights and buffers on the device."""
-    return held_bytes(model) - host_held_bytes(model)
+    return model_bytes(model) - host_model_bytes(model)
 
 
-def host_held_bytes(model: nn.Module) -> int:
+def host_model_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights that are offloaded to the host (``engine.weights``)."""
-    return distinct_bytes(tensor for tensor in held_tensors(model) if is_host_storage(tensor.untyped_storage()))
+    return distinct_bytes(tensor for tensor in model_tensors(model) if is_host_storage(tensor.untyped_storage()))
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, each storage counted once."""
-    held = {_address(tensor): tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in held.values())
+    storages = {_storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
-def _address(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

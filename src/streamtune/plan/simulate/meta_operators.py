@@ -1,9 +1,10 @@
 """Run models on ``meta`` tensors: values of integer tensors, cached result shapes, and autocast.
 
 Tensors on ``meta`` have no values, but models and the engine need some: whether positions restart, whether a mask hides
-anything, which tokens have a target. They are computed from integers, booleans or constants, which are small compared
-with activations. So each such tensor carries its value on the CPU, where the same operator computes it. Values of large
-masks are computed on demand. The choices of a router are unknown; tokens are assumed to be spread evenly over experts.
+tokens, which tokens have a target. These values are integers, booleans or constants, which are small compared
+with activations. So each such tensor has an attribute with its value on the CPU, computed by the same operator. Values
+of large masks are computed on demand. The choices of a router are unknown; tokens are assumed to be spread evenly over
+experts.
 
 Shape functions of many operators are written in Python and are slower than the kernels. A step calls them with the same
 shapes for every chunk and layer. So results are cached by the shapes of the arguments, as in torch's fake tensor cache.
@@ -31,8 +32,8 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.models import PackedExperts
 from streamtune.ops.devices import autocast_kind
 
-LARGEST = 1 << 22
-"""Largest number of elements of a tensor whose value is computed; masks of a whole chunk and its window are larger."""
+MAX_VALUE_ELEMENTS = 1 << 22
+"""Largest number of elements of a tensor whose value is computed; some masks are larger."""
 
 aten = torch.ops.aten
 VALUE_DEPENDENT = {
@@ -49,31 +50,31 @@ VALUE_DEPENDENT = {
 
 
 CONSTANTS = (aten.ones.default, aten.zeros.default, aten.full.default)
-"""Operators that fill a tensor with one number. Their values are known in floating point too; some masks need them."""
+"""Operators that fill a tensor with one number. Their values are stored in floating point too; some masks need them."""
 
 
 def needs_values(func: Any) -> bool:
     return func in VALUE_DEPENDENT or func is aten._to_copy.default
 
 
-def with_value(value: Tensor) -> Tensor:
+def meta_tensor_with_value(value: Tensor) -> Tensor:
     made: Any = torch.empty_like(value, device="meta")
     made._value = value
     return made
 
 
-LARGEST_EAGER = 1 << 14
-"""Largest number of elements of a value that is computed at once. Most masks are larger, and their values not used."""
+MAX_EAGER_ELEMENTS = 1 << 14
+"""Largest number of elements of a value that is computed immediately. Most masks are larger, and not read."""
 
 
 class DeferredValue:
-    """The value of a large tensor, computed on demand; the operator is elementwise and writes to no argument."""
+    """The value of a large tensor, computed on demand from an operator that writes to no argument."""
 
-    __slots__ = ("__weakref__", "_call", "_found")
+    __slots__ = ("__weakref__", "_call", "_value")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = (func, args, kwargs)
-        self._found: Tensor | None = None
+        self._value: Tensor | None = None
 
     def value(self) -> Tensor | None:
         """Return the value, computed at the first call; None if the CPU does not support the operator."""
@@ -82,13 +83,13 @@ class DeferredValue:
             self._call = None
             args = tuple(item.value() if isinstance(item, DeferredValue) else item for item in args)
             with suppress(RuntimeError):
-                self._found = func(*args, **kwargs)
-        return self._found
+                self._value = func(*args, **kwargs)
+        return self._value
 
 
 @lru_cache(maxsize=1024)
 def _can_defer(func: Any) -> bool:
-    """Return True if the value of an operator's result may be computed later: it is elementwise, or a constant."""
+    """Return True if an operator's result may be computed later: the operator is elementwise or fills a constant."""
     if func._schema.is_mutable or len(func._schema.returns) != 1:
         return False
     return torch.Tag.pointwise in func.tags or func in CONSTANTS
@@ -97,7 +98,7 @@ def _can_defer(func: Any) -> bool:
 class IntegerValues:
     """Computes the values of integer and boolean ``meta`` tensors, large values on demand.
 
-    Its methods are called in a dispatch mode, where modes are off.
+    A dispatch mode calls its methods while modes are disabled.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class IntegerValues:
         """Return True and the result if an operator needs the values of its arguments; else False and None.
 
         Raises:
-            ArgumentError: A value is too large to be computed.
+            ArgumentError: A value is too large to compute.
             UnsupportedModelError: A value is unknown.
         """
         first = args[0] if args else None
@@ -121,17 +122,17 @@ class IntegerValues:
             return False, None
         out = self._evaluate(func, args, kwargs)
         if isinstance(out, Tensor):
-            return True, with_value(out)
+            return True, meta_tensor_with_value(out)
         if isinstance(out, tuple):
-            return True, tuple(with_value(item) for item in out)
+            return True, tuple(meta_tensor_with_value(item) for item in out)
         return True, out
 
-    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Attach the value to an operator's results, if they are integers or booleans and the arguments are known."""
+    def attach_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Attach values to an operator's results, if they are integers or booleans and the arguments have values."""
         if func is aten.topk.default:
             self._spread_evenly(out[1], args[0].shape[-1])
             return
-        if func in CONSTANTS and out.is_floating_point() and out.numel() <= LARGEST:
+        if func in CONSTANTS and out.is_floating_point() and out.numel() <= MAX_VALUE_ELEMENTS:
             out._constant = self._defer(func, args, kwargs), out._version
             return
         results = (out,) if isinstance(out, Tensor) else out
@@ -142,26 +143,30 @@ class IntegerValues:
                 return
         if not results or not isinstance(results[0], Tensor):
             return
-        if results[0].numel() > LARGEST:
-            results[0]._beyond = results[0].numel()  # type: ignore[attr-defined]
+        if results[0].numel() > MAX_VALUE_ELEMENTS:
+            results[0]._too_large_elements = results[0].numel()  # type: ignore[attr-defined]
             return
         values: Any
         try:
-            if results[0].numel() > LARGEST_EAGER and _can_defer(func):
+            if results[0].numel() > MAX_EAGER_ELEMENTS and _can_defer(func):
                 values = self._defer(func, args, kwargs)
             else:
-                if _writes(func):  # deferred values may depend on the value that is overwritten
+                if _writes_in_place(func):  # deferred values may depend on the value that is overwritten
                     for waiting in list(self._deferred):
                         waiting.value()
                     self._deferred.clear()
                 values = self._evaluate(func, args, kwargs)
-        except (ArgumentError, UnsupportedModelError, RuntimeError):  # not known, or not computed by the CPU
-            if func is aten.index.Tensor and (value := _known(args[0])) is not None:
+        except (
+            ArgumentError,
+            UnsupportedModelError,
+            RuntimeError,
+        ):  # an argument has no value, or the CPU lacks the operator
+            if func is aten.index.Tensor and (value := _computed_value(args[0])) is not None:
                 self._attach_uniform_value(results[0], value)
-            elif _writes(func):
+            elif _writes_in_place(func):
                 results[0]._value = None  # type: ignore[attr-defined]
-            if beyond := max((getattr(item, "_beyond", 0) for item in args), default=0):
-                results[0]._beyond = beyond  # type: ignore[attr-defined]
+            if too_large_elements := max((getattr(item, "_too_large_elements", 0) for item in args), default=0):
+                results[0]._too_large_elements = too_large_elements  # type: ignore[attr-defined]
             return
         for item, value in zip(results, values if isinstance(values, (tuple, list)) else (values,), strict=True):
             if isinstance(item, Tensor):
@@ -182,20 +187,20 @@ class IntegerValues:
         given = {key: self._value(item, func) for key, item in kwargs.items()}
         if "device" in given and given["device"] is not None:
             given["device"] = torch.device("cpu")
-        later = DeferredValue(func, tuple(self._value(item, func, wait=True) for item in args), given)
+        later = DeferredValue(func, tuple(self._value(item, func, allow_deferred=True) for item in args), given)
         self._deferred.add(later)
         return later
 
-    def _value(self, item: Any, func: Any, *, wait: bool = False) -> Any:
+    def _value(self, item: Any, func: Any, *, allow_deferred: bool = False) -> Any:
         if isinstance(item, (tuple, list)):
             return type(item)(self._value(part, func) for part in item)
         if not isinstance(item, Tensor) or item.device.type == "cpu":
             return item
-        value = _attached_value(item) if wait else _known(item)
-        if value is None and (beyond := getattr(item, "_beyond", 0)):
+        value = _attached_value(item) if allow_deferred else _computed_value(item)
+        if value is None and (too_large_elements := getattr(item, "_too_large_elements", 0)):
             raise ArgumentError(
-                f"the micro-batch is too large to simulate: its positions or masks have {beyond:,} elements, and the "
-                f"limit is {LARGEST:,}",
+                "the micro-batch is too large to simulate: its positions or masks have "
+                f"{too_large_elements:,} elements, and the limit is {MAX_VALUE_ELEMENTS:,}",
                 where="per_device_train_batch_size",
                 fix="lower it or max_length; gradients accumulate over micro-batches",
             )
@@ -209,24 +214,24 @@ class IntegerValues:
     def _attach_uniform_value(self, out: Tensor, value: Tensor) -> None:
         """Attach the value of an indexing operation with an unknown index, if all elements of ``value`` are equal.
 
-        The index of ``x[:, [-1, 0]]`` is made on the device without a call to the mode, so it is unknown.
+        The index of ``x[:, [-1, 0]]`` is unknown, because torch creates it on the device without a call to the mode.
         """
         if value.numel() and bool((value == value.flatten()[0]).all()):
             out._value = value.flatten()[0].expand(out.shape)  # type: ignore[attr-defined]
 
-    def _spread_evenly(self, indices: Tensor, among: int) -> None:
-        if indices.numel() <= LARGEST:
-            indices._value = torch.arange(indices.numel()).remainder(among).view(indices.shape)  # type: ignore[attr-defined]
+    def _spread_evenly(self, indices: Tensor, num_experts: int) -> None:
+        if indices.numel() <= MAX_VALUE_ELEMENTS:
+            indices._value = torch.arange(indices.numel()).remainder(num_experts).view(indices.shape)  # type: ignore[attr-defined]
 
 
-def _known(x: Tensor) -> Tensor | None:
-    """Return the value that a tensor carries, computed now if it was deferred; None if it has none."""
+def _computed_value(x: Tensor) -> Tensor | None:
+    """Return the value attached to a tensor, computed now if it was deferred; None without a value."""
     value = _attached_value(x)
     return value.value() if isinstance(value, DeferredValue) else value
 
 
 def _attached_value(x: Any) -> Tensor | DeferredValue | None:
-    """Return the value or deferred value of a tensor; None if it has none.
+    """Return the value or deferred value attached to a tensor; None without a value.
 
     A floating-point constant has a value until an operator writes to it.
     """
@@ -236,7 +241,7 @@ def _attached_value(x: Any) -> Tensor | DeferredValue | None:
 
 
 @lru_cache(maxsize=1024)
-def _writes(func: Any) -> bool:
+def _writes_in_place(func: Any) -> bool:
     return bool(func._schema.is_mutable)
 
 
@@ -245,29 +250,29 @@ RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "a
 
 
 ResultKind = Literal["in place", "given", "new", "several", "grouped", "other"]
-"""Results of an operator: its first argument (in place), its argument ``out`` (given), a new tensor, several new
-tensors, a grouped product, or something else.
+"""Kinds of an operator's result: the first argument (in place), the argument ``out`` (given), a new tensor, several new
+tensors, a grouped product, or another result.
 """
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
-MOST_LAYOUTS = 1 << 16
+MAX_CACHED_LAYOUTS = 1 << 16
 """Largest number of cached shapes."""
 
 
-class Shapes:
+class ResultShapes:
     """Calls operators on ``meta`` tensors with cached result shapes; used in a dispatch mode.
 
     Attributes:
-        known: Shape, strides and dtype of results, by operator and the same of its arguments; shared by all steps.
+        layouts: Shape, strides and dtype of results, by operator and the same of its arguments; shared by all steps.
     """
 
-    known: ClassVar[dict[Any, Any]] = {}
+    layouts: ClassVar[dict[Any, Any]] = {}
 
     def call(self, func: Any, kind: ResultKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)``, made from the cached shape if there is one.
+        """Return ``func(*args, **kwargs)``, created from the cached layout on a cache hit.
 
-        ``kind`` is the result of :func:`result_kind_of`.
+        ``kind`` is the result of :func:`classify_result`.
         """
         if kind == "other":
             return func(*args, **kwargs)
@@ -278,57 +283,57 @@ class Shapes:
             given = kwargs["out"]
             return given if given.is_meta and given.numel() else func(*args, **kwargs)
         if kind == "grouped" and args[0].is_meta:
-            return _grouped(func, args, kwargs)
+            return _grouped_product(func, args, kwargs)
         try:
             key = (id(func), _cache_key(args), _cache_key(tuple(kwargs.items())) if kwargs else ())
-            known = self.known.get(key)
+            known = self.layouts.get(key)
         except TypeError:  # an argument cannot be hashed
             return func(*args, **kwargs)
         if known is not None:
             return _make_result(known) if kind == "new" else tuple(_make_result(each) for each in known)
         out = func(*args, **kwargs)
-        form = _layout(out, args) if kind == "new" else _layouts(out, args)
-        if form is not None:
-            if len(self.known) >= MOST_LAYOUTS:
-                self.known.clear()
-            self.known[key] = form
+        layout = _result_layout(out, args) if kind == "new" else _result_layouts(out, args)
+        if layout is not None:
+            if len(self.layouts) >= MAX_CACHED_LAYOUTS:
+                self.layouts.clear()
+            self.layouts[key] = layout
         return out
 
 
-def _make_result(form: Any) -> Any:
-    if type(form) is not tuple:
-        return form
-    return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
+def _make_result(layout: Any) -> Any:
+    if type(layout) is not tuple:
+        return layout
+    return torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
 
 
-def _layout(out: Any, args: tuple[Any, ...]) -> _Layout | None:
-    """Return shape, strides and dtype of a result on ``meta`` that shares no memory; None for anything else."""
-    if not isinstance(out, Tensor) or out.device.type != "meta" or _aliases(out, args):
+def _result_layout(out: Any, args: tuple[Any, ...]) -> _Layout | None:
+    """Return shape, strides and dtype of a result on ``meta`` that shares no memory; None for other results."""
+    if not isinstance(out, Tensor) or out.device.type != "meta" or _shares_storage(out, args):
         return None
     return out.shape, out.stride(), out.dtype
 
 
-def _layouts(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return shape, strides and dtype of several results, and numbers unchanged; None if a result can't be cached."""
+def _result_layouts(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return shape, strides and dtype of several results, and numbers as they are; None if one cannot be cached."""
     if type(out) is not tuple:
         return None
-    found = [_layout(item, args) if isinstance(item, Tensor) else item for item in out]
-    tensors = [form for form, item in zip(found, out, strict=True) if isinstance(item, Tensor)]
-    others = [form for form, item in zip(found, out, strict=True) if not isinstance(item, Tensor)]
+    found = [_result_layout(item, args) if isinstance(item, Tensor) else item for item in out]
+    tensors = [layout for layout, item in zip(found, out, strict=True) if isinstance(item, Tensor)]
+    others = [layout for layout, item in zip(found, out, strict=True) if not isinstance(item, Tensor)]
     if None in tensors or any(item is not None and type(item) not in (int, float, bool) for item in others):
         return None
     return tuple(found)
 
 
-def result_kind_of(func: Any) -> ResultKind:
-    """Return what an operator returns, which decides how :class:`Shapes` makes the result."""
+def classify_result(func: Any) -> ResultKind:
+    """Return the kind of an operator's result, which decides how :class:`ResultShapes` creates the result."""
     if func is torch.ops.aten._grouped_mm.default:
         return "grouped"
     schema = func._schema
     name = schema.name.removeprefix("aten::")
     if name in ("mm", "addmm") and [each.name for each in schema.arguments if each.is_out] == ["out"]:
         return "given"
-    if name == "_unsafe_view":  # a view that is not declared as one
+    if name == "_unsafe_view":  # a view whose schema does not declare a view
         return "other"
     if len(schema.returns) > 1 and not schema.is_mutable and not any(item.alias_info for item in schema.returns):
         return "other" if func in VALUE_DEPENDENT else "several"
@@ -341,26 +346,26 @@ def result_kind_of(func: Any) -> ResultKind:
     return "in place" if alias.is_write and writes_first and name not in RESHAPING else "other"
 
 
-def _grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the result of a grouped product on ``meta``.
 
     torch's shape function supports only bf16, while the kernels support more dtypes.
     """
 
-    def narrow(x: Tensor) -> Tensor:
+    def as_bf16(x: Tensor) -> Tensor:
         return torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device="meta")
 
-    out = func(narrow(args[0]), narrow(args[1]), *args[2:], **kwargs)
+    out = func(as_bf16(args[0]), as_bf16(args[1]), *args[2:], **kwargs)
     return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype, device="meta")
 
 
-def _aliases(out: Tensor, args: tuple[Any, ...]) -> bool:
+def _shares_storage(out: Tensor, args: tuple[Any, ...]) -> bool:
     """Return True if ``out`` is a view of one of ``args`` or of another tensor; schemas do not declare all views."""
     storage = out.untyped_storage()
     if any(isinstance(item, Tensor) and item.untyped_storage()._cdata == storage._cdata for item in args):
         return True
-    alike = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-    return bool(out.storage_offset()) or storage.nbytes() != alike.untyped_storage().nbytes()
+    contiguous = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
+    return bool(out.storage_offset()) or storage.nbytes() != contiguous.untyped_storage().nbytes()
 
 
 def _cache_key(items: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -384,56 +389,56 @@ def meta_copy(model: Model) -> Model:
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and id(tensor) not in memo:
-                memo[id(tensor)] = _on_meta(tensor, isinstance(module._parameters.get(name), nn.Parameter))
+                memo[id(tensor)] = _to_meta(tensor, isinstance(module._parameters.get(name), nn.Parameter))
     return copy.deepcopy(model, memo)
 
 
-def _on_meta(tensor: Tensor, parameter: bool) -> Tensor:
+def _to_meta(tensor: Tensor, is_parameter: bool) -> Tensor:
     state = getattr(tensor, "quant_state", None)
     if state is not None:  # bitsandbytes: the scales are copied too
         packed = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
         kind: Any = type(tensor)
-        return _with_state(kind(packed, requires_grad=tensor.requires_grad, bnb_quantized=True), tensor, state)
+        return _attach_quant_state(kind(packed, requires_grad=tensor.requires_grad, bnb_quantized=True), tensor, state)
     if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, PackedExperts):
         moved = tensor.detach().to("meta")
     else:
         moved = torch.empty_like(tensor.detach(), device="meta")
-    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if parameter else moved
+    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved
 
 
-def _with_state(made: Any, tensor: Any, state: Any) -> Tensor:
+def _attach_quant_state(made: Any, tensor: Any, state: Any) -> Tensor:
     kept = {name: value for name, value in vars(tensor).items() if name not in ("quant_state", "module")}
-    made.__dict__.update(kept, quant_state=_state_on_meta(state))
+    made.__dict__.update(kept, quant_state=_quant_state_to_meta(state))
     return made
 
 
-def _state_on_meta(state: Any) -> Any:
+def _quant_state_to_meta(state: Any) -> Any:
     made = copy.copy(state)
     for name, value in vars(state).items():
         if isinstance(value, Tensor) and value.dim():
             setattr(made, name, value.to("meta"))
         elif type(value) is type(state):
-            setattr(made, name, _state_on_meta(value))
+            setattr(made, name, _quant_state_to_meta(value))
     return made
 
 
 Rule = Literal["lower", "fp32", "to fp32", "widest"]
-"""Actions of autocast: cast arguments to the lower precision, to fp32, or to the widest dtype among them; ``to fp32``
-makes the result fp32 unless a dtype is given.
+"""Actions of autocast: cast arguments to the lower precision, to fp32, or to the widest dtype among the arguments; ``to
+fp32`` makes the result fp32 unless the call has a dtype.
 """
 
 
-def _names(words: str) -> frozenset[str]:
+def _name_set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-LOWER = _names(
+LOWER = _name_set(
     "linear matmul mm bmm addmm addbmm baddbmm einsum conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
     "conv_transpose3d prelu linalg_vecdot scaled_dot_product_attention"
 )
 """Functions cast to the lower precision on every device. The CPU has no rule for ``einsum``, only for its parts."""
 
-LOSSES = _names(
+LOSSES = _name_set(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss margin_ranking_loss "
     "cosine_embedding_loss hinge_embedding_loss soft_margin_loss multi_margin_loss multilabel_margin_loss "
     "triplet_margin_loss binary_cross_entropy_with_logits"
@@ -441,18 +446,18 @@ LOSSES = _names(
 RULES: dict[str, dict[Rule, frozenset[str]]] = {
     "cpu": {
         "lower": LOWER,
-        "fp32": LOSSES | _names("prod cdist trace polar view_as_complex quantile nanquantile"),
-        "widest": _names("cat stack index_copy"),
+        "fp32": LOSSES | _name_set("prod cdist trace polar view_as_complex quantile nanquantile"),
+        "widest": _name_set("cat stack index_copy"),
     },
     "cuda": {
         "lower": LOWER | {"addmv", "addr", "mv", "chain_matmul"},
         "fp32": LOSSES
-        | _names(
+        | _name_set(
             "acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow softplus layer_norm "
             "rms_norm group_norm cosine_similarity cdist dist pdist renorm logsumexp"
         ),
-        "to fp32": _names("softmax log_softmax sum prod cumsum cumprod"),
-        "widest": _names("addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"),
+        "to fp32": _name_set("softmax log_softmax sum prod cumsum cumprod"),
+        "widest": _name_set("addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"),
     },
 }
 """Functions with an autocast rule, by device type; functions that no language model calls are left out."""
@@ -472,24 +477,25 @@ def autocast_rule(func: Any, device: str) -> Rule | None:
 
 @contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Context manager: ``torch.autocast("meta")``, which torch rejects, controls the simulated device's autocast.
+    """Context manager in which ``torch.autocast("meta")`` controls the simulated device's autocast.
 
-    Some models call ``torch.autocast`` with their tensors' device type, as adapters on fused experts do to disable it.
+    torch rejects ``meta``, but some models call ``torch.autocast`` with their tensors' device type, as adapters on
+    fused experts do to disable autocast.
     """
-    plain, switch = torch.autocast.__init__, autocast_kind(torch.device("meta"))
+    original_init, switch = torch.autocast.__init__, autocast_kind(torch.device("meta"))
 
-    def made(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-        plain(self, switch if device_type == "meta" else device_type, *args, **kwargs)
+    def patched_init(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original_init(self, switch if device_type == "meta" else device_type, *args, **kwargs)
 
-    torch.autocast.__init__ = made  # type: ignore[method-assign]
+    torch.autocast.__init__ = patched_init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.autocast.__init__ = plain  # type: ignore[method-assign]
+        torch.autocast.__init__ = original_init  # type: ignore[method-assign]
 
 
 class MetaAutocast:
-    """Casts the arguments of operators on ``meta`` as autocast does on the simulated device.
+    """Casts the arguments of operators on ``meta`` as autocast casts them on the simulated device.
 
     Autocast is enabled if it is enabled for the device type that :func:`~streamtune.ops.devices.autocast_kind` returns
     for ``meta``.
@@ -500,7 +506,7 @@ class MetaAutocast:
 
     def __init__(self, device: str) -> None:
         self.device, self.switch = device, autocast_kind(torch.device("meta"))
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._cached_casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -508,9 +514,9 @@ class MetaAutocast:
         try:
             yield
         finally:
-            self._kept.clear()
+            self._cached_casts.clear()
 
-    def given(
+    def cast_arguments(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, cast as autocast would cast them for ``func``."""
@@ -520,36 +526,38 @@ class MetaAutocast:
         if rule == "to fp32":
             first = args[0] if args else kwargs.get("input")
             dtype_given = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))
-            return args, {**kwargs, "dtype": torch.float32} if _eligible(first) and not dtype_given else kwargs
+            return args, {**kwargs, "dtype": torch.float32} if _is_castable(first) and not dtype_given else kwargs
         lower = torch.get_autocast_dtype(self.switch)
         dtype = lower if rule == "lower" else torch.float32
-        if rule == "widest" and not any(x.dtype == torch.float32 for x in _tensors((args, tuple(kwargs.values())))):
+        if rule == "widest" and not any(
+            x.dtype == torch.float32 for x in _castable_tensors((args, tuple(kwargs.values())))
+        ):
             dtype = lower
         return self._cast(args, dtype), {name: self._cast(item, dtype) for name, item in kwargs.items()}
 
     def _cast(self, item: Any, dtype: torch.dtype) -> Any:
         if isinstance(item, (tuple, list)):
             return type(item)([self._cast(part, dtype) for part in item])
-        if not _eligible(item) or item.dtype == dtype:
+        if not _is_castable(item) or item.dtype == dtype:
             return item
         weight = item.dtype == torch.float32 and item.requires_grad and item.is_leaf and not item._is_view()
         if not weight or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
             return item.to(dtype)
-        known = self._kept.get(id(item))
+        known = self._cached_casts.get(id(item))
         if known is None:  # the weight is stored too, so that its id is not reused
-            known = self._kept[id(item)] = (item, item.to(dtype))
+            known = self._cached_casts[id(item)] = (item, item.to(dtype))
         return known[1]
 
 
-def _eligible(item: Any) -> bool:
+def _is_castable(item: Any) -> bool:
     if not isinstance(item, Tensor) or item.device.type != "meta":
         return False
     return item.is_floating_point() and item.dtype != torch.float64
 
 
-def _tensors(item: Any) -> Iterator[Tensor]:
+def _castable_tensors(item: Any) -> Iterator[Tensor]:
     if isinstance(item, (tuple, list)):
         for part in item:
-            yield from _tensors(part)
-    elif _eligible(item):
+            yield from _castable_tensors(part)
+    elif _is_castable(item):
         yield item

@@ -1,8 +1,8 @@
-"""Steps that score completions token by token, and the baselines with which streamed steps are compared.
+"""Describe steps that score completions token by token, and run the baselines that streamed steps are compared with.
 
 DPO, GRPO and similar objectives compute their loss from log-probabilities. The head's logits are computed twice, final
-hidden states are kept until the loss is known, and a reference may run first. The memory of such a step depends on the
-layout of prompts and completions in the sequence, and hardly on the objective.
+hidden states are stored until the loss is computed, and a reference may run first. The memory of such a step depends on
+the layout of prompts and completions in the sequence, and hardly on the objective.
 
 The baselines train without streaming: checkpointing of every layer, log-probabilities from full logits, and Liger's
 fused loss. Shape suffixes: B rows, T tokens.
@@ -26,9 +26,9 @@ from streamtune.engine.hf_names import set_checkpointing
 from streamtune.errors import ArgumentError
 
 Trees = tuple[tuple[int, tuple[int, ...]], ...]
-"""For each prompt, the number of tokens of its trunk and of each branch, as ``Branches.of`` takes them.
+"""Numbers of tokens of each prompt's trunk and of each branch, the argument of ``Branches.of``.
 
-The last token of a prompt is the first of every branch. The other tokens of a branch are scored.
+The last token of a prompt is the first token of every branch. The other tokens of a branch are scored.
 """
 
 
@@ -38,13 +38,12 @@ class Scored:
 
     Attributes:
         trees: Prompts with their completions, as token counts.
-        share: True for one sequence in which each prompt occurs once; False for one row per completion, with its
-            prompt.
+        share: True for one sequence in which each prompt occurs once; False for one row per prompt and completion.
         entropy: True if entropies at the targets are computed too.
         forwards: Number of extra forwards of the same tokens without gradient, by a reference or the model itself; a
             fraction if one forward is used in several steps.
-        common: Number of scored tokens at the end of each tree's trunk, with which all its completions begin. Empty if
-            completions begin differently.
+        common: Number of scored tokens at the end of each tree's trunk: tokens with which all completions begin. Empty
+            if completions begin differently.
 
     Raises:
         ArgumentError: A tree is empty, a branch has fewer than 2 tokens, or ``common`` does not match the trees.
@@ -86,11 +85,11 @@ class Scored:
     def num_targets(self) -> int:
         """Number of scored tokens in all rows."""
         copies = [1 if self.share else len(branches) for _, branches in self.trees]
-        common = sum(tokens * times for tokens, times in zip(self._common, copies, strict=True))
+        common = sum(tokens * times for tokens, times in zip(self._common_tokens, copies, strict=True))
         return common + sum(sum(branches) - len(branches) for _, branches in self.trees)
 
     @property
-    def _common(self) -> tuple[int, ...]:
+    def _common_tokens(self) -> tuple[int, ...]:
         return self.common or (0,) * len(self.trees)
 
     @property
@@ -105,7 +104,7 @@ class Scored:
         return total
 
     @property
-    def shares(self) -> bool:
+    def hides_tokens(self) -> bool:
         """True if some tokens are hidden from later tokens, so that the sequence is not an ordinary causal row."""
         return self.share and (len(self.trees) > 1 or len(self.trees[0][1]) > 1)
 
@@ -116,11 +115,12 @@ class Scored:
             f"{completions} completion{'s' if completions > 1 else ''} of {prompts} prompt{'s' if prompts > 1 else ''}"
         )
 
-    def apart(self) -> Scored:
+    def unshared(self) -> Scored:
+        """Return the same completions as one row per prompt and completion."""
         return replace(self, share=False)
 
-    def batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
-        """Return a batch of random tokens in this layout, for measuring real steps.
+    def random_batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
+        """Return a batch of random tokens in the layout of the trees, to measure real steps.
 
         Args:
             vocabulary: Number of token ids to draw from.
@@ -128,21 +128,21 @@ class Scored:
         """
         draw = torch.Generator().manual_seed(0)
 
-        def tokens(count: int) -> Tensor:
+        def random_tokens(count: int) -> Tensor:
             return torch.randint(0, vocabulary, (count,), generator=draw)
 
         ids = torch.zeros(self.rows, self.length, dtype=torch.long)
         row = place = 0
         for trunk, branches in self.trees:
-            prompt = tokens(trunk + 1)
+            prompt = random_tokens(trunk + 1)
             for number, branch in enumerate(branches):
                 if not number or not self.share:
                     ids[row, place : place + trunk] = prompt[:-1]
                     place += trunk
-                ids[row, place : place + branch] = torch.cat([prompt[-1:], tokens(branch - 1)])
+                ids[row, place : place + branch] = torch.cat([prompt[-1:], random_tokens(branch - 1)])
                 row, place = (row, place + branch) if self.share else (row + 1, 0)
         targets = torch.where(self.targets() == IGNORE_INDEX, IGNORE_INDEX, ids.roll(-1, 1))
-        tree = {"branches": Branches.of(self.trees)} if self.shares else {}
+        tree = {"branches": Branches.of(self.trees)} if self.hides_tokens else {}
         return {"input_ids": ids.to(device), "targets": targets.to(device), "count": self.num_targets, **tree}
 
     def targets(self) -> Tensor:
@@ -150,7 +150,7 @@ class Scored:
         if not self.share:
             parts = [
                 (trunk, branch, common)
-                for (trunk, branches), common in zip(self.trees, self._common, strict=True)
+                for (trunk, branches), common in zip(self.trees, self._common_tokens, strict=True)
                 for branch in branches
             ]
             targets = torch.full((self.rows, self.length), IGNORE_INDEX)
@@ -159,7 +159,7 @@ class Scored:
             return targets
         targets = torch.full((1, self.length), IGNORE_INDEX)
         place = 0
-        for (trunk, branches), common in zip(self.trees, self._common, strict=True):
+        for (trunk, branches), common in zip(self.trees, self._common_tokens, strict=True):
             targets[0, place + trunk - common : place + trunk] = 0
             place += trunk
             for branch in branches:
@@ -169,11 +169,11 @@ class Scored:
 
 
 Completions = Callable[[int, int], Scored]
-"""``(length, batch_size)`` -> the completions of a micro-batch, if a prompt and completion have ``length`` tokens."""
+"""Function of length (tokens of prompt plus completion) and batch size that returns a micro-batch's completions."""
 
 
 class PlainScores:
-    """An unstreamed model with the method ``logprobs`` of ``StreamHandle``, so that objectives accept either.
+    """An unstreamed model with the method ``logprobs`` of ``StreamHandle``, so that objectives accept both.
 
     All logits of a batch exist at once and are saved for the backward. Router losses are not included.
     """
@@ -221,10 +221,10 @@ class PlainScores:
 
 def _entropy(logits_BTV: Tensor) -> Tensor:
     """Return the entropies ``[B, T]``, computed one row at a time."""
-    return torch.stack([_entropy_of(row) for row in logits_BTV])
+    return torch.stack([_row_entropy(row) for row in logits_BTV])
 
 
-def _entropy_of(logits_TV: Tensor) -> Tensor:
+def _row_entropy(logits_TV: Tensor) -> Tensor:
     logprobs = logits_TV.log_softmax(-1)
     return -(logprobs.exp() * logprobs).nan_to_num(nan=0.0).sum(-1)
 
@@ -240,7 +240,7 @@ def use_checkpointing(model: Any, function: Callable[..., Any] = recompute) -> N
 
 @contextmanager
 def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Iterator[None]:
-    """Context manager: the model runs with gradient checkpointing, each layer through ``function``."""
+    """Context manager in which the model runs with gradient checkpointing: ``function`` calls each layer."""
     use_checkpointing(model, function)
     try:
         yield
@@ -252,8 +252,8 @@ def fused_loss(model: Any, ids_BT: Tensor) -> Tensor:
     """Return the loss of a model on ``meta`` with the memory of Liger's fused loss; all tokens have a target.
 
     Liger (``LigerFusedLinearCrossEntropyLoss``, version 0.8.5) computes the loss and the head's gradients together, in
-    chunks of tokens, and keeps the gradients until the backward. Chunks and buffers here have the same sizes. Liger's
-    kernels overwrite the logits, so nothing else has to be computed on ``meta``.
+    chunks of tokens, and stores the gradients until the backward. Chunks and buffers here have the same sizes. Liger's
+    kernels overwrite the logits, so no other tensor is allocated on ``meta``.
     """
     causal = base_of(model)
     hidden: Tensor = causal.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state

@@ -1,13 +1,14 @@
 """Simulate the memory and work of a training step: run the engine itself on ``meta`` tensors.
 
-There is no separate memory model. The simulated step is the real step, on tensors that have a shape and a lifetime but
-no values. A dispatch mode does not see the scratch memory of kernels, so it is added where it is known
-(``costs.scratch_bytes``). Of equal layers and equal chunks only a few are run, and the rest is extrapolated
-(``extrapolate``); ``full=True`` runs them all.
+No separate memory model exists. The simulated step is the real step, on tensors that have a shape and a lifetime but
+no values. A dispatch mode does not see the scratch memory of kernels, so ``costs.scratch_bytes`` adds the scratch
+memory of some kernels. Of equal layers and equal chunks only a few are run, and the others are extrapolated
+(``extrapolate``); ``full=True`` runs all layers and chunks.
 
-Chunks of completions that share a prompt are not equal. If they are few, each is run. If they are many, an ordinary row
-with as many tokens is run instead, in which every token is scored. Its memory is the same, except for some masks and
-copies. Its head and attention work is scaled to the real number of targets and query-key pairs.
+Chunks of completions that share a prompt are not equal. If the chunks are few, each chunk is run. If they are many, an
+ordinary row with the same number of tokens is run instead, in which every token is scored. Its memory is the same,
+except for some masks and copies. Its head and attention work is scaled to the real number of targets and query-key
+pairs.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from streamtune.plan.simulate.extrapolate import (
     ShorterStep,
     UnlikeError,
     combine_steps,
-    kinds_of_layers,
-    layout_of,
+    layer_kinds,
+    make_step_layout,
     repeat_period,
 )
 from streamtune.plan.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
-from streamtune.plan.simulate.partition import Holdings
+from streamtune.plan.simulate.partition import ResidentMemory
 from streamtune.plan.simulate.scored import Scored, Trees
-from streamtune.plan.simulate.shard import RankShard, narrow_windows, shard_of
-from streamtune.plan.simulate.simulation_cache import describe_step, fact_of
+from streamtune.plan.simulate.shard import RankShard, narrow_windows, rank_shard
+from streamtune.plan.simulate.simulation_cache import cached_fact, step_cache_key
 from streamtune.plan.simulate.step import Step, fewer_layers, shorten_step, trace_step
 from streamtune.plan.simulate.trace import COLUMNS, WORK
 from streamtune.plan.simulate.workload import Workload
@@ -45,7 +46,7 @@ from streamtune.schedule import Schedule, WeightTier
 
 MASTER = "master"
 
-MOST_CHUNKS_RUN = 24
+MAX_CHUNKS_RUN = 24
 """Largest number of chunks of completions that are all run."""
 
 TERMS = {
@@ -75,11 +76,11 @@ class Work:
         attention_flops: FLOPs of fused attention.
         moved_bytes: Bytes copied to the host and back.
         disk_moved_bytes: Bytes written to disk and read back.
-        touched_bytes: Bytes that other operators read and write on the device, and bytes for which products of few
-            rows wait.
+        touched_bytes: Bytes that other operators read and write on the device, and excess bytes of products of few rows
+            (``costs.bandwidth_bytes``).
         operators: Number of operators that compute.
         host_touched_bytes: Bytes that an optimizer reads and writes in host memory, after the backward.
-        host_overlapped_bytes: Bytes that it reads and writes in host memory during the backward.
+        host_overlapped_bytes: Bytes that an optimizer reads and writes in host memory during the backward.
     """
 
     matmul_flops: int
@@ -103,7 +104,7 @@ class Simulation:
         phase: Phase of the peak: ``reference``, ``forward``, ``head``, ``backward`` or ``optimizer``.
         phases: Peak device bytes of each phase.
         work: Work of the whole step.
-        host_terms: Host bytes by memory term; ``layer inputs`` includes all that the engine offloads there.
+        host_terms: Host bytes by memory term; ``layer inputs`` includes all tensors that the engine offloads.
     """
 
     peak_bytes: int
@@ -139,14 +140,14 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         >>> found.peak_bytes > 0
         True
     """
-    if workload.keep and not full and (key := describe_step(workload, schedule)) is not None:
+    if workload.keep and not full and (key := step_cache_key(workload, schedule)) is not None:
         fresh = replace(workload, keep=False)
         cached = cached_result("simulations", key, lambda: asdict(simulate(fresh, schedule)))
         return Simulation(**{**cached, "work": Work(**cached["work"])})
     model: Any = workload.make_model().train()
-    shard = shard_of(model, workload.cluster)
-    held_always = holdings_of(workload, schedule.weights)
-    fixed = held_always.with_schedule(model, workload, schedule)
+    shard = rank_shard(model, workload.cluster)
+    row_independent = resident_memory(workload, schedule.weights)
+    resident = row_independent.with_schedule(model, workload, schedule)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
@@ -155,22 +156,22 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
             break
         except UnlikeError:  # the shorter steps ran other operators: leave out less
             continue
-    found = _add_fixed_memory(model, workload, schedule, shard, fixed, step)
+    found = _add_fixed_memory(model, workload, schedule, shard, resident, step)
     if schedule.order == "chunk" and schedule.keep_kv == "host" and "layer inputs" in found.host_terms:
         terms = {KEYS if name == "layer inputs" else name: size for name, size in found.host_terms.items()}
         return replace(found, host_terms=terms)
     return found
 
 
-def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
-    """Return the bytes on device and host that do not depend on the row length; ``weights`` is the weights' tier."""
+def resident_memory(workload: Workload, weights: WeightTier = "device") -> ResidentMemory:
+    """Return the memory of a rank that does not depend on the row length; ``weights`` is the tier of the weights."""
     model: Any = workload.make_model()
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
         weights, workload.step,
     )  # fmt: skip
-    return fact_of(model, held, lambda: Holdings.of(model, workload, weights))
+    return cached_fact(model, held, lambda: ResidentMemory.of(model, workload, weights))
 
 
 def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
@@ -187,7 +188,7 @@ def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
     chunks = Schedule(
         chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size, weights=schedule.weights
     )
-    alone = Workload(
+    teacher_workload = Workload(
         make_model=lambda: model,
         length=workload.shard_tokens,
         batch_size=workload.rows,
@@ -196,13 +197,13 @@ def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
         completions=lambda length, size: Scored(rows, share=False, forwards=1.0),
     )
     name = ("as a teacher", rows, workload.autocast, workload.device_type, chunks)
-    return fact_of(model, name, lambda: simulate(alone, chunks).phases["reference"])
+    return cached_fact(model, name, lambda: simulate(teacher_workload, chunks).phases["reference"])
 
 
 def _trace_micro_batch(
     model: Any, workload: Workload, shard: RankShard, schedule: Schedule, *, layers: bool, chunks: bool
 ) -> Combined:
-    """Return the record of forward and backward of the last micro-batch on one rank.
+    """Return moments and work of forward and backward of the last micro-batch on one rank.
 
     Args:
         model: Model on ``meta``.
@@ -217,11 +218,13 @@ def _trace_micro_batch(
     """
     streamed = workload.mode == "stream"
     scored, tokens = workload.scored, shard.tokens(workload.tokens)
-    many = streamed and len(schedule.chunks(tokens)) > MOST_CHUNKS_RUN
-    alike = scored is not None and shard.size == 1 and not (chunks and many)
+    has_many_chunks = streamed and len(schedule.chunks(tokens)) > MAX_CHUNKS_RUN
+    uses_scored_layout = scored is not None and shard.size == 1 and not (chunks and has_many_chunks)
     with simulating(workload.device_type):
-        layout = layout_of(model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not alike)
-    kinds = kinds_of_layers(model, schedule if streamed else None)
+        layout = make_step_layout(
+            model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not uses_scored_layout
+        )
+    kinds = layer_kinds(model, schedule if streamed else None)
     whole = Step(
         workload.mode,
         tokens,
@@ -230,7 +233,7 @@ def _trace_micro_batch(
         workload.autocast,
         workload.device_type,
         scored=scored,
-        alike=alike,
+        uses_scored_layout=uses_scored_layout,
         shard=shard,
         frees_gradients=workload.frees_gradients,
         token_loss=workload.token_loss,
@@ -240,10 +243,10 @@ def _trace_micro_batch(
     )
     parts: list[tuple[ShorterStep, Cells]] = []
     cells: Cells = {}
-    for shorter in layout.steps(schedule, kinds):
+    for shorter in layout.shorter_steps(schedule, kinds):
         longer = None
         if shorter.longer is not None and (not streamed or schedule.order == "layer"):
-            longer = repeat_period(cells, layout.middle(shorter.longer))
+            longer = repeat_period(cells, layout.middle_period(shorter.longer))
         if longer is None:
             step = whole
             if shorter.length != tokens:
@@ -254,7 +257,7 @@ def _trace_micro_batch(
             cells = longer
         parts.append((shorter, longer))
     found = combine_steps(parts, layout.layers, layout.chunks, tokens)
-    return found if scored is None else replace(found, work=_scale_work(scored, found, alike))
+    return found if scored is None else replace(found, work=_scale_work(scored, found, uses_scored_layout))
 
 
 def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
@@ -263,13 +266,13 @@ def _perturbation(workload: Workload, model: Any) -> Callable[[Any], AbstractCon
         return None
     optimizer = workload.make_optimizer(model)
     assert isinstance(optimizer, ZerothOrderSGD), "only ZerothOrderSGD works without a backward"
-    return lambda some: perturbed(optimizer, some, decoder_layers(some), 0, 1)
+    return lambda perturbed_model: perturbed(optimizer, perturbed_model, decoder_layers(perturbed_model), 0, 1)
 
 
-def _scale_work(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:
-    """Return the work, scaled from an ordinary row to the completions and to the number of reference forwards."""
+def _scale_work(scored: Scored, step: Combined, uses_scored_layout: bool) -> dict[tuple[str, bool], list[float]]:
+    """Return the work of an ordinary row, scaled to the completions and to the number of reference forwards."""
     targets, pairs = 1.0, 1.0
-    if not alike:
+    if not uses_scored_layout:
         targets = scored.num_targets / (scored.rows * scored.length)
         pairs = scored.pairs / (scored.rows * (scored.length * (scored.length + 1) // 2))
     found = {}
@@ -282,74 +285,78 @@ def _scale_work(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, 
 
 
 def _add_fixed_memory(
-    model: Any, workload: Workload, schedule: Schedule, shard: RankShard, fixed: Holdings, step: Combined
+    model: Any, workload: Workload, schedule: Schedule, shard: RankShard, resident: ResidentMemory, step: Combined
 ) -> Simulation:
-    """Return the simulation of the whole step: the recorded step plus ``fixed`` memory and exchange buffers."""
-    peaks = _phase_peaks(model, workload, schedule, shard, fixed, step)
+    """Return the simulation of the whole step: the recorded step plus ``resident`` memory and ring buffers."""
+    peaks = _phase_peaks(model, workload, schedule, shard, resident, step)
     phase = max(peaks, key=lambda name: peaks[name][0])
-    host = shard.keys_on_host(model, schedule, workload.tokens, workload.rows)
+    host = shard.replicated_host_kv_bytes(model, schedule, workload.tokens, workload.rows)
     host += max((int(moments[:, COLUMNS.index("host")].max()) for _, moments in step.cells), default=0)
-    taught = workload.saved_teacher_bytes
-    elsewhere = {**({"layer inputs": host} if host else {}), **fixed.host, **({"teacher": taught} if taught else {})}
+    teacher_bytes = workload.saved_teacher_bytes
+    host_terms = {
+        **({"layer inputs": host} if host else {}),
+        **resident.host,
+        **({"teacher": teacher_bytes} if teacher_bytes else {}),
+    }
     return Simulation(
         peak_bytes=peaks[phase][0],
-        host_bytes=host + sum(fixed.host.values()) + taught,
+        host_bytes=host + sum(resident.host.values()) + teacher_bytes,
         disk_bytes=max((int(moments[:, COLUMNS.index("disk")].max()) for _, moments in step.cells), default=0),
         terms=peaks[phase][1],
         phase=phase,
         phases={name: size for name, (size, _) in peaks.items()},
-        work=_step_work(workload, fixed, step),
-        host_terms=elsewhere,
+        work=_step_work(workload, resident, step),
+        host_terms=host_terms,
     )
 
 
 def _phase_peaks(
-    model: Any, workload: Workload, schedule: Schedule, shard: RankShard, fixed: Holdings, step: Combined
+    model: Any, workload: Workload, schedule: Schedule, shard: RankShard, resident: ResidentMemory, step: Combined
 ) -> dict[str, tuple[int, dict[str, int]]]:
     """Return the peak device bytes of each phase, with the memory terms at that peak."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
-    beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
-    beside |= {"reference": workload.reference_bytes}
-    beside[GRADIENT] = fixed.buckets + (fixed.gradients if fixed.divided else 0)
+    constant_bytes = {"weights": resident.weights, MASTER: resident.master, OPTIMIZER: resident.state}
+    constant_bytes |= {"reference": workload.reference_bytes}
+    constant_bytes[GRADIENT] = resident.buckets + (resident.gradients if resident.gradients_sharded else 0)
     tokens, rows, keys = workload.tokens, workload.rows, COLUMNS.index(KEYS)
-    passing = {late: shard.passing_bytes(model, tokens, rows, backward=late) for late in (False, True)}
+    ring_bytes = {late: shard.ring_buffer_bytes(model, tokens, rows, backward=late) for late in (False, True)}
     for place, moments in step.cells:
         held = moments[:, : COLUMNS.index("host")].clone()
-        if fixed.divided:
+        if resident.gradients_sharded:
             held[:, COLUMNS.index(GRADIENT)] = 0
-        held[:, keys] = (held[:, keys] * shard.copies).to(held.dtype)
+        held[:, keys] = (held[:, keys] * shard.kv_copies).to(held.dtype)
         totals = held.sum(1)
         at = int(totals.argmax())
         again = place.phase == "backward" and place.pass_name == "store"
-        constant = {**beside, "gathered": fixed.gathered["again" if again else place.phase]}
-        constant[ACTIVATION] = shard.row_bytes(tokens, rows)
-        constant[KEYS] = 0 if place.phase == "head" else passing[place.phase == "backward"]
+        constant = {**constant_bytes, "gathered": resident.gathered["again" if again else place.phase]}
+        constant[ACTIVATION] = shard.other_ranks_input_bytes(tokens, rows)
+        constant[KEYS] = 0 if place.phase == "head" else ring_bytes[place.phase == "backward"]
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
-            peaks[place.phase] = (total, _terms(held[at], constant))
+            peaks[place.phase] = (total, _sum_terms(held[at], constant))
     if (teacher := _teacher_peak_bytes(workload, schedule)) is not None:
-        there = fixed.gradients if fixed.divided or workload.micro_batches > 1 else 0
-        constant = {**beside, "reference": teacher, GRADIENT: fixed.buckets + there}
+        there = resident.gradients if resident.gradients_sharded or workload.micro_batches > 1 else 0
+        constant = {**constant_bytes, "reference": teacher, GRADIENT: resident.buckets + there}
         peaks["reference"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
     if workload.make_optimizer is not None:
-        constant = {**beside, GRADIENT: fixed.buckets + fixed.gradients, ACTIVATION: fixed.temporary}
+        constant = {**constant_bytes, GRADIENT: resident.buckets + resident.gradients, ACTIVATION: resident.temporary}
         peaks["optimizer"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
     return peaks
 
 
-def _step_work(workload: Workload, fixed: Holdings, step: Combined) -> Work:
+def _step_work(workload: Workload, resident: ResidentMemory, step: Combined) -> Work:
     """Return the work of all micro-batches, the teacher and the optimizer."""
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
     times = workload.micro_batches
     work = dict(zip(WORK, (round(each * times * workload.step.forwards) for each in sums), strict=True))
     if workload.teacher is not None:
         work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.rows * times
-    work["touched_bytes"] += fixed.touched
-    work["moved_bytes"] += fixed.host_moved
-    return Work(**work, host_touched_bytes=fixed.host_touched, host_overlapped_bytes=fixed.host_overlapped)
+    work["touched_bytes"] += resident.touched
+    work["moved_bytes"] += resident.host_moved
+    return Work(**work, host_touched_bytes=resident.host_touched, host_overlapped_bytes=resident.host_overlapped)
 
 
-def _terms(moment: Tensor, constant: dict[str, int]) -> dict[str, int]:
+def _sum_terms(moment: Tensor, constant: dict[str, int]) -> dict[str, int]:
     found = dict(zip(COLUMNS, moment.tolist(), strict=False))
     for name, size in constant.items():
         found[name] = found.get(name, 0) + size

@@ -1,4 +1,4 @@
-"""Run one training step of a model on ``meta`` and record it: forward, loss and backward."""
+"""Run forward, loss and backward of one training step of a model on ``meta``, and record live bytes and work."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.devices import DeviceFunctions, simulating
 from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.plan.simulate.memory import GRADIENT
-from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, with_value
+from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, meta_tensor_with_value
 from streamtune.plan.simulate.scored import PlainScores, Scored, checkpointing, fused_loss
 from streamtune.plan.simulate.shard import WHOLE_ROW, RankShard
-from streamtune.plan.simulate.simulation_cache import all_modules, configs_of
+from streamtune.plan.simulate.simulation_cache import all_modules, model_configs
 from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import Mode, TeacherShape
 from streamtune.schedule import Schedule
 
-FUSED = ("liger-loss", "liger-loss-offload")
+FUSED_LOSS_MODES = ("liger-loss", "liger-loss-offload")
 """Modes with Liger's fused loss."""
 
 FLASH = 1
@@ -42,7 +42,7 @@ FLASH = 1
 
 @dataclass(frozen=True)
 class Step:
-    """The step that is run and recorded.
+    """A step to run and record.
 
     Attributes:
         mode: Way to compute the gradient.
@@ -51,15 +51,15 @@ class Step:
         accumulating: True if gradients of a previous micro-batch are already allocated.
         autocast: True to compute in bf16 autocast.
         device: Type of the simulated device.
-        targets: Number of tokens with a target in each row; None: all.
+        targets: Number of tokens with a target in each row; None: all tokens.
         scored: Completions to score instead of ordinary rows; with ``token_loss`` the loss replaces their scores.
-        alike: True if tokens are laid out as in ``scored``; otherwise they are ordinary rows in which every token is
+        uses_scored_layout: True if tokens are laid out as in ``scored``; False: ordinary rows in which every token is
             scored.
         shard: One rank's part of each row, if ranks share rows.
-        frees_gradients: True if each gradient is used and freed as soon as it exists.
+        frees_gradients: True if each gradient is freed as soon as it exists.
         token_loss: Per-token loss, if not cross-entropy.
         teacher: Teacher of a distillation loss; None without one.
-        teacher_top_k: Number of saved teacher tokens per target, for a distillation loss; 0 without.
+        teacher_top_k: Number of saved teacher tokens per target, for a distillation loss; 0 without saved tokens.
         perturb: Function whose result is a context with perturbed weights, for a step without a backward.
     """
 
@@ -71,7 +71,7 @@ class Step:
     device: str = "cuda"
     targets: int | None = None
     scored: Scored | None = None
-    alike: bool = False
+    uses_scored_layout: bool = False
     shard: RankShard = WHOLE_ROW
     frees_gradients: bool = False
     token_loss: TokenLoss | None = None
@@ -81,66 +81,69 @@ class Step:
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
-    """Return the record of one step of a model on ``meta``; afterwards the model is unchanged and has no gradients."""
+    """Return the record of one step of a model on ``meta``; the model is unchanged afterwards, without gradients."""
     with ExitStack() as stack:
-        if gc.isenabled():  # garbage collection takes a tenth of the time, and tensors are in no reference cycles
+        if gc.isenabled():  # garbage collection needs a tenth of the time, and tensors are in no reference cycles
             gc.disable()
             stack.callback(gc.enable)
-        # Integer tensors are small: starting more threads costs more time than they save.
+        # Integer tensors are small: starting more threads costs more time than the threads save.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         autocast = MetaAutocast(step.device)
         scorer, tiers = _enter_mode(stack, model, schedule, step.mode, autocast)
-        ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
-        labels = with_value(_targets(step))
+        ids = meta_tensor_with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
+        labels = meta_tensor_with_value(_make_targets(step))
         teacher_weight = None
         if (shape := step.teacher) is not None:
             teacher_weight = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, device="meta")
         stack.enter_context(simulating(step.device))
         stack.enter_context(autocast_on_meta())
-        if schedule.stream_grads:  # placeholders are made once for all steps, so they are made before the record
+        if schedule.stream_grads:  # placeholders exist once for all steps, so they are not recorded
             for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
             stack.enter_context(_DeviceChoices(step.device, autocast))
-        written = Trace(model, decoder_layers(model), device=step.device, tiers=tiers, shard=step.shard)
-        trace = stack.enter_context(written)
+        recorder = Trace(model, decoder_layers(model), device=step.device, tiers=tiers, shard=step.shard)
+        trace = stack.enter_context(recorder)
         stack.callback(model.zero_grad, set_to_none=True)
         if step.accumulating:
-            away = () if schedule.weights == "device" else offloaded_parameters(base_of(model), decoder_layers(model))
-            known = {id(parameter) for parameter in away}
+            offloaded_ids: set[int] = set()
+            if schedule.weights != "device":
+                offloaded_ids = {id(p) for p in offloaded_parameters(base_of(model), decoder_layers(model))}
             for parameter in model.parameters():
                 if not parameter.requires_grad:
                     continue
-                trace.enter_earlier(parameter)
-                if id(parameter) in known:
+                trace.begin_earlier_gradients(parameter)
+                if id(parameter) in offloaded_ids:
                     parameter.grad = HostPool().take(parameter.shape, parameter.dtype, parameter.device)
                 else:
                     parameter.grad = torch.empty_like(parameter)
-                    trace.file(GRADIENT, parameter.grad)
-            trace.enter("forward")
+                    trace.set_kind(GRADIENT, parameter.grad)
+            trace.begin_cell("forward")
         if step.frees_gradients:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     stack.callback(parameter.register_post_accumulate_grad_hook(_free_gradient).remove)
         bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
         if step.scored is not None and step.scored.forwards:
-            trace.enter("reference")
+            trace.begin_cell("reference")
             with autocast.region(), bf16, _as_reference(model):
-                _logprobs(scorer, step, ids, labels)
-            trace.enter("forward")
+                _score_completions(scorer, step, ids, labels)
+            trace.begin_cell("forward")
         if step.perturb is not None:
             stack.enter_context(torch.no_grad())
             stack.enter_context(step.perturb(model))
         with autocast.region(), bf16:
-            if step.mode in FUSED:
+            if step.mode in FUSED_LOSS_MODES:
                 loss = fused_loss(model, ids)
             elif step.scored is None or step.token_loss is not None:
-                with _use_step_loss(scorer, step, teacher_weight) as given:
-                    loss = model(**{"input_ids": ids, "labels": labels, "use_cache": False, **given(ids, labels)}).loss
+                with _use_step_loss(scorer, step, teacher_weight) as extra_arguments:
+                    loss = model(
+                        **{"input_ids": ids, "labels": labels, "use_cache": False, **extra_arguments(ids, labels)}
+                    ).loss
             else:
-                loss = _logprobs(scorer, step, ids, labels).sum()
-                trace.enter("head")  # a new cell for the head's second loop over its chunks
+                loss = _score_completions(scorer, step, ids, labels).sum()
+                trace.begin_cell("head")  # a new cell for the head's second loop over its chunks
         if step.perturb is None:
             _backward(loss)
         trace.finish()
@@ -155,43 +158,44 @@ def _free_gradient(parameter: Tensor) -> None:
 def _use_step_loss(
     scorer: Any, step: Step, weight: Tensor | None
 ) -> Iterator[Callable[[Tensor, Tensor], dict[str, Any]]]:
-    """Context manager: calls of the streamed model compute the step's loss.
+    """Context manager in which calls of the streamed model compute the step's loss.
 
-    Yields a function ``(ids, targets)`` that returns additional arguments for the call.
+    Yields a function ``(ids, targets)`` that returns additional arguments for such a call.
     """
     branches = None
-    if step.scored is not None and step.scored.shares and step.alike:
+    if step.scored is not None and step.scored.hides_tokens and step.uses_scored_layout:
         branches = Branches.of(step.scored.trees)
 
-    def given(ids: Tensor, targets: Tensor) -> dict[str, Any]:
+    def extra_arguments(ids: Tensor, targets: Tensor) -> dict[str, Any]:
         if step.scored is None:
             return {}
         return {"shift_labels": targets, **({} if branches is None else branches.arguments(ids))}
 
     if step.token_loss is None or not isinstance(scorer, StreamHandle):
-        yield given
+        yield extra_arguments
         return
     teacher: Any = None
-    weights = None if step.scored is None else torch.empty(_targets(step).shape, dtype=torch.float64, device="meta")
+    targets_shape = _make_targets(step).shape
+    weights = None if step.scored is None else torch.empty(targets_shape, dtype=torch.float64, device="meta")
     if step.teacher is not None:
         shape = step.teacher
         hidden = torch.empty(step.batch_size, step.length, shape.hidden, dtype=shape.dtype, device="meta")
         assert weight is not None
         head: Any = _TeacherHead(weight)
         teacher = LazyLogits(head, hidden)
-    top_k = None if not step.teacher_top_k else _TopK.of_step(step)
+    top_k = None if not step.teacher_top_k else _MetaTopK.of_step(step)
     with scorer.with_loss(LossRequest(step.token_loss, weights, teacher, top_k)), ExitStack() as stack:
         if branches is not None:
             stack.enter_context(scorer.laid_out(branches))
-        yield given
+        yield extra_arguments
 
 
-class _TopK(TopKTeacher):
+class _MetaTopK(TopKTeacher):
     """Saved top-k tokens of a teacher; chunks of them are ``meta`` tensors."""
 
     @classmethod
-    def of_step(cls, step: Step) -> _TopK:
-        """Return the top-k tokens of a step. They are host memory, so the tensors here are empty."""
+    def of_step(cls, step: Step) -> _MetaTopK:
+        """Return the top-k tokens of a step, in empty tensors because they are stored on the host."""
         index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
         width = step.teacher_top_k
         return cls(index, torch.empty(0, width, device="meta"), torch.empty(0, width + 1, device="meta"))
@@ -204,7 +208,7 @@ class _TopK(TopKTeacher):
 
 
 class _TeacherHead:
-    """The head of a teacher on ``meta``, with a weight ``[V, C]`` that exists before the step."""
+    """Head of a teacher on ``meta``, with a weight ``[V, C]`` that exists before the step."""
 
     model: Any = None
     module: Any = None
@@ -220,9 +224,9 @@ class _TeacherHead:
         yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast(dtype, h)[0], weight))
 
 
-def _targets(step: Step) -> Tensor:
+def _make_targets(step: Step) -> Tensor:
     """Return int64 targets ``[B, T]``: 0 where a token has a target, -100 elsewhere."""
-    if step.scored is not None and step.alike:
+    if step.scored is not None and step.uses_scored_layout:
         return step.scored.targets()
     targets = torch.zeros(step.batch_size, step.length, dtype=torch.long)
     if step.targets is not None:
@@ -230,18 +234,18 @@ def _targets(step: Step) -> Tensor:
     return targets
 
 
-def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
+def _score_completions(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
     assert step.scored is not None
-    given: dict[str, Any] = {"use_cache": False}
-    if step.scored.shares and step.alike:
-        given["branches"] = Branches.of(step.scored.trees)
-    out: Tensor = scorer.logprobs(ids, targets, entropy=step.scored.entropy, **given).logprobs
+    arguments: dict[str, Any] = {"use_cache": False}
+    if step.scored.hides_tokens and step.uses_scored_layout:
+        arguments["branches"] = Branches.of(step.scored.trees)
+    out: Tensor = scorer.logprobs(ids, targets, entropy=step.scored.entropy, **arguments).logprobs
     return out
 
 
 @contextmanager
 def _as_reference(model: Any) -> Iterator[None]:
-    """Context manager: the model is in evaluation mode, without gradients and adapters."""
+    """Context manager in which the model is in evaluation mode, without gradients and adapters."""
     without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
     model.eval()
     try:
@@ -262,10 +266,10 @@ def _backward(loss: Tensor) -> None:
 def _enter_mode(
     stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
 ) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
-    """Put the model into a mode until the stack closes.
+    """Run the model in a mode until the stack closes.
 
     Returns:
-        A scorer with ``logprobs``, and the function ``tiers`` that :class:`Trace` takes.
+        Object with the method ``logprobs``, and the argument ``tiers`` of :class:`Trace`.
     """
     if mode in ("checkpoint", "liger-loss"):
         stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
@@ -294,53 +298,53 @@ def _checkpoint_on_host(autocast: MetaAutocast, tiers: Tiers, function: Callable
 
 
 @contextmanager
-def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
-    """Context manager: the model has only the decoder layers ``kept``.
+def fewer_layers(model: nn.Module, layer_indices: list[int]) -> Iterator[None]:
+    """Context manager in which the model has only the decoder layers ``layer_indices``.
 
-    Per-layer lists and layer counts in its configurations are shortened too.
+    Per-layer lists and layer counts in the model's configurations are shortened too.
     """
     layers = decoder_layers(model)
-    count, chosen = len(layers), {id(layers[index]) for index in kept}
-    every = {id(layer) for layer in layers}
+    count, kept_ids = len(layers), {id(layers[index]) for index in layer_indices}
+    all_layer_ids = {id(layer) for layer in layers}
     modules = all_modules(model)
     lists = [module for module in modules if isinstance(module, nn.ModuleList)]
-    held = [module for module in lists if any(id(child) in every for child in module)]
-    configs = configs_of(modules)
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    for module in held:
-        before.append((module.__dict__, "_modules", module._modules))
-        left = [child for child in module if id(child) in chosen or id(child) not in every]
+    layer_lists = [module for module in lists if any(id(child) in all_layer_ids for child in module)]
+    configs = model_configs(modules)
+    restored: list[tuple[dict[str, Any], str, Any]] = []
+    for module in layer_lists:
+        restored.append((module.__dict__, "_modules", module._modules))
+        left = [child for child in module if id(child) in kept_ids or id(child) not in all_layer_ids]
         module.__dict__["_modules"] = {str(place): child for place, child in enumerate(left)}
     for config in configs:
         for name, value in list(vars(config).items()):
-            short = _shorten_value(name, value, count, kept)
+            short = _shorten_value(name, value, count, layer_indices)
             if short is not value:
-                before.append((vars(config), name, value))
+                restored.append((vars(config), name, value))
                 vars(config)[name] = short
     try:
         yield
     finally:
-        for owner, name, value in reversed(before):
+        for owner, name, value in reversed(restored):
             owner[name] = value
 
 
-def _shorten_value(name: str, value: Any, count: int, kept: list[int]) -> Any:
+def _shorten_value(name: str, value: Any, count: int, layer_indices: list[int]) -> Any:
     if isinstance(value, list) and len(value) == count:
-        return [value[index] for index in kept]
+        return [value[index] for index in layer_indices]
     if name in ("num_hidden_layers", "n_layer") and value == count:
-        return len(kept)
+        return len(layer_indices)
     return value
 
 
 PLAIN = (Tensor, nn.Parameter)
-"""Tensor classes without a ``__torch_function__`` of their own."""
+"""Tensor classes that do not override ``__torch_function__``."""
 
 
 class _DeviceChoices(DeviceFunctions):
-    """Torch function mode that makes device-dependent choices as torch does on the simulated device.
+    """Torch function mode that makes two device-dependent choices as torch makes them on the simulated device.
 
-    There are two. ``scaled_dot_product_attention`` takes a fused kernel (on ``meta`` torch would compute all scores).
-    Autocast casts arguments.
+    ``scaled_dot_product_attention`` calls a fused kernel (on ``meta`` torch would compute all scores). Autocast casts
+    arguments.
     """
 
     def __init__(self, device: str, autocast: MetaAutocast) -> None:
@@ -352,18 +356,17 @@ class _DeviceChoices(DeviceFunctions):
     ) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # a property (two of three calls): nothing to choose
             return func(*args)
-        if (
-            types and types[0] not in PLAIN and torch._C._is_torch_function_enabled()
-        ):  # a quantised tensor: autocast applies to its components
+        # A quantised tensor: autocast applies to its components.
+        if types and types[0] not in PLAIN and torch._C._is_torch_function_enabled():
             with self:
                 return types[0].__torch_function__(func, types, args, kwargs or {})
-        args, given = self.autocast.given(func, args, kwargs or {})
+        args, cast_kwargs = self.autocast.cast_arguments(func, args, kwargs or {})
         if func is nn.functional.scaled_dot_product_attention and args and args[0].device.type == "meta":
-            return _attention(self.device, func, *args, **given)
-        return func(*args, **given)
+            return _fused_attention(self.device, func, *args, **cast_kwargs)
+        return func(*args, **cast_kwargs)
 
 
-def _attention(
+def _fused_attention(
     device: str,
     func: Any,
     query: Tensor,
@@ -375,7 +378,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return ``scaled_dot_product_attention`` by the kernel that torch would choose on ``device``."""
+    """Return ``scaled_dot_product_attention``, computed by the kernel that torch would choose on ``device``."""
     settings: dict[str, Any] = {"scale": scale}
     aten = torch.ops.aten
     out: Tensor
@@ -400,11 +403,11 @@ def _attention(
             query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, **settings
         )
         return out
-    whole: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return whole
+    out = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out
 
 
-def shorten_step(step: Step, length: int, head_chunk: int) -> Step:
-    """Return the step with ``length`` tokens; its last head chunk has as many targets as in the whole step."""
-    targets = length - (length - step.length) % head_chunk
-    return replace(step, length=length, targets=targets, alike=False)
+def shorten_step(step: Step, length: int, head_chunk_size: int) -> Step:
+    """Return the step with ``length`` tokens; the last head chunk has as many targets as in the whole step."""
+    targets = length - (length - step.length) % head_chunk_size
+    return replace(step, length=length, targets=targets, uses_scored_layout=False)

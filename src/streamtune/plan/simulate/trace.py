@@ -1,4 +1,4 @@
-"""Record a step on ``meta`` tensors: the live bytes at each moment, ordered by what the engine does.
+"""Record a step on ``meta`` tensors: live bytes at each moment, by layer, chunk and pass of the engine.
 
 The record, a :class:`Trace`, is divided into *cells*: one pass of a layer over one chunk, a layer's own backward, the
 head, and the operators between them. A cell has one *moment* per operator that allocates bytes. So the moments of steps
@@ -17,27 +17,27 @@ from streamtune.ops.devices import repetitions
 from streamtune.plan.simulate.costs import (
     Cost,
     EmbeddingSums,
-    Reach,
+    TouchedPart,
     attention_flops,
     bandwidth_bytes,
-    copies_itself,
-    cost_of,
+    copies_to_itself,
+    cost_kind,
     embedding_sums,
-    has_scratch,
+    may_allocate_scratch,
     product_flops,
     queries_and_keys,
-    reach_of,
     scratch_bytes,
     touched_bytes,
+    touched_part,
 )
 from streamtune.plan.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
 from streamtune.plan.simulate.meta_operators import (
     CONSTANTS,
     IntegerValues,
     ResultKind,
-    Shapes,
+    ResultShapes,
+    classify_result,
     needs_values,
-    result_kind_of,
 )
 from streamtune.plan.simulate.shard import WHOLE_ROW, RankShard
 
@@ -49,43 +49,43 @@ MOVED = WORK.index("moved_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _OperatorProperties:
     """The properties of an operator that follow from its schema.
 
     Attributes:
-        func: The operator.
-        cost: Kind of its cost.
-        needs_values: True if it may need the values of its arguments.
-        result: Kind of its result.
-        reach: Which bytes it touches.
-        scratch: True if its kernel may allocate scratch memory.
-        fills: True if it fills a tensor with one number.
+        func: The operator, referenced so that its id is not reused.
+        cost: Kind of the operator's work.
+        needs_values: True if the operator may need the values of its arguments.
+        result: Kind of the result.
+        touched_part: Bytes that the operator reads and writes.
+        scratch: True if the kernel may allocate scratch memory.
+        fills: True if the operator fills a tensor with one number.
     """
 
     func: Any
     cost: Cost
     needs_values: bool
     result: ResultKind
-    reach: Reach
+    touched_part: TouchedPart
     scratch: bool
     fills: bool
 
 
-_RULES: dict[int, _Rule] = {}
-"""Rules by the operator's id, because an operator's own hash is a slow Python function; a rule keeps it alive."""
+_PROPERTIES: dict[int, _OperatorProperties] = {}
+"""Properties by the id of the operator, because the hash of an operator is a slow Python function."""
 
 
-def _rule_of(func: Any) -> _Rule:
-    rule = _RULES[id(func)] = _Rule(
+def _compute_properties(func: Any) -> _OperatorProperties:
+    properties = _PROPERTIES[id(func)] = _OperatorProperties(
         func,
-        cost_of(func),
+        cost_kind(func),
         needs_values(func),
-        result_kind_of(func),
-        reach_of(func),
-        has_scratch(func),
+        classify_result(func),
+        touched_part(func),
+        may_allocate_scratch(func),
         func in CONSTANTS,
     )
-    return rule
+    return properties
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class CellPlace:
     """The place of a cell in a step.
 
     Attributes:
-        phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
+        phase: Phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
         pass_name: Pass over the chunks, such as ``store`` or ``replay``; empty outside of chunks.
         layer: Index of the layer; None outside the layers (norms there have chunks too).
         chunk: Index of the chunk; None outside of chunks.
@@ -115,7 +115,7 @@ class Cell:
         operators: Operator of each moment; None for the first moment, at which the cell begins.
         moments: One tuple of :data:`COLUMNS` per moment, in bytes.
         work: One sum for each name in :data:`WORK`.
-        embedding: Sums of an embedding's gradient; None if the cell has no such operator.
+        embedding: Sizes of the sums of an embedding's gradient; None if the cell has no such operator.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Cell:
     embedding: EmbeddingSums | None = None
 
 
-EARLIER = "earlier"
+EARLIER_GRADIENTS = "earlier"
 """Name of the pass in which gradients of earlier micro-batches are recorded."""
 
 CHAIN_DONE = "finish"
@@ -138,10 +138,10 @@ class Trace(LiveBytes):
         model: Model on ``meta``.
         layers: Decoder layers of the model.
         device: Type of the simulated device.
-        tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
+        tiers: Function that returns four sizes: bytes on host and disk, and bytes copied to and from host and disk.
         shard: One rank's part of each row, if ranks share rows.
-        unwraps: True to record operators on a wrapper tensor (such as quantised optimizer state) as the operators on
-            its components.
+        unwraps: True to record an operator on a wrapper tensor (such as quantised optimizer state) as operators on the
+            tensor's components.
     """
 
     def __init__(
@@ -157,22 +157,24 @@ class Trace(LiveBytes):
         super().__init__(model, layers, count_cpu=device == "cpu")
         self.unwraps = unwraps
         self.device, self.tiers, self.shard = device, tiers, shard
-        self.integers, self.shapes = IntegerValues(), Shapes()
+        self.integers, self.shapes = IntegerValues(), ResultShapes()
         self.cells: dict[CellPlace, Cell] = {}
-        self._index = {id(layer): index for index, layer in enumerate(self._layers)}
-        self._owners = {id(p): index for index, layer in enumerate(self._layers) for p in layer.parameters()}
-        self._starts: dict[int, int] = {}
-        self._moved = (0, 0)
+        self._layer_indices = {id(layer): index for index, layer in enumerate(self._layers)}
+        self._layer_of_parameter = {
+            id(p): index for index, layer in enumerate(self._layers) for p in layer.parameters()
+        }
+        self._chunk_index_by_start: dict[int, int] = {}
+        self._counted_moved = (0, 0)
         self._phase = "forward"
         self._cell = Cell()
-        self.enter("forward")
+        self.begin_cell("forward")
 
     def __enter__(self) -> Trace:
         super().__enter__()
         self._hook(self._layers[-1].register_forward_hook(self._on_last_layer))
         return self
 
-    def enter(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:
+    def begin_cell(self, phase: str, pass_name: str = "", layer: int | None = None, chunk: int | None = None) -> None:
         """Begin a cell, in which the following operators are recorded."""
         self._count_moved()
         turn = 0
@@ -182,55 +184,55 @@ class Trace(LiveBytes):
         self._place = place
         self.cells[place] = self._cell
         self.new_kind = HEAD if phase == "head" else ACTIVATION
-        self._write(None, 0)
+        self._record_moment(None, 0)
 
-    def enter_earlier(self, parameter: Tensor) -> None:
-        """Begin the cell for gradients of earlier micro-batches, for the layer that has ``parameter`` (or none)."""
-        owner = self._owners.get(id(parameter))
-        if (self._place.pass_name, self._place.layer) != (EARLIER, owner):
-            self.enter("forward", EARLIER, owner)
+    def begin_earlier_gradients(self, parameter: Tensor) -> None:
+        """Begin the cell for gradients of earlier micro-batches of the layer with ``parameter``, if not yet begun."""
+        layer = self._layer_of_parameter.get(id(parameter))
+        if (self._place.pass_name, self._place.layer) != (EARLIER_GRADIENTS, layer):
+            self.begin_cell("forward", EARLIER_GRADIENTS, layer)
 
     def finish(self) -> None:
-        """End the record: add the bytes moved since the last cell began."""
+        """End the record: add the bytes copied to and from host and disk since the last cell began."""
         self._count_moved()
 
     def _count_moved(self) -> None:
-        moved = self.tiers()[2:]
-        for place, (now, before) in enumerate(zip(moved, self._moved, strict=True)):
+        moved_now = self.tiers()[2:]
+        for place, (now, before) in enumerate(zip(moved_now, self._counted_moved, strict=True)):
             self._cell.work[MOVED + place] += now - before
-        self._moved = (moved[0], moved[1])
+        self._counted_moved = (moved_now[0], moved_now[1])
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        layer_index, phase = self._index.get(id(layer)), self._phase
+        layer_index, phase = self._layer_indices.get(id(layer)), self._phase
         if phase == "head" and layer_index is not None:
             phase = "backward"
-        index = self._starts.setdefault(chunk.start, len(self._starts))
-        self.enter(phase, pass_name, layer_index, index)
+        index = self._chunk_index_by_start.setdefault(chunk.start, len(self._chunk_index_by_start))
+        self.begin_cell(phase, pass_name, layer_index, index)
 
     def _on_layer_input(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         if self._phase in ("forward", "reference"):
-            self.enter(self._phase, "whole", self._index[id(layer)])
+            self.begin_cell(self._phase, "whole", self._layer_indices[id(layer)])
         super()._on_layer_input(layer, args)
 
     def _on_last_layer(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if self._phase == "reference":
-            self.enter("reference")
+            self.begin_cell("reference")
         elif self._phase == "forward":
-            self.enter("head")
+            self.begin_cell("head")
 
     def _on_gradient(self, parameter: Tensor) -> None:
         super()._on_gradient(parameter)
         if self._place.pass_name in (CHAIN_DONE, "gradients"):  # gradients of all layers arrive at once, unordered
             if self._place.pass_name == CHAIN_DONE:
-                self.enter("backward", "gradients")
+                self.begin_cell("backward", "gradients")
             return
-        index = self._owners.get(id(parameter))
+        index = self._layer_of_parameter.get(id(parameter))
         if index is not None and (self._place.phase, self._place.layer) != ("backward", index):
-            self.enter("backward", "whole", index)
+            self.begin_cell("backward", "whole", index)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and torch's check for dynamo takes as long as an operator."""
+        """Return False, because no code is compiled here, and torch's check for dynamo is as slow as an operator."""
         return False
 
     def __torch_dispatch__(
@@ -239,20 +241,22 @@ class Trace(LiveBytes):
         if self.unwraps and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the tensor's class then calls operators on its components, which this mode sees
         given = kwargs or {}
-        rule = _RULES.get(id(func)) or _rule_of(func)
-        cost = rule.cost
-        answered, out = self.integers.evaluate_if_needed(func, args, given) if rule.needs_values else (False, None)
+        properties = _PROPERTIES.get(id(func)) or _compute_properties(func)
+        cost = properties.cost
+        answered, out = False, None
+        if properties.needs_values:
+            answered, out = self.integers.evaluate_if_needed(func, args, given)
         if not answered:
-            out = self.shapes.call(func, rule.result, args, given)
-            if rule.fills or not (isinstance(out, Tensor) and out.dtype.is_floating_point):
-                self.integers.follow(func, args, given, out)
-            elif cost == "view" or copies_itself(func, args):
+            out = self.shapes.call(func, properties.result, args, given)
+            if properties.fills or not (isinstance(out, Tensor) and out.dtype.is_floating_point):
+                self.integers.attach_values(func, args, given, out)
+            elif cost == "view" or copies_to_itself(func, args):
                 return out
         before, times = self.total, repetitions()
-        scratch = scratch_bytes(func, args, self.device) if rule.scratch else 0
+        scratch = scratch_bytes(func, args, self.device) if properties.scratch else 0
         if scratch:
             self._cell.embedding = embedding_sums(func, args) or self._cell.embedding
-        self._see(out)
+        self._count_results(out)
         if cost == "product":
             flops = product_flops(func, args, given, out)
             self._cell.work[0] += times * flops
@@ -260,23 +264,23 @@ class Trace(LiveBytes):
         elif cost == "attention":
             self._cell.work[1] += times * self.shard.size * attention_flops(func, args)
             q, k = queries_and_keys(func, args)
-            scratch += self.shard.exchange_bytes(q, k)
+            scratch += self.shard.all_to_all_buffer_bytes(q, k)
         elif cost == "other":
-            self._cell.work[2] += times * touched_bytes(rule.reach, args, out)
+            self._cell.work[2] += times * touched_bytes(properties.touched_part, args, out)
         self._cell.work[5] += times * (cost != "view")
         if self.total > before or scratch:
-            self._write(func, scratch)
+            self._record_moment(func, scratch)
         return out
 
-    def _grown(self) -> None:
-        """Do nothing: peaks are computed from the record."""
+    def _update_peak(self) -> None:
+        """Do nothing, because peaks are computed from the record."""
 
     def on_resize(self, x: Tensor) -> None:
         """Count a tensor's storage with its new size, and record a moment."""
         super().on_resize(x)
-        self._write(None, 0)
+        self._record_moment(None, 0)
 
-    def _write(self, func: Any, scratch: int) -> None:
+    def _record_moment(self, func: Any, scratch: int) -> None:
         host, disk, _, _ = self.tiers()
         self._cell.operators.append(func)
         self._cell.moments.append((*self.live.values(), scratch, host, disk))

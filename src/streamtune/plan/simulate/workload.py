@@ -2,20 +2,20 @@
 
 Model FLOPs are the basis of model FLOPs utilisation (MFU). A token is multiplied with N weights: the linear layers, the
 head, and the experts that the router picks. Embeddings are looked up, and norms are negligible. Training on n tokens
-takes
+needs
 
     2 N n          forward
     2 N n          backward, gradients of the hidden states
     2 N_t n        backward, gradients of the N_t trained weights
 
-So full fine-tuning takes 6 N n, and adapters about 4 N n, because frozen weights need no gradient. Attention takes, in
+So full fine-tuning needs 6 N n, and adapters about 4 N n, because frozen weights need no gradient. Attention needs, in
 each attention layer and for each query-key pair that is not masked,
 
     2 H (d_k + d_v)    forward, for H heads with dimensions d_k and d_v: scores, and weighted sum of values
     4 H (d_k + d_v)    backward
 
 Tokens outside a sliding window are masked. Padding, reference forwards and recomputation do not count. The FLOPs that a
-schedule really computes are ``Work.matmul_flops + Work.attention_flops`` (``simulate.simulate``).
+step with a schedule really computes are ``Work.matmul_flops + Work.attention_flops`` (``simulate.simulate``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from streamtune.models import count_weights
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.scored import Completions, Scored
-from streamtune.plan.simulate.shard import WINDOWS, RankShard, heads_of
+from streamtune.plan.simulate.shard import WINDOWS, RankShard, count_heads
 
 Mode = Literal[
     "plain",
@@ -79,15 +79,15 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class TeacherShape:
-    """The shape of a distillation teacher: its forward precedes the model's, and the loss computes its logits too.
+    """Sizes of a distillation teacher, whose forward runs before the model's, and whose logits the loss computes too.
 
     Attributes:
-        hidden: Dimension of its hidden states.
-        vocabulary: Vocabulary size of its head.
-        dtype: Dtype of its weights and hidden states.
-        flops: FLOPs per token of its forward, without attention.
-        make_model: Function that builds it on ``meta``; None leaves its forward out of the simulation.
-        structure: Its configuration as text, part of the key of cached simulations.
+        hidden: Dimension of the hidden states.
+        vocabulary: Vocabulary size of the head.
+        dtype: Dtype of weights and hidden states.
+        flops: FLOPs per token of the forward, without attention.
+        make_model: Function that builds the teacher on ``meta``; None: the forward is not simulated.
+        structure: Configuration as text, part of the cache key of simulations.
     """
 
     hidden: int
@@ -100,27 +100,27 @@ class TeacherShape:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step without its schedule: what is simulated.
+    """A training step without its schedule.
 
     Args:
-        make_model: Function that builds the model on ``meta``, in its dtype and with adapters.
+        make_model: Function that returns the model on ``meta``, in its dtype and with adapters.
         length: Number of tokens of a row; with ``completions``, of the longest completion and its prompt.
         batch_size: Number of rows of a micro-batch; with ``completions``, the batch size passed to it.
-        micro_batches: Number of micro-batches of a step. With more than one, gradients of the first occupy memory
-            during the others.
+        micro_batches: Number of micro-batches of a step. With two or more, gradients of earlier micro-batches occupy
+            memory.
         make_optimizer: Function that builds the optimizer of a model; None: no optimizer.
         autocast: True to compute in bf16 autocast.
-        mode: ``stream``, or a baseline: ``plain`` autograd, ``checkpoint`` for every layer, the same with Liger's fused
-            loss (``liger-loss``), or also with layer inputs on the host (``liger-loss-offload``).
+        mode: Mode ``stream``, or a baseline: ``plain`` autograd, ``checkpoint`` for every layer, checkpointing with
+            Liger's fused loss (``liger-loss``), or also with layer inputs on the host (``liger-loss-offload``).
         cluster: Devices that train. ``length`` and ``batch_size`` are for all ranks that share a sequence together; one
-            of these ranks is simulated.
+            rank is simulated.
         device_type: Type of the device whose kernels are simulated: ``cuda`` or ``cpu``.
         completions: Function that returns the completions to score for a length and batch size; None for next-token
             loss. Baselines have one row per completion.
-        token_loss: Per-token loss, if not cross-entropy; given with completions, it replaces their scores.
-        teacher: Teacher of a distillation loss; its weights count in ``reference_bytes``.
+        token_loss: Per-token loss, if not cross-entropy; with ``completions`` it replaces their log-probabilities.
+        teacher: Teacher of a distillation loss; ``reference_bytes`` includes its weights.
         teacher_top_k: Number of saved teacher tokens per target, in host memory; 0 without saved tokens.
-        reference_bytes: Bytes of weights that are not trained, besides the model's.
+        reference_bytes: Bytes of the weights of other models, such as a reference.
         step: Kind of the optimizer step: number of passes over each micro-batch, which gradients exist at once, and the
             tier of optimizer states.
         keep: True to cache simulations on disk.
@@ -162,11 +162,11 @@ class Workload:
         if self.completions is None:
             return None
         scored = self.completions(self.length, self.batch_size)
-        return scored if self.mode == "stream" else scored.apart()
+        return scored if self.mode == "stream" else scored.unshared()
 
     @property
     def frees_gradients(self) -> bool:
-        """True if each gradient is freed during the backward, which needs a step of one micro-batch."""
+        """True if each gradient is freed during the backward; possible only with one micro-batch."""
         return self.step.gradients == "layer" and self.micro_batches == 1
 
     @property
@@ -190,12 +190,12 @@ class Workload:
 
 
 Span = tuple[int, int]
-"""Number of tokens before a part of a row, and in it: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
+"""Numbers of tokens before and in a part of a row: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 FORWARD = StepKind(backwards=0, gradients="none")
 
-PICKED = ("num_experts_per_tok", "moe_topk", "num_selected_experts")
+PICKED_COUNT_KEYS = ("num_experts_per_tok", "moe_topk", "num_selected_experts")
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class FlopCount:
         weights: N, number of weights with which a token is multiplied.
         trained: N_t, number of these weights that are trained.
         width: ``H (d_k + d_v)``.
-        windows: Sliding window of each attention layer, in tokens; 0 is the whole row.
+        windows: Sliding window of each attention layer, in tokens; 0: the whole row.
     """
 
     weights: int
@@ -215,20 +215,20 @@ class FlopCount:
     windows: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Any) -> FlopCount:
+    def of_model(cls, model: Any) -> FlopCount:
         weights = trained = 0.0
-        looked_up, part = _lookup_weights(model), _picked_fraction(model)
+        lookup_ids, picked_fraction = _lookup_weight_ids(model), _picked_expert_fraction(model)
         for name, parameter in model.named_parameters():
-            if id(parameter) in looked_up or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
+            if id(parameter) in lookup_ids or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
                 continue
-            count = count_weights(parameter) * (part if ".experts." in name else 1.0)
+            count = count_weights(parameter) * (picked_fraction if ".experts." in name else 1.0)
             weights += count
             trained += count if parameter.requires_grad else 0
-        heads = heads_of(model)
+        heads = count_heads(model)
         width = heads.queries * (heads.key_dim + heads.value_dim)
-        return cls(round(weights), round(trained), width, tuple(_windows(model)))
+        return cls(round(weights), round(trained), width, tuple(_attention_windows(model)))
 
-    def step(self, spans: Iterable[Span], kind: StepKind = PLAIN_STEP) -> int:
+    def step_flops(self, spans: Iterable[Span], kind: StepKind = PLAIN_STEP) -> int:
         """Return the FLOPs of a training step on parts of rows.
 
         A step without a backward counts all its forwards. Other steps count one forward and one backward, because a
@@ -251,29 +251,31 @@ class FlopCount:
 
 def workload_flops(workload: Workload) -> int:
     """Return the model FLOPs of a step, summed over its micro-batches and over the ranks that share a sequence."""
-    count, scored = FlopCount.of(workload.make_model()), workload.scored
+    count, scored = FlopCount.of_model(workload.make_model()), workload.scored
     spans: list[Span] = [(0, workload.length)] * workload.batch_size
     if scored is not None and scored.share:
         spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
     elif scored is not None:
         spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
-    return workload.micro_batches * count.step(spans, workload.step)
+    return workload.micro_batches * count.step_flops(spans, workload.step)
 
 
 def sketch_flops(workload: Workload) -> int:
     """Return the FLOPs of the gradient sketch of one row of the workload's length (``train.sketch``).
 
-    A sketch takes a forward of the model (and of a teacher model), the head's gradient for hidden states, and the
+    A sketch needs a forward of the model (and of a teacher model), the head's gradient for hidden states, and the
     recomputed forward and the backward of the last layer.
     """
     model: Any = workload.make_model()
-    count, head = FlopCount.of(model), model.get_output_embeddings()
+    count, head = FlopCount.of_model(model), model.get_output_embeddings()
     row, last = [(0, workload.length)], decoder_layers(model)[-1]
-    of_last = sum(count_weights(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
-    attends = replace(count, weights=round(of_last * _picked_fraction(model)), trained=0, windows=count.windows[-1:])
-    of_head = 2 * workload.length * (0 if head is None else count_weights(head.weight))
-    of_teacher = 0 if workload.teacher is None else workload.length * workload.teacher.flops
-    return count.step(row, FORWARD) + attends.step(row) + round(of_head) + of_teacher
+    last_layer_weights = sum(count_weights(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
+    last_layer = replace(
+        count, weights=round(last_layer_weights * _picked_expert_fraction(model)), trained=0, windows=count.windows[-1:]
+    )
+    head_flops = 2 * workload.length * (0 if head is None else count_weights(head.weight))
+    teacher_flops = 0 if workload.teacher is None else workload.length * workload.teacher.flops
+    return count.step_flops(row, FORWARD) + last_layer.step_flops(row) + round(head_flops) + teacher_flops
 
 
 def _unmasked_pairs(tokens: int, window: int) -> int:
@@ -282,8 +284,8 @@ def _unmasked_pairs(tokens: int, window: int) -> int:
     return near * (near + 1) // 2 + (tokens - near) * near
 
 
-def _lookup_weights(model: Any) -> set[int]:
-    """Return the ids of embedding weights that are only looked up; weights tied to the head are left out."""
+def _lookup_weight_ids(model: Any) -> set[int]:
+    """Return the ids of embedding weights that are only looked up, without weights tied to the head."""
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not table)
@@ -291,22 +293,22 @@ def _lookup_weights(model: Any) -> set[int]:
     return found if head is not None and head.weight is table else {*found, id(table)}
 
 
-def _config(model: Any) -> Any:
+def _text_config(model: Any) -> Any:
     config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _picked_fraction(model: Any) -> float:
+def _picked_expert_fraction(model: Any) -> float:
     """Return the fraction of the experts that a router picks for a token; 1 without experts."""
-    config = _config(model)
-    count = next((v for name in EXPERTS if isinstance(v := getattr(config, name, None), int) and v), None)
-    picked = next((v for name in PICKED if isinstance(v := getattr(config, name, None), int) and v), None)
+    config = _text_config(model)
+    count = next((v for name in EXPERT_COUNT_KEYS if isinstance(v := getattr(config, name, None), int) and v), None)
+    picked = next((v for name in PICKED_COUNT_KEYS if isinstance(v := getattr(config, name, None), int) and v), None)
     return picked / count if count and picked else 1.0
 
 
-def _windows(model: Any) -> list[int]:
-    """Return the sliding window of each attention layer, in tokens; 0 is the whole row."""
-    config, count = _config(model), len(decoder_layers(model))
+def _attention_windows(model: Any) -> list[int]:
+    """Return the sliding window of each attention layer, in tokens; 0: the whole row."""
+    config, count = _text_config(model), len(decoder_layers(model))
     window = next((v for name in WINDOWS if isinstance(v := getattr(config, name, None), int) and v > 0), 0)
     if getattr(config, "use_sliding_window", True) is False:
         window = 0

@@ -269,7 +269,7 @@ def _simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tu
         workload = replace(shortest, length=length, mode=entry.case.mode)
         found = simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
-        filled = (1 + MARGIN) * (budget.share_of(found.peak_bytes, found.host_bytes, found.disk_bytes) or 0)
+        filled = (1 + MARGIN) * (budget.used_fraction(found.peak_bytes, found.host_bytes, found.disk_bytes) or 0)
         reason = f"a step needs {show_size(found.peak_bytes)} of device memory"
         return outcome if filled <= 1 else replace(outcome, fits=False, reason=reason)
 
@@ -298,7 +298,7 @@ def _longest_row(entry: Entry, attempt: TryLength, budget: Budget, notify: Calla
         notify(f"{entry.label}: {length:,} tokens")
         outcome = attempt(entry, length)
         (fitted if outcome.fits else failed)[length] = outcome
-        return Attempt(outcome.fits, budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
+        return Attempt(outcome.fits, budget.used_fraction(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
 
     found = search_largest(tried, LENGTHS).fits
     row = replace(entry.new_row(), max_length=found)

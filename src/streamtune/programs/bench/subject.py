@@ -30,7 +30,7 @@ from streamtune.base.child import Child
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine import Branches, decoder_layers
 from streamtune.errors import RunError, StreamTuneError, UnsupportedModelError
-from streamtune.plan.simulate.memory import LiveBytes, held_bytes
+from streamtune.plan.simulate.memory import LiveBytes, model_bytes
 from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.modes import MODE_SETUPS, Batch, Ready, last_hidden_state
@@ -66,7 +66,7 @@ class Job:
         """Return how many tokens a batch has; each completion counts with its prompt."""
         if self.completions is None:
             return self.batch_size * length
-        apart = self.completions(length, self.batch_size).apart()
+        apart = self.completions(length, self.batch_size).unshared()
         return apart.rows * apart.length
 
 
@@ -100,7 +100,7 @@ class MeasuredModel:
     def memory(self, case: Case) -> dict[str, Any]:
         """Return the peak bytes of a step, in total and by term; also the activation peak without the LM head."""
         batches = self._prepare(case)
-        weights = held_bytes(self.model)
+        weights = model_bytes(self.model)
         layers = decoder_layers(self.model)
         with LiveBytes(self.model, layers) as whole:
             self._step(batches)
@@ -171,7 +171,7 @@ class MeasuredModel:
         if self.job.completions is not None:
             scored = self.job.completions(case.length, self.job.batch_size)
             streams = case.mode in ("stream", "stream-keep-attention")
-            return [(scored if streams else scored.apart()).batch(self._vocabulary, self.device)]
+            return [(scored if streams else scored.unshared()).random_batch(self._vocabulary, self.device)]
         if case.layout in SHARING:
             ids = torch.randint(0, self._vocabulary, (sharing_tokens(case.length),), device=self.device)
             return sharing_batches(ids, case.length, case.layout)

@@ -18,7 +18,7 @@ from streamtune.base.adapters import base_of
 from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
-from streamtune.plan.simulate.memory import device_held_bytes
+from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.programs.evaluate.eval_scores import ScoringModel, measure_rows, score_rows
 from streamtune.programs.evaluate.model import (
     load_evaluated,
@@ -118,7 +118,7 @@ def evaluate_model(
                 max([task.planned_length(longest), *lengths]),
                 device,
                 completions=task.own_completions(prepared, longest, share=share),
-                reference_bytes=0 if held is None else device_held_bytes(held),
+                reference_bytes=0 if held is None else device_model_bytes(held),
             )
         with stream_model(recipe, found.model, schedule) as handle:
             with doing("checking that this model streams exactly"):

@@ -241,7 +241,7 @@ def _budget_share(outcome: Outcome, report: ProbeReport) -> float | None:
         return None
     budget = Budget(report.device_bytes, task.host_bytes, task.disk_bytes)
     usable = 1.0 if task.method == "measure" else 1 - task.margin
-    return budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes, usable=usable)
+    return budget.used_fraction(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes, usable=usable)
 
 
 def _show_shape(shape: Shape) -> str:

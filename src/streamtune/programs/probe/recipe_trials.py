@@ -24,11 +24,11 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget, Limits, device_name
-from streamtune.plan.choices import excess_of
+from streamtune.plan.choices import excess_bytes
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Device, Rates
 from streamtune.plan.refusal import smallest_step
-from streamtune.plan.simulate.memory import device_held_bytes
+from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload
@@ -78,7 +78,7 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
     handle: StreamHandle | None = None
     if shape.mode == "stream":
         schedule = _plan_schedule(
-            task, model, shape, budget, share, 0 if second_model is None else device_held_bytes(second_model)
+            task, model, shape, budget, share, 0 if second_model is None else device_model_bytes(second_model)
         )
         handle = stream_model(recipe, model, schedule)
     elif shape.mode == "checkpoint":
@@ -289,7 +289,7 @@ class SimulatedTrials:
                 suppress(ArgumentError) if tried else nullcontext()
             ):  # the recipe's fields may contradict weights on the host
                 schedule, found = smallest_step(step, self.limits, tier.written, simulate)
-                excess = excess_of(found, self.limits)
+                excess = excess_bytes(found, self.limits)
                 tried.append((excess, tier, replace(self._outcome(step, found, schedule), step_seconds=None)))
                 if excess <= 0:
                     break

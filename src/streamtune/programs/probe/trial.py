@@ -38,9 +38,9 @@ from streamtune.plan.simulate.memory import (
     ACTIVATION,
     OPTIMIZER,
     LiveBytes,
-    device_held_bytes,
+    device_model_bytes,
     distinct_bytes,
-    held_bytes,
+    model_bytes,
 )
 from streamtune.plan.simulate.simulate import TERMS
 from streamtune.plan.simulate.workload import Mode
@@ -212,7 +212,7 @@ class TrainingStep:
     def fixed_terms(self) -> dict[str, int]:
         """Bytes that are allocated before the step begins, by term."""
         # On a CPU, weights on the host are in the measured memory too.
-        held = held_bytes if model_device(self.model).type == "cpu" else device_held_bytes
+        held = model_bytes if model_device(self.model).type == "cpu" else device_model_bytes
         terms = {"weights": held(self.model)}
         return terms if self.beside is None else {**terms, "reference": held(self.beside)}
 
@@ -233,7 +233,7 @@ class _BudgetWatch(LiveBytes):
     """Counts live bytes, and stops the step as soon as device, host or disk exceeds its budget."""
 
     def __init__(self, step: TrainingStep, budget: Budget) -> None:
-        super().__init__(step.model, decoder_layers(step.model), beside=step.beside)
+        super().__init__(step.model, decoder_layers(step.model), other_model=step.beside)
         self.fixed = step.fixed_terms
         self.weights = sum(self.fixed.values())
         self._step, self._budget = step, budget
@@ -243,8 +243,8 @@ class _BudgetWatch(LiveBytes):
         super().__enter__()
         return self
 
-    def _see(self, out: Any) -> None:
-        super()._see(out)
+    def _count_results(self, out: Any) -> None:
+        super()._count_results(out)
         self._check_budget("device", self.weights + self.total, self._budget.device_bytes)
         for name, tally, limit in _offload_tallies(self._step.handle, self._budget):
             self._check_budget(name, tally.live_bytes, limit)
