@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from streamtune.distributed.environment import expand_nodes, expand_tasks, read_environment
-from streamtune.distributed.failure import Failure, RankEnd, first_failure
+from streamtune.distributed.failure import Failure, RankEnd, error_of_first_failed_rank
 from streamtune.distributed.hosts import Host, read_hostfile
 from streamtune.distributed.launcher import _check_devices, launch, without_launch_options
 from streamtune.distributed.remote import AGENT
@@ -300,17 +300,17 @@ def test_the_rank_that_failed_first_is_named() -> None:
         ),
     ]
     for ends, code, said in cases:
-        found = first_failure(ends)
+        found = error_of_first_failed_rank(ends)
         assert found is not None
         assert found[1] == code
         assert said in str(found[0])
-    assert isinstance(first_failure(cases[3][0])[0], DataError)  # type: ignore[index]
-    assert str(first_failure(cases[3][0])[0]) == "broken"  # type: ignore[index]
+    assert isinstance(error_of_first_failed_rank(cases[3][0])[0], DataError)  # type: ignore[index]
+    assert str(error_of_first_failed_rank(cases[3][0])[0]) == "broken"  # type: ignore[index]
 
 
 def test_ranks_that_were_asked_to_end_have_not_failed() -> None:
     ends = [RankEnd(0, "a", 130), RankEnd(1, "a", -15, sent_signals=(signal.SIGTERM,)), RankEnd(2, "a", 0)]
-    assert first_failure(ends) is None
+    assert error_of_first_failed_rank(ends) is None
 
 
 # --- trained ---------------------------------------------------------------------------------------------------------

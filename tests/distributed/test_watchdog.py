@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from streamtune.distributed.environment import RankEnvironment
-from streamtune.distributed.failure import RankEnd, first_failure
+from streamtune.distributed.failure import RankEnd, error_of_first_failed_rank
 from streamtune.distributed.failure_detector import (
     Heartbeat,
     Peer,
@@ -88,7 +88,7 @@ QUICK = {"WATCHED_QUICK": "1"}
 
 def error(ends: list[RankEnd], count: int = 2) -> str:
     """Return the one error of all ranks that ended."""
-    found = first_failure(ends)
+    found = error_of_first_failed_rank(ends)
     assert found is not None
     assert len(ends) == count, ends
     return str(found[0])

@@ -154,7 +154,7 @@ def test_what_the_host_takes_for_an_operator_is_not_the_devices(monkeypatch: pyt
         nonlocal now
         now = max(now, ready) + 0.5e-3
 
-    monkeypatch.setattr(calibrate._Clock, "_wait", wait)
+    monkeypatch.setattr(calibrate._Clock, "_synchronize", wait)
     monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now))
     assert calibrate._Clock(torch.device("cpu")).fastest_seconds(hand_over) == pytest.approx(3.5e-3)
     assert calibrate._Clock(torch.device("cuda")).fastest_seconds(hand_over) == pytest.approx(2.5e-3, rel=0.01)

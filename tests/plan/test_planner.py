@@ -204,9 +204,9 @@ def test_a_disk_is_used_where_a_directory_is_named(workload: Workload, known: An
     size = int(1.1 * budgets(workload, known)[0])
     limits = Limits(size, 0, disk_bytes=1 << 40)
     search_space = SearchSpace(LAYERS, LENGTH, limits, {})
-    assert search_space.options("offload") == ("device",)
+    assert search_space.field_values("offload") == ("device",)
     search_space = SearchSpace(LAYERS, LENGTH, limits, {"offload_dir": str(tmp_path)})
-    assert search_space.options("offload") == ("device", "disk")
+    assert search_space.field_values("offload") == ("device", "disk")
     found = [
         c
         for c in enumerate_candidates(search_space, estimator(workload, known), limits)

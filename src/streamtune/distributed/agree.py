@@ -9,7 +9,6 @@ The checks use separate connections, because different versions can break the pr
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import selectors
@@ -30,7 +29,7 @@ from streamtune.distributed.hosts import listen_at
 from streamtune.distributed.wire import Admission, Channel, connect_to_rank_0, listen_for_ranks
 from streamtune.errors import DistributedError
 
-CONNECTION_PURPOSE = "agree"
+PURPOSE = "agree"
 PACKAGES = ("torch", "transformers", "deepspeed", "peft")
 SLOWEST_RANK_SECONDS = 300.0
 """Seconds to wait for the slowest rank, which may still read data."""
@@ -47,11 +46,6 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions_by_name[package] = "not installed"
     return versions_by_name
-
-
-def fingerprint(text: str) -> str:
-    """Return 16 hexadecimal digits of a text's hash, to compare texts too long for an error message."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_ranks_agree(
@@ -109,7 +103,7 @@ class _ReachablePort:
 
 def _report_to_rank_0(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
     """Send this rank's facts to rank 0, and return the result: a failure as a dict, or None."""
-    channel = connect_to_rank_0(env, CONNECTION_PURPOSE, {}, seconds)
+    channel = connect_to_rank_0(env, PURPOSE, {}, seconds)
     try:
         address = channel.connection.getsockname()[0]
         with _ReachablePort(env, address) as reachable:
@@ -161,9 +155,7 @@ def _wait_for_facts(
     deadline = time.monotonic() + seconds
     with (
         selectors.DefaultSelector() as selector,
-        closing(
-            Admission(listen_for_ranks(env, CONNECTION_PURPOSE), env, CONNECTION_PURPOSE, {}, selector)
-        ) as admission,
+        closing(Admission(listen_for_ranks(env, PURPOSE), env, PURPOSE, {}, selector)) as admission,
     ):
         while len(callers) < env.world_size - 1:
             if time.monotonic() > deadline:

@@ -78,7 +78,7 @@ class RankEnvironment:
         }
         for name, value in variables.items():
             environ.setdefault(name, str(value))
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // self.local_world_size)))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cpus() // self.local_world_size)))
         if self.world_size > 1:
             self.choose_interface(environ)
 
@@ -148,7 +148,7 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
         launcher=launcher,
     )
     job = (environ.get(name, "") for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
-    return _add_address_and_run_id(environment, environ, "/".join(job))
+    return _add_address(environment, environ, "/".join(job))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
@@ -164,9 +164,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
         master_addr=nodes[0] if len(nodes) > 1 else "127.0.0.1",
         launcher="srun",
     )
-    return _add_address_and_run_id(
-        environment, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    )
+    return _add_address(environment, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
 
 
 def _from_mpi(
@@ -184,10 +182,10 @@ def _from_mpi(
     environment = RankEnvironment(
         _read_number(environ, rank_name), _read_number(environ, local_rank_name), world, local, launcher="mpirun"
     )
-    return _add_address_and_run_id(environment, environ, job or str(os.getppid() if local == world else ""))
+    return _add_address(environment, environ, job or str(os.getppid() if local == world else ""))
 
 
-def _add_address_and_run_id(environment: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
+def _add_address(environment: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
     """Return the environment with the run's id, and with rank 0's address and port from variables or the job's id."""
     address = environ.get("MASTER_ADDR") or environment.master_addr
     check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
@@ -268,7 +266,7 @@ def expand_tasks(text: str) -> list[int]:
     return tasks
 
 
-def usable_cpus() -> int:
+def count_usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

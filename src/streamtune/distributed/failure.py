@@ -138,7 +138,7 @@ class RankEnd:
         return self.code if self.code >= 0 else 128 - self.code
 
 
-def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
+def error_of_first_failed_rank(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
     """Return the error of the rank that failed first, and the exit code; None if no rank failed."""
     failed = sorted((end for end in ends if end.code != 0 and not end.was_stopped), key=lambda end: end.noticed_at)
     if not failed:

@@ -17,7 +17,7 @@ from streamtune.distributed.failure import Failure
 from streamtune.distributed.process_activity import is_computing
 
 CPU_CHECK_SECONDS = 0.5
-COMPUTED_RECENTLY_SECONDS = 5.0
+ALIVE_SECONDS = 5.0
 """Seconds since a process last computed within which the process counts as alive, even if it sends nothing."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -91,7 +91,7 @@ class Peer:
     """True if the rank has reported that it is done."""
     has_died: bool = False
     """True if the rank's connection was closed without a goodbye."""
-    cpu_and_wait_seconds: tuple[float, float] = (0.0, 0.0)
+    cpu_times: tuple[float, float] = (0.0, 0.0)
     """CPU seconds of the process, and seconds that it waited for a core, at the last check; 0 on other machines."""
     checked_at: float = float("-inf")
     """Time of the last check of CPU seconds."""
@@ -130,9 +130,7 @@ def find_unresponsive_rank(peers: Iterable[Peer], now: float, limits: WatchLimit
         else:
             peer.was_stopped = False
     silent = [
-        peer
-        for peer in peers
-        if now - peer.last_heard > limits.silence and now - peer.computed_at > COMPUTED_RECENTLY_SECONDS
+        peer for peer in peers if now - peer.last_heard > limits.silence and now - peer.computed_at > ALIVE_SECONDS
     ]
     if not silent:
         return None
@@ -161,11 +159,9 @@ def _check_silent_process(peer: Peer, now: float) -> None:
     peer.was_stopped = peer.was_stopped or state in ("T", "t")
     if now - peer.checked_at >= CPU_CHECK_SECONDS:
         # The watchdog thread alone uses one or two percent of a core, also if only the network is down.
-        if is_computing(
-            ran - peer.cpu_and_wait_seconds[0], waited - peer.cpu_and_wait_seconds[1], now - peer.checked_at
-        ):
+        if is_computing(ran - peer.cpu_times[0], waited - peer.cpu_times[1], now - peer.checked_at):
             peer.computed_at = now
-        peer.cpu_and_wait_seconds, peer.checked_at = (ran, waited), now
+        peer.cpu_times, peer.checked_at = (ran, waited), now
 
 
 def kill_stopped_process(peer: Peer) -> None:
@@ -267,20 +263,20 @@ class Stragglers:
         window_seconds: Shortest time in seconds over which a rank is measured; long, because waiting is only sampled.
         ratio: Multiple of the median above which a rank is slow.
         min_steps: Smallest number of steps that are measured.
-        min_excess_seconds: Seconds per step by which a slow rank exceeds the median.
+        min_excess: Seconds per step by which a slow rank exceeds the median.
     """
 
     def __init__(
-        self, window_seconds: float, ratio: float = 1.5, min_steps: int = 20, min_excess_seconds: float = 0.05
+        self, window_seconds: float, ratio: float = 1.5, min_steps: int = 20, min_excess: float = 0.05
     ) -> None:
         self._window_seconds, self._ratio, self._min_steps, self._min_excess_seconds = (
             window_seconds,
             ratio,
             min_steps,
-            min_excess_seconds,
+            min_excess,
         )
         self._reports: dict[int, deque[tuple[int, float, float]]] = {}
-        self._reported_ranks: set[int] = set()
+        self._reported: set[int] = set()
 
     def add(self, rank: int, step: int, busy_seconds: float, now: float) -> None:
         """Add the step and busy time of a rank's heartbeat.
@@ -318,8 +314,8 @@ class Stragglers:
             if (
                 seconds > self._ratio * median
                 and seconds - median > self._min_excess_seconds
-                and rank not in self._reported_ranks
+                and rank not in self._reported
             ):
-                self._reported_ranks.add(rank)
+                self._reported.add(rank)
                 slow.append((rank, seconds, median))
         return slow

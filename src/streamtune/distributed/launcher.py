@@ -24,7 +24,7 @@ from streamtune.base.privacy import allow_rank_connections
 from streamtune.base.safe_path import safe_environment
 from streamtune.base.streams import reader_is_gone
 from streamtune.distributed.environment import read_environment
-from streamtune.distributed.failure import RankEnd, first_failure
+from streamtune.distributed.failure import RankEnd, error_of_first_failed_rank
 from streamtune.distributed.hosts import MAX_SLOTS, Host, check_host, free_port, is_port_free, read_hostfile
 from streamtune.distributed.local_ranks import LocalRanks, count_devices
 from streamtune.distributed.remote import HELLO_SECONDS, RemoteRanks, exported_variables
@@ -94,7 +94,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
                 group.close()
     if signals.first is not None:
         ends = _count_caused_errors_as_stops(ends)
-    if (failed := first_failure(ends)) is not None:
+    if (failed := error_of_first_failed_rank(ends)) is not None:
         error, code = failed
         error.exit_code = code
         raise error
@@ -156,9 +156,7 @@ def _start_ranks(
     environment = {
         "WORLD_SIZE": str(sum(host.slots for host in hosts)),
         "MASTER_ADDR": master,
-        "MASTER_PORT": str(
-            _choose_port(is_local=is_local[0], remote_free_port=hellos.get(hosts[0].name, {}).get("port"))
-        ),
+        "MASTER_PORT": str(_choose_port(is_local=is_local[0], remote_port=hellos.get(hosts[0].name, {}).get("port"))),
         "STREAMTUNE_RUN_ID": secrets.token_hex(16),
     }
     first_rank = 0
@@ -199,11 +197,11 @@ def _check_devices(host: Host, devices: int) -> None:
         )
 
 
-def _choose_port(*, is_local: bool, remote_free_port: int | None) -> int:
+def _choose_port(*, is_local: bool, remote_port: int | None) -> int:
     """Return the port of the process group on rank 0's machine: ``MASTER_PORT``, or a free port."""
     requested_port = os.environ.get("MASTER_PORT")
     if not requested_port:
-        return free_port() if is_local or remote_free_port is None else remote_free_port
+        return free_port() if is_local or remote_port is None else remote_port
     if not requested_port.isdecimal() or not 0 < int(requested_port) < 65536:
         raise ArgumentError(f"'{requested_port}' is not a port", where="MASTER_PORT", fix="unset it to use a free port")
     if is_local and not is_port_free(int(requested_port)):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from streamtune.base.interrupts import block_signals, remove_on_signal
-from streamtune.distributed.environment import RankEnvironment, usable_cpus
+from streamtune.distributed.environment import RankEnvironment, count_usable_cpus
 from streamtune.distributed.failure import ERROR_FILE_VARIABLE, RankEnd, last_log_lines, read_failure
 from streamtune.errors import ArgumentError
 
@@ -61,7 +61,7 @@ class LocalRanks:
         self._folder = tempfile.TemporaryDirectory(prefix="streamtune-ranks-")
         remove_on_signal(self._folder.name)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._sent_signals: list[int] = []
+        self._signals: list[int] = []
         try:
             with block_signals():  # a rank that gets a signal before it has handlers would show a traceback
                 for local_rank in range(count):
@@ -72,13 +72,11 @@ class LocalRanks:
             self.kill()
             raise ArgumentError(f"cannot start the ranks: {error}") from None
 
-    def _rank_variables(
-        self, common_variables: Mapping[str, str], rank: int, local_rank: int, count: int
-    ) -> dict[str, str]:
-        threads = str(max(1, usable_cpus() // count))
+    def _rank_variables(self, common: Mapping[str, str], rank: int, local_rank: int, count: int) -> dict[str, str]:
+        threads = str(max(1, count_usable_cpus() // count))
         return {
             "OMP_NUM_THREADS": threads,
-            **common_variables,
+            **common,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(count),
@@ -129,20 +127,18 @@ class LocalRanks:
             failure = read_failure(self._error_file(rank))
             tail = last_log_lines(log) if code != 0 and failure is None else ()
             moved_log = str(log.resolve()) if log.is_symlink() else ""
-            ends.append(
-                RankEnd(rank, self.host, code, failure, tail, moved_log, sent_signals=tuple(self._sent_signals))
-            )
+            ends.append(RankEnd(rank, self.host, code, failure, tail, moved_log, sent_signals=tuple(self._signals)))
         return ends
 
     def send(self, signum: int) -> None:
-        self._sent_signals.append(signum)
+        self._signals.append(signum)
         for process in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(signum)
 
     def kill(self) -> None:
         """Kill every rank and all processes that the ranks have started."""
-        self._sent_signals.append(signal.SIGKILL)
+        self._signals.append(signal.SIGKILL)
         for process in self._running.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -37,10 +37,10 @@ RETRANSMITS, BYTES_ACKED, BYTES_RECEIVED = 2, 120, 128
 MAX_RETRANSMITS = 4
 """Number of consecutive TCP retransmissions (3 s on Linux) from which on a connection counts as broken."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-COLLECTIVE_PATHS = ("/torch/distributed/", "/deepspeed/comm/")
-DDP_PATHS = ("/torch/nn/parallel/distributed.py",)
+COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+DDP = ("/torch/nn/parallel/distributed.py",)
 """File of DDP. DDP communicates only if its file has the innermost frame, because DDP also wraps every forward."""
-WRAPPER_PATHS = ("c10d_logger.py", "_dynamo/")
+WRAPPERS = ("c10d_logger.py", "_dynamo/")
 BACKWARD_FUNCTION = "_engine_run_backward"
 """Function in which hooks reduce gradients, without a Python frame of the collective."""
 
@@ -74,16 +74,12 @@ def main_thread_place() -> CodePlace:
         return CodePlace("nowhere", (), False)
     frames = list(_caller_frames(frame))
     inner = tuple((f.f_code.co_filename, f.f_lineno) for f in frames[:6])
-    innermost = next(
-        (f for f in frames if _is_in_file(f, COLLECTIVE_PATHS) and not _is_in_file(f, WRAPPER_PATHS)), None
-    )
-    if innermost is None and _is_in_file(frames[0], DDP_PATHS):
+    innermost = next((f for f in frames if _is_in_file(f, COLLECTIVES) and not _is_in_file(f, WRAPPERS)), None)
+    if innermost is None and _is_in_file(frames[0], DDP):
         innermost = frames[0]
     in_backward = any(f.f_code.co_name == BACKWARD_FUNCTION for f in frames)
     if innermost is not None:
-        called = next(
-            (f for f in frames if not _is_in_file(f, (*COLLECTIVE_PATHS, *WRAPPER_PATHS, "/torch/"))), frames[-1]
-        )
+        called = next((f for f in frames if not _is_in_file(f, (*COLLECTIVES, *WRAPPERS, "/torch/"))), frames[-1])
         return CodePlace(f"{innermost.f_code.co_name} ({_file_and_line(called)})", inner, True)
     name = "backward" if in_backward else frames[0].f_code.co_name
     ours = next((f for f in frames if not _is_in_file(f, ("/torch/", "/lib/python"))), frames[0])

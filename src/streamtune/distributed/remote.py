@@ -69,7 +69,7 @@ class RemoteRanks:
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._error_lines: list[str] = []
         self._running: set[int] = set()
-        self._sent_signals: list[int] = []
+        self._signals: list[int] = []
         self._write_lock = threading.Lock()
         self._closed = threading.Event()
         variables = safe_environment()
@@ -181,17 +181,17 @@ class RemoteRanks:
         ends = []
         for rank in self.running:
             what = f"the connection to {self.host} was lost: {reason}"
-            failure = Failure(rank, self.host, what, own=not self._sent_signals)
-            ends.append(RankEnd(rank, self.host, 255, failure, sent_signals=tuple(self._sent_signals)))
+            failure = Failure(rank, self.host, what, own=not self._signals)
+            ends.append(RankEnd(rank, self.host, 255, failure, sent_signals=tuple(self._signals)))
         self._running.clear()
         return ends
 
     def send(self, signum: int) -> None:
-        self._sent_signals.append(signum)
+        self._signals.append(signum)
         self._send({"signal": signum})
 
     def kill(self) -> None:
-        self._sent_signals.append(signal.SIGKILL)
+        self._signals.append(signal.SIGKILL)
         self._send({"kill": True})
 
     def close(self) -> list[RankEnd]:

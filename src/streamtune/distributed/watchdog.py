@@ -39,7 +39,7 @@ from streamtune.distributed.process_activity import ProcessActivity
 from streamtune.distributed.wire import Admission, Channel, connect_to_rank_0, listen_for_ranks
 from streamtune.errors import ArgumentError, StreamTuneError
 
-CONNECTION_PURPOSE = "watch"
+PURPOSE = "watch"
 VARIABLE = "STREAMTUNE_WATCHDOG"
 MAX_SECONDS = 10**6
 SAMPLE_SECONDS = 0.1
@@ -278,8 +278,8 @@ class _Hub:
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: LogEvent) -> None:
         self._env, self._limits, self._event = environment, limits, event
         self._selector = selectors.DefaultSelector()
-        server, entries = listen_for_ranks(environment, CONNECTION_PURPOSE), {"process": process_identity()}
-        self._admission = Admission(server, environment, CONNECTION_PURPOSE, entries, self._selector)
+        server, entries = listen_for_ranks(environment, PURPOSE), {"process": process_identity()}
+        self._admission = Admission(server, environment, PURPOSE, entries, self._selector)
         self._started = time.monotonic()
         self._channels: dict[int, Channel] = {}
         self._reporting_ranks: set[int] = set()
@@ -397,9 +397,7 @@ class _Client:
 
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: LogEvent) -> None:
         self._env, self._limits = environment, limits
-        self._channel = connect_to_rank_0(
-            environment, CONNECTION_PURPOSE, {"process": process_identity()}, limits.start
-        )
+        self._channel = connect_to_rank_0(environment, PURPOSE, {"process": process_identity()}, limits.start)
         greeting = self._channel.greeting
         machine, pid = greeting["process"]
         self._main = Peer(0, greeting["host"], time.monotonic(), (machine, pid))

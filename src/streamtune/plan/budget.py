@@ -80,14 +80,14 @@ class Limits(Budget):
     def disk(self) -> int:
         return int((1 - self.margin) * self.disk_bytes)
 
-    def tiers(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
+    def usage_and_limits(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
         """Return one pair per tier: the bytes that a step uses, and the bytes that it may use (margin subtracted)."""
         memory = ((device + host, self.device),) if self.shared else ((device, self.device), (host, self.host))
         return *memory, (disk, self.disk)
 
     def excess(self, device: float, host: float, disk: float) -> float:
         """Return by how many bytes a step exceeds its worst tier; 0 or less if the step fits."""
-        return max(used - limit for used, limit in self.tiers(device, host, disk))
+        return max(used - limit for used, limit in self.usage_and_limits(device, host, disk))
 
     def fullest_tier_fraction(self, device: float, host: float, disk: float) -> float | None:
         """Return used bytes / limit of the fullest tier; None if the step needs a tier without memory.
@@ -95,7 +95,7 @@ class Limits(Budget):
         Tiers that the step does not use are ignored here, but not in :meth:`excess`: if a tier has no memory, a step
         that fits has an excess of 0.
         """
-        wanted = [(used, limit) for used, limit in self.tiers(device, host, disk) if used > 0]
+        wanted = [(used, limit) for used, limit in self.usage_and_limits(device, host, disk) if used > 0]
         return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
 
 

@@ -209,10 +209,10 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
             matmul_flops=_measure_matmul(clock, dtype),
             attention_flops=forward,
             attention_backward_flops=backward,
-            touch_bandwidth=_measure_touch(clock, dtype),
+            touch_bandwidth=_measure_elementwise(clock, dtype),
             copy_bandwidth=_measure_copy(clock),
             disk_bandwidth=DISK_BANDWIDTH,
-            launch_seconds=_measure_launch(clock),
+            launch_seconds=_measure_launch_overhead(clock),
             overlaps=device.type != "cpu",
         )
 
@@ -291,15 +291,15 @@ class _Clock:
 
         On a CPU the result is at most the CPU time of this process, because on a busy machine runs wait for a core.
         """
-        self._wait()
+        self._synchronize()
         start, cpu_start = time.perf_counter(), time.process_time()
         for _ in range(count):
             run()
-        self._wait()
+        self._synchronize()
         elapsed = time.perf_counter() - start
         return min(elapsed, time.process_time() - cpu_start) if self.device.type == "cpu" else elapsed
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -338,7 +338,7 @@ def _measure_attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]
     return 4 * HEAD_DIM * pairs / seconds, 10 * HEAD_DIM * pairs / back
 
 
-def _measure_touch(clock: _Clock, dtype: torch.dtype) -> float:
+def _measure_elementwise(clock: _Clock, dtype: torch.dtype) -> float:
     """Return the bytes/s of element-wise operators: sum, product, activation, cast and copy."""
     elements = 1 << (20 if clock.device.type == "cpu" else 26)
     x = torch.randn(elements, device=clock.device).to(dtype)
@@ -357,7 +357,7 @@ def _measure_copy(clock: _Clock) -> float:
     return size / max(to_host, to_device)
 
 
-def _measure_launch(clock: _Clock) -> float:
+def _measure_launch_overhead(clock: _Clock) -> float:
     """Return the engine's overhead per operator in seconds: step time of a tiny model divided by its operators."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)

@@ -67,7 +67,7 @@ class SearchSpace:
     limits: Limits
     fixed: Mapping[str, Any]
 
-    def options(self, name: str) -> tuple[Any, ...]:
+    def field_values(self, name: str) -> tuple[Any, ...]:
         """Return the values to try for a field, always with the value that needs the least device memory."""
         if name in self.fixed:
             return (self.fixed[name],)
@@ -79,10 +79,8 @@ class SearchSpace:
             case "head_chunk_size":
                 return _sizes_up_to(HEAD_CHUNKS, self.length)
             case "offload":
-                offload_tiers = (*(["host"] if host else []), *(["disk"] if disk else []))
-                return (
-                    offload_tiers if self.fixed.get("device_layers") and offload_tiers else ("device", *offload_tiers)
-                )
+                tiers = (*(["host"] if host else []), *(["disk"] if disk else []))
+                return tiers if self.fixed.get("device_layers") and tiers else ("device", *tiers)
             case "levels":
                 if self.fixed.get("segment_size"):
                     return (2,)
@@ -100,7 +98,7 @@ class SearchSpace:
     def combinations(self) -> Iterator[Schedule]:
         """Yield a schedule for every allowed combination; ``device_layers`` and ``keep_layers`` are not yet chosen."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
-        for values in product(*(self.options(name) for name in names)):
+        for values in product(*(self.field_values(name) for name in names)):
             chosen = dict(zip(names, values, strict=True))
             chosen |= self.common_fields
             if chosen["offload"] == "disk":
@@ -184,16 +182,16 @@ LARGE_CHUNK = 8192
 SimulatedSchedule = tuple[Schedule, Simulation]
 
 
-def allows_chunk_order(fixed_fields: Mapping[str, Any], cluster: Cluster) -> bool:
+def allows_chunk_order(fixed: Mapping[str, Any], cluster: Cluster) -> bool:
     """Return True if ``order: chunk`` is possible with the user's fields and this cluster."""
-    return fixed_fields.get("order") != "layer" and not cluster.gathers_layers and cluster.sequence_size == 1
+    return fixed.get("order") != "layer" and not cluster.gathers_layers and cluster.sequence_size == 1
 
 
 def find_best_chunk_order(
     workload: Workload, search_space: SearchSpace, simulate: Simulate
 ) -> SimulatedSchedule | None:
     """Return the first form of ``order: chunk`` that fits, with the largest chunks that fit; None if no form fits."""
-    sizes = search_space.options("chunk_size")
+    sizes = search_space.field_values("chunk_size")
     for form in _chunk_order_forms(search_space.limits, search_space.fixed):
         steps: dict[int, SimulatedSchedule] = {}
 
@@ -209,9 +207,7 @@ def find_best_chunk_order(
             continue
         largest_excess = excess(sizes[-1]) if len(sizes) > 1 else smallest_excess
         if largest_excess > 0:
-            largest = _interpolate_largest_chunk(
-                sizes[0], steps[sizes[0]], sizes[-1], steps.get(sizes[-1]), search_space.limits
-            )
+            largest = _interpolate_size(sizes[0], steps[sizes[0]], sizes[-1], steps.get(sizes[-1]), search_space.limits)
             for size in sorted((s for s in sizes[1:-1] if s <= largest), reverse=True):
                 if excess(size) <= 0:
                     break
@@ -219,7 +215,7 @@ def find_best_chunk_order(
     return None
 
 
-def _interpolate_largest_chunk(
+def _interpolate_size(
     low: int, fits: SimulatedSchedule, high: int, exceeds: SimulatedSchedule | None, limits: Limits
 ) -> float:
     """Return the largest chunk size that fits, by linear interpolation of each tier's bytes between two steps.
@@ -242,7 +238,7 @@ def _interpolate_largest_chunk(
 
 
 def find_smallest_chunk_order(
-    workload: Workload, limits: Limits, fixed_fields: Mapping[str, Any], simulate: Simulate
+    workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate
 ) -> SimulatedSchedule | None:
     """Return the first form of ``order: chunk`` that fits, tried from the least device memory upwards.
 
@@ -251,9 +247,9 @@ def find_smallest_chunk_order(
     fields allow no form.
     """
     found: SimulatedSchedule | None = None
-    forms = list(_chunk_order_forms(limits, fixed_fields))[::-1]
+    forms = list(_chunk_order_forms(limits, fixed))[::-1]
     for form, size in product(forms, (LARGE_CHUNK, CHUNKS[0])):
-        step = _simulate_form(workload, {**form, "chunk_size": size, **fixed_fields}, simulate)
+        step = _simulate_form(workload, {**form, "chunk_size": size, **fixed}, simulate)
         if step is not None and (found is None or excess_bytes(step[1], limits) < excess_bytes(found[1], limits)):
             found = step
         if found is None or excess_bytes(found[1], limits) <= 0:
@@ -261,9 +257,9 @@ def find_smallest_chunk_order(
     return found
 
 
-def _chunk_order_forms(limits: Limits, fixed_fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _chunk_order_forms(limits: Limits, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     base = {"order": "chunk", "head_chunk_size": HEAD_CHUNKS[0]}
-    may_offload = not limits.shared and limits.host_bytes > 0 and "offload" not in fixed_fields
+    may_offload = not limits.shared and limits.host_bytes > 0 and "offload" not in fixed
     smallest = {**base, "stream_grads": True, **({"offload": "host"} if may_offload else {})}
     forms = [{**base, "levels": 1}, {**smallest, "levels": 1}]
     if not limits.shared and limits.host_bytes > 0:
@@ -274,16 +270,16 @@ def _chunk_order_forms(limits: Limits, fixed_fields: Mapping[str, Any]) -> Itera
     seen: list[Schedule] = []
     for form in forms:
         with suppress(ArgumentError):  # the user's fields exclude this form
-            schedule = Schedule(**{**form, **_schedule_fields(fixed_fields)})
+            schedule = Schedule(**{**form, **_schedule_fields(fixed)})
             if schedule not in seen:
                 seen.append(schedule)
                 yield form
 
 
-def _schedule_fields(fixed_fields: Mapping[str, Any]) -> dict[str, Any]:
+def _schedule_fields(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields without ``offload_dir`` if nothing is offloaded to disk."""
-    disk = fixed_fields.get("offload") == "disk"
-    return {name: value for name, value in fixed_fields.items() if disk or name != "offload_dir"}
+    disk = fixed.get("offload") == "disk"
+    return {name: value for name, value in fixed.items() if disk or name != "offload_dir"}
 
 
 def _simulate_form(workload: Workload, chosen: dict[str, Any], simulate: Simulate) -> SimulatedSchedule | None:
@@ -299,4 +295,4 @@ def excess_bytes(step: Simulation, limits: Limits) -> float:
 
 
 def _tier_usage(found: SimulatedSchedule, limits: Limits) -> tuple[tuple[float, int], ...]:
-    return limits.tiers(found[1].peak_bytes, found[1].host_bytes, found[1].disk_bytes)
+    return limits.usage_and_limits(found[1].peak_bytes, found[1].host_bytes, found[1].disk_bytes)

@@ -110,23 +110,21 @@ class Estimator:
         self.plain_figures = Figures.from_simulation(simulate(workload, plain))
         self.simulations = 1
 
-        def simulate_added(**choice: Any) -> Figures:
+        def added_by(**choice: Any) -> Figures:
             self.simulations += 1
             return Figures.from_simulation(simulate(workload, replace(plain, **choice))).plus(self.plain_figures, -1.0)
 
         self._wide_chunk_figures = (
-            simulate_added(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
+            added_by(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
         )
-        self._kv_figures = simulate_added(keep_kv="device")
-        self._attention_figures = simulate_added(keep_attention="device")
-        self.kept_layer_figures = simulate_added(keep_layers=1) if plain.weights == "device" else Figures({})
+        self._kv_figures = added_by(keep_kv="device")
+        self._attention_figures = added_by(keep_attention="device")
+        self.kept_layer_figures = added_by(keep_layers=1) if plain.weights == "device" else Figures({})
         """Figures that one layer kept whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         model: Any = workload.make_model()
         embedding: Tensor = model.get_input_embeddings().weight
-        self._recopied_weight_figures = Figures(
-            {f"{WORK}moved_bytes": float(recopied_weight_bytes(model, workload, 1))}
-        )
+        self._recopied_figures = Figures({f"{WORK}moved_bytes": float(recopied_weight_bytes(model, workload, 1))})
         """Figures that one extra forward adds by copying weights from the host; 0 if weights are on the device."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
@@ -160,10 +158,10 @@ class Estimator:
         if self.wide_chunk == self.chunk:
             return self.plain_figures
         chunk = min(chunk, self.length)
-        chunk_size_ratio = (chunk - self.chunk) / (self.wide_chunk - self.chunk)
-        chunk_count_ratio = (1 / chunk - 1 / self.chunk) / (1 / self.wide_chunk - 1 / self.chunk)
+        bytes_ratio = (chunk - self.chunk) / (self.wide_chunk - self.chunk)
+        work_ratio = (1 / chunk - 1 / self.chunk) / (1 / self.wide_chunk - 1 / self.chunk)
         more = {
-            n: v * (chunk_count_ratio if n.startswith(WORK) else chunk_size_ratio)
+            n: v * (work_ratio if n.startswith(WORK) else bytes_ratio)
             for n, v in self._wide_chunk_figures.values.items()
         }
         return self.plain_figures.plus(Figures(more))
@@ -177,7 +175,7 @@ class Estimator:
             held = min(streamed, _max_stored_inputs(schedule, self.layers))
             forward = self._extra_forward_figures(attention=schedule.keep_attention == "no")
             total = self._device_figures(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
-            total = total.plus(self._recopied_weight_figures, sum(extra_forwards(schedule, self.layers)))
+            total = total.plus(self._recopied_figures, sum(extra_forwards(schedule, self.layers)))
             streamed = held
         if schedule.offload != "device":
             # The gradient passed between layers is offloaded too, unless it can replace a stored input.

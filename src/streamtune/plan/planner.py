@@ -220,8 +220,8 @@ def _choose_in_layer_order(
         workload,
         len(layers),
         simulate,
-        chunks=search_space.options("chunk_size"),
-        head_chunk=search_space.options("head_chunk_size")[-1],
+        chunks=search_space.field_values("chunk_size"),
+        head_chunk=search_space.field_values("head_chunk_size")[-1],
         common_fields=search_space.common_fields,
     )
     tried: dict[Schedule, Simulation] = {}
@@ -335,10 +335,8 @@ def _rank_candidates(
 
     ``reduced_limits`` has the memory to plan with for chunk sizes whose estimates were too low.
     """
-    return sorted(
-        enumerate_candidates(search_space, estimator, limits, reduced_limits),
-        key=lambda candidate: _score(candidate, pace),
-    )
+    found = enumerate_candidates(search_space, estimator, limits, reduced_limits)
+    return sorted(found, key=lambda candidate: _score(candidate, pace))
 
 
 def _predict_seconds(candidate: Candidate, pace: Pace) -> float:
@@ -492,12 +490,10 @@ def plan_step(
         names = ", ".join(Schedule.__dataclass_fields__)
         raise ArgumentError(f"unknown schedule field {unknown[0]!r}", fix=f"fields: {names}")
     device_type = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
-    device_memory_bytes = _parse_bytes(device_memory, "device_memory")
-    if device.type == "meta" and device_memory_bytes is None:
+    memory_bytes = _parse_bytes(device_memory, "device_memory")
+    if device.type == "meta" and memory_bytes is None:
         raise ArgumentError("a model on meta has no device", fix="pass device_memory, such as '80GiB'")
-    device_bytes = (
-        device_memory_bytes if device_memory_bytes is not None else _free_bytes(device) + device_model_bytes(model)
-    )
+    device_bytes = memory_bytes if memory_bytes is not None else _free_bytes(device) + device_model_bytes(model)
     host_bytes = _parse_bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")
     limits = Limits(
@@ -508,7 +504,7 @@ def plan_step(
         shared=device_type == "cpu",
     )
     limits = add_offloaded_weights(
-        limits, model, device_given=device_memory_bytes is not None, host_given=host_bytes is not None
+        limits, model, device_given=memory_bytes is not None, host_given=host_bytes is not None
     )
     dtype = torch.bfloat16 if autocast else next(p.dtype for p in model.parameters() if p.is_floating_point())
     rates = sheet_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)

@@ -177,38 +177,36 @@ MAX_LENGTH = 1 << 30
 COARSE_TOLERANCE = 0.05
 """Relative tolerance of the length that another number of ranks would allow."""
 
-MIN_LENGTH, LENGTH_MULTIPLE = 64, 64
+MIN_LENGTH, MULTIPLE = 64, 64
 """Shortest row length that is suggested, and the multiple to which lengths are rounded down, in tokens."""
 
 
-def smallest_schedule(limits: Limits, fixed_fields: Mapping[str, Any]) -> Schedule:
+def smallest_schedule(limits: Limits, fixed: Mapping[str, Any]) -> Schedule:
     """Return the schedule with the smallest chunks, ``levels: 2`` and nothing kept.
 
-    Layer inputs are stored on the first of disk, host and device that has memory and that ``fixed_fields`` allow.
-    ``fixed_fields`` do not change, except ``offload_dir`` if nothing is offloaded to disk.
+    Layer inputs are stored on the first of disk, host and device that has memory and that ``fixed`` allow.
+    ``fixed`` do not change, except ``offload_dir`` if nothing is offloaded to disk.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
         tiers.insert(0, "host")
-    if limits.disk_bytes and "offload_dir" in fixed_fields:
+    if limits.disk_bytes and "offload_dir" in fixed:
         tiers.insert(0, "disk")
-    tiers += [
-        tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in fixed_fields)
-    ]
+    tiers += [tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in fixed)]
     sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
     for offload, levels in product(tiers, (2, 1)):
-        chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **fixed_fields}
+        chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **fixed}
         if chosen["offload"] != "disk":
             chosen.pop("offload_dir", None)
         with suppress(ArgumentError):  # the user's fields exclude this tier
             return Schedule(**chosen)
-    return Schedule(**fixed_fields)
+    return Schedule(**fixed)
 
 
 def smallest_step(
     workload: Workload,
     limits: Limits,
-    fixed_fields: Mapping[str, Any],
+    fixed: Mapping[str, Any],
     simulate: Simulate,
 ) -> tuple[Schedule, Simulation]:
     """Return the schedule that needs the least memory, and its simulated step.
@@ -216,55 +214,51 @@ def smallest_step(
     The schedule is :func:`smallest_schedule`, or a form of ``order: chunk`` that exceeds the limits less. If host or
     disk is too small for all layer inputs, the remaining inputs stay on the device, provided that the step then fits.
     """
-    schedule = smallest_schedule(limits, fixed_fields)
+    schedule = smallest_schedule(limits, fixed)
     found = simulate(workload, schedule)
-    if (fixed_fields.get("order") == "chunk" or excess_bytes(found, limits) > 0) and allows_chunk_order(
-        fixed_fields, workload.cluster
+    if (fixed.get("order") == "chunk" or excess_bytes(found, limits) > 0) and allows_chunk_order(
+        fixed, workload.cluster
     ):
-        by_chunks = find_smallest_chunk_order(workload, limits, fixed_fields, simulate)
+        by_chunks = find_smallest_chunk_order(workload, limits, fixed, simulate)
         if by_chunks is not None and excess_bytes(by_chunks[1], limits) < excess_bytes(found, limits):
             return by_chunks
-    usable, offloaded_bytes = (
+    usable, offloaded = (
         (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
     )
-    if limits.shared or schedule.offload == "device" or "device_layers" in fixed_fields or offloaded_bytes <= usable:
+    if limits.shared or schedule.offload == "device" or "device_layers" in fixed or offloaded <= usable:
         return schedule, found
-    input_bytes = (
-        found.host_terms.get("layer inputs", offloaded_bytes) if schedule.offload == "host" else offloaded_bytes
-    )
+    input_bytes = found.host_terms.get("layer inputs", offloaded) if schedule.offload == "host" else offloaded
     layers = len(decoder_layers(workload.make_model()))
-    count = min(layers, math.ceil((offloaded_bytes - usable) / input_bytes * layers)) if input_bytes else layers
+    count = min(layers, math.ceil((offloaded - usable) / input_bytes * layers)) if input_bytes else layers
     mixed = replace(schedule, device_layers=count)
     step = simulate(workload, mixed)
     return (mixed, step) if excess_bytes(step, limits) <= 0 else (schedule, found)
 
 
-def longest_row_from(workload: Workload, limits: Limits, fixed_fields: Mapping[str, Any]) -> int:
+def longest_row_from(workload: Workload, limits: Limits, fixed: Mapping[str, Any]) -> int:
     """Return the length in tokens of the longest row that fits, with a tolerance of 5%.
 
     The search begins at the workload's length; the result is 0 if the workload's length does not fit.
     """
     least = workload.length
     search_range = Range(first=least, least=least, most=MAX_LENGTH, step=1, share=COARSE_TOLERANCE, grain=1024)
-    return _search_length(workload, limits, fixed_fields, simulate, search_range)
+    return _search_length(workload, limits, fixed, simulate, search_range)
 
 
-def longest_row_up_to(workload: Workload, limits: Limits, fixed_fields: Mapping[str, Any], simulate: Simulate) -> int:
+def longest_row_up_to(workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate) -> int:
     """Return the length in tokens of the longest row that fits, up to the workload's length; 0 if no length fits.
 
-    The tolerance is 1% or :data:`LENGTH_MULTIPLE` tokens, whichever is larger.
+    The tolerance is 1% or :data:`MULTIPLE` tokens, whichever is larger.
     """
-    search_range = Range(
-        first=workload.length, least=MIN_LENGTH, most=workload.length, step=LENGTH_MULTIPLE, grain=LENGTH_MULTIPLE
-    )
-    return _search_length(workload, limits, fixed_fields, simulate, search_range)
+    search_range = Range(first=workload.length, least=MIN_LENGTH, most=workload.length, step=MULTIPLE, grain=MULTIPLE)
+    return _search_length(workload, limits, fixed, simulate, search_range)
 
 
 def _search_length(
-    workload: Workload, limits: Limits, fixed_fields: Mapping[str, Any], simulate: Simulate, search_range: Range
+    workload: Workload, limits: Limits, fixed: Mapping[str, Any], simulate: Simulate, search_range: Range
 ) -> int:
     def attempt(length: int) -> Attempt:
-        _, step = smallest_step(replace(workload, length=length), limits, fixed_fields, simulate)
+        _, step = smallest_step(replace(workload, length=length), limits, fixed, simulate)
         filled = limits.fullest_tier_fraction(step.peak_bytes, step.host_bytes, step.disk_bytes)
         return Attempt(excess_bytes(step, limits) <= 0, filled)
 

@@ -238,7 +238,7 @@ class _Messages:
             yield replace(flow, seconds=flow.seconds * cluster.sequence_size)
 
     def _ring_flows(
-        self, kv_bytes: int, kv_grad_bytes: int, forwards: float, layers: float, chunks: int
+        self, kv_bytes: int, grad_bytes: int, forwards: float, layers: float, chunks: int
     ) -> Iterator[Flow]:
         """Yield the flows of ``ring``.
 
@@ -247,7 +247,7 @@ class _Messages:
         """
         hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
         yield self._hop_flow("keys and values passed on", (forwards + layers) * hops, kv_bytes * visits, chunks)
-        yield self._hop_flow("their gradients passed on", layers * (hops + 1), kv_grad_bytes * visits, chunks)
+        yield self._hop_flow("their gradients passed on", layers * (hops + 1), grad_bytes * visits, chunks)
 
     def _hop_flow(self, what: str, hops: float, size: float, chunks: int) -> Flow:
         """Return the flow of ``size`` bytes (the sum over all chunks) that are passed on ``hops`` times."""

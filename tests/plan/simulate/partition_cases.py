@@ -50,7 +50,7 @@ def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) 
         model = _adapted(recipe, model)
     cluster = cluster_of(recipe, model, RequestedRanks(world.size, 1), Links())
     workload = make_workload(recipe, model, LongestStep(LENGTH), torch.device("cpu"), cluster)
-    found = ResidentMemory.of(model, workload).with_schedule(model, workload, schedule)
+    found = ResidentMemory.of_model(model, workload).with_schedule(model, workload, schedule)
     ahead = max(map(shardable_bytes, decoder_layers(model))) if recipe.fsdp else 0
     return {
         "weights": found.weights,

@@ -54,16 +54,14 @@ def cost_kind(func: Any) -> Cost:
         return "product"
     returns = func._schema.returns
     aliases = [item.alias_info for item in returns]
-    if name == "_unsafe_view" or (
-        not func._schema.is_mutable and not any(_is_tensor_type(item.type) for item in returns)
-    ):
+    if name == "_unsafe_view" or (not func._schema.is_mutable and not any(_is_tensor(item.type) for item in returns)):
         return "view"
     if any(alias is not None and not alias.is_write for alias in aliases):
         return "view"
     return "allocation" if name in ALLOCATING else "other"
 
 
-def _is_tensor_type(schema_type: Any) -> bool:
+def _is_tensor(schema_type: Any) -> bool:
     return "Tensor" in str(schema_type)
 
 

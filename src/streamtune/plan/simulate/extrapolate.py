@@ -316,7 +316,7 @@ class StepLayout:
                 yield ShorterStep(kept, length, shorter, longer, count, share * factor)
 
 
-def make_step_layout(
+def make_layout(
     model: Any, schedule: Schedule, length: int, *, streamed: bool, layers: bool, chunks: bool
 ) -> StepLayout:
     """Return the layout of a step: which layers and chunks can be omitted.

@@ -269,7 +269,7 @@ class ResultShapes:
 
     layouts: ClassVar[dict[Any, Any]] = {}
 
-    def call(self, func: Any, kind: ResultKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_operator(self, func: Any, kind: ResultKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``func(*args, **kwargs)``, created from the cached layout on a cache hit.
 
         ``kind`` is the result of :func:`classify_result`.
@@ -529,9 +529,7 @@ class MetaAutocast:
             return args, {**kwargs, "dtype": torch.float32} if _is_castable(first) and not dtype_given else kwargs
         lower = torch.get_autocast_dtype(self.switch)
         dtype = lower if rule == "lower" else torch.float32
-        if rule == "widest" and not any(
-            x.dtype == torch.float32 for x in _castable_tensors((args, tuple(kwargs.values())))
-        ):
+        if rule == "widest" and not any(x.dtype == torch.float32 for x in _castables((args, tuple(kwargs.values())))):
             dtype = lower
         return self._cast(args, dtype), {name: self._cast(item, dtype) for name, item in kwargs.items()}
 
@@ -555,9 +553,9 @@ def _is_castable(item: Any) -> bool:
     return item.is_floating_point() and item.dtype != torch.float64
 
 
-def _castable_tensors(item: Any) -> Iterator[Tensor]:
+def _castables(item: Any) -> Iterator[Tensor]:
     if isinstance(item, (tuple, list)):
         for part in item:
-            yield from _castable_tensors(part)
+            yield from _castables(part)
     elif _is_castable(item):
         yield item

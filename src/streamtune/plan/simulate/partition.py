@@ -99,9 +99,9 @@ class ResidentMemory:
         return self.weights + self.master + self.state + self.gradients + self.buckets
 
     @classmethod
-    def of(cls, model: nn.Module, workload: Workload, weights_in: WeightTier = "device") -> ResidentMemory:
-        """Return the memory for a model on ``meta``, with ``levels: 1`` and weights stored on tier ``weights_in``."""
-        if weights_in == "host":
+    def of_model(cls, model: nn.Module, workload: Workload, weights_tier: WeightTier = "device") -> ResidentMemory:
+        """Return the memory for a model on ``meta``, with ``levels: 1`` and weights stored on tier ``weights_tier``."""
+        if weights_tier == "host":
             return _resident_memory_with_host_weights(model, workload)
         cluster = workload.cluster
         scales = quantization_scale_bytes(model) if cluster.gathers_layers else 0
@@ -391,7 +391,7 @@ def _measure_optimizer_step(
         temporary = _peak_bytes(trace, "optimizer") - before
         if workload.step.gradients == "layer":
             temporary = max(
-                (_measure_step_of_one_weight(trace, optimizer, p, trained) for p in _distinct_weights(optimizer)),
+                (_measure_weight_step(trace, optimizer, p, trained) for p in _distinct_weights(optimizer)),
                 default=0,
             )
     gradients = sum(p.nbytes for p in trained)
@@ -412,9 +412,7 @@ def _distinct_weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def _measure_step_of_one_weight(
-    trace: Trace, optimizer: Any, weight: nn.Parameter, trained: Sequence[nn.Parameter]
-) -> int:
+def _measure_weight_step(trace: Trace, optimizer: Any, weight: nn.Parameter, trained: Sequence[nn.Parameter]) -> int:
     if weight.grad is None:
         return 0
     held = [(p, p.grad) for p in trained if p is not weight]

@@ -31,7 +31,7 @@ from streamtune.plan.simulate.extrapolate import (
     UnlikeError,
     combine_steps,
     layer_kinds,
-    make_step_layout,
+    make_layout,
     repeat_period,
 )
 from streamtune.plan.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
@@ -171,7 +171,7 @@ def resident_memory(workload: Workload, weights: WeightTier = "device") -> Resid
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
         weights, workload.step,
     )  # fmt: skip
-    return cached_fact(model, held, lambda: ResidentMemory.of(model, workload, weights))
+    return cached_fact(model, held, lambda: ResidentMemory.of_model(model, workload, weights))
 
 
 def _teacher_peak_bytes(workload: Workload, schedule: Schedule) -> int | None:
@@ -221,7 +221,7 @@ def _trace_micro_batch(
     has_many_chunks = streamed and len(schedule.chunks(tokens)) > MAX_CHUNKS_RUN
     uses_scored_layout = scored is not None and shard.size == 1 and not (chunks and has_many_chunks)
     with simulating(workload.device_type):
-        layout = make_step_layout(
+        layout = make_layout(
             model, schedule, tokens, streamed=streamed, layers=layers, chunks=chunks and not uses_scored_layout
         )
     kinds = layer_kinds(model, schedule if streamed else None)
@@ -292,15 +292,15 @@ def _add_fixed_memory(
     phase = max(peaks, key=lambda name: peaks[name][0])
     host = shard.replicated_host_kv_bytes(model, schedule, workload.tokens, workload.rows)
     host += max((int(moments[:, COLUMNS.index("host")].max()) for _, moments in step.cells), default=0)
-    teacher_bytes = workload.saved_teacher_bytes
+    teacher = workload.saved_teacher_bytes
     host_terms = {
         **({"layer inputs": host} if host else {}),
         **resident.host,
-        **({"teacher": teacher_bytes} if teacher_bytes else {}),
+        **({"teacher": teacher} if teacher else {}),
     }
     return Simulation(
         peak_bytes=peaks[phase][0],
-        host_bytes=host + sum(resident.host.values()) + teacher_bytes,
+        host_bytes=host + sum(resident.host.values()) + teacher,
         disk_bytes=max((int(moments[:, COLUMNS.index("disk")].max()) for _, moments in step.cells), default=0),
         terms=peaks[phase][1],
         phase=phase,

@@ -81,13 +81,11 @@ def _describe_optimizer(workload: Workload, model: nn.Module) -> str | None:
     make = workload.make_optimizer
     if make is None:
         return None
-    described: str = cached_fact(
-        model, ("description of the optimizer", make), lambda: _describe_optimizer_groups(make(model))
-    )
+    described: str = cached_fact(model, ("description of the optimizer", make), lambda: _describe_groups(make(model)))
     return described
 
 
-def _describe_optimizer_groups(optimizer: torch.optim.Optimizer) -> str:
+def _describe_groups(optimizer: torch.optim.Optimizer) -> str:
     groups = [
         [len(group["params"]), sorted((name, repr(value)) for name, value in group.items() if name != "params")]
         for group in optimizer.param_groups

@@ -160,9 +160,7 @@ class Trace(LiveBytes):
         self.integers, self.shapes = IntegerValues(), ResultShapes()
         self.cells: dict[CellPlace, Cell] = {}
         self._layer_indices = {id(layer): index for index, layer in enumerate(self._layers)}
-        self._layer_of_parameter = {
-            id(p): index for index, layer in enumerate(self._layers) for p in layer.parameters()
-        }
+        self._param_layers = {id(p): index for index, layer in enumerate(self._layers) for p in layer.parameters()}
         self._chunk_index_by_start: dict[int, int] = {}
         self._counted_moved = (0, 0)
         self._phase = "forward"
@@ -188,7 +186,7 @@ class Trace(LiveBytes):
 
     def begin_earlier_gradients(self, parameter: Tensor) -> None:
         """Begin the cell for gradients of earlier micro-batches of the layer with ``parameter``, if not yet begun."""
-        layer = self._layer_of_parameter.get(id(parameter))
+        layer = self._param_layers.get(id(parameter))
         if (self._place.pass_name, self._place.layer) != (EARLIER_GRADIENTS, layer):
             self.begin_cell("forward", EARLIER_GRADIENTS, layer)
 
@@ -226,7 +224,7 @@ class Trace(LiveBytes):
             if self._place.pass_name == CHAIN_DONE:
                 self.begin_cell("backward", "gradients")
             return
-        index = self._layer_of_parameter.get(id(parameter))
+        index = self._param_layers.get(id(parameter))
         if index is not None and (self._place.phase, self._place.layer) != ("backward", index):
             self.begin_cell("backward", "whole", index)
 
@@ -247,7 +245,7 @@ class Trace(LiveBytes):
         if properties.needs_values:
             answered, out = self.integers.evaluate_if_needed(func, args, given)
         if not answered:
-            out = self.shapes.call(func, properties.result, args, given)
+            out = self.shapes.call_operator(func, properties.result, args, given)
             if properties.fills or not (isinstance(out, Tensor) and out.dtype.is_floating_point):
                 self.integers.attach_values(func, args, given, out)
             elif cost == "view" or copies_to_itself(func, args):

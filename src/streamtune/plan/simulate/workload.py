@@ -217,7 +217,7 @@ class FlopCount:
     @classmethod
     def of_model(cls, model: Any) -> FlopCount:
         weights = trained = 0.0
-        lookup_ids, picked_fraction = _lookup_weight_ids(model), _picked_expert_fraction(model)
+        lookup_ids, picked_fraction = _lookup_weight_ids(model), _picked_fraction(model)
         for name, parameter in model.named_parameters():
             if id(parameter) in lookup_ids or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
                 continue
@@ -269,10 +269,8 @@ def sketch_flops(workload: Workload) -> int:
     model: Any = workload.make_model()
     count, head = FlopCount.of_model(model), model.get_output_embeddings()
     row, last = [(0, workload.length)], decoder_layers(model)[-1]
-    last_layer_weights = sum(count_weights(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
-    last_layer = replace(
-        count, weights=round(last_layer_weights * _picked_expert_fraction(model)), trained=0, windows=count.windows[-1:]
-    )
+    weights = sum(count_weights(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
+    last_layer = replace(count, weights=round(weights * _picked_fraction(model)), trained=0, windows=count.windows[-1:])
     head_flops = 2 * workload.length * (0 if head is None else count_weights(head.weight))
     teacher_flops = 0 if workload.teacher is None else workload.length * workload.teacher.flops
     return count.step_flops(row, FORWARD) + last_layer.step_flops(row) + round(head_flops) + teacher_flops
@@ -298,7 +296,7 @@ def _text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _picked_expert_fraction(model: Any) -> float:
+def _picked_fraction(model: Any) -> float:
     """Return the fraction of the experts that a router picks for a token; 1 without experts."""
     config = _text_config(model)
     count = next((v for name in EXPERT_COUNT_KEYS if isinstance(v := getattr(config, name, None), int) and v), None)
