@@ -24,14 +24,7 @@ from streamtune.distributed.environment import RankEnvironment, read_environment
 from streamtune.distributed.hosts import free_port, listen_at, rank_0_ports, read_hostfile
 from streamtune.distributed.launcher import launch
 from streamtune.distributed.remote import SSH
-from streamtune.distributed.wire import (
-    MAX_UNPROVEN_CALLERS,
-    Admission,
-    Channel,
-    connect_to_rank_0,
-    listen_for_ranks,
-    make_proof,
-)
+from streamtune.distributed.wire import MAX_CALLERS, Admission, Channel, connect_to_rank_0, listen_for_ranks, make_proof
 from streamtune.errors import ArgumentError, DistributedError
 from tests.distributed.ranks_kit import SRC
 from tests.distributed.running import Running, command
@@ -271,7 +264,7 @@ def test_a_program_that_took_the_port_before_rank_0_learns_nothing_and_is_passed
 def test_the_oldest_of_too_many_is_let_go(admission: Any) -> None:
     env, _ = admission
     with ExitStack() as open_:
-        callers = [open_.enter_context(connect(env)) for _ in range(MAX_UNPROVEN_CALLERS + 40)]
+        callers = [open_.enter_context(connect(env)) for _ in range(MAX_CALLERS + 40)]
         callers[0].settimeout(5)
         assert callers[0].recv(1) == b""
 

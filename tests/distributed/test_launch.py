@@ -260,33 +260,21 @@ def test_ranks_of_another_host(
 
 def test_the_rank_that_failed_first_is_named() -> None:
     own = Failure.from_error(DataError("broken", where="rows:1"), 1, "b")
-    accusation = Failure(
+    report = Failure(
         1, "b", "rank 1 on b died without reporting an error, in step 3, batch 1/2", own=False, seen="died"
     )
     echo = Failure.from_error(RuntimeError("connection closed by peer"), 0, "a")
     cases = [
         # An error of one rank, and what the others saw of it.
-        (
-            [RankEnd(0, "a", 1, accusation, noticed_at=1.0), RankEnd(1, "b", 2, own, noticed_at=1.1)],
-            2,
-            "rank 1 on b failed: broken",
-        ),
+        ([RankEnd(0, "a", 1, report, time=1.0), RankEnd(1, "b", 2, own, time=1.1)], 2, "rank 1 on b failed: broken"),
         # A killed rank, whose end made another one fail.
-        (
-            [RankEnd(0, "a", 1, echo, noticed_at=1.0), RankEnd(1, "b", -9, noticed_at=1.1)],
-            137,
-            "rank 1 on b was killed by SIGKILL",
-        ),
+        ([RankEnd(0, "a", 1, echo, time=1.0), RankEnd(1, "b", -9, time=1.1)], 137, "rank 1 on b was killed by SIGKILL"),
         # The same with what was seen of it.
-        (
-            [RankEnd(0, "a", 1, accusation, noticed_at=1.0), RankEnd(1, "b", -9, noticed_at=1.1)],
-            137,
-            "SIGKILL, in step 3, batch 1/2",
-        ),
+        ([RankEnd(0, "a", 1, report, time=1.0), RankEnd(1, "b", -9, time=1.1)], 137, "SIGKILL, in step 3, batch 1/2"),
         # The same error everywhere is nobody's in particular.
         (
             [
-                RankEnd(rank, "a", 2, Failure.from_error(DataError("broken"), rank, "a"), noticed_at=float(rank))
+                RankEnd(rank, "a", 2, Failure.from_error(DataError("broken"), rank, "a"), time=float(rank))
                 for rank in (0, 1)
             ],
             2,

@@ -59,7 +59,7 @@ def test_measured_once(home: Path, measured: list[torch.dtype]):
     assert measured == [torch.float32] * 2 + [torch.bfloat16] * 2  # two rounds
     assert len(told) == 2
     assert cache_file() == home / "streamtune" / "rates.json"
-    assert len(calibrate._cache().read_json()) == 2
+    assert len(calibrate._open_cache().read_json()) == 2
     assert sorted(path.name for path in cache_file().parent.iterdir()) == [".rates.json.lock", "rates.json"]
 
 
@@ -87,7 +87,7 @@ def test_a_relative_cache_home_is_no_home(monkeypatch: pytest.MonkeyPatch):
 def change(**values: object) -> None:
     """Change the cached entry for the CPU in fp32."""
     key = calibrate._cache_key(CPU, torch.float32)
-    calibrate._cache().update(lambda kept: {key: {**kept[key], **values}})
+    calibrate._open_cache().update(lambda kept: {key: {**kept[key], **values}})
 
 
 def ago(**span: float) -> str:
@@ -108,7 +108,7 @@ def test_rates_of_a_busy_moment_are_measured_again(home: Path, monkeypatch: pyte
     rounds = [replace(RATES, matmul_flops=speed) for speed in (1e12, 0.5e12, 0.8e12, 0.8e12)]
     monkeypatch.setattr(calibrate, "measure_rates", lambda device, dtype: rounds.pop(0))
     assert load_rates(CPU, torch.float32).matmul_flops == 1e12  # the better round
-    (kept,) = calibrate._cache().read_json().values()
+    (kept,) = calibrate._open_cache().read_json().values()
     assert kept["spread"] == 0.5
     assert load_rates(CPU, torch.float32).matmul_flops == 1e12
     assert len(rounds) == 2

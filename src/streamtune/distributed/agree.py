@@ -204,7 +204,7 @@ def _find_unreachable_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> l
     """
     if rank not in [leader["rank"] for leader in leaders]:
         return []
-    unreachable = []
+    unreached = []
     for leader in leaders:
         if leader["rank"] != rank:
             try:
@@ -213,8 +213,8 @@ def _find_unreachable_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> l
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 place = f"{leader['address']}:{leader['port']}"
-                unreachable.append(f"rank {leader['rank']} on {leader['host']} ({place}): {reason}")
-    return unreachable
+                unreached.append(f"rank {leader['rank']} on {leader['host']} ({place}): {reason}")
+    return unreached
 
 
 def _check_connections(
@@ -224,16 +224,14 @@ def _check_connections(
     leaders: Sequence[dict[str, Any]],
 ) -> Failure | None:
     """Return a failure that names ranks that cannot reach each other; None if all connections work."""
-    unreachable = {0: _find_unreachable_leaders(leaders, 0)}
+    unreached = {0: _find_unreachable_leaders(leaders, 0)}
     for rank, (channel, _) in callers.items():
         try:
-            unreachable[rank] = channel.receive(CONNECT_SECONDS * max(1, len(leaders)))["unreached"]
+            unreached[rank] = channel.receive(CONNECT_SECONDS * max(1, len(leaders)))["unreached"]
         except (OSError, KeyError):
-            unreachable[rank] = [f"rank 0 on {env.host}: it sent no result"]
+            unreached[rank] = [f"rank 0 on {env.host}: it sent no result"]
     lines = [
-        f"rank {rank} on {hosts[rank]} cannot reach {place}"
-        for rank in sorted(unreachable)
-        for place in unreachable[rank]
+        f"rank {rank} on {hosts[rank]} cannot reach {place}" for rank in sorted(unreached) for place in unreached[rank]
     ]
     if not lines:
         return None
@@ -242,12 +240,7 @@ def _check_connections(
 
 
 def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
-    """Return a failure that lists each fact that differs, with the ranks of each value; None if all facts are equal.
-
-    Args:
-        facts: Facts of each rank, by name.
-        hosts: Host of each rank.
-    """
+    """Return a failure that lists each fact that differs, with the ranks of each value; None if all facts are equal."""
     differences = []
     for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):
         ranks_by_value: dict[str, list[int]] = {}

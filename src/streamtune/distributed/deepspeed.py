@@ -281,12 +281,7 @@ def gather_frozen_weights_on_call(model: nn.Module, config: Mapping[str, Any], l
 
 
 def gather_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each parameter's name, with the full tensor on rank 0 and None on other ranks; all ranks must iterate.
-
-    Args:
-        model: Model, sharded by ZeRO or not.
-        names: Names of the parameters; None: all parameters.
-    """
+    """Yield names (all if ``names`` is None) with the full tensor on rank 0, None on others; all ranks must iterate."""
     import deepspeed
 
     main = distributed.get_rank() == 0

@@ -87,9 +87,9 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
                 where=where,
                 fix=f'set "{key.rpartition(".")[2]}": "auto" there, or change the recipe',
             )
-    if unfilled := list(_auto_keys(config)):
+    if auto_keys := list(_auto_keys(config)):
         raise ArgumentError(
-            f'{source} has {unfilled[0]}: "auto", for which the recipe has no value',
+            f'{source} has {auto_keys[0]}: "auto", for which the recipe has no value',
             where=where,
             fix="set its value there",
         )

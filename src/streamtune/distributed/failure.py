@@ -122,7 +122,7 @@ class RankEnd:
     tail: tuple[str, ...] = ()
     """Last lines of the rank's log."""
     log: str = ""
-    noticed_at: float = field(default_factory=time.monotonic)
+    time: float = field(default_factory=time.monotonic)
     """Monotonic time at which the launcher noticed the end."""
     sent_signals: tuple[int, ...] = ()
     """Signals that the launcher had sent to the rank."""
@@ -140,22 +140,17 @@ class RankEnd:
 
 def error_of_first_failed_rank(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
     """Return the error of the rank that failed first, and the exit code; None if no rank failed."""
-    failed = sorted((end for end in ends if end.code != 0 and not end.was_stopped), key=lambda end: end.noticed_at)
+    failed = sorted((end for end in ends if end.code != 0 and not end.was_stopped), key=lambda end: end.time)
     if not failed:
         return None
     # If the connection between two ranks breaks, each reports that the other failed; rank 0's report counts.
     ends_by_rank = sorted(ends, key=lambda end: end.rank)
     reports_on_others = [end.failure for end in ends_by_rank if end.failure is not None and not end.failure.own]
-    accused_ranks = {failure.rank for failure in reports_on_others}
+    accused = {failure.rank for failure in reports_on_others}
     # Ranks that did not end because of another rank. Killed ranks come first, because their death causes errors.
     candidates = [end for end in failed if end.failure is None or end.failure.own]
     candidates.sort(
-        key=lambda end: (
-            end.noticed_at > failed[0].noticed_at + NOTICE_SECONDS,
-            end.code >= 0,
-            end.rank not in accused_ranks,
-            end.noticed_at,
-        )
+        key=lambda end: (end.time > failed[0].time + NOTICE_SECONDS, end.code >= 0, end.rank not in accused, end.time)
     )
     if not candidates:
         return reports_on_others[0].to_error(), failed[0].exit_code

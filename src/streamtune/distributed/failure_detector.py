@@ -112,13 +112,7 @@ def process_identity() -> tuple[str, int]:
 
 
 def find_unresponsive_rank(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Failure | None:
-    """Return the failure of a rank that is dead, stopped or unreachable; None if every rank responds or has finished.
-
-    Args:
-        peers: State of each rank.
-        now: Monotonic time.
-        limits: Time limits.
-    """
+    """Return the failure of a rank that is dead, stopped or unreachable; None if all ranks respond or have finished."""
     peers = [peer for peer in peers if not peer.has_finished]
     for peer in peers:
         if peer.has_died:
@@ -129,9 +123,7 @@ def find_unresponsive_rank(peers: Iterable[Peer], now: float, limits: WatchLimit
             _check_silent_process(peer, now)
         else:
             peer.was_stopped = False
-    silent = [
-        peer for peer in peers if now - peer.last_heard > limits.silence and now - peer.computed_at > ALIVE_SECONDS
-    ]
+    silent = [p for p in peers if now - p.last_heard > limits.silence and now - p.computed_at > ALIVE_SECONDS]
     if not silent:
         return None
     first = silent[0]
@@ -206,10 +198,6 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
     """Return a failure if no remaining rank makes progress; None if any rank does.
 
     While one rank computes, other ranks may wait for any time: this is not a deadlock.
-
-    Args:
-        peers: State of each rank.
-        limits: Time limits.
     """
     left = [peer for peer in peers if not peer.has_finished]
     if not left or any(peer.beat.phase == "starting" for peer in left):
@@ -269,24 +257,13 @@ class Stragglers:
     def __init__(
         self, window_seconds: float, ratio: float = 1.5, min_steps: int = 20, min_excess: float = 0.05
     ) -> None:
-        self._window_seconds, self._ratio, self._min_steps, self._min_excess_seconds = (
-            window_seconds,
-            ratio,
-            min_steps,
-            min_excess,
-        )
+        self._window_seconds, self._ratio = window_seconds, ratio
+        self._min_steps, self._min_excess = min_steps, min_excess
         self._reports: dict[int, deque[tuple[int, float, float]]] = {}
         self._reported: set[int] = set()
 
     def add(self, rank: int, step: int, busy_seconds: float, now: float) -> None:
-        """Add the step and busy time of a rank's heartbeat.
-
-        Args:
-            rank: The rank.
-            step: Current step of the rank.
-            busy_seconds: Seconds since the rank's start in which it did not wait for other ranks.
-            now: Monotonic time of the heartbeat.
-        """
+        """Add the step and the busy seconds of a heartbeat that arrived at the monotonic time ``now``."""
         reports = self._reports.setdefault(rank, deque())
         if reports and step < reports[-1][0]:
             reports.clear()
@@ -311,11 +288,7 @@ class Stragglers:
         slow = []
         for rank, seconds in step_seconds.items():
             median = statistics.median(other for peer, other in step_seconds.items() if peer != rank)
-            if (
-                seconds > self._ratio * median
-                and seconds - median > self._min_excess_seconds
-                and rank not in self._reported
-            ):
+            if seconds > self._ratio * median and seconds - median > self._min_excess and rank not in self._reported:
                 self._reported.add(rank)
                 slow.append((rank, seconds, median))
         return slow

@@ -106,16 +106,14 @@ class _Sample:
     time: float
     cpu_seconds: float
     """CPU seconds, including child processes."""
-    core_wait_seconds: float
+    wait_seconds: float
     """Seconds that threads waited for a core."""
     file_bytes: int
     net_bytes: int
 
 
 class ProcessActivity:
-    """Activity of this process, sampled by a thread.
-
-    The thread calls :meth:`sample_main_thread` ten times a second, and :meth:`sample_process` once a second.
+    """Activity of this process. A thread samples the main thread ten times a second, and the process once a second.
 
     Args:
         ignored_descriptors: File descriptors of the watchdog's own connections, whose traffic does not count.
@@ -133,7 +131,7 @@ class ProcessActivity:
         self._samples: deque[_Sample] = deque()
         self._bytes_by_socket: dict[str, int] = {}
         self._seconds_by_child: dict[int, float] = {}
-        self._total_net_bytes = 0
+        self._net_bytes = 0
         self._child_seconds = 0.0
 
     def sample_main_thread(self) -> None:
@@ -156,9 +154,7 @@ class ProcessActivity:
         first, last = self._samples[0], self._samples[-1]
         elapsed = last.time - first.time
         if elapsed <= 0 or (
-            is_computing(
-                last.cpu_seconds - first.cpu_seconds, last.core_wait_seconds - first.core_wait_seconds, elapsed
-            )
+            is_computing(last.cpu_seconds - first.cpu_seconds, last.wait_seconds - first.wait_seconds, elapsed)
             or last.file_bytes - first.file_bytes > FILE_BYTES * elapsed
             or last.net_bytes - first.net_bytes > NET_BYTES * elapsed
             or self._moved_at > first.time
@@ -232,11 +228,11 @@ class ProcessActivity:
                     if link.startswith("socket:") and int(name) not in self.ignored_descriptors:
                         bytes_by_socket[link], broken_connection = _read_tcp_bytes(int(name))
                         self.broken_connection = self.broken_connection or broken_connection
-        self._total_net_bytes += sum(
-            max(0, carried - self._bytes_by_socket.get(link, 0)) for link, carried in bytes_by_socket.items()
+        self._net_bytes += sum(
+            max(0, size - self._bytes_by_socket.get(link, 0)) for link, size in bytes_by_socket.items()
         )
         self._bytes_by_socket = bytes_by_socket
-        return self._total_net_bytes
+        return self._net_bytes
 
 
 def _read_tcp_bytes(descriptor: int) -> tuple[int, str]:

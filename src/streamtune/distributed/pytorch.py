@@ -36,7 +36,7 @@ from streamtune.optim import pack_number, unpack_number
 from streamtune.train.backend import TorchBackend
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
+TIMEOUT = timedelta(hours=2)
 """Timeout of a collective: the longest time that a rank may compute. The watchdog notices dead ranks earlier."""
 
 
@@ -57,7 +57,7 @@ def join_process_group(device: torch.device) -> None:
         environment.choose_interface()
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=TIMEOUT,
         store=_make_store(environment),
         rank=environment.rank,
         world_size=environment.world_size,
@@ -78,9 +78,9 @@ def _make_store(environment: RankEnvironment) -> Store:
         return HashStore()
     host, port = environment.master_addr, environment.master_port
     # torchrun has already started a server, to which its ranks connect.
-    starts_server = environment.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_server = environment.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     descriptor = None
-    if starts_server:
+    if is_server:
         try:
             descriptor = listen_at(host, port).detach()
         except OSError as error:
@@ -93,8 +93,8 @@ def _make_store(environment: RankEnvironment) -> Store:
     server = TCPStore(
         host,
         port,
-        is_master=starts_server,
-        timeout=COLLECTIVE_TIMEOUT,
+        is_master=is_server,
+        timeout=TIMEOUT,
         wait_for_workers=False,
         master_listen_fd=descriptor,
     )
@@ -272,12 +272,7 @@ def shard_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def gather_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each parameter's name, with the full tensor on rank 0 and None on other ranks; all ranks must iterate.
-
-    Args:
-        model: Model sharded by FSDP2.
-        names: Names of the parameters; None: all parameters.
-    """
+    """Yield names (all if ``names`` is None) with the full tensor on rank 0, None on others; all ranks must iterate."""
     model.reshard()  # weights stay gathered after a forward without backward
     for name, parameter in model.named_parameters():
         if names is None or name in names:

@@ -57,9 +57,6 @@ def exported_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str
 class RemoteRanks:
     """The processes of the ranks on another machine.
 
-    Args:
-        host: The machine.
-
     Raises:
         DistributedError: The ssh command cannot be run.
     """
@@ -95,10 +92,7 @@ class RemoteRanks:
             thread.start()
 
     def wait_for_hello(self, deadline: float) -> dict[str, Any]:
-        """Wait for the agent's first message; return its version, number of devices and a free port.
-
-        Args:
-            deadline: Monotonic time at which waiting ends.
+        """Wait for the agent's first message until a monotonic time; return its version, devices and a free port.
 
         Raises:
             DistributedError: No message arrived in time, or the connection was closed.

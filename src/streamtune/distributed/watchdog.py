@@ -196,15 +196,8 @@ class Watchdog:
     @staticmethod
     def _make_heartbeat(activity: ProcessActivity, phase: tuple[int, str, bool]) -> Heartbeat:
         place, busy = activity.place, round(activity.busy_seconds, 3)
-        return Heartbeat(
-            *phase,
-            activity.idle_seconds,
-            activity.same_place_seconds,
-            place.text,
-            place.in_collective,
-            busy,
-            activity.broken_connection,
-        )
+        times = activity.idle_seconds, activity.same_place_seconds
+        return Heartbeat(*phase, *times, place.text, place.in_collective, busy, activity.broken_connection)
 
     def _end_process(self, failure: Failure) -> None:
         """Print the failure and end the process, unless the main thread leaves the context within 1 s."""
@@ -251,24 +244,19 @@ def _read_limits() -> WatchLimits | None:
 
 def _is_communication_error(error: BaseException) -> bool:
     """Return True if an error was raised by a collective, as when another rank has ended."""
-    current: BaseException | None = error
-    while current is not None:
-        if isinstance(current, StreamTuneError):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, StreamTuneError):
             return False
-        trace = current.__traceback__
+        trace = cause.__traceback__
         while trace is not None:
             if "/torch/distributed/" in trace.tb_frame.f_code.co_filename:
                 return True
             trace = trace.tb_next
-        text = str(current)
-        if (
-            type(current).__name__ in COMMUNICATION_ERRORS
-            or "gloo" in text
-            or "NCCL" in text
-            or "closed by peer" in text
-        ):
+        text = str(cause)
+        if type(cause).__name__ in COMMUNICATION_ERRORS or "gloo" in text or "NCCL" in text or "closed by peer" in text:
             return True
-        current = current.__cause__
+        cause = cause.__cause__
     return False
 
 

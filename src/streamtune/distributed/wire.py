@@ -141,30 +141,22 @@ def listen_for_ranks(environment: RankEnvironment, purpose: str) -> socket.socke
     )
 
 
-def connect_to_rank_0(
-    environment: RankEnvironment, purpose: str, greeting_entries: dict[str, Any], seconds: float
-) -> Channel:
+def connect_to_rank_0(environment: RankEnvironment, purpose: str, entries: dict[str, Any], seconds: float) -> Channel:
     """Return an admitted connection of this rank to rank 0; retry for ``seconds``.
 
-    Args:
-        environment: Environment of this rank, which is not rank 0.
-        purpose: Purpose of the connection.
-        greeting_entries: Entries of this rank's greeting in addition to rank and host.
-        seconds: Seconds to retry.
+    The greeting of this rank has its rank and host, and the additional ``entries``.
 
     Raises:
         DistributedError: Rank 0 cannot be reached.
     """
     deadline = time.monotonic() + seconds
     address, ports = environment.master_addr, rank_0_ports(environment.master_port)
-    greeting = {"rank": environment.rank, "host": environment.host, **greeting_entries}
+    greeting = {"rank": environment.rank, "host": environment.host, **entries}
     reason = "no answer"
     while True:
         for port in ports:
             try:
-                return _connect_at_port(
-                    environment, purpose, greeting, port, max(0.2, min(3.0, deadline - time.monotonic()))
-                )
+                return _connect(environment, purpose, greeting, port, max(0.2, min(3.0, deadline - time.monotonic())))
             except OSError as error:
                 reason = str(error)
             if time.monotonic() > deadline:
@@ -175,9 +167,7 @@ def connect_to_rank_0(
         time.sleep(0.1)
 
 
-def _connect_at_port(
-    env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float
-) -> Channel:
+def _connect(env: RankEnvironment, purpose: str, greeting: dict[str, Any], port: int, seconds: float) -> Channel:
     with allow_rank_connections():
         channel = Channel(socket.create_connection((env.master_addr, port), timeout=seconds))
     nonce = secrets.token_hex(16)
@@ -201,7 +191,7 @@ def _connect_at_port(
     return channel
 
 
-MAX_UNPROVEN_CALLERS = 128
+MAX_CALLERS = 128
 """Largest number of connections without a proof; one more closes the oldest connection."""
 MAX_GREETING_BYTES = 8192
 """Largest greeting, in bytes."""
@@ -290,7 +280,7 @@ class Admission:
             connection, _ = self._server.accept()
         except OSError:
             return
-        if len(self._callers) >= MAX_UNPROVEN_CALLERS:
+        if len(self._callers) >= MAX_CALLERS:
             self._close_caller(next(iter(self._callers.values())))
         connection.setblocking(False)
         self._callers[connection] = _Caller(Channel(connection, MAX_GREETING_BYTES), time.monotonic() + ANSWER_SECONDS)

@@ -121,9 +121,7 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
         again = " again" if cached is not None else ""
         notify(f"measuring{again} how fast {_describe_device(device)} is")
         measured = _measure_two_rounds(device, dtype)
-        if (
-            cached is not None and cached.spread > BUSY_SPREAD
-        ):  # the machine was busy then: the faster value of each rate counts
+        if cached is not None and cached.spread > BUSY_SPREAD:  # the machine was busy: the faster rates count
             measured = replace(measured, rates=_faster_rates(cached.rates, measured.rates))
         cached = measured
         _update_cache(device, dtype, lambda _: measured)

@@ -32,8 +32,6 @@ MIN_LAYERS_FOR_SEGMENTS = 4
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule with its estimated bytes and work."""
-
     schedule: Schedule
     figures: Figures
 
@@ -145,9 +143,9 @@ def _with_device_layers(
     if schedule.offload == "disk":
         missing_bytes, bytes_per_layer = figures.disk_bytes - limits.disk, -layer_figures.disk_bytes
     min_count = math.ceil(missing_bytes / bytes_per_layer) if missing_bytes > 0 and bytes_per_layer > 0 else 0
-    counts = (
-        {min_count, max_count} if "device_layers" not in search_space.fixed else {search_space.fixed["device_layers"]}
-    )
+    counts = {min_count, max_count}
+    if "device_layers" in search_space.fixed:
+        counts = {search_space.fixed["device_layers"]}
     for count in sorted(counts):
         if 0 < count <= search_space.layers:
             yield Candidate(replace(schedule, device_layers=count), figures.plus(layer_figures, count))

@@ -114,9 +114,7 @@ class Estimator:
             self.simulations += 1
             return Figures.from_simulation(simulate(workload, replace(plain, **choice))).plus(self.plain_figures, -1.0)
 
-        self._wide_chunk_figures = (
-            added_by(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
-        )
+        self._wide_figures = added_by(chunk_size=self.wide_chunk) if self.wide_chunk != self.chunk else Figures({})
         self._kv_figures = added_by(keep_kv="device")
         self._attention_figures = added_by(keep_attention="device")
         self.kept_layer_figures = added_by(keep_layers=1) if plain.weights == "device" else Figures({})
@@ -161,8 +159,7 @@ class Estimator:
         bytes_ratio = (chunk - self.chunk) / (self.wide_chunk - self.chunk)
         work_ratio = (1 / chunk - 1 / self.chunk) / (1 / self.wide_chunk - 1 / self.chunk)
         more = {
-            n: v * (work_ratio if n.startswith(WORK) else bytes_ratio)
-            for n, v in self._wide_chunk_figures.values.items()
+            n: v * (work_ratio if n.startswith(WORK) else bytes_ratio) for n, v in self._wide_figures.values.items()
         }
         return self.plain_figures.plus(Figures(more))
 

@@ -490,10 +490,10 @@ def plan_step(
         names = ", ".join(Schedule.__dataclass_fields__)
         raise ArgumentError(f"unknown schedule field {unknown[0]!r}", fix=f"fields: {names}")
     device_type = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
-    memory_bytes = _parse_bytes(device_memory, "device_memory")
-    if device.type == "meta" and memory_bytes is None:
+    requested = _parse_bytes(device_memory, "device_memory")
+    if device.type == "meta" and requested is None:
         raise ArgumentError("a model on meta has no device", fix="pass device_memory, such as '80GiB'")
-    device_bytes = memory_bytes if memory_bytes is not None else _free_bytes(device) + device_model_bytes(model)
+    device_bytes = requested if requested is not None else _free_bytes(device) + device_model_bytes(model)
     host_bytes = _parse_bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")
     limits = Limits(
@@ -503,9 +503,7 @@ def plan_step(
         margin=margin,
         shared=device_type == "cpu",
     )
-    limits = add_offloaded_weights(
-        limits, model, device_given=memory_bytes is not None, host_given=host_bytes is not None
-    )
+    limits = add_offloaded_weights(limits, model, device_given=requested is not None, host_given=host_bytes is not None)
     dtype = torch.bfloat16 if autocast else next(p.dtype for p in model.parameters() if p.is_floating_point())
     rates = sheet_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
     meta_model = model if device.type == "meta" else meta_copy(model)

@@ -45,18 +45,13 @@ def make_nothing_fits_error(
     limits: Limits,
     simulate: Simulate,
 ) -> NothingFitsError:
-    """Return the error for a workload that no schedule fits.
-
-    ``tried`` has the simulated schedules, with the schedule that needs the least memory.
-    """
+    """Return the error for a workload that no schedule fits; ``tried`` has the schedule that needs the least memory."""
     simulation = min(tried.values(), key=lambda simulation: excess_bytes(simulation, limits))
     if (error := _host_too_small_error(workload, simulation, limits)) is not None:
         return error
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     largest = _largest_terms(simulation)
-    what = (
-        f"no schedule fits {_describe_rows(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
-    )
+    what = f"no schedule fits {_rows_text(workload)}: {_describe_excess(simulation, limits)}; largest terms: {largest}"
     advice: list[str] = []
     reference = ", reference weights" if workload.reference_bytes else ""
     if base > limits.device:
@@ -136,7 +131,7 @@ def _fixed_host_terms(simulation: Simulation) -> dict[str, int]:
     return {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
 
 
-def _describe_rows(workload: Workload) -> str:
+def _rows_text(workload: Workload) -> str:
     scored = workload.scored
     if scored is None:
         return f"a row of {workload.length:,} tokens"
@@ -222,14 +217,12 @@ def smallest_step(
         by_chunks = find_smallest_chunk_order(workload, limits, fixed, simulate)
         if by_chunks is not None and excess_bytes(by_chunks[1], limits) < excess_bytes(found, limits):
             return by_chunks
-    usable, offloaded = (
-        (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
-    )
-    if limits.shared or schedule.offload == "device" or "device_layers" in fixed or offloaded <= usable:
+    usable, used = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
+    if limits.shared or schedule.offload == "device" or "device_layers" in fixed or used <= usable:
         return schedule, found
-    input_bytes = found.host_terms.get("layer inputs", offloaded) if schedule.offload == "host" else offloaded
+    input_bytes = found.host_terms.get("layer inputs", used) if schedule.offload == "host" else used
     layers = len(decoder_layers(workload.make_model()))
-    count = min(layers, math.ceil((offloaded - usable) / input_bytes * layers)) if input_bytes else layers
+    count = min(layers, math.ceil((used - usable) / input_bytes * layers)) if input_bytes else layers
     mixed = replace(schedule, device_layers=count)
     step = simulate(workload, mixed)
     return (mixed, step) if excess_bytes(step, limits) <= 0 else (schedule, found)

@@ -163,11 +163,9 @@ class EmbeddingSums:
     row_bytes: int
 
     def scratch_bytes(self, func: Any, scratch: int) -> int:
-        """Return the scratch bytes of an operator, bounded by the vocabulary if it is an embedding's backward.
+        """Return ``scratch`` of :func:`scratch_bytes`, bounded by the vocabulary in an embedding's backward.
 
-        Args:
-            func: Operator; None at the beginning of a cell.
-            scratch: Result of the function :func:`scratch_bytes`.
+        ``func`` is None at the beginning of a cell.
         """
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch

@@ -292,11 +292,7 @@ class StepLayout:
     length: int
 
     def middle_period(self, zone_index: int) -> range:
-        """Return the indices in the shorter step of the layers of the period that the longer step runs twice.
-
-        Args:
-            zone_index: Index of the zone.
-        """
+        """Return the indices in the shorter step of the layers of the period that the longer step runs twice."""
         zone = self.layers[zone_index]
         before = sum(len(each.layer_indices(with_extra_period=False)) for each in self.layers[:zone_index])
         first = before + zone.axis.num_first * zone.period

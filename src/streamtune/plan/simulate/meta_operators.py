@@ -156,11 +156,7 @@ class IntegerValues:
                         waiting.value()
                     self._deferred.clear()
                 values = self._evaluate(func, args, kwargs)
-        except (
-            ArgumentError,
-            UnsupportedModelError,
-            RuntimeError,
-        ):  # an argument has no value, or the CPU lacks the operator
+        except (ArgumentError, UnsupportedModelError, RuntimeError):  # no value, or no CPU operator
             if func is aten.index.Tensor and (value := _computed_value(args[0])) is not None:
                 self._attach_uniform_value(results[0], value)
             elif _writes_in_place(func):
@@ -499,9 +495,6 @@ class MetaAutocast:
 
     Autocast is enabled if it is enabled for the device type that :func:`~streamtune.ops.devices.autocast_kind` returns
     for ``meta``.
-
-    Args:
-        device: Type of the simulated device.
     """
 
     def __init__(self, device: str) -> None:

@@ -285,18 +285,13 @@ def bytes_outside_layers(model: nn.Module) -> list[int]:
 def _gathered_bytes(model: nn.Module, cluster: Cluster, recomputed_layers: int) -> dict[str, int]:
     """Return the bytes of gathered weights by phase, without the rank's own shard.
 
-    Args:
-        model: Model on ``meta``.
-        cluster: Devices and engine.
-        recomputed_layers: Largest number of layers in a segment whose forward is recomputed.
+    ``recomputed_layers`` is the largest number of layers in a segment whose forward is recomputed.
     """
     if not cluster.gathers_layers:
         return dict.fromkeys(PHASES, 0)
     layers, outside = decoder_layers(model), bytes_outside_layers(model)
     inner, outer = max(map(shardable_bytes, layers)), max(outside, default=0)
-    if (
-        cluster.engine == "fsdp"
-    ):  # the root's weights stay gathered from the forward on, and the next layer is prefetched
+    if cluster.engine == "fsdp":  # the root's weights stay gathered, and the next layer is prefetched
         root = sum(outside)
         sizes = {"forward": 2 * inner + root, "head": root, "backward": 2 * inner + root}
         # The prefetched layer is the last layer of the segment.

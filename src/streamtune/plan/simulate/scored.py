@@ -120,12 +120,7 @@ class Scored:
         return replace(self, share=False)
 
     def random_batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
-        """Return a batch of random tokens in the layout of the trees, to measure real steps.
-
-        Args:
-            vocabulary: Number of token ids to draw from.
-            device: Device of the tensors.
-        """
+        """Return a batch of random token ids below ``vocabulary`` in the layout of the trees, to measure real steps."""
         draw = torch.Generator().manual_seed(0)
 
         def random_tokens(count: int) -> Tensor:

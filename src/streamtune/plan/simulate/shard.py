@@ -115,16 +115,16 @@ def count_heads(model: Any) -> HeadCounts:
     config = next((c for c in configs if getattr(c, "num_attention_heads", None)), configs[0])
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
-    def first_setting(*names: str) -> int:
+    def setting(*names: str) -> int:
         return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), 0)
 
-    queries = first_setting("num_attention_heads", "n_head") or 1
-    dim = first_setting("head_dim") or first_setting("hidden_size", "n_embd") // queries
+    queries = setting("num_attention_heads", "n_head") or 1
+    dim = setting("head_dim") or setting("hidden_size", "n_embd") // queries
     return HeadCounts(
         queries,
-        first_setting("num_key_value_heads") or queries,
-        first_setting("qk_head_dim") or dim,
-        first_setting("v_head_dim") or dim,
+        setting("num_key_value_heads") or queries,
+        setting("qk_head_dim") or dim,
+        setting("v_head_dim") or dim,
     )
 
 

@@ -293,11 +293,8 @@ def _add_fixed_memory(
     host = shard.replicated_host_kv_bytes(model, schedule, workload.tokens, workload.rows)
     host += max((int(moments[:, COLUMNS.index("host")].max()) for _, moments in step.cells), default=0)
     teacher = workload.saved_teacher_bytes
-    host_terms = {
-        **({"layer inputs": host} if host else {}),
-        **resident.host,
-        **({"teacher": teacher} if teacher else {}),
-    }
+    host_terms = {**({"layer inputs": host} if host else {}), **resident.host}
+    host_terms |= {"teacher": teacher} if teacher else {}
     return Simulation(
         peak_bytes=peaks[phase][0],
         host_bytes=host + sum(resident.host.values()) + teacher,

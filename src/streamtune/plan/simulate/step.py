@@ -137,10 +137,8 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             if step.mode in FUSED_LOSS_MODES:
                 loss = fused_loss(model, ids)
             elif step.scored is None or step.token_loss is not None:
-                with _use_step_loss(scorer, step, teacher_weight) as extra_arguments:
-                    loss = model(
-                        **{"input_ids": ids, "labels": labels, "use_cache": False, **extra_arguments(ids, labels)}
-                    ).loss
+                with _use_step_loss(scorer, step, teacher_weight) as extra:
+                    loss = model(**{"input_ids": ids, "labels": labels, "use_cache": False, **extra(ids, labels)}).loss
             else:
                 loss = _score_completions(scorer, step, ids, labels).sum()
                 trace.begin_cell("head")  # a new cell for the head's second loop over its chunks
@@ -166,13 +164,13 @@ def _use_step_loss(
     if step.scored is not None and step.scored.hides_tokens and step.uses_scored_layout:
         branches = Branches.of(step.scored.trees)
 
-    def extra_arguments(ids: Tensor, targets: Tensor) -> dict[str, Any]:
+    def extra(ids: Tensor, targets: Tensor) -> dict[str, Any]:
         if step.scored is None:
             return {}
         return {"shift_labels": targets, **({} if branches is None else branches.arguments(ids))}
 
     if step.token_loss is None or not isinstance(scorer, StreamHandle):
-        yield extra_arguments
+        yield extra
         return
     teacher: Any = None
     targets_shape = _make_targets(step).shape
@@ -187,7 +185,7 @@ def _use_step_loss(
     with scorer.with_loss(LossRequest(step.token_loss, weights, teacher, top_k)), ExitStack() as stack:
         if branches is not None:
             stack.enter_context(scorer.laid_out(branches))
-        yield extra_arguments
+        yield extra
 
 
 class _MetaTopK(TopKTeacher):
