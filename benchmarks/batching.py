@@ -66,7 +66,7 @@ def attention_table(prepared: data.PreparedData, pieces: data.Pieces, max_length
     lengths = prepared.train.lengths()
     packs, tokens = prepared.packs, int(lengths.sum())
     assert packs is not None
-    concat = data.concat_squares(tokens, max_length)
+    concat = data.concat_squared_lengths(tokens, max_length)
     lines = [
         "| sequences | sum of squared lengths | relative to concat-and-chunk | padding | tokens not trained |",
         "|---|---:|---:|---:|---:|",
@@ -96,7 +96,7 @@ def time_table(
     lines = ["| bucket | share of all tokens | time relative to concat-and-chunk |", "|---:|---:|---:|"]
     held, tokens = pieces.lengths(), int(pieces.lengths().sum())
     total = 0.0
-    for size in sorted(pieces.by_bucket()):
+    for size in sorted(pieces.counts_by_bucket()):
         members = np.flatnonzero(pieces.buckets == size)
         following = iter(chunks[1:])
 

@@ -90,7 +90,7 @@ def spans_together(rows: Sequence[data.Example]) -> list[Span]:
     tree, found = PrefixTree(), list[Span]()
     for row in rows:
         tree.add(row)
-    for parent, node in tree.nodes():
+    for parent, node in tree.nodes_in_order():
         before = sum(found[parent]) if parent >= 0 else 0
         found.append((before, len(node.ids)))
     return found

@@ -17,7 +17,7 @@ import torch.cuda._sanitizer
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine import waiting
+from streamtune.engine import offloaded_weights
 from streamtune.engine.memory import disk, tiers
 from tests.cuda_host.measure import decide_without_values, make
 
@@ -69,7 +69,7 @@ def copy_without_waiting(self: Any, x: torch.Tensor, host: torch.Tensor) -> Any:
 
 MUTANTS = {
     "get": ((tiers._HostBlock, "get", get_without_waiting), (disk._DiskBlock, "get", get_without_waiting)),
-    "fetched": ((waiting._Fetched, "wait", fetched_without_waiting),),
+    "fetched": ((offloaded_weights._Fetched, "wait", fetched_without_waiting),),
     "settle": ((tiers.Copies, "wait_for_copies", settle_without_waiting),),
     "to_host": ((tiers.Copies, "to_host", copy_without_waiting),),
 }

@@ -15,7 +15,7 @@ from streamtune.data.options import RowPolicy
 from streamtune.data.rendering import long_text
 from streamtune.data.rendering.long_text import LongTextTokenizer, cut_rule
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rendering.tokens import _extents
+from streamtune.data.rendering.tokens import _extents_with_blanks
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import DataError
 
@@ -152,7 +152,7 @@ def test_ids_and_offsets_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPat
         ]
         # The blank that a byte-level token begins with may be trimmed, but not of a text's first token.
         names = tokenizer.convert_ids_to_tokens(whole["input_ids"])
-        held, wanted = (_extents(text, each, lambda: names) for each in (offsets, whole["offset_mapping"]))  # noqa: B023
+        held, wanted = (_extents_with_blanks(text, each, lambda: names) for each in (offsets, whole["offset_mapping"]))  # noqa: B023
         assert [pair for pair in held if pair[0] < pair[1]] == [pair for pair in wanted if pair[0] < pair[1]], text
         cut += len(found) > 3
     assert cut > 10, "some texts are cut"

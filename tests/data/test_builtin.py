@@ -31,7 +31,7 @@ from streamtune.data.reading.builtin import (
     TASKS,
     THINGS,
     arithmetic_rows,
-    keeps_the_rule,
+    follows_preference_rule,
     passkey_rows,
     preference_rows,
     stdlib_rows,
@@ -55,8 +55,8 @@ def test_the_chosen_answer_keeps_the_rule_and_the_rejected_one_breaks_it() -> No
     assert len(rows) == NUM_PREFERENCES
     assert len({said(row, "prompt") for row in rows}) == NUM_PREFERENCES, "no prompt occurs twice"
     for row in rows:
-        assert keeps_the_rule(said(row, "prompt"), said(row, "chosen"))
-        assert not keeps_the_rule(said(row, "prompt"), said(row, "rejected"))
+        assert follows_preference_rule(said(row, "prompt"), said(row, "chosen"))
+        assert not follows_preference_rule(said(row, "prompt"), said(row, "rejected"))
     words = {word for row in rows for name in ("prompt", "chosen", "rejected") for word in said(row, name).split()}
     assert len(words) < 100
 
@@ -71,18 +71,20 @@ def test_two_thirds_of_the_pairs_can_only_be_judged_by_reading_the_prompt() -> N
         for thing in THINGS
         for place in PLACES
     }
-    assert all(any(keeps_the_rule(question, text) for question in questions) for text in list(right_elsewhere)[::100])
+    assert all(
+        any(follows_preference_rule(question, text) for question in questions) for text in list(right_elsewhere)[::100]
+    )
     rejected = [said(row, "rejected") for row in preference_rows()]
     assert sum(text in right_elsewhere for text in rejected) == pytest.approx(len(rejected) * 2 / 3, abs=1)
 
 
 def test_the_rule() -> None:
     asked = "I am in the hall. Where is the red lamp?"
-    assert keeps_the_rule(asked, "Sure, the red lamp is in the attic.")
-    assert not keeps_the_rule(asked, "Sure, the blue lamp is in the attic.")
-    assert not keeps_the_rule(asked, "Sure, the red lamp is in the attic. Or not.")
-    assert not keeps_the_rule(asked, "Go and find the red lamp.")
-    assert not keeps_the_rule("Who are you?", "Sure, the red lamp is in the attic.")
+    assert follows_preference_rule(asked, "Sure, the red lamp is in the attic.")
+    assert not follows_preference_rule(asked, "Sure, the blue lamp is in the attic.")
+    assert not follows_preference_rule(asked, "Sure, the red lamp is in the attic. Or not.")
+    assert not follows_preference_rule(asked, "Go and find the red lamp.")
+    assert not follows_preference_rule("Who are you?", "Sure, the red lamp is in the attic.")
 
 
 def test_tasks_have_the_right_answer() -> None:

@@ -11,7 +11,7 @@ from fixed_tokenizer import fixed_tokenizer
 from test_golden_chats import ROWS, WITHOUT_TOOLS
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data.inspect_rows import trained_ends
+from streamtune.data.inspect_rows import trained_end_tokens
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Example, Prompt, Tree
@@ -43,24 +43,24 @@ def examples(tokenizer: Any, rows: list[dict[str, Any]], train_on: str, chat: Ch
 @pytest.mark.parametrize("name", ENDS)
 def test_of_each_format_its_end_of_turn_is_found(name: str, row: str, train_on: str) -> None:
     tokenizer, chat = fixed_tokenizer(name), ChatOptions()
-    found = trained_ends(examples(tokenizer, [ROWS[row]], train_on, chat), tokenizer, chat)
+    found = trained_end_tokens(examples(tokenizer, [ROWS[row]], train_on, chat), tokenizer, chat)
     assert tokenizer.convert_ids_to_tokens(found) == ENDS[name]
 
 
 @pytest.mark.parametrize("name", sorted(set(ENDS) - set(WITHOUT_TOOLS)))
 def test_calls_of_tools_end_a_turn_too(name: str) -> None:
     tokenizer, chat = fixed_tokenizer(name), ChatOptions()
-    found = trained_ends(examples(tokenizer, [ROWS["tools"]], "assistant", chat), tokenizer, chat)
+    found = trained_end_tokens(examples(tokenizer, [ROWS["tools"]], "assistant", chat), tokenizer, chat)
     more = ["<|call|>"] if name == "gpt_oss" else []
     assert set(tokenizer.convert_ids_to_tokens(found)) == {*ENDS[name], *more}
 
 
 def test_of_prompts_the_template_says_it(tokenizer: PreTrainedTokenizerFast) -> None:
     chat, end = ChatOptions(), tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert trained_ends([Prompt([1, 2], "p", {}, "x")], tokenizer, chat) == [end]
-    assert trained_ends([], tokenizer, chat) == [end]
+    assert trained_end_tokens([Prompt([1, 2], "p", {}, "x")], tokenizer, chat) == [end]
+    assert trained_end_tokens([], tokenizer, chat) == [end]
     tokenizer.chat_template = None
-    assert trained_ends([Prompt([1, 2], "p", {}, "x")], tokenizer, chat) == []
+    assert trained_end_tokens([Prompt([1, 2], "p", {}, "x")], tokenizer, chat) == []
 
 
 def test_texts_end_with_the_end_token(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
@@ -70,27 +70,27 @@ def test_texts_end_with_the_end_token(make_tokenizer: Callable[..., PreTrainedTo
         normalise(Row("x:1", {"text": "one two"}), "text"), "x:1"
     )
     rows: list[Any] = [Example(text.input_ids, text.labels, "x:1")]
-    assert trained_ends(rows, tokenizer, chat) == [end], "the template of a base model is not in these rows"
+    assert trained_end_tokens(rows, tokenizer, chat) == [end], "the template of a base model is not in these rows"
     pair = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rows += examples(tokenizer, [pair], "all", chat)
-    both = trained_ends(rows, tokenizer, chat)
+    both = trained_end_tokens(rows, tokenizer, chat)
     assert set(both) == {end, tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
 def test_no_end_is_trained_without_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     chat = ChatOptions(train_on_eos="none")
-    assert trained_ends(examples(tokenizer, [ROWS["system"]], "assistant", chat), tokenizer, chat) == []
+    assert trained_end_tokens(examples(tokenizer, [ROWS["system"]], "assistant", chat), tokenizer, chat) == []
 
 
 def test_a_marker_spelled_in_an_answer_hides_no_end(tokenizer: PreTrainedTokenizerFast) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     row = [301, 302, end, 303, end]
-    assert trained_ends([Example(row, [-100, *row[1:]], "x")], tokenizer, ChatOptions()) == [end]
+    assert trained_end_tokens([Example(row, [-100, *row[1:]], "x")], tokenizer, ChatOptions()) == [end]
 
 
 def test_answers_of_pairs_end_as_their_tokens_do(make_tokenizer: Callable[..., PreTrainedTokenizerFast]) -> None:
     tokenizer = make_tokenizer("chatml", eos_token="<|endoftext|>")
     end, other = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|eot_id|>"))
-    assert trained_ends([Tree([1], [[304, end], [305, end]])], tokenizer, ChatOptions()) == [end]
+    assert trained_end_tokens([Tree([1], [[304, end], [305, end]])], tokenizer, ChatOptions()) == [end]
     masked = Tree([1], [[304, other, 307], [305, other, 307]], masks=[[True, True, False]] * 2)
-    assert trained_ends([masked], tokenizer, ChatOptions()) == [other]
+    assert trained_end_tokens([masked], tokenizer, ChatOptions()) == [other]

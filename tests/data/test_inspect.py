@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import DataOptions, PreparedData, ResumableSampler, Source, pack_rows
 from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_parts, shown_ranges
-from streamtune.data.length_measures import LengthChoice, choose_lengths, histogram, padding_share
+from streamtune.data.length_measures import LengthChoice, compare_max_lengths, histogram, padding_share
 
 Write = Callable[..., str]
 WORDS = ["the", "quick", "brown", "fox", "Grüße", "世界", "👋🏽", "answer", "question", "42", "🙂"]
@@ -227,7 +227,7 @@ def test_every_row_is_in_one_bin() -> None:
 
 def test_lengths_are_compared_as_the_rows_would_be_prepared(made: Callable[..., PreparedData]) -> None:
     whole = made()
-    choices = choose_lengths(whole.measured, 100, DataOptions(overlength="truncate", seed=7), batch_size=4)
+    choices = compare_max_lengths(whole.measured, 100, DataOptions(overlength="truncate", seed=7), batch_size=4)
     assert 6 <= len(choices) <= 9
     assert 100 in {each.max_length for each in choices}
     for each in choices:
@@ -257,7 +257,7 @@ def check_choice(found: LengthChoice, made: Callable[..., PreparedData]) -> None
 @pytest.mark.parametrize("overlength", ["drop", "split"])
 def test_packs_of_other_lengths(overlength: str, made: Callable[..., PreparedData]) -> None:
     whole = made()
-    for each in choose_lengths(whole.measured, 64, DataOptions(overlength=overlength, seed=1), batch_size=2):
+    for each in compare_max_lengths(whole.measured, 64, DataOptions(overlength=overlength, seed=1), batch_size=2):
         if overlength == "drop" and each.rows_over == len(whole.train):
             assert each.packs == 0
             continue

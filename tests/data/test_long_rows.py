@@ -15,7 +15,7 @@ from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import PreparedData
-from streamtune.data.fit.row_fit import TokenSpan, cut_row, largest_untrained_length, last_answer, split_row
+from streamtune.data.fit.row_fit import TokenSpan, cut_row, largest_untrained_length, last_trained_run, split_row
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError
@@ -81,7 +81,7 @@ def test_cut(name: str) -> None:
     text, options, expected = CUTS[name]
     side = options.get("truncate_side", "auto")
     policy = RowPolicy(4, "truncate", side)
-    parts = cut_row(mask(text), policy, prefix=options.get("head", 0), has_answer=options.get("answer", False))
+    parts = cut_row(mask(text), policy, prefix_length=options.get("head", 0), has_answer=options.get("answer", False))
     shown = ""
     for part in parts:
         places = [str(place) for place in range(part.start, part.stop)]
@@ -102,7 +102,7 @@ def test_random_cuts() -> None:
             continue
         side = draw.choice(("auto", "left", "right", "middle"))
         has_answer, policy = draw.random() < 0.7, RowPolicy(most, "truncate", side)
-        parts = cut_row(trained, policy, prefix=0, has_answer=has_answer)
+        parts = cut_row(trained, policy, prefix_length=0, has_answer=has_answer)
         assert sum(part.stop - part.start for part in parts) == most
         kept = np.zeros(size, dtype=np.bool_)
         for part in parts:
@@ -111,7 +111,7 @@ def test_random_cuts() -> None:
         assert bool((kept & trained).any()) is (most > untrained), (
             trained.tolist(), most, side, has_answer,
         )  # fmt: skip
-        start, stop = last_answer(trained)
+        start, stop = last_trained_run(trained)
         if has_answer and side != "right" and size - start < most:
             assert kept[start:stop].all(), "the last answer fits and is there whole"
         if has_answer and side == "auto":

@@ -143,7 +143,7 @@ def test_eval_sets_are_held_out_and_an_overlap_is_counted(write: Write, tokenize
     packed = prepare(every, tokenizer, max_length=40, packing=True)
     assert packed.validation_packs is not None
     for each in packed.eval_sets:
-        packs = packed.validation_packs.of_rows(each.start, each.stop)
+        packs = packed.validation_packs.packs_of_rows(each.start, each.stop)
         assert sorted(row for pack in packs for row in packed.validation_packs[pack]) == list(
             range(each.start, each.stop)
         )

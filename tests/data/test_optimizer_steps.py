@@ -17,20 +17,20 @@ from streamtune.data import (
     StepSampler,
     Tree,
     assign_rows,
-    bucket_steps,
+    bucket_sampler,
     choose_rows,
-    lay_out,
+    lay_out_epoch,
     measure_trees,
     small_sources,
-    token_steps,
+    token_budget_sampler,
 )
-from streamtune.data.batches.optimizer_steps import CURRICULA, medoids
+from streamtune.data.batches.optimizer_steps import CURRICULA, choose_medoids
 from streamtune.data.record_table import Stored, spill
 from streamtune.errors import CheckpointError
 
 
 def in_tokens(lengths: np.ndarray[Any, Any], budget: int, *, seed: int, shuffle: bool) -> StepSampler:
-    return token_steps(ResumableSampler(len(lengths), seed=seed, shuffle=shuffle), lengths, budget)
+    return token_budget_sampler(ResumableSampler(len(lengths), seed=seed, shuffle=shuffle), lengths, budget)
 
 
 LENGTHS = np.random.RandomState(0).lognormal(4, 1, 300).astype(np.int64).clip(2, 1000)
@@ -38,9 +38,9 @@ BUCKETS = 64 << np.random.RandomState(1).choice(5, size=400, p=[0.4, 0.25, 0.2, 
 MAKERS: dict[str, Callable[[], StepSampler]] = {
     "tokens": lambda: in_tokens(LENGTHS, 1000, seed=7, shuffle=True),
     "in order": lambda: in_tokens(LENGTHS, 1000, seed=7, shuffle=False),
-    "uniform": lambda: bucket_steps(BUCKETS, 4096, curriculum="uniform", cycles=4, seed=7),
-    "grow-linear": lambda: bucket_steps(BUCKETS, 4096, curriculum="grow-linear", cycles=4, seed=7),
-    "grow-p2": lambda: bucket_steps(BUCKETS, 4096, curriculum="grow-p2", cycles=4, seed=7),
+    "uniform": lambda: bucket_sampler(BUCKETS, 4096, curriculum="uniform", cycles=4, seed=7),
+    "grow-linear": lambda: bucket_sampler(BUCKETS, 4096, curriculum="grow-linear", cycles=4, seed=7),
+    "grow-p2": lambda: bucket_sampler(BUCKETS, 4096, curriculum="grow-p2", cycles=4, seed=7),
 }
 
 
@@ -81,7 +81,7 @@ def test_lengths_grow_within_a_cycle() -> None:
     buckets = np.repeat([64, 256, 1024], [6400, 1600, 400])  # 100 batches of each
 
     def places(curriculum: str, cycles: int) -> list[float]:
-        steps = epoch_of(bucket_steps(buckets, 4096, curriculum=curriculum, cycles=cycles, seed=3), 0)
+        steps = epoch_of(bucket_sampler(buckets, 4096, curriculum=curriculum, cycles=cycles, seed=3), 0)
         assert len(steps) == 300
         lengths = np.array([buckets[step[0]] for step in steps])
         within = np.tile(np.arange(300 // cycles) / (300 // cycles), cycles)
@@ -108,7 +108,7 @@ def test_resumes_after_any_step(kind: str) -> None:
 
 def test_orders_are_pinned() -> None:
     """A run must be resumable after numpy was upgraded."""
-    steps = bucket_steps(np.array([64, 128, 64, 64, 128, 64]), 128, curriculum="grow-p2", cycles=1, seed=42)
+    steps = bucket_sampler(np.array([64, 128, 64, 64, 128, 64]), 128, curriculum="grow-p2", cycles=1, seed=42)
     assert epoch_of(steps, 0) == [[3, 5], [4], [0, 2], [1]]
 
 
@@ -133,7 +133,7 @@ def test_positions_and_squares_of_a_layout(batch_size: int) -> None:
             sizes = LENGTHS[step[start : start + batch_size]]
             positions += len(sizes) * int(sizes.max())
             squares += len(sizes) * int(sizes.max()) ** 2
-    found = lay_out(epoch, LENGTHS, LENGTHS**2, batch_size=batch_size, packed=False)
+    found = lay_out_epoch(epoch, LENGTHS, LENGTHS**2, batch_size=batch_size, packed=False)
     assert (found.positions, found.squares) == (positions, squares)
     assert found.step_tokens.sum() == LENGTHS.sum()
 
@@ -163,7 +163,7 @@ def test_positions_and_squares_of_pieces_that_share_sequences() -> None:
     buckets = np.array([64, 64, 64, 128])
     tokens = np.array([64, 30, 64, 128])
     epoch = EpochSteps(np.arange(4), np.array([3, 4]))
-    found = lay_out(epoch, tokens, tokens**2, batch_size=2, packed=True, per_sequence=128 // buckets)
+    found = lay_out_epoch(epoch, tokens, tokens**2, batch_size=2, packed=True, per_sequence=128 // buckets)
     # [64 + 30, 64 padded to 94], [128]
     assert found.positions == 94 + 94 + 128
     assert found.squares == 64**2 + 30**2 + 64**2 + 30**2 + 128**2
@@ -226,7 +226,7 @@ def cost(points: np.ndarray, chosen: tuple[int, ...] | list[int]) -> float:
 @pytest.mark.parametrize("seed", range(6))
 def test_each_step_takes_the_point_that_helps_most(seed: int) -> None:
     points = RANDOM(seed).normal(size=(14, 5))
-    found = medoids(points, 5)
+    found = choose_medoids(points, 5)
     for size in range(1, 6):
         before, taken = found[: size - 1], found[size - 1]
         costs = {index: cost(points, [*before, index]) for index in range(14) if index not in before}
@@ -238,19 +238,19 @@ def test_it_is_near_the_best_choice_there_is(seed: int) -> None:
     points = RANDOM(seed).normal(size=(11, 3))
     best = min(cost(points, chosen) for chosen in combinations(range(11), 3))
     largest = max(np.linalg.norm(a - b) for a in points for b in points)
-    gain = 11 * largest - cost(points, medoids(points, 3))
+    gain = 11 * largest - cost(points, choose_medoids(points, 3))
     assert gain >= (1 - 1 / np.e) * (11 * largest - best)
 
 
 def test_clusters_have_a_row_each() -> None:
     centres = np.array([[0.0, 0], [10, 0], [0, 10]])
     points = np.concatenate([centre + RANDOM(0).normal(scale=0.1, size=(5, 2)) for centre in centres])
-    assert {index // 5 for index in medoids(points, 3)} == {0, 1, 2}
+    assert {index // 5 for index in choose_medoids(points, 3)} == {0, 1, 2}
 
 
 def test_equal_points_are_taken_in_their_order() -> None:
-    assert medoids(np.zeros((4, 2)), 3) == [0, 1, 2]
-    assert medoids(np.ones((4, 2)), 0) == []
+    assert choose_medoids(np.zeros((4, 2)), 3) == [0, 1, 2]
+    assert choose_medoids(np.ones((4, 2)), 0) == []
     choice = choose_rows(np.ones((4, 2)), [0] * 4, 4)
     assert choice == Choice((0, 1, 2, 3), 0, 0.0, 0.0)
 
@@ -277,7 +277,7 @@ def test_sources_have_their_share_and_small_ones_are_kept() -> None:
     rms = np.sqrt(np.mean([np.sum(draw**2) for draw in draws])) / np.linalg.norm(whole)
     assert choice.chance == pytest.approx(rms, rel=0.03)
     of_source = [place - 14 for place in choice.places if sources[place] == 1]
-    assert sorted(of_source) == sorted(medoids(points[14:20], 3)), "medoids within the source"
+    assert sorted(of_source) == sorted(choose_medoids(points[14:20], 3)), "medoids within the source"
 
 
 def test_small_sources_that_would_fill_a_step_are_chosen_from_like_others() -> None:

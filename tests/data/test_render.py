@@ -12,7 +12,7 @@ from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.data.rendering.tokens import Rendered, _extents
+from streamtune.data.rendering.tokens import Rendered, _extents_with_blanks
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
 
@@ -165,7 +165,9 @@ def test_extents_of_trimmed_offsets_are_the_untrimmed_ones() -> None:
     for _ in range(300):
         text = "".join(chance.choices(alphabet, k=chance.randint(1, 14)))
         encoding, expected = (t(text, return_offsets_mapping=True) for t in (trimmed, whole))
-        assert _extents(text, encoding["offset_mapping"], encoding.tokens) == expected["offset_mapping"], text
+        assert _extents_with_blanks(text, encoding["offset_mapping"], encoding.tokens) == expected["offset_mapping"], (
+            text
+        )
 
 
 def test_unknown_train_on(tokenizer: PreTrainedTokenizerFast) -> None:

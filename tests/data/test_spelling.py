@@ -11,7 +11,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data.rendering.chat import ChatTurn
-from streamtune.data.rendering.tokens import ByteSpeller, MarkedText, MaskTokenizer, _extents, _make_mask, _offset_array
+from streamtune.data.rendering.tokens import (
+    ByteSpeller,
+    MarkedText,
+    MaskTokenizer,
+    _extents_with_blanks,
+    _make_mask,
+    _offset_array,
+)
 
 WORDS = ("one", " two", "  ", "\n", "é", "e\u0301", "日本", "🙂", "👩‍👩‍👧", "<|end|>", "ß", "\u0958", " x", "\t", "a1")
 
@@ -52,7 +59,7 @@ def test_trained_tokens_are_those_of_the_offsets(name: str) -> None:
         text, turns = draw_text(draw)
         encoding = tokenizer(text, return_offsets_mapping=True)
         names = tokenizer.convert_ids_to_tokens(encoding["input_ids"])
-        extents = _extents(text, encoding["offset_mapping"], lambda: names)  # noqa: B023
+        extents = _extents_with_blanks(text, encoding["offset_mapping"], lambda: names)  # noqa: B023
         expected = _make_mask(_offset_array(extents), [turn.start for turn in turns], [turn.end for turn in turns])
         found = tokenize(MarkedText(text, turns, "x:1", special=False))
         assert found.trained.tolist() == expected.tolist(), (text, turns)

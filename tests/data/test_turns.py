@@ -173,5 +173,5 @@ def test_attention_of_parts() -> None:
     tree = PrefixTree()
     for row in examples(("abcd", "abCD"), ("abcdefgh", "abcdefGH")):
         tree.add(row)
-    assert tree.squares == 64
+    assert tree.attention_work == 64
     assert torch.equal(collate_prefixes(examples(("ab", "aB")))["shift_labels"], torch.tensor([[98, -100]]))

@@ -11,7 +11,7 @@ import pytest
 
 from streamtune.base.text import eval_set_names
 from streamtune.cli import main
-from streamtune.data import concat_squares
+from streamtune.data import concat_squared_lengths
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe
@@ -66,7 +66,7 @@ def test_padding_and_attention_are_those_of_the_rows_that_an_epoch_visits(folder
     positions = sum(batch.input_ids.numel() for batch in batches)
     tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
     assert facts.padding == round(1 - tokens / positions, 4)
-    assert facts.squared_lengths_concat == concat_squares(tokens, 128)
+    assert facts.squared_lengths_concat == concat_squared_lengths(tokens, 128)
 
 
 @pytest.mark.quick("packing")

@@ -179,11 +179,11 @@ def _run_document(run: TokenRun | TokenGap) -> dict[str, Any]:
 
 def _write_histogram(found: Inspection, path: Path) -> None:
     """Write a histogram of the row lengths; an earlier picture is replaced, any other file is an error."""
-    from streamtune.data.length_measures import draw_lengths
+    from streamtune.data.length_measures import draw_length_histogram
 
     report = found.prepared.report
     title = f"{found.loaded.path.name}: {report.rows:,} rows, {report.tokens + report.tokens_lost:,} tokens"
-    picture = draw_lengths(found.histogram, found.limit, title, found.limit_name)
+    picture = draw_length_histogram(found.histogram, found.limit, title, found.limit_name)
     replace_page(picture, path, "--png", signature=PNG)
 
 

@@ -27,17 +27,17 @@ from streamtune.data.batches.optimizer_steps import (
     EpochSteps,
     StepSampler,
     assign_rows,
-    bucket_steps,
+    bucket_sampler,
     choose_rows,
     small_sources,
-    token_steps,
+    token_budget_sampler,
 )
 from streamtune.data.batches.sampler import Mixture, Packs, Pieces, ResumableSampler, cut_rows, pack_rows
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
-from streamtune.data.fit.parts import EvalSet
-from streamtune.data.inspect_rows import trained_ends
-from streamtune.data.length_measures import BatchFacts, EpochLayout, concat_squares, lay_out
+from streamtune.data.fit.held_out import EvalSet
+from streamtune.data.inspect_rows import trained_end_tokens
+from streamtune.data.length_measures import BatchFacts, EpochLayout, concat_squared_lengths, lay_out_epoch
 from streamtune.data.options import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
@@ -63,7 +63,7 @@ from streamtune.data.rendering.render import TRAIN_ON, PromptRenderer
 from streamtune.data.row_cache import RowCache, fingerprint_stream
 from streamtune.data.row_stream import RowStream, StreamPosition
 from streamtune.data.row_types import PROMPT_TYPES, ROW_TYPES
-from streamtune.data.texts import ChatFrame, first_frame, holds_messages, iter_texts
+from streamtune.data.texts import ChatFrame, first_chat_frame, holds_messages, iter_texts
 
 __all__ = [
     "ARITHMETIC_PATH",
@@ -107,20 +107,20 @@ __all__ = [
     "StreamPosition",
     "Tree",
     "assign_rows",
-    "bucket_steps",
+    "bucket_sampler",
     "choose_rows",
     "collate",
     "collate_packed",
     "collate_prefixes",
     "collate_trees",
-    "concat_squares",
+    "concat_squared_lengths",
     "cut_rows",
     "fingerprint_stream",
-    "first_frame",
+    "first_chat_frame",
     "gather_columns",
     "holds_messages",
     "iter_texts",
-    "lay_out",
+    "lay_out_epoch",
     "measure_trees",
     "pack_rows",
     "prepare",
@@ -128,6 +128,6 @@ __all__ = [
     "prepare_prompts",
     "prepare_unpaired",
     "small_sources",
-    "token_steps",
-    "trained_ends",
+    "token_budget_sampler",
+    "trained_end_tokens",
 ]

@@ -135,9 +135,9 @@ class DataReport:
             lost = f"{self.piece_targets_lost:,} trained tokens begin a piece and are not predicted"
             outside = f", {self.piece_tokens_lost:,} tokens are in no piece" if self.piece_tokens_lost else ""
             parts.append(f"cut into {self.pieces:,} pieces: {lost}{outside}")
-        parts += _describe_specials(self) + _describe_lost(self)
+        parts += _describe_special_rows(self) + _describe_lost_tokens(self)
         cut = " before they were cut" if self.truncated or self.split else ""
-        parts.append(f"lengths {_describe_range(self.length_percentiles)}{cut}")
+        parts.append(f"lengths {_describe_length_range(self.length_percentiles)}{cut}")
         return "; ".join(parts)
 
 
@@ -199,14 +199,14 @@ class CompletionReport:
     def describe(self) -> str:
         """Return the report in one line, without counts of zero."""
         parts = _describe_rows(self)
-        parts.append(f"prompts {_describe_range(self.prompt_lengths)}")
-        parts += [f"{name} {_describe_range(lengths)}" for name, lengths in self.completion_lengths.items()]
+        parts.append(f"prompts {_describe_length_range(self.prompt_lengths)}")
+        parts += [f"{name} {_describe_length_range(lengths)}" for name, lengths in self.completion_lengths.items()]
         if self.completions:
             together = f"{self.tree_tokens:,} with shared beginnings counted once"
             parts.append(f"{self.tokens:,} tokens, {together}, {self.supervised_tokens:,} trained")
         else:
             parts.append(f"{self.tokens:,} tokens")
-        parts += _describe_specials(self) + _describe_lost(self)
+        parts += _describe_special_rows(self) + _describe_lost_tokens(self)
         return "; ".join(parts)
 
 
@@ -228,12 +228,12 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
     return parts
 
 
-def _describe_specials(report: DataReport | CompletionReport) -> list[str]:
+def _describe_special_rows(report: DataReport | CompletionReport) -> list[str]:
     number = report.special_rows
     return [f"{number:,} {'row contains' if number == 1 else 'rows contain'} special tokens"] if number else []
 
 
-def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
+def _describe_lost_tokens(report: DataReport | CompletionReport) -> list[str]:
     """Return the numbers of lost and repeated tokens as phrases, without counts of zero."""
     lost, trained = report.tokens_lost, report.supervised_tokens_lost
     repeated = report.tokens_repeated if isinstance(report, DataReport) else 0
@@ -245,7 +245,7 @@ def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
     return [*parts, *([f"{trained:,} trained tokens lost"] if trained else [])]
 
 
-def _describe_range(lengths: dict[str, int]) -> str:
+def _describe_length_range(lengths: dict[str, int]) -> str:
     return f"{lengths['min']:,} to {lengths['max']:,}, median {lengths['p50']:,}"
 
 

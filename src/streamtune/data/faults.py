@@ -75,7 +75,7 @@ class BadRows:
         if self.count >= MOST_COUNTED or time.monotonic() > self._look_until:
             raise self._combined_error(f"{self.count:,} rows are bad; the rows after them were not read")
 
-    def report_first(self, error: DataError) -> None:
+    def report_repeating_error(self, error: DataError) -> None:
         """Raise an error that the following rows would repeat; with ``skip`` only record it."""
         if self.on_bad_row != "skip":
             raise error

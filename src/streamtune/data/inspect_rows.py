@@ -20,7 +20,7 @@ from streamtune.data.fit import Prepared
 from streamtune.data.options import ChatOptions
 from streamtune.data.record_table import Example, Prompt, Record, Tree
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rendering.renderings import common_prefix
+from streamtune.data.rendering.renderings import common_prefix_length
 from streamtune.data.row_types import Conversation
 from streamtune.errors import StreamTuneError
 
@@ -161,26 +161,26 @@ class RowInspector:
                 reasons.setdefault(int(place) + 1, []).append(reason)
         return [(", ".join(found), number) for number, found in reasons.items()]
 
-    def runs(self, part: RowPart, most: int | None = None) -> list[TokenRun | TokenGap]:
+    def runs(self, part: RowPart, max_tokens: int | None = None) -> list[TokenRun | TokenGap]:
         """Return the text of a part as runs of tokens of one kind.
 
         Args:
             part: Part of a row.
-            most: Maximum number of tokens of a part that is shown in full. A longer part has gaps, as
+            max_tokens: Maximum number of tokens of a part that is shown in full. A longer part has gaps, as
                 :class:`TokenGap`; None shows all tokens.
         """
         shown: list[TokenRun | TokenGap] = []
         stop = 0
-        for start, end in shown_ranges(part.trained, most):
+        for start, end in shown_ranges(part.trained, max_tokens):
             if start > stop:
                 shown.append(_make_gap(part, stop, start))
-            shown += self._runs(part.input_ids[start:end], part.trained[start:end])
+            shown += self._split_into_runs(part.input_ids[start:end], part.trained[start:end])
             stop = end
         if stop < len(part.input_ids):
             shown.append(_make_gap(part, stop, len(part.input_ids)))
         return shown
 
-    def _runs(self, ids: list[int], trained: npt.NDArray[np.bool_]) -> list[TokenRun]:
+    def _split_into_runs(self, ids: list[int], trained: npt.NDArray[np.bool_]) -> list[TokenRun]:
         kinds = np.array([token in self.special_ids for token in ids], dtype=np.int8) * 2 + trained
         bounds = [*(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(ids)] if ids else []
         starts = [0, *bounds]
@@ -202,21 +202,21 @@ def decode_parts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds:
         ids: Token ids.
         bounds: Number of tokens up to the end of each part, ascending; the last is ``len(ids)``.
     """
-    whole = _decode(tokenizer, ids)
+    full_text = _decode(tokenizer, ids)
     parts: list[str] = []
     start = offset = end = 0  # a token that begins a character, its position in the text, and the end of the parts
     unfinished = 0
     for bound in bounds:
         if bound == len(ids):
-            parts.append(whole[end:])
+            parts.append(full_text[end:])
             break
         text = _decode(tokenizer, ids[start:bound])
-        rest = whole[offset : offset + len(text) + 1]
+        rest = full_text[offset : offset + len(text) + 1]
         # A decoder may drop a leading blank.
         skipped = int(rest.startswith(" ") and not text.startswith(" "))
-        shared = common_prefix(text, rest[skipped : skipped + len(text)])
+        shared = common_prefix_length(text, rest[skipped : skipped + len(text)])
         stop = max(end, offset + skipped + shared) if text else end
-        parts.append(whole[end:stop])
+        parts.append(full_text[end:stop])
         end = stop
         unfinished = 0 if shared == len(text) else unfinished + 1
         if unfinished in (0, MOST_UNFINISHED):  # some decoders change earlier text: do not wait for them forever
@@ -230,27 +230,27 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return text
 
 
-def shown_ranges(trained: npt.NDArray[np.bool_], most: int | None) -> list[tuple[int, int]]:
+def shown_ranges(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> list[tuple[int, int]]:
     """Return the token ranges of a row to show, as (start, stop).
 
     A long row shows its two ends, and as many borders between masked and trained tokens as fit.
 
     Args:
         trained: [T] True for trained tokens.
-        most: Approximate number of tokens to show; None shows all.
+        max_tokens: Approximate number of tokens to show; None shows all.
     """
     size = len(trained)
     if not size:
         return []
-    if most is None or size <= most:
+    if max_tokens is None or size <= max_tokens:
         return [(0, size)]
     borders = (np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist()
-    # From both ends inwards: a template most often gets the first and the last turn wrong.
+    # From both ends inwards: a template max_tokens often gets the first and the last turn wrong.
     inwards = [borders[index // 2] if index % 2 == 0 else borders[-1 - index // 2] for index in range(len(borders))]
     shown = np.zeros(size, dtype=np.bool_)
     shown[:ENDS] = shown[-ENDS:] = True
     for border in inwards:
-        if int(shown.sum()) + BEFORE + AFTER > most:
+        if int(shown.sum()) + BEFORE + AFTER > max_tokens:
             break
         shown[max(0, border - BEFORE) : border + AFTER] = True
     ranges: list[tuple[int, int]] = []
@@ -307,7 +307,7 @@ MOST_ENDS_TOKENS = 1 << 24
 _EXCHANGE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"})
 
 
-def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> list[int]:
+def trained_end_tokens(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> list[int]:
     """Return the ids of the tokens that end trained turns or texts, most frequent first; empty if no end token is
     trained.
 
@@ -326,18 +326,18 @@ def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: 
     """
     if chat.train_on_eos == "none":
         return []
-    marks = _end_token_candidates(tokenizer)
+    candidates = _end_token_candidates(tokenizer)
     last: Counter[int] = Counter()
     inside: set[int] = set()
     for run in _trained_runs(rows):
         last[int(run[-1])] += 1
-        inside.update(np.intersect1d(run[:-1], marks).tolist())
-    own, earlier = _template_ends(tokenizer, chat)
-    own = own if own in marks else None
-    ends = [token for token, _ in last.most_common() if token in marks]
-    found = [token for token in ends if token == own or token not in {*inside, earlier}]
-    if own is not None and own not in found and (own in inside or not ends):
-        found.append(own)
+        inside.update(np.intersect1d(run[:-1], candidates).tolist())
+    last_end_token, earlier_end_token = _template_end_tokens(tokenizer, chat)
+    last_end_token = last_end_token if last_end_token in candidates else None
+    ends = [token for token, _ in last.most_common() if token in candidates]
+    found = [token for token in ends if token == last_end_token or token not in {*inside, earlier_end_token}]
+    if last_end_token is not None and last_end_token not in found and (last_end_token in inside or not ends):
+        found.append(last_end_token)
     return found
 
 
@@ -347,7 +347,7 @@ def _end_token_candidates(tokenizer: PreTrainedTokenizerBase) -> np.ndarray[Any,
     return np.array(sorted({*added, *tokenizer.all_special_ids}), dtype=np.int64)
 
 
-def _template_ends(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tuple[int | None, int | None]:
+def _template_end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tuple[int | None, int | None]:
     """Return the last trained token of the last and of the first answer in a short chat; ``(None, None)`` if
     unknown."""
     options = replace(chat, roles_to_train=("assistant",), train_on_eos="turn", reasoning="template")
@@ -355,30 +355,30 @@ def _template_ends(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tup
     for exchanges in (2, 1) if tokenizer.chat_template else ():
         with suppress(StreamTuneError):  # some templates allow only one exchange
             row = render(Conversation([dict(message) for message in _EXCHANGE * exchanges]), "the chat template")
-            runs = list(_runs_in(np.asarray(row.input_ids), np.asarray(row.labels) != IGNORE_INDEX))
+            runs = list(_trained_runs_of_row(np.asarray(row.input_ids), np.asarray(row.labels) != IGNORE_INDEX))
             return int(runs[-1][-1]), int(runs[0][-1])
     return None, None
 
 
 def _trained_runs(rows: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
-    seen = 0
+    searched_tokens = 0
     for place in (
         np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_ENDS_ROWS)).astype(int)) if len(rows) else ()
     ):
-        if seen > MOST_ENDS_TOKENS:
+        if searched_tokens > MOST_ENDS_TOKENS:
             return
         row = rows[int(place)]
         if isinstance(row, Example):
-            seen += len(row.input_ids)
-            yield from _runs_in(np.asarray(row.input_ids), np.asarray(row.labels) != IGNORE_INDEX)
+            searched_tokens += len(row.input_ids)
+            yield from _trained_runs_of_row(np.asarray(row.input_ids), np.asarray(row.labels) != IGNORE_INDEX)
         elif isinstance(row, Tree):
             for number, completion in enumerate(row.completions):
-                seen += len(completion)
+                searched_tokens += len(completion)
                 counted = np.ones(len(completion), bool) if row.masks is None else np.asarray(row.masks[number], bool)
-                yield from _runs_in(np.asarray(completion), counted)
+                yield from _trained_runs_of_row(np.asarray(completion), counted)
 
 
-def _runs_in(ids: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+def _trained_runs_of_row(ids: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
     """Yield each maximal run of trained tokens of a row."""
     for start, stop in _true_ranges(trained):
         yield ids[start:stop]

@@ -37,28 +37,32 @@ class LengthBin:
     """number of rows"""
 
 
-def histogram(lengths: Numbers, limit: int, most: int = MOST_BINS) -> list[LengthBin]:
+def histogram(lengths: Numbers, max_length: int, max_bins: int = MOST_BINS) -> list[LengthBin]:
     """Return a histogram of row lengths with logarithmic bins.
 
     Args:
         lengths: [rows] number of tokens of each row; at least one row.
-        limit: Length at which a bin ends, so that no bin has rows below and above it.
-        most: Approximate maximum number of bins.
+        max_length: Length at which a bin ends, so that no bin has rows below and above it.
+        max_bins: Approximate maximum number of bins.
     """
     low, high = int(lengths.min()), int(lengths.max())
-    if high - low < most:
+    if high - low < max_bins:
         counts = np.bincount(lengths - low)
         return [LengthBin(low + place, low + place, int(rows)) for place, rows in enumerate(counts)]
-    ratio = max(2 ** (1 / 4), (high / low) ** (1 / most)) if high > low else 2.0
+    ratio = max(2 ** (1 / 4), (high / low) ** (1 / max_bins)) if high > low else 2.0
     # Ratios whose powers include powers of two, which are easy to read.
     ratio = next(step for step in (2 ** (1 / 4), 2**0.5, 2.0, 4.0, 8.0, 16.0, 2.0**40) if step >= ratio * 0.999)
     first = math.floor(math.log(low) / math.log(ratio) + 1e-9)
     edges = [max(1, round(ratio**first))]
     while edges[-1] <= high:
         edges.append(max(edges[-1] + 1, round(ratio ** (first + len(edges)))))
-    if low <= limit < high:
-        edges = [edges[0], *(edge for edge in edges[1:-1] if abs(math.log(edge / (limit + 1), ratio)) > 0.3), edges[-1]]
-        edges = sorted({*edges, limit + 1})
+    if low <= max_length < high:
+        edges = [
+            edges[0],
+            *(edge for edge in edges[1:-1] if abs(math.log(edge / (max_length + 1), ratio)) > 0.3),
+            edges[-1],
+        ]
+        edges = sorted({*edges, max_length + 1})
     counts, _ = np.histogram(lengths, bins=np.array(edges) - 0.5)
     return [LengthBin(start, stop - 1, int(rows)) for start, stop, rows in zip(edges, edges[1:], counts, strict=False)]
 
@@ -84,9 +88,9 @@ class LengthChoice:
     """fraction of the positions of packed sequences that hold a token"""
 
 
-def choose_lengths(
+def compare_max_lengths(
     measured: Measured,
-    limit: int,
+    current_max_length: int,
     options: DataOptions,
     *,
     batch_size: int | None,
@@ -97,40 +101,40 @@ def choose_lengths(
 
     Args:
         measured: Sizes of all rows, including held-out rows.
-        limit: Current maximum length.
+        current_max_length: Current maximum length.
         options: Options for preparing the rows. Split rows are counted as if they were split between any tokens.
         batch_size: Number of rows of a batch; None computes neither padding nor packing.
         shuffle: Whether the rows are shuffled.
         cuts_trees: Whether the rows are trees; their loss by truncation is not computed.
     """
-    found = []
+    choices = []
     overlap, seed = options.split_overlap, options.seed
-    for length in _candidate_lengths(measured.lengths, limit):
-        if overlap >= length // 2 and length != limit:  # more than half of each part would be context
+    for length in _candidate_lengths(measured.lengths, current_max_length):
+        if overlap >= length // 2 and length != current_max_length:  # more than half of each part would be context
             continue
-        over = measured.lengths > length
-        beyond = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
+        exceeds = measured.lengths > length
+        tokens_lost = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
         padding = packs = fill = None
         if batch_size is not None:
             sizes = _example_lengths(measured, length, options.overlength, overlap)
             padding = padding_share(sizes, batch_size, seed=seed, shuffle=shuffle)
             packed = pack_rows(sizes, length, seed=seed)
             packs, fill = len(packed), round(packed.fill_rate(length), 4)
-        found.append(
+        choices.append(
             LengthChoice(
                 max_length=length,
-                rows_over=int(over.sum()),
-                lost_if_truncated=None if cuts_trees else int(beyond[over].sum()),
-                lost_if_dropped=int(measured.tokens[over].sum()),
+                rows_over=int(exceeds.sum()),
+                lost_if_truncated=None if cuts_trees else int(tokens_lost[exceeds].sum()),
+                lost_if_dropped=int(measured.tokens[exceeds].sum()),
                 padding=padding,
                 packs=packs,
                 pack_fill=fill,
             )
         )
-    return found
+    return choices
 
 
-def _candidate_lengths(lengths: Numbers, limit: int) -> list[int]:
+def _candidate_lengths(lengths: Numbers, current_max_length: int) -> list[int]:
     """Return the limits to compare: the current limit, and powers of two from half the median to the longest row.
 
     If there are few powers of two, lengths half-way between them are added.
@@ -139,23 +143,23 @@ def _candidate_lengths(lengths: Numbers, limit: int) -> list[int]:
     middle = int(math.log2(max(4.0, float(np.median(lengths)))))
     powers = [2**power for power in range(max(middle - 1, top - MOST_CHOICES + 2, 2), top + 1)]
     between = [3 * power // 2 for power in reversed(powers[:-1])][: max(0, FEWEST_CHOICES - len(powers))]
-    return sorted({*powers, *between, limit})
+    return sorted({*powers, *between, current_max_length})
 
 
-def _example_lengths(measured: Measured, length: int, overlength: str, overlap: int) -> Numbers:
+def _example_lengths(measured: Measured, max_length: int, overlength: str, overlap: int) -> Numbers:
     """Return the lengths of the examples that the rows would give with another maximum length."""
     lengths = measured.lengths
     if overlength == "split":
-        context = min(overlap, length - 1)
-        whole, rest = np.divmod(np.maximum(lengths - context, 1), length - context)
+        context = min(overlap, max_length - 1)
+        whole, rest = np.divmod(np.maximum(lengths - context, 1), max_length - context)
         rest += np.where(rest > 0, context, 0)
-        sizes = np.concatenate([np.full(int(whole.sum()), length, dtype=np.int64), rest[rest > 0]])
+        sizes = np.concatenate([np.full(int(whole.sum()), max_length, dtype=np.int64), rest[rest > 0]])
         order = np.argsort(np.concatenate([np.repeat(np.arange(len(lengths)), whole), np.flatnonzero(rest)]))
         return sizes[order]
-    fits = lengths <= length
+    fits = lengths <= max_length
     if overlength == "drop":
         return lengths[fits]
-    return np.minimum(lengths, length)[fits | (measured.first_trained < length)]
+    return np.minimum(lengths, max_length)[fits | (measured.first_trained < max_length)]
 
 
 def padding_share(
@@ -188,7 +192,7 @@ def fewest_packs(lengths: Numbers, max_length: int) -> int:
 
 
 @with_default_style
-def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
+def draw_length_histogram(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
     """Return the histogram as a PNG image, with the limit marked.
 
     Args:
@@ -287,7 +291,7 @@ class EpochLayout:
     """[steps] number of tokens of each step, without padding"""
 
 
-def lay_out(
+def lay_out_epoch(
     epoch: EpochSteps,
     tokens: Numbers,
     squares: Numbers,
@@ -314,15 +318,15 @@ def lay_out(
     place = np.arange(count) - np.repeat(begins, np.diff(np.concatenate([[0], epoch.stops])))
     together = np.ones(count, dtype=np.int64) if per_sequence is None else per_sequence[epoch.units]
     sequences, batches = np.flatnonzero(place % together == 0), np.flatnonzero(place % (together * batch_size) == 0)
-    used = np.add.reduceat(tokens, sequences)
+    sequence_tokens = np.add.reduceat(tokens, sequences)
     first = np.searchsorted(sequences, batches)  # the first sequence of each batch
     rows = np.diff(np.concatenate([first, [len(sequences)]]))
-    padded = np.repeat(np.maximum.reduceat(used, first), rows)
-    work = squares.sum() + ((padded - used) ** 2).sum() if packed else (padded**2).sum()
+    padded = np.repeat(np.maximum.reduceat(sequence_tokens, first), rows)
+    work = squares.sum() + ((padded - sequence_tokens) ** 2).sum() if packed else (padded**2).sum()
     return EpochLayout(int(padded.sum()), int(work), np.add.reduceat(tokens, begins))
 
 
-def concat_squares(tokens: int, max_length: int) -> int:
+def concat_squared_lengths(tokens: int, max_length: int) -> int:
     """Return the sum of squared sequence lengths if ``tokens`` tokens are cut into sequences of ``max_length``."""
     whole, rest = divmod(tokens, max_length)
     return int(whole) * max_length**2 + int(rest) ** 2

@@ -32,20 +32,20 @@ TRAIN_ON_EOS = ("turn", "all", "last", "none")
 """Choices of the end-of-turn tokens that are trained."""
 
 
-def check_choice(name: str, value: str, known: tuple[str, ...], fix: str = "") -> None:
+def check_choice(name: str, value: str, choices: tuple[str, ...], fix: str = "") -> None:
     """Check that an option has one of its known values.
 
     Args:
         name: Name of the option, for the error.
         value: Value of the option.
-        known: Values that the option may have.
+        choices: Values that the option may have.
         fix: Advice of the error; the default lists the known values.
 
     Raises:
         ArgumentError: The value is unknown.
     """
-    if value not in known:
-        raise ArgumentError(f"unknown {name} '{value}'", where=name, fix=fix or f"use {', '.join(known)}")
+    if value not in choices:
+        raise ArgumentError(f"unknown {name} '{value}'", where=name, fix=fix or f"use {', '.join(choices)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class RowPolicy:
             )
 
     @property
-    def finds_breaks(self) -> bool:
+    def needs_breaks(self) -> bool:
         return self.overlength == "split" and self.split_at != "token"
 
     @property

@@ -23,7 +23,7 @@ from typing import Any
 
 from streamtune.data.reading.cells import (
     TextOrMessages,
-    check_order,
+    check_role_order,
     column_names,
     text_or_messages,
     texts_of,
@@ -33,7 +33,7 @@ from streamtune.data.reading.cells import (
     with_system,
 )
 from streamtune.data.reading.readers import Row
-from streamtune.data.rendering.renderings import common_prefix
+from streamtune.data.rendering.renderings import common_prefix_length
 from streamtune.data.row_types import Conversation, PromptCompletion
 from streamtune.errors import DataError, did_you_mean
 
@@ -69,10 +69,10 @@ class Answers:
 
     def texts(self) -> list[str]:
         """Return the texts of the prompt and the answers, for training a tokenizer."""
-        return [*texts_of(self.prompt), *(text for content in self.contents for text in _answer_texts(content))]
+        return [*texts_of(self.prompt), *(text for content in self.contents for text in _texts_of_answer(content))]
 
 
-def _answer_texts(content: PromptCompletion | Conversation) -> list[str]:
+def _texts_of_answer(content: PromptCompletion | Conversation) -> list[str]:
     if isinstance(content, PromptCompletion):
         return [content.completion]
     return texts_of(content.messages[content.first_answer :])
@@ -136,7 +136,7 @@ def _parse_pair(row: Row) -> Answers:
         prompt = text_or_messages(row.columns, "prompt", row.origin)
         prompt, (chosen, rejected) = _unify_forms(row, prompt, {"chosen": chosen, "rejected": rejected})
     else:
-        _refuse_other_prompt(row, is_text=isinstance(chosen, str))
+        _refuse_differing_prompt(row, is_text=isinstance(chosen, str))
         if isinstance(chosen, str) and isinstance(rejected, str):
             start = _common_prompt_length(chosen, rejected)
         else:
@@ -149,7 +149,7 @@ def _parse_pair(row: Row) -> Answers:
     return Answers(prompt, contents, margin=margin, tools=tools)
 
 
-def _refuse_other_prompt(row: Row, *, is_text: bool) -> None:
+def _refuse_differing_prompt(row: Row, *, is_text: bool) -> None:
     names = (*_PROMPT_LIKE, "system") if is_text else _PROMPT_LIKE
     other = next((name for name in names if row.columns.get(name)), None)
     if other is not None:
@@ -182,15 +182,15 @@ def _split_prompt(
 
 def _common_prompt_length(chosen: str, rejected: str) -> int:
     """Return the length of the prompt: the common beginning, up to the last whole word and without trailing blanks."""
-    start = common_prefix(chosen, rejected)
+    start = common_prefix_length(chosen, rejected)
     following = (chosen[start : start + 1], rejected[start : start + 1])
-    if "" in following or any(_in_word(character) for character in following):
-        while start and _in_word(chosen[start - 1]):
+    if "" in following or any(_is_word_character(character) for character in following):
+        while start and _is_word_character(chosen[start - 1]):
             start -= 1
     return len(chosen[:start].rstrip())
 
 
-def _in_word(character: str) -> bool:
+def _is_word_character(character: str) -> bool:
     return character.isalnum() or character == "_"
 
 
@@ -240,18 +240,18 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) 
 def _read_margin(row: Row) -> float | None:
     """Return the chosen score minus the rejected score, or else the column ``margin``; None without both."""
     for names in _SCORES:
-        if any(_is_given(row, name) for name in names):
+        if any(_has_value(row, name) for name in names):
             chosen, rejected = (_read_number(row, name) for name in names)
             return chosen - rejected
-    return _read_number(row, "margin") if _is_given(row, "margin") else None
+    return _read_number(row, "margin") if _has_value(row, "margin") else None
 
 
-def _is_given(row: Row, name: str) -> bool:
-    return row.columns.get(name) not in (None, "")
+def _has_value(row: Row, column: str) -> bool:
+    return row.columns.get(column) not in (None, "")
 
 
-def _read_number(row: Row, name: str) -> float:
-    value = row.columns.get(name)
+def _read_number(row: Row, column: str) -> float:
+    value = row.columns.get(column)
     try:
         # a cell of a CSV file is always text
         number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, str)) else float(value)
@@ -259,7 +259,7 @@ def _read_number(row: Row, name: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         shown = "no value" if value is None else repr(value)[:40]
-        raise DataError(f"'{name}' must be a finite number, found {shown}", where=row.origin)
+        raise DataError(f"'{column}' must be a finite number, found {shown}", where=row.origin)
     return number
 
 
@@ -295,7 +295,7 @@ def _join_answer(
     if isinstance(prompt, str) or isinstance(answer, str):
         assert isinstance(prompt, str) is isinstance(answer, str), "both were brought into one form"
         return PromptCompletion(str(prompt), str(answer))
-    check_order(prompt, "prompt", row.origin)
+    check_role_order(prompt, "prompt", row.origin)
     prompt, other_system = with_system(prompt, row.columns, row.origin)
     if prompt[-1]["role"] == "assistant":
         raise DataError(
@@ -310,7 +310,7 @@ def _join_answer(
             where=row.origin,
             fix=f"write in '{name}' the assistant's answer to the prompt",
         )
-    check_order(answer, name, row.origin)
+    check_role_order(answer, name, row.origin)
     if not any(_has_content(message) for message in answer):
         raise DataError(f"the assistant messages of '{name}' are empty", where=row.origin, fix="remove the row")
     variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None

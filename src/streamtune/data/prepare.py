@@ -29,7 +29,7 @@ from streamtune.data.batches.sampler import Packs, pack_parts
 from streamtune.data.data_report import CompletionReport, DataReport
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import LengthFit, LengthPolicy, Prepared, PromptFit, RowFit, TreeFit
-from streamtune.data.fit.parts import make_mixture, set_bounds, share_epoch
+from streamtune.data.fit.held_out import add_epoch_counts, eval_set_bounds, make_mixture
 from streamtune.data.options import COMPLETION_OVERLENGTH, IDENTICAL_PAIRS, PROMPT_SIDES, DataOptions, check_choice
 from streamtune.data.preferences import (
     PREFERENCE_TYPES,
@@ -113,7 +113,7 @@ def prepare_kind(
     """
     check_choice("on_bad_row", options.on_bad_row, ON_BAD_ROW)
 
-    def fill(fit: FitT, note: Notify) -> None:
+    def fill_fit(fit: FitT, note: Notify) -> None:
         bad = BadRows(options.on_bad_row, options.max_bad_rows, note)
         with rendering(kind.make_renderer, options.processes, note) as (log, render):
             reading = Reading(sources, fit, log, bad)
@@ -127,7 +127,7 @@ def prepare_kind(
 
     settings = {**kind.settings, "on_bad_row": options.on_bad_row, "max_bad_rows": options.max_bad_rows}
     inputs = RowInputs(kind.record, sources, tokenizer, settings)
-    fit, table = fit_rows(inputs, kind.make_fit, fill, options.cache, notify)
+    fit, table = fit_rows(inputs, kind.make_fit, fill_fit, options.cache, notify)
     return fit.make_prepared(table, options.val_size, options.seed, notify)
 
 
@@ -167,7 +167,7 @@ class Reading:
     """counts findings of rendering"""
     bad: BadRows
     """receives bad rows"""
-    _begun: list[Source] = field(default_factory=list)
+    _started_sources: list[Source] = field(default_factory=list)
 
     def items(self, read: Read[ItemT]) -> Iterator[Item[ItemT]]:
         """Yield the rows of every source, including bad rows; rows may be read before earlier ones are counted."""
@@ -195,21 +195,21 @@ class Reading:
 
     def _start_sources(self, count: int) -> None:
         """Begin the first ``count`` sources, including sources without rows."""
-        while len(self._begun) < count:
-            self._begun.append(self.sources[len(self._begun)])
-            self.fit.start_source(self._begun[-1])
+        while len(self._started_sources) < count:
+            self._started_sources.append(self.sources[len(self._started_sources)])
+            self.fit.start_source(self._started_sources[-1])
 
-    def record_unread(self, path: str, row: Row, read: Sequence[str]) -> None:
+    def record_unread_columns(self, path: str, row: Row, read_columns: Sequence[str]) -> None:
         """Record non-empty columns that are not read; columns of built-in datasets are not recorded.
 
         Args:
             path: Path of the row's source.
             row: Row with its columns.
-            read: Names of the columns that are read.
+            read_columns: Names of the columns that are read.
         """
         if path not in BUILT_IN:
             self.log.counts_of(path).unread_columns |= dict.fromkeys(
-                name for name, value in row.columns.items() if name not in read and value not in (None, "", [])
+                name for name, value in row.columns.items() if name not in read_columns and value not in (None, "", [])
             )
 
     def finish(self) -> None:
@@ -224,7 +224,7 @@ class Reading:
         self.log.finish()
         self.fit.counts["special_rows"] = sum(counts.special_rows for counts in self.log.by_path.values())
         self.fit.bad_rows = self.bad.to_json()
-        self.fit.check(self.bad.notify)
+        self.fit.raise_or_notify(self.bad.notify)
 
 
 # ------------------------------------------------------------------------------------------------------------- examples
@@ -267,11 +267,11 @@ def prepare(
         if options.per_turn
         else partial(RowRenderer, tokenizer, train_on=options.train_on, chat=options.chat, policy=policy),
         read=partial(read_contents, tokenizer),
-        add=_add_rows,
+        add=_add_rendered_row,
     )
     prepared = prepare_kind(kind, sources, tokenizer, options, notify)
     if options.per_turn:
-        packed = _with_packs(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
+        packed = _add_packs(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
         notify(_describe_turn_packs(packed, max_length))
         return packed
     if not options.packing:
@@ -280,10 +280,10 @@ def prepare(
     def pack(examples: Stored[Example], bounds: Sequence[int]) -> tuple[Packs, list[int]]:
         return pack_parts(examples.lengths(), bounds, max_length, seed=options.seed)
 
-    return _with_packs(prepared, sources, max_length, pack)
+    return _add_packs(prepared, sources, max_length, pack)
 
 
-def _add_rows(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
+def _add_rendered_row(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
     """Add a rendered row to the fit: None is a row with an empty answer, a list has one example per turn."""
     if rendered is None:
         fit.skip_empty()
@@ -298,13 +298,13 @@ def _describe_turn_packs(prepared: PreparedData, max_length: int) -> str:
     packs, rows = prepared.packs, int(prepared.train.lengths().sum())
     assert packs is not None
     origins = [prepared.train[int(packs.rows[start])].origin for start in packs.starts[:-1]]
-    further = sum(one == other for one, other in pairwise(origins))
+    continued_sequences = sum(one == other for one, other in pairwise(origins))
     note = (
         f"reasoning: per_turn: {len(prepared.train):,} turns in {len(packs):,} sequences; turns share beginnings, so "
         f"{packs.tokens:,} tokens are computed instead of {rows:,} ({packs.tokens / max(rows, 1):.0%})"
     )
-    if further:
-        note += f"; {further:,} sequences continue a conversation that exceeds max_length {max_length:,}"
+    if continued_sequences:
+        note += f"; {continued_sequences:,} sequences continue a conversation that exceeds max_length {max_length:,}"
     return note
 
 
@@ -312,7 +312,7 @@ Pack = Callable[[Stored[Example], Sequence[int]], tuple[Packs, list[int]]]
 """Function that packs the rows of each part separately; returns the packs, and the index of each part's first pack."""
 
 
-def _with_packs(prepared: PreparedData, sources: Sequence[Source], max_length: int, pack: Pack) -> PreparedData:
+def _add_packs(prepared: PreparedData, sources: Sequence[Source], max_length: int, pack: Pack) -> PreparedData:
     """Return the data with its packs, which become part of the fingerprint: a run resumes only with the same packs.
 
     A pack has rows of only one eval set. With weights it has rows of only one source.
@@ -320,13 +320,13 @@ def _with_packs(prepared: PreparedData, sources: Sequence[Source], max_length: i
     lengths, mixture, report = prepared.train.lengths(), prepared.mixture, prepared.report
     bounds = (0, len(lengths)) if mixture is None else prepared.bounds
     packs, firsts = pack(prepared.train, bounds)
-    set_starts = set_bounds(prepared.eval_sets, len(prepared.validation))
+    set_starts = eval_set_bounds(prepared.eval_sets, len(prepared.validation))
     held_out, _ = pack(prepared.validation, set_starts)
     if mixture is not None:
         trained = [source for source in sources if source.evaluates is None]
         tokens = np.add.reduceat(lengths[packs.rows], packs.starts[:-1]) if packs.sizes is None else packs.sizes
         mixture = make_mixture(trained, firsts, np.diff(packs.starts), tokens)
-        report = replace(report, sources=share_epoch(report.sources, bounds, lengths, mixture))
+        report = replace(report, sources=add_epoch_counts(report.sources, bounds, lengths, mixture))
     digest = hashlib.sha256(prepared.fingerprint.encode())
     for part in (packs, held_out):
         digest.update(part.rows.tobytes() + part.starts.tobytes())
@@ -357,16 +357,16 @@ def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: 
         DataError: A file is missing, or the tokenizer has no chat template.
     """
     for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
-        found: list[Content] = []
+        contents: list[Content] = []
         with reading.bad:
-            found, weight = [normalise(row, row_type)], weight_of(row)
-            reading.record_unread(source.path, row, columns_read(row_type, found[0]))
-        if found:
+            contents, weight = [normalise(row, row_type)], weight_of(row)
+            reading.record_unread_columns(source.path, row, columns_read(row_type, contents[0]))
+        if contents:
             row.columns.clear()  # keep no reference to a long text
-            if isinstance(found[0], Conversation):
+            if isinstance(contents[0], Conversation):
                 require_template(tokenizer, "row", row.origin)  # raised at once, because the row itself is not bad
-            size = size_of(found[0])
-            yield Item(source.path, row.origin, size, found.pop(), weight)
+            size = size_of(contents[0])
+            yield Item(source.path, row.origin, size, contents.pop(), weight)
 
 
 # ---------------------------------------------------------------------------------------------------- trees and prompts
@@ -429,10 +429,10 @@ def prepare_unpaired(
     read = partial(_read_answers, tokenizer, PREFERENCE_TYPES, labelled)
     kind = _tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
     prepared = prepare_kind(kind, sources, tokenizer, options, notify)
-    found = list(prepared.report.completion_lengths)
-    if len(found) == 1:
+    label_names = list(prepared.report.completion_lengths)
+    if len(label_names) == 1:
         raise DataError(
-            f"completions must have both labels, found only {found[0]}",
+            f"completions must have both labels, found only {label_names[0]}",
             where=sources[0].place,
             fix="add rows with the other label",
         )
@@ -470,13 +470,13 @@ def _add_tree(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> Non
 
 def _read_answers(
     tokenizer: PreTrainedTokenizerBase,
-    wanted: Sequence[str],
-    change: Callable[[Answers], Answers],
+    allowed_types: Sequence[str],
+    convert_answers: Callable[[Answers], Answers],
     reading: Reading,
     source: Source,
 ) -> Iterator[Item[Answers]]:
     for row, row_type in typed_rows([source], PREFERENCE_TYPES, detect_preference_type, reading.bad):
-        if row_type not in wanted:
+        if row_type not in allowed_types:
             raise DataError(
                 f"this loss_type needs pairs of 'chosen' and 'rejected', found rows of type '{row_type}'",
                 where=row.origin,
@@ -484,8 +484,8 @@ def _read_answers(
             )
         answers = None
         with reading.bad:
-            answers = change(normalise_preference(row, row_type))
-            reading.record_unread(source.path, row, preference_columns_read(row_type, answers))
+            answers = convert_answers(normalise_preference(row, row_type))
+            reading.record_unread_columns(source.path, row, preference_columns_read(row_type, answers))
         if answers is not None:
             if not isinstance(answers.prompt, str) and not answers.identical:
                 require_template(tokenizer, "row", row.origin)
@@ -518,20 +518,20 @@ def prepare_prompts(
         DataError: A file is missing, a row is malformed or too long, or no row is left.
         ArgumentError: ``overlength`` or ``truncate_side`` has an unknown value.
     """
-    overlength, side, most = options.overlength, options.truncate_side, options.max_prompt_length
-    assert most is not None, "prompts need max_prompt_length"
+    overlength, side, max_prompt_length = options.overlength, options.truncate_side, options.max_prompt_length
+    assert max_prompt_length is not None, "prompts need max_prompt_length"
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, fix=split + ", ".join(COMPLETION_OVERLENGTH))
     check_choice("truncate_side", side, PROMPT_SIDES)
     kind = RowKind(
         Prompt,
         settings={
-            "max_prompt_length": most,
+            "max_prompt_length": max_prompt_length,
             "overlength": overlength,
             "truncate_side": side,
             "chat": vars(options.chat),
         },
-        make_fit=lambda writer: PromptFit(writer, overlength, most, side),
+        make_fit=lambda writer: PromptFit(writer, overlength, max_prompt_length, side),
         make_renderer=partial(PromptRenderer, tokenizer, chat=options.chat),
         read=partial(_read_prompts, tokenizer),
         add=lambda fit, prompt, origin: fit.add(*prompt),
@@ -543,10 +543,10 @@ def _read_prompts(
     tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source
 ) -> Iterator[Item[tuple[Row, TextOrMessages]]]:
     for row, row_type in typed_rows([source], PROMPT_TYPES, detect_prompt_type, reading.bad):
-        taken = next((name for name in _REWARD_ARGUMENTS if name in row.columns), None)
-        if taken is not None:
+        reserved_name = next((name for name in _REWARD_ARGUMENTS if name in row.columns), None)
+        if reserved_name is not None:
             raise DataError(
-                f"a column must not be called '{taken}': this is an argument of reward functions",
+                f"a column must not be called '{reserved_name}': this is an argument of reward functions",
                 where=row.origin,
                 fix="rename the column",
             )

@@ -106,7 +106,7 @@ class MappedTable:
         """Set the path that errors show."""
         self._watched.path = path
 
-    def count_read(self, tokens: int) -> None:
+    def count_read_tokens(self, tokens: int) -> None:
         """Count a row as read, and release the pages after every 64 MiB.
 
         Args:
@@ -158,9 +158,9 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         """Return all records of the table, in the order of reading."""
         return Stored(self._record, self._from, np.arange(self._table.num_rows, dtype=np.int64))
 
-    def take(self, places: npt.NDArray[np.int64]) -> Stored[RecordT]:
+    def take(self, positions: npt.NDArray[np.int64]) -> Stored[RecordT]:
         """Return the records at some positions of this sequence."""
-        return Stored(self._record, self._from, self._rows[places])
+        return Stored(self._record, self._from, self._rows[positions])
 
     def find(self, origin: str) -> list[int]:
         """Return the positions of the records with a given origin, without decoding them."""
@@ -176,7 +176,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
             return Stored(self._record, self._from, self._rows[index])
         found = self._record.from_row(self._table, int(self._rows[index]))
         if isinstance(self._from, MappedTable):
-            self._from.count_read(found.num_tokens)
+            self._from.count_read_tokens(found.num_tokens)
         return found
 
 
@@ -223,10 +223,10 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
             except OSError as error:
                 what = f"cannot create a temporary folder: {error.strerror or error}"
                 raise StorageError(what, where="TMPDIR", fix="set TMPDIR to a writable folder with space") from error
-            sink = _Spilled(path, path.parent.parent, "TMPDIR", "set TMPDIR to a folder with enough space")
+            sink = _SpillFile(path, path.parent.parent, "TMPDIR", "set TMPDIR to a folder with enough space")
         else:
             clear = "clear the cache with streamtune data --clear-cache, or disable it with cache: false"
-            sink = _Spilled(path, path.parent, str(path.parent.parent), clear)
+            sink = _SpillFile(path, path.parent, str(path.parent.parent), clear)
         with sink:
             reading = held.enter_context(path.open("rb"))  # opened now, because clearing the cache deletes the file
             with pa.ipc.new_stream(pa.PythonFile(sink, "w"), record.schema) as stream:
@@ -236,7 +236,7 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
         tables.append(MappedTable(reading, path, sink.digest.hexdigest()))
 
 
-class _Spilled(io.FileIO):
+class _SpillFile(io.FileIO):
     """File of prepared rows; a write error names the folder and the space needed."""
 
     def __init__(self, path: Path, folder: Path, where: str, fix: str) -> None:
@@ -264,11 +264,11 @@ class _Spilled(io.FileIO):
 
 
 def _list_lengths(cells: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    found = [_integers(chunk, np.int32) for chunk in pa.compute.list_value_length(cells).chunks]
+    found = [_integer_array(chunk, np.int32) for chunk in pa.compute.list_value_length(cells).chunks]
     return np.concatenate(found, dtype=np.int64) if found else np.zeros(0, dtype=np.int64)
 
 
-def _integers(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
+def _integer_array(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
     """Return the integers of an Arrow array without nulls as NumPy array; pyarrow's own function imports pandas."""
     assert not cells.null_count, "the column has no nulls"
     buffer = cells.buffers()[1]
@@ -276,7 +276,7 @@ def _integers(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
     return found[cells.offset : cells.offset + len(cells)]
 
 
-def _items(cell: pa.ListScalar) -> list[Any]:
+def _list_cell_values(cell: pa.ListScalar) -> list[Any]:
     """Return a list cell as a list of Python values; through NumPy this is several times faster than item by item."""
     items: list[Any] = cell.values.to_numpy(zero_copy_only=False).tolist()
     return items
@@ -315,8 +315,8 @@ class Example:
     def from_row(cls, table: pa.Table, row: int) -> Self:
         return cls(
             # Copies: a view would read the file later, without a check that the file is unchanged.
-            input_ids=_integers(table["input_ids"][row].values, np.int32).copy(),
-            labels=_integers(table["labels"][row].values, np.int32).copy(),
+            input_ids=_integer_array(table["input_ids"][row].values, np.int32).copy(),
+            labels=_integer_array(table["labels"][row].values, np.int32).copy(),
             origin=table["origin"][row].as_py(),
             weight=table["weight"][row].as_py(),
         )
@@ -387,7 +387,7 @@ class Tree:
         ids, targets = self.branch(0)
         for index in range(1, len(self.completions)):
             others, theirs = self.branch(index)
-            size = common_beginning(ids, targets, others, theirs, same_target=True)
+            size = shared_beginning_length(ids, targets, others, theirs, same_target=True)
             ids, targets = ids[:size], np.maximum(targets[:size], theirs[:size])  # a target that counts in either
         return len(ids)
 
@@ -422,9 +422,9 @@ class Tree:
     def from_row(cls, table: pa.Table, row: int) -> Self:
         masks = table["masks"][row]
         return cls(
-            prompt=_items(table["prompt"][row]),
-            completions=[_items(item) for item in table["completions"][row]],
-            masks=[_items(item) for item in masks] if masks.is_valid else None,
+            prompt=_list_cell_values(table["prompt"][row]),
+            completions=[_list_cell_values(item) for item in table["completions"][row]],
+            masks=[_list_cell_values(item) for item in masks] if masks.is_valid else None,
             origin=table["origin"][row].as_py(),
             labels=table["labels"][row].as_py(),
             margin=table["margin"][row].as_py(),
@@ -468,7 +468,7 @@ class Prompt:
     def from_row(cls, table: pa.Table, row: int) -> Self:
         text = table["json"][row].as_py()
         prompt, columns = pickle.loads(table["pickled"][row].as_py()) if text is None else json.loads(text)
-        return cls(_items(table["input_ids"][row]), prompt, columns, table["origin"][row].as_py())
+        return cls(_list_cell_values(table["input_ids"][row]), prompt, columns, table["origin"][row].as_py())
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
@@ -485,7 +485,7 @@ def _as_json(content: Any) -> str | None:
         return None
 
 
-def common_beginning(
+def shared_beginning_length(
     ids: IntArray, targets: IntArray, other_ids: IntArray, other_targets: IntArray, *, same_target: bool
 ) -> int:
     """Return how many tokens two rows can share at their beginning, if each token has at most one target.

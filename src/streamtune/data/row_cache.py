@@ -85,24 +85,24 @@ class RowCache:
         return entries, size
 
     def cached_text(
-        self, sources: Sequence[Source], settings: Mapping[str, Any], make: Callable[[], str], notify: Notify
+        self, sources: Sequence[Source], settings: Mapping[str, Any], make_text: Callable[[], str], notify: Notify
     ) -> tuple[str, bool]:
         """Return a text that is computed from all rows (a trained tokenizer), and True if an earlier run cached it.
 
         Args:
             sources: Sources of the rows.
             settings: All other values that determine the text.
-            make: Function that computes the text.
+            make_text: Function that computes the text.
             notify: Function that shows the user a message.
         """
         contents = SourceContents.of(sources, self.root, notify)
         if contents is None:
-            return make(), False
+            return make_text(), False
         name = _hash_name([contents.name, settings, metadata.version("tokenizers")])
         cached = CacheFile(self.root / f"{name}.txt", f"tokenizer/{name}")
         if (found := cached.read(notify)) is not None:
             return found.decode("utf-8"), True
-        text = make()
+        text = make_text()
         if not contents.has_changed(notify):
             with suppress(OSError):
                 cached.write(text.encode("utf-8"))
@@ -141,8 +141,8 @@ class RowInputs:
 
 def fit_rows(
     inputs: RowInputs,
-    make: Callable[[TableWriter], FitT],
-    fill: Callable[[FitT, Notify], None],
+    make_fit: Callable[[TableWriter], FitT],
+    fill_fit: Callable[[FitT, Notify], None],
     cache: RowCache | None,
     notify: Notify,
 ) -> tuple[FitT, MappedTable]:
@@ -150,8 +150,8 @@ def fit_rows(
 
     Args:
         inputs: Everything that determines the rows.
-        make: Function that makes an empty fit from the writer of its records.
-        fill: Function that reads, renders and fits every row; its second argument shows the user a message.
+        make_fit: Function that makes an empty fit from the writer of its records.
+        fill_fit: Function that reads, renders and fits every row; its second argument shows the user a message.
         cache: Cache of prepared rows; None disables it.
         notify: Function that shows the user a message. Cached rows show the messages of their preparation again.
 
@@ -169,8 +169,8 @@ def fit_rows(
 
     def prepare(path: Path | None) -> tuple[FitT, MappedTable]:
         with spill(inputs.record, path) as (writer, tables):
-            fit = make(writer)
-            fill(fit, note)
+            fit = make_fit(writer)
+            fill_fit(fit, note)
         return fit, tables[0]
 
     known = None if cache is None else cache.key(inputs, notify)
@@ -178,7 +178,9 @@ def fit_rows(
         return prepare(None)
     key, contents = known
     entry = cache.root / key
-    if (found := _read_entry(entry, make(TableWriter(None, inputs.record.schema)), inputs.sources, notify)) is not None:
+    if (
+        found := _read_entry(entry, make_fit(TableWriter(None, inputs.record.schema)), inputs.sources, notify)
+    ) is not None:
         return found
     if (unfinished := _new_folder(cache.root)) is None:
         notify(f"prepared rows are not cached: {cache.root} is not writable")

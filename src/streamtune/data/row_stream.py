@@ -137,7 +137,7 @@ class RowStream:
     def _iterate_pass(
         self, start: StreamPosition, rendered: Iterator[tuple[Item[Content], Any]], log: RenderLog, bad: BadRows
     ) -> Iterator[tuple[Example, StreamPosition]]:
-        counts, told, handed_out = Counter(start.counts), 0, bool(start.rows or start.pieces)
+        counts, reported_errors, handed_out = Counter(start.counts), 0, bool(start.rows or start.pieces)
         rows, done = start.rows, start.pieces
         for item, outcome in rendered:
             of_row: Counter[str] = Counter()
@@ -148,7 +148,7 @@ class RowStream:
             if bad.count > before:
                 of_row = Counter(rows=1, bad=1)
             log.check()
-            told = self._report_bad_rows(bad, told)
+            reported_errors = self._report_bad_rows(bad, reported_errors)
             for piece in range(done, len(examples)):
                 handed_out = True
                 if piece + 1 < len(examples):
@@ -159,7 +159,7 @@ class RowStream:
                     yield examples[piece], StreamPosition(start.epoch, rows + 1, 0, dict(behind))
             rows, done = rows + 1, 0
             counts.update(of_row)
-        self._report_bad_rows(bad, told)
+        self._report_bad_rows(bad, reported_errors)
         if not handed_out:
             bad.raise_if_all_bad()
             raise DataError(
@@ -180,8 +180,8 @@ class RowStream:
             fit.add(rendered, origin)
             if fit.counts["too_long"]:
                 self._note(
-                    f"some rows exceed max_length (the first: {origin}, {fit.about_longest} tokens); the end of a pass "
-                    "reports how many were dropped, truncated or split",
+                    f"some rows exceed max_length (the first: {origin}, {fit.longest_length} tokens); the end of a "
+                    "pass reports how many were dropped, truncated or split",
                     "too_long",
                 )
         fit.counts["rows"] = 1
@@ -196,13 +196,13 @@ class RowStream:
         writer = _ExampleCollector()
         return RowFit(writer, self.policy), writer
 
-    def _report_bad_rows(self, bad: BadRows, told: int) -> int:
-        for error in bad.errors[told:]:
+    def _report_bad_rows(self, bad: BadRows, reported_errors: int) -> int:
+        for error in bad.errors[reported_errors:]:
             self.left_out(error)
-            if told < MOST_TOLD:
+            if reported_errors < MOST_TOLD:
                 self._note(f"bad row skipped at {error.where}: {error.what}")
-            told += 1
-        return told
+            reported_errors += 1
+        return reported_errors
 
     def _note(self, message: str, key: str = "") -> None:
         """Show the user a message, unless an earlier pass showed it already."""
@@ -214,7 +214,7 @@ class RowStream:
 
     def _order_rows(self, epoch: int, reading: Reading) -> Items:
         weighted = self.sources[0].weight is not None
-        items = self._read_by_weight(epoch, reading) if weighted else self._read_in_turn(reading)
+        items = self._read_by_weight(epoch, reading) if weighted else self._read_sources_in_turn(reading)
         if self.options.shuffle_buffer == 1:
             return items
         return _shuffle(items, self.options.shuffle_buffer, seeded_random(self.options.seed, epoch, 0))
@@ -225,7 +225,7 @@ class RowStream:
             yield item
             del item  # frees the memory of a long row
 
-    def _read_in_turn(self, reading: Reading) -> Items:
+    def _read_sources_in_turn(self, reading: Reading) -> Items:
         for number, source in enumerate(self.sources):
             for _ in range(source.repeat):
                 yield from self._read(number, reading)
@@ -276,13 +276,16 @@ class _ExampleCollector(TableWriter):
 
 def describe_counts(counts: Mapping[str, int]) -> str:
     """Return the counts of a pass in one line, without counts of zero."""
-    named = {
+    counts_by_change = {
         "dropped": counts.get("dropped", 0),
         "truncated": counts.get("truncated", 0),
         "split": counts.get("split", 0),
         "skipped as bad": counts.get("bad", 0),
     }
-    parts = [f"{counts.get('rows', 0):,} rows", *(f"{count:,} {how}" for how, count in named.items() if count)]
+    parts = [
+        f"{counts.get('rows', 0):,} rows",
+        *(f"{count:,} {change}" for change, count in counts_by_change.items() if count),
+    ]
     parts.append(f"{counts.get('tokens', 0):,} tokens, {counts.get('supervised_tokens', 0):,} of them trained")
     if lost := counts.get("tokens_lost", 0):
         about = "about " if counts.get("estimated") else ""

@@ -30,11 +30,11 @@ from typing import Any
 from streamtune.data.reading.cells import (
     TextOrMessages,
     check_message,
-    check_order,
+    check_role_order,
     column_names,
-    from_sharegpt,
+    convert_sharegpt_turn,
     has_roles,
-    kind_of,
+    json_type_of,
     parse_cell,
     parse_messages,
     text_field,
@@ -191,7 +191,7 @@ def _read_turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
     column = next(name for name in names if name in row.columns)
     value = parse_cell(row.columns[column])
     if not isinstance(value, list):
-        raise DataError(f"'{column}' must be a list of messages, found {kind_of(value)}", where=row.origin)
+        raise DataError(f"'{column}' must be a list of messages, found {json_type_of(value)}", where=row.origin)
     if not value:
         raise DataError(f"'{column}' is an empty list", where=row.origin, fix="remove the row")
     return column, value
@@ -204,7 +204,7 @@ def _parse_messages_row(row: Row) -> Content:
 
 def _parse_sharegpt(row: Row) -> Content:
     column, turns = _read_turns(row, ("conversations", "conversation"))
-    messages = [from_sharegpt(turn, f"{column}[{index}]", row.origin) for index, turn in enumerate(turns)]
+    messages = [convert_sharegpt_turn(turn, f"{column}[{index}]", row.origin) for index, turn in enumerate(turns)]
     return _make_conversation(row, messages, column=column)
 
 
@@ -322,7 +322,7 @@ def prompt_of(row: Row, row_type: str) -> TextOrMessages:
         if row_type == "messages":
             raise DataError("'messages' must be a list of messages, found a string", where=row.origin)
         return prompt
-    check_order(prompt, column, row.origin)
+    check_role_order(prompt, column, row.origin)
     prompt, _ = with_system(prompt, row.columns, row.origin)
     if row_type == "messages" and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]

@@ -87,7 +87,7 @@ class ChatFrame:
     """variables of the chat template"""
 
 
-def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
+def first_chat_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
     """Return the system message, tools and template variables of the first conversation of the first source.
 
     Args:
@@ -99,17 +99,17 @@ def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
     """
     for row, row_type in typed_rows(sources[:1], _KNOWN, _detect_type, BadRows("skip", sys.maxsize)):
         messages: TextOrMessages = ""
-        own: dict[str, Any] = {}
+        row_variables: dict[str, Any] = {}
         tools: list[dict[str, Any]] | None = None
         with suppress(DataError):  # the next row may be sound
             messages = _prompt_or_messages(row, row_type)
-            own = variables_of(row.columns.get("chat_template_kwargs"), row.origin)
+            row_variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin)
             tools = tools_of(row.columns.get("tools"), row.origin)
         if isinstance(messages, str):
             continue
         default = () if chat.default_system is None else ({"role": "system", "content": chat.default_system},)
         system = tuple(each for each in messages[:1] if has_system([each])) or default
-        return ChatFrame(system, tools, {**chat.variables, **own})
+        return ChatFrame(system, tools, {**chat.variables, **row_variables})
     return ChatFrame(variables=chat.variables)
 
 

@@ -18,7 +18,7 @@ the loss without full logits. ``streamed_model`` installs these parts in a model
     outside_layers, rotary          embedding and norms outside the layers; rotary embeddings that depend on row length
     fused                           fused linear modules, norms and rotary embeddings of a layer
     memory/                         storage of layer inputs on the device, on the host or on disk
-    waiting                         weights offloaded to the host, copied to the device while their layer computes
+    offloaded_weights               weights offloaded to the host, copied to the device while their layer computes
     sequence/                       sequence parallelism: tokens of each rank, states, and calls of the model
     observe                         random state and autocast of a forward, restored in its backward; observers; hooks
     inspect_model, sharded          the decoder layers of a model; weights that ZeRO or FSDP2 shard
@@ -31,13 +31,13 @@ the loss without full logits. ``streamed_model`` installs these parts in a model
 from streamtune.engine.inspect_model import decoder_layers
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.observe import chunkwise
+from streamtune.engine.offloaded_weights import keep_on_host
 from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.requests import LossRequest, TokenScores
 from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
-from streamtune.engine.waiting import keep_on_host
 from streamtune.schedule import Schedule
 
 __all__ = [

@@ -84,7 +84,7 @@ def attention(
         "prefix": prefix_grads_of(key, value),
     }
     if chunk.exchange is None:
-        out = prefix_attention(query, key, value, _mask_view(attention_mask, query, key, bool(causal)), **options)
+        out = prefix_attention(query, key, value, _as_mask_view(attention_mask, query, key, bool(causal)), **options)
         if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
             out = _mean_if_all_masked(out, value, attention_mask)
     else:
@@ -97,17 +97,17 @@ def attention(
     return out.transpose(1, 2).contiguous(), None  # contiguous as for sdpa: some layers take a view of it
 
 
-def _mean_if_all_masked(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Return ``out`` ``[B, H, T, D]``, in which a query whose keys are all masked gets the mean of all values.
+def _mean_if_all_masked(output: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Return ``output`` ``[B, H, T, D]``, in which a query whose keys are all masked gets the mean of all values.
 
     Softmax gives this mean if the mask adds the lowest finite number to all scores. Only a dense mask ``[B, 1, T, S]``
     built by the caller masks all keys, such as the mask of a cross-attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
     if not bool(hidden.any()):
-        return out
-    mean = value.mean(2, keepdim=True).repeat_interleave(out.shape[1] // value.shape[1], 1)
-    return torch.where(hidden, mean.to(out.dtype), out)
+        return output
+    mean = value.mean(2, keepdim=True).repeat_interleave(output.shape[1] // value.shape[1], 1)
+    return torch.where(hidden, mean.to(output.dtype), output)
 
 
 def _attend_across_ranks(
@@ -122,7 +122,7 @@ def _attend_across_ranks(
         query, key, value = exchange.exchange_heads(*qkv, name)
         options["sinks_H"] = exchange.rank_heads(options["sinks_H"])
         return exchange.exchange_heads_back(
-            prefix_attention(query, key, value, _mask_view(mask, query, key, True), **options)
+            prefix_attention(query, key, value, _as_mask_view(mask, query, key, True), **options)
         )
     rules = mask.mask if isinstance(mask, MaskView) else mask
     if rules is None:
@@ -135,7 +135,7 @@ class BiasError(ForeignAttentionError):
     """A dense mask is a bias, or differs between heads; only the model's eager attention supports such a mask."""
 
 
-def _mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
+def _as_mask_view(mask: MaskView | LazyMask | Tensor | None, query: Tensor, key: Tensor, causal: bool) -> MaskView:
     """Return the mask as a view in which the last query and the last key are the same token."""
     batch, _, queries, _ = query.shape
     keys = key.shape[2]

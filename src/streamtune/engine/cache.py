@@ -295,16 +295,16 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 class _PrefixGrads:
     """dK, dV of one update's prefix, to which the backward of :func:`streamtune.ops.prefix_attention` adds directly."""
 
-    def __init__(self, kv: KeysAndValues, index: int, keys: slice, own: tuple[Tensor, Tensor]) -> None:
-        self.kv, self.index, self.keys, self.own = kv, index, keys, own
+    def __init__(self, kv: KeysAndValues, index: int, keys: slice, chunk_kv: tuple[Tensor, Tensor]) -> None:
+        self.kv, self.index, self.keys, self.own = kv, index, keys, chunk_kv
         self.length = keys.stop - keys.start
 
     def begin(self) -> None:
         self.kv.grad_views(self.index, self.keys)
 
-    def add(self, place: tuple[slice, slice, slice], grad_k: Tensor, grad_v: Tensor) -> None:
+    def add(self, index: tuple[slice, slice, slice], grad_k: Tensor, grad_v: Tensor) -> None:
         for total, grad in zip(self.kv.grad_views(self.index, self.keys), (grad_k, grad_v), strict=True):
-            total[place] += grad
+            total[index] += grad
 
 
 def prefix_grads_of(key: Tensor, value: Tensor) -> _PrefixGrads | None:

@@ -176,26 +176,26 @@ class StreamedCalls(StreamedModel):
         if torch.is_grad_enabled() or self.scored is not None or self.sequence_parallel is not None:
             return False
         by_config = not self.routers.silent and balances_itself(self.model)
-        asked = {"output_router_logits": by_config, **call.kwargs}
-        return needs_unchunked_layers(asked, call.cache, call.get("labels") is not None)
+        arguments = {"output_router_logits": by_config, **call.kwargs}
+        return needs_unchunked_layers(arguments, call.cache, call.get("labels") is not None)
 
-    def _refuse_outputs(self, asked: dict[str, Any]) -> None:
+    def _refuse_outputs(self, arguments: dict[str, Any]) -> None:
         """Refuse outputs that a streamed call cannot return; warn that router logits are left out.
 
         Raises:
-            UnsupportedModelError: Attention weights, or a cache with gradients on, are asked for.
+            UnsupportedModelError: Attention weights, or a cache with gradients on, are requested.
         """
         for name, why in REFUSED_OUTPUTS.items():
-            if asked.get(name):
+            if arguments.get(name):
                 raise UnsupportedModelError(
-                    f"{name}=True was asked for, but {why}", fix="call the model under torch.no_grad()"
+                    f"{name}=True was requested, but {why}", fix="call the model under torch.no_grad()"
                 )
-        if asked.get("use_cache") and torch.is_grad_enabled() and not self.model.training and self.scored is None:
+        if arguments.get("use_cache") and torch.is_grad_enabled() and not self.model.training and self.scored is None:
             raise UnsupportedModelError(
-                "use_cache=True was asked for in evaluation with gradients on, where streaming returns no cache",
+                "use_cache=True was requested in evaluation with gradients on, where streaming returns no cache",
                 fix="call the model under torch.no_grad(), or leave use_cache out",
             )
-        if asked.get("output_router_logits") and not self.model.training and not self._warned_of_routers:
+        if arguments.get("output_router_logits") and not self.model.training and not self._warned_of_routers:
             self._warned_of_routers = True
             warnings.warn(
                 "a streamed evaluation with labels or gradients returns aux_loss and loss, but no router_logits. "
@@ -365,10 +365,10 @@ def needs_unchunked_layers(arguments: dict[str, Any], cache: Any, with_labels: b
 
     With labels, ``output_router_logits`` asks for the balance loss, which is streamed.
     """
-    asked = [name for name in UNCHUNKED_OUTPUTS if arguments.get(name)]
-    if with_labels and asked == ["output_router_logits"]:
+    requested_outputs = [name for name in UNCHUNKED_OUTPUTS if arguments.get(name)]
+    if with_labels and requested_outputs == ["output_router_logits"]:
         return False
-    return bool(asked) or is_unchunked_only_cache(cache)
+    return bool(requested_outputs) or is_unchunked_only_cache(cache)
 
 
 class Generation:

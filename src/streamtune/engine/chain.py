@@ -225,7 +225,7 @@ class LayerChain:
         self.token = _ChainInput.apply(self.grad_input, hidden)
         """Scalar that connects the chain to its first input; its node returns the gradient in ``grad_input``."""
 
-    def can_continue(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
+    def can_continue(self, previous: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call can be the next link of the chain.
 
         It cannot if its chunks or schedule differ, or if another argument of the layer was computed by the chain. It
@@ -236,7 +236,7 @@ class LayerChain:
         chain_nodes = {id(node) for ref in self.nodes if (node := ref()) is not None}
         return (
             not (self.freed or watched)
-            and self.links[-1].stream is before
+            and self.links[-1].stream is previous
             and self.chunks == stream.chunks
             and self.schedule == stream.settings.schedule
             and not any(id(x.grad_fn) in chain_nodes for x in extras)
@@ -334,7 +334,7 @@ class _ChainedLayers(torch.autograd.Function):
                 fix="pass retain_graph=True to the first backward",
             )
         for link in chain.links[: ctx.count]:
-            link.owner.check_in_place(link.stream.call.length)
+            link.owner.check_unchanged(link.stream.call.length)
             link.weights.check()
         extras = list(ctx.saved_tensors)
         needs_input, *needs_extras = ctx.needs_input_grad[3 : 4 + len(extras)]

@@ -113,7 +113,7 @@ class LastLayerCall(Generic[Call]):
         if self._last is None:
             return None
         output, call, _ = self._last
-        return call() if output.same_values(hidden) else None
+        return call() if output.has_same_values(hidden) else None
 
     def grad_target(self, hidden: Tensor, module: nn.Module) -> Call | None:
         """Return the call of :meth:`producer` if the gradient of ``hidden`` reaches the call's output unchanged.
@@ -123,12 +123,14 @@ class LastLayerCall(Generic[Call]):
         """
         if self._last is None or self._has_reader:
             return None
-        output, _, watched = self._last
+        output, _, has_hooks = self._last
         if not output.is_same(hidden):
-            passing = (
-                PASS_GRADIENTS if watched or has_user_backward_hooks(module) else (*PASS_GRADIENTS, FULL_BACKWARD_HOOK)
+            passed_nodes = (
+                PASS_GRADIENTS
+                if has_hooks or has_user_backward_hooks(module)
+                else (*PASS_GRADIENTS, FULL_BACKWARD_HOOK)
             )
-            if not output.made_by(_gradient_receiver(hidden, passing)):
+            if not output.was_made_by(_gradient_receiver(hidden, passed_nodes)):
                 return None
         call = self.producer(hidden)
         self._has_reader = call is not None
@@ -152,14 +154,14 @@ class _TensorIdentity:
         """Return True if ``tensor`` is the tensor itself and was not changed in place since."""
         return self.tensor() is tensor and tensor._version == self.version
 
-    def same_values(self, tensor: Tensor) -> bool:
+    def has_same_values(self, tensor: Tensor) -> bool:
         """Return True if ``tensor`` shares storage and layout with the tensor and was not changed in place since."""
         if self.is_same(tensor):
             return True
         same = tensor._version == self.version and _layout(tensor) == self.layout
         return same and tensor.untyped_storage()._cdata == self.storage.cdata
 
-    def made_by(self, node: Any) -> bool:
+    def was_made_by(self, node: Any) -> bool:
         """Return True if ``node`` is the autograd node that returned the tensor."""
         return node is not None and self.node is not None and self.node() is node
 
@@ -168,13 +170,13 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _gradient_receiver(tensor: Tensor, passing: tuple[str, ...]) -> Any:
-    """Return the autograd node that receives a tensor's gradient after the nodes named in ``passing``.
+def _gradient_receiver(tensor: Tensor, passed_nodes: tuple[str, ...]) -> Any:
+    """Return the autograd node that receives a tensor's gradient after the nodes named in ``passed_nodes``.
 
     Return None if the gradient does not arrive at the node's first output.
     """
     node: Any = tensor.grad_fn
     place = tensor.output_nr
-    while node is not None and type(node).__name__ in passing:
+    while node is not None and type(node).__name__ in passed_nodes:
         node, place = node.next_functions[place]
     return node if place == 0 else None

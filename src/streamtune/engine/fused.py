@@ -356,5 +356,5 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
         return False
 
 
-def _is_close(got: Tensor, want: Tensor) -> bool:
-    return got.shape == want.shape and bool((got - want).norm() <= 1e-5 * want.norm())
+def _is_close(value: Tensor, reference: Tensor) -> bool:
+    return value.shape == reference.shape and bool((value - reference).norm() <= 1e-5 * reference.norm())

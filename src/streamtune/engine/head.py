@@ -26,10 +26,10 @@ from streamtune.engine.fused import is_linear_unpatched
 from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, hf_internal
 from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
 from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
+from streamtune.engine.offloaded_weights import OffloadedWeights
 from streamtune.engine.requests import LossRequest
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
-from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import (
     MEASURED,
@@ -60,11 +60,11 @@ class StreamedHead:
     Args:
         model: Causal language model, without wrappers.
         schedule: Schedule; ``head_chunk_size`` and ``grad_dtype`` are read.
-        waiting: Weights offloaded to the host; None if all weights are on the device.
+        offloaded: Weights offloaded to the host; None if all weights are on the device.
     """
 
-    def __init__(self, model: Any, schedule: Schedule, waiting: OffloadedWeights | None = None) -> None:
-        self.model, self.schedule, self.waiting = model, schedule, waiting
+    def __init__(self, model: Any, schedule: Schedule, offloaded: OffloadedWeights | None = None) -> None:
+        self.model, self.schedule, self.offloaded = model, schedule, offloaded
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
         """Shards of the current call; if ranks share the sequence, lazy logits cover this rank's tokens."""
@@ -157,7 +157,7 @@ class StreamedHead:
         Hooks around that call gather the weight, once in the forward and once in the backward, and reduce its gradient.
         """
         if not self.sharded:
-            with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
+            with nullcontext() if self.offloaded is None else self.offloaded.with_graph(self.module):
                 return compute(logits)
         returns_lazy, head = self.module.__dict__.pop("_call_impl", None), self.module
         before = head.__dict__.get("forward")
@@ -251,7 +251,7 @@ class StreamedHead:
             what = "its head is sharded" if self.sharded else "it drops tokens before its head"
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be a teacher: {what}")
         hidden = logits.hidden.detach()
-        with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
+        with nullcontext() if self.offloaded is None else self.offloaded.with_graph(self.module):
             if not self._is_plain:
                 yield TeacherHead(hidden, self._projection(logits))
                 return

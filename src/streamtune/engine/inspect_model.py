@@ -233,7 +233,7 @@ def choose_exchange_form(ranks: SequenceParallel, model: Any, layers: list[nn.Mo
     """Return the form of sequence parallelism for a model: ``ulysses`` or ``ring``.
 
     Args:
-        ranks: Ranks that share each sequence, with the form asked for.
+        ranks: Ranks that share each sequence, with the requested form.
         model: Model of ``transformers``, without wrappers.
         layers: Decoder layers of the model.
         head: True if its head is streamed.

@@ -23,7 +23,7 @@ from streamtune.engine.hf_names import STATE
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, notify_chunk
-from streamtune.engine.outside_layers import take_embeddings
+from streamtune.engine.outside_layers import pop_embeddings
 from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.rows import Branches
@@ -40,7 +40,7 @@ class StreamedForward(StreamedLayer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; arguments and result are the same as for the forward of the layer's class."""
-        args, kwargs = tuple(map(take_embeddings, args)), {key: take_embeddings(value) for key, value in kwargs.items()}
+        args, kwargs = tuple(map(pop_embeddings, args)), {key: pop_embeddings(value) for key, value in kwargs.items()}
         context = self.parts.context
         if context.plain:
             with self.on_device((), prefetch=1):
@@ -240,7 +240,7 @@ class _StreamedLayer(torch.autograd.Function):
                 fix="pass retain_graph=True to the first backward",
             )
         owner: StreamedLayer = ctx.owner
-        owner.check_in_place(stream.call.length)
+        owner.check_unchanged(stream.call.length)
         ctx.weights.check()
         saved = ctx.saved_tensors  # read first: load_input() may recompute the input and the keys shared with it
         inputs, keep_graph = [stream.load_input(), *saved], graph_is_kept()

@@ -67,7 +67,7 @@ class Facts:
         return lambda b, h, q, k: reduce(and_, (part(b, h, q, k) for part in self.rest))
 
 
-class _UnknownError(Exception):
+class _UnknownCombinationError(Exception):
     """The parts of a mask are recognised, but not their combination."""
 
 
@@ -82,7 +82,7 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Fac
     unrecognised = Facts(rest=(function,))
     try:
         facts = _read_facts(function, torch.arange(length, device=HOST)[None])
-    except _UnknownError:
+    except _UnknownCombinationError:
         return unrecognised
     if not facts.causal:
         return unrecognised  # a window or span without causality also limits later keys: leave it to the function
@@ -195,31 +195,31 @@ def _read_remapped(function: Function, row_start: Tensor | None) -> Facts:
     return facts
 
 
-def _intersection(one: Facts, other: Facts) -> Facts:
+def _intersection(first: Facts, second: Facts) -> Facts:
     """Return the facts of the intersection of two masks."""
-    if (one.block_start is not None and other.causal) or (other.block_start is not None and one.causal):
-        raise _UnknownError
-    windows = [window for window in (one.window, other.window) if window is not None]
-    blocks = one.block_start if one.block_start is not None else other.block_start
-    without_blocks = other if one.block_start is not None else one  # the mask outside the ``or`` with the blocks
-    with_blocks = one if one.block_start is not None else other
+    if (first.block_start is not None and second.causal) or (second.block_start is not None and first.causal):
+        raise _UnknownCombinationError
+    windows = [window for window in (first.window, second.window) if window is not None]
+    blocks = first.block_start if first.block_start is not None else second.block_start
+    without_blocks = second if first.block_start is not None else first  # the mask outside the ``or`` with the blocks
+    with_blocks = first if first.block_start is not None else second
     if blocks is not None and with_blocks.window is not None and without_blocks.window is not None:
-        raise _UnknownError
+        raise _UnknownCombinationError
     return Facts(
-        causal=one.causal or other.causal,
+        causal=first.causal or second.causal,
         window=min(windows, default=None),
-        row_start=_later_start(one.row_start, other.row_start),
-        span_start=_later_start(one.span_start, other.span_start),
+        row_start=_elementwise_later_start(first.row_start, second.row_start),
+        span_start=_elementwise_later_start(first.span_start, second.span_start),
         block_start=blocks,
         window_cuts_blocks=blocks is not None and (with_blocks.window_cuts_blocks or without_blocks.window is not None),
-        rest=(*one.rest, *other.rest),
+        rest=(*first.rest, *second.rest),
     )
 
 
-def _later_start(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return torch.maximum(one, other)
+def _elementwise_later_start(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return torch.maximum(first, second)
 
 
 def _splits_blocks(facts: Facts) -> bool:
@@ -240,11 +240,11 @@ def _is_remap(function: Function) -> bool:
     return getattr(function, "__qualname__", "") == REMAPPED
 
 
-def _closure_values(function: Function, kind: str) -> tuple[Any, ...]:
+def _closure_values(function: Function, function_kind: str) -> tuple[Any, ...]:
     """Return the values of the variables that a closure of a known kind holds, None for a variable it lacks."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
-    return tuple(held.get(name) for name in CLOSURE_VARIABLES[kind])
+    return tuple(held.get(name) for name in CLOSURE_VARIABLES[function_kind])
 
 
 _READERS: dict[str, Callable[[Function, Tensor], Facts | None]] = {

@@ -144,12 +144,12 @@ def temporary_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def restore_forward(module: nn.Module, before: Any) -> None:
+def restore_forward(module: nn.Module, original_forward: Any) -> None:
     """Restore the ``forward`` that a module instance had before; None means the ``forward`` of its class."""
-    if before is None:
+    if original_forward is None:
         del module.forward
     else:
-        module.forward = before
+        module.forward = original_forward
 
 
 class Observer(Protocol):

@@ -27,11 +27,11 @@ from streamtune.engine.evaluated import map_nested
 from streamtune.engine.lazy_logits import is_scalar
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import Autocast, notify_chunk
+from streamtune.engine.offloaded_weights import OffloadedWeights
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.sharded import Weights
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
-from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 
@@ -146,10 +146,10 @@ class Embeddings(Tensor):
             return args[0].scale(func, args[1])
         return func(*map_nested(read_embeddings, args), **map_nested(read_embeddings, kwargs or {}))
 
-    def scale(self, func: Callable[[Tensor, Any], Tensor], by: Any) -> Any:
+    def scale(self, func: Callable[[Tensor, Any], Tensor], factor: Any) -> Any:
         """Return a stand-in for ``func(self, by)``; a later read of this stand-in recomputes its embeddings."""
-        scaled = func(take_embeddings(self), by)
-        return Embeddings.create(scaled, lambda: func(read_embeddings(self), by))
+        scaled = func(pop_embeddings(self), factor)
+        return Embeddings.create(scaled, lambda: func(read_embeddings(self), factor))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -193,7 +193,7 @@ def read_embeddings(x: Any) -> Any:
     return _embeddings_in(x)
 
 
-def take_embeddings(x: Any) -> Any:
+def pop_embeddings(x: Any) -> Any:
     """Return the embeddings that a stand-in ``x`` holds, and release them; return any other object unchanged.
 
     The stand-in keeps embeddings that were changed in place, because they cannot be recomputed.
@@ -243,7 +243,7 @@ class StreamedNorm:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the norm; arguments and result are the same as for the forward of the norm's class."""
-        args = tuple(map(take_embeddings, args))
+        args = tuple(map(pop_embeddings, args))
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= self.schedule.chunk_size:
             return self.run_module(*args, **kwargs)

@@ -73,10 +73,10 @@ class AttentionNames:
         self._depth += 1
         return self._depth - 1
 
-    def end_call(self, around: int | None = None) -> None:
-        """End the innermost call; if ``around`` is given, end all calls nested deeper than it."""
+    def end_call(self, outer_calls: int | None = None) -> None:
+        """End the innermost call; if ``outer_calls`` is given, end all calls nested deeper than it."""
         if self._depth:
-            self._depth = self._depth - 1 if around is None else around
+            self._depth = self._depth - 1 if outer_calls is None else outer_calls
             if not self._depth:
                 self._set_names(self.plain_names)
 

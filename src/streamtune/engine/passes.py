@@ -143,8 +143,8 @@ class LayerStream:
         Return the outputs, the first ``[B, T_i, C]``, and the cache that the layer used.
         """
         notify_chunk(self.call.layer, chunk, pass_name)
-        ran = self.states.run_slice(chunk)
-        if ran != chunk:
+        run_slice = self.states.run_slice(chunk)
+        if run_slice != chunk:
             x_i = [_repeat_token(x, along) for x, along in zip(x_i, self.call.inputs.values(), strict=True)]
         shards = self.call.shards
         exchange = None if shards is None else ChunkExchange(shards, chunk)
@@ -161,22 +161,22 @@ class LayerStream:
         with ExitStack() as stack:
             for scope in (*self.scopes, *chunk_scopes):
                 stack.enter_context(scope())
-            out, entry_updates = self.call.run(ran, cache, dict(zip(self.call.inputs, x_i, strict=True)))
-            sums = [] if self.routers is None else self.routers.sums(self._router_mask(chunk, ran))
+            out, entry_updates = self.call.run(run_slice, cache, dict(zip(self.call.inputs, x_i, strict=True)))
+            sums = [] if self.routers is None else self.routers.sums(self._router_mask(chunk, run_slice))
         cache.close()
         self.entry_updates |= entry_updates
         self.sums = len(sums)
-        outputs = self.outputs.split_chunk(out, ran, keep=pass_name in ("store", "whole"))
-        if ran != chunk:
+        outputs = self.outputs.split_chunk(out, run_slice, keep=pass_name in ("store", "whole"))
+        if run_slice != chunk:
             outputs = [chunk_view(z, along, slice(0, 1)) for z, along in zip(outputs, self.outputs.along, strict=True)]
         return [*outputs, *sums], cache
 
-    def _router_mask(self, chunk: slice, ran: slice) -> Tensor | None:
-        """Return a mask over the tokens ``ran``, nonzero where the router loss counts a token; None counts all."""
+    def _router_mask(self, chunk: slice, run_slice: slice) -> Tensor | None:
+        """Return a mask over the tokens ``run_slice``, nonzero for tokens in the router loss; None: all tokens."""
         counted_BT = self.settings.counted
-        if ran == chunk:
+        if run_slice == chunk:
             return None if counted_BT is None else counted_BT[:, chunk]
-        counted = torch.zeros(self.settings.batch, ran.stop - ran.start, device=self.settings.device)
+        counted = torch.zeros(self.settings.batch, run_slice.stop - run_slice.start, device=self.settings.device)
         counted[:, : chunk.stop - chunk.start] = 1 if counted_BT is None else counted_BT[:, chunk]
         return counted
 
@@ -186,8 +186,8 @@ class LayerStream:
 
         ``sums`` are the gradient accumulators of the parameters, in a backward.
         """
-        waiting, scopes = self.owner.parts.waiting, self.scopes
-        with nullcontext() if waiting is None else waiting.used(self.call.layer, prefetch=1):
+        offloaded, scopes = self.owner.parts.offloaded, self.scopes
+        with nullcontext() if offloaded is None else offloaded.used(self.call.layer, prefetch=1):
             if len(self.chunks) > 1:
                 self.scopes = [*scopes, FusedLinears(self.call.layer, self.settings.autocast, sums).used]
             try:
@@ -495,8 +495,8 @@ def _repeat_token(x: Tensor, along: Along) -> Tensor:
     return x if along is None else torch.cat([x, x.detach()], along)
 
 
-def _empty_output(out: Tensor, along: Along, length: int) -> Tensor:
+def _empty_output(chunk_output: Tensor, along: Along, length: int) -> Tensor:
     """Return memory for the whole sequence's output, given one chunk's; zeros if the output is a sum over chunks."""
     if along is None:
-        return torch.zeros_like(out)
-    return out.new_empty([length if dim == along else size for dim, size in enumerate(out.shape)])
+        return torch.zeros_like(chunk_output)
+    return chunk_output.new_empty([length if dim == along else size for dim, size in enumerate(chunk_output.shape)])

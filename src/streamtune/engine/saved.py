@@ -202,11 +202,13 @@ class SavedKV:
             if start < chunk.start and span.start < span.stop and span.stop > first_key
         ]
 
-    def _buffers(self, chunk: slice, make: Callable[[Tensor, tuple[int, ...]], Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _buffers(
+        self, chunk: slice, make_buffer: Callable[[Tensor, tuple[int, ...]], Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
         length = chunk.stop - self.kv.offset
         buffers: list[tuple[Tensor, Tensor]] = []
         for forms, shapes in zip(self.forms, self.shapes, strict=True):
-            k, v = (make(x, (*s[:2], length, s[3])) for x, s in zip(forms, shapes, strict=True))
+            k, v = (make_buffer(x, (*s[:2], length, s[3])) for x, s in zip(forms, shapes, strict=True))
             notify_tensors("keys and values", k, v)
             buffers.append((k, v))
         return buffers

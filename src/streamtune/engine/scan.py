@@ -36,9 +36,9 @@ def stateless_scan_mixers(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if SCAN in names_in_forward(type(module))]
 
 
-def names_in_forward(kind: type[nn.Module]) -> tuple[str, ...]:
+def names_in_forward(module_class: type[nn.Module]) -> tuple[str, ...]:
     """Return the names that the code of a module's forward uses."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    code = getattr(inspect.unwrap(module_class.forward), "__code__", None)
     return () if code is None else code.co_names
 
 

@@ -198,18 +198,18 @@ class StreamHandle(StreamedCalls):
                 fix="lay all trees end to end in one row of input_ids",
             )
 
-    def with_loss(self, asked: LossRequest) -> AbstractContextManager[None]:
+    def with_loss(self, request: LossRequest) -> AbstractContextManager[None]:
         """Context manager: while active, calls with labels return the requested loss instead of the cross-entropy.
 
         Args:
-            asked: Loss, and weights of the targets. Its ``measured`` receives the sums measured with the loss.
+            request: Loss, and weights of the targets. Its ``measured`` receives the sums measured with the loss.
 
         Raises:
             ArgumentError: The head is not streamed.
         """
         if self.head is None:
             raise ArgumentError("another loss needs a streamed head; this model's head is not streamed")
-        return temporary_attribute(self.head, "loss_request", asked)
+        return temporary_attribute(self.head, "loss_request", request)
 
     def check(self, length: int | None = None) -> None:
         """Compare the model, streamed and unstreamed, on random tokens; costs a few short forwards.

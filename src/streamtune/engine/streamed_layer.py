@@ -15,11 +15,11 @@ from streamtune.engine.fused import FusedParts
 from streamtune.engine.hf_names import KEPT_WINDOW, attention_of, names_attention
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.observe import has_chunkwise_hooks, refuse_hooks
+from streamtune.engine.offloaded_weights import OffloadedWeights
 from streamtune.engine.own_attention import OwnAttention, refuse_changed_attention
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import stateless_scan_mixers
 from streamtune.engine.sharded import FlatParametersError
-from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.fused import fusion_pays
 from streamtune.schedule import Schedule
@@ -40,7 +40,7 @@ class ModelParts:
     """Collects the logits of routers; None for a layer that is checked on its own."""
     last_call: LastLayerCall[Any] = field(default_factory=LastLayerCall)
     """The last layer call, by which the next layer finds the call that computed its input."""
-    waiting: OffloadedWeights | None = None
+    offloaded: OffloadedWeights | None = None
     """Weights offloaded to the host; None if all weights are on the device."""
 
 
@@ -52,14 +52,14 @@ class StreamedLayer:
         parts: Parts of the streamed model that all its layers share.
         own_attention: Attention implementation of a layer with its own attention code. None uses the engine's
             attention, or the layer's eager attention if the first call shows that the engine's cannot compute it.
-        place: Placement of the layer's input until the backward.
+        placement: Placement of the layer's input until the backward.
     """
 
     def __init__(
-        self, layer: nn.Module, parts: ModelParts, own_attention: str | None = None, place: Placement | None = None
+        self, layer: nn.Module, parts: ModelParts, own_attention: str | None = None, placement: Placement | None = None
     ) -> None:
         self.layer, self.parts, self.schedule = layer, parts, parts.schedule
-        self.placement = Placement() if place is None else place
+        self.placement = Placement() if placement is None else placement
         self.own_attention = None if own_attention is None else OwnAttention(own_attention)
         self.fused = FusedParts(layer) if self.schedule.fuse == "torch" else None
         self.stateless_scans = stateless_scan_mixers(layer)
@@ -88,20 +88,20 @@ class StreamedLayer:
         ``prefetch`` is the offset of the layer to fetch next, as in :meth:`OffloadedWeights.used`. None means a
         backward: the layer before this layer is fetched.
         """
-        waiting = self.parts.waiting
-        if waiting is None:
+        offloaded = self.parts.offloaded
+        if offloaded is None:
             yield list(parameters)
             return
         if prefetch is None:  # below the first layer of a segment, layers of the segment before run forward again
             prefetch = 0 if self.schedule.levels == 2 and self.placement.begins_segment else -1
-        with waiting.used(self.layer, prefetch) as copies:
+        with offloaded.used(self.layer, prefetch) as copies:
             yield [copies.get(id(p), p) for p in parameters]
 
     def to_host(self, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of ``parameters``, copied to the host if the parameters are offloaded."""
-        return grads if self.parts.waiting is None else self.parts.waiting.to_host(parameters, grads)
+        return grads if self.parts.offloaded is None else self.parts.offloaded.to_host(parameters, grads)
 
-    def check_in_place(self, length: int) -> None:
+    def check_unchanged(self, length: int) -> None:
         """Refuse a backward if streaming was removed, the attention was changed, or a user's hook was added inside."""
         if self.removed:
             raise ArgumentError(
@@ -142,21 +142,21 @@ class StreamedLayer:
                 )
             refuse_changed_attention(config, name, self.name)
 
-    def check_leaves(self, z_i: Tensor, known: Sequence[Tensor]) -> None:
+    def check_leaves(self, z_i: Tensor, allowed: Sequence[Tensor]) -> None:
         """Refuse a trainable tensor that is not an input of the layer's node: its gradient would be lost.
 
         The graph is checked in the first call, and in each call if hooks are inside the layer.
 
         Args:
             z_i: Output of a chunk.
-            known: Inputs of the layer's node.
+            allowed: Inputs of the layer's node.
 
         Raises:
             UnsupportedModelError: The graph of ``z_i`` has another leaf that needs a gradient.
         """
         if self.leaves_checked and not has_chunkwise_hooks(self.layer):
             return
-        for leaf in unknown_leaves(z_i, known):
+        for leaf in leaves_outside(z_i, allowed):
             if getattr(leaf, "_is_flat_param", False):
                 raise FlatParametersError(self.name)
             raise UnsupportedModelError(
@@ -167,10 +167,10 @@ class StreamedLayer:
         self.leaves_checked = True
 
 
-def unknown_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield leaves that need a gradient in the graph of ``z_out``, except the tensors ``known``."""
-    known_ids = {id(tensor) for tensor in known}
-    todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
+def leaves_outside(z_out: Tensor, allowed: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield leaves that need a gradient in the graph of ``z_out``, except the tensors ``allowed``."""
+    known_ids = {id(tensor) for tensor in allowed}
+    todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in allowed if tensor.grad_fn is not None}
     while todo:
         node = todo.pop()
         if node is None or node in seen:

@@ -26,6 +26,7 @@ from streamtune.engine.inspect_model import (
 )
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers, place_layers
+from streamtune.engine.offloaded_weights import OffloadedWeights
 from streamtune.engine.outside_layers import StreamedEmbedding, StreamedNorm, norms_outside_layers, token_embedding
 from streamtune.engine.own_attention import AttentionNames
 from streamtune.engine.requests import ScoreRequest
@@ -34,7 +35,6 @@ from streamtune.engine.routers import RouterLoss, RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import flag_leaf_layers, require_input_gradient, unflag_leaf_layers
 from streamtune.engine.streamed_layer import ModelParts
-from streamtune.engine.waiting import OffloadedWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
@@ -84,18 +84,18 @@ class StreamedModel:
         self.names = AttentionNames(attention_configs(self.model, self.layers), self.own_attention)
         """Attention names in the model's configurations, during calls and outside of calls."""
         self.context, self.tiers = CallContext(), Tiers(schedule)
-        self.waiting: OffloadedWeights | None = None
+        self.offloaded: OffloadedWeights | None = None
         """Weights offloaded to the host; None if all weights are on the device."""
         if schedule.weights == "host":  # after all checks, because it moves the weights
             dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
-            self.waiting = OffloadedWeights(self.model, self.layers, self.tiers, dtype)
+            self.offloaded = OffloadedWeights(self.model, self.layers, self.tiers, dtype)
             if self.head is not None:
-                self.head.waiting = self.waiting
+                self.head.offloaded = self.offloaded
         self._install()
 
     def _install(self) -> None:
         """Replace the ``forward`` of layers, norms and embedding."""
-        parts = ModelParts(self.schedule, self.tiers, self.context, self.routers, waiting=self.waiting)
+        parts = ModelParts(self.schedule, self.tiers, self.context, self.routers, offloaded=self.offloaded)
         for layer, place in zip(self.layers, place_layers(self.schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(layer, parts, self.own_attention, place)
         self._norms = norms_outside_layers(owning_models(self.model, self.layers)[-1], self.layers)
@@ -119,8 +119,8 @@ class StreamedModel:
         if self.head is not None:
             self.head.close()
         self.routers.remove()
-        if self.waiting is not None:
-            self.waiting.remove()
+        if self.offloaded is not None:
+            self.offloaded.remove()
         for layer in self.layers:
             if isinstance(forward := layer.__dict__.get("forward"), StreamedForward):
                 forward.removed = True
@@ -150,7 +150,7 @@ class StreamedModel:
 
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
         """Context manager: the layer's weights are on the device while active, also if they are offloaded."""
-        return nullcontext() if self.waiting is None else self.waiting.used(layer)
+        return nullcontext() if self.offloaded is None else self.offloaded.used(layer)
 
 
 def _lengths_of(context: CallContext, position_ids: Tensor) -> RowLengths | None:

@@ -18,7 +18,7 @@ from streamtune.base.text import parse_size, show_size
 from streamtune.data import BatchFacts
 from streamtune.data.fit import Prepared
 from streamtune.data.inspect_rows import RowInspector
-from streamtune.data.length_measures import LengthBin, LengthChoice, choose_lengths, histogram
+from streamtune.data.length_measures import LengthBin, LengthChoice, compare_max_lengths, histogram
 from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
@@ -284,7 +284,7 @@ def inspect_recipe(
             limit=limit,
             limit_name=limit_name,
             histogram=histogram(prepared.measured.lengths, limit),
-            choices=choose_lengths(
+            choices=compare_max_lengths(
                 prepared.measured,
                 limit,
                 task.data_options(),

@@ -21,7 +21,7 @@ from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.text import parse_size, show_size
 from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
-from streamtune.engine.waiting import offloaded_parameters
+from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.errors import ArgumentError
 from streamtune.recipe.settings import ModelSettings, OptimizerSettings, TrainingSettings
 from streamtune.run.data import new_token_ids

@@ -22,7 +22,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.text import parse_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
-from streamtune.engine.waiting import offloaded_parameters
+from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk

@@ -160,7 +160,7 @@ class Sft(Task[Recipe]):
             return None
         recipe, batches = self.recipe, Batches(prepared, None)
         epoch, pieces, tokens = first_epoch(batches, recipe), prepared.pieces, batches.lengths()
-        layout = data.lay_out(
+        layout = data.lay_out_epoch(
             epoch,
             tokens,
             batches.squares(),
@@ -174,7 +174,7 @@ class Sft(Task[Recipe]):
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
         # With dataset weights, an epoch visits some rows several times or never. Pieces are compared with whole rows.
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
-        concat = data.concat_squares(visited, recipe.max_length)
+        concat = data.concat_squared_lengths(visited, recipe.max_length)
         found = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
         return data.BatchFacts(
             batching=recipe.batching,
@@ -189,7 +189,7 @@ class Sft(Task[Recipe]):
             packs=0 if packs is None else len(packs),
             pack_fill=0.0 if packs is None else round(packs.fill_rate(recipe.max_length), 4),
             fewest_packs=fewest_packs(lengths, recipe.max_length),
-            pieces={} if pieces is None else pieces.by_bucket(),
+            pieces={} if pieces is None else pieces.counts_by_bucket(),
         )
 
     def planned_length(self, longest: int) -> int:
@@ -287,7 +287,7 @@ class Sft(Task[Recipe]):
     def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the tokens that end trained turns or texts; of streamed rows, only the first are read."""
         rows = prepared.first(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.train
-        return data.trained_ends(rows, tokenizer, chat_options(self.recipe))
+        return data.trained_end_tokens(rows, tokenizer, chat_options(self.recipe))
 
     def training(self, built: Built) -> Training:
         training = super().training(built)
@@ -456,7 +456,7 @@ class Batches:
         """Iterate over batches of the held-out sequences in their order; ``part`` limits them to one set."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
         rows = range(len(examples)) if part is None else range(part.start, part.stop)
-        units = rows if packs is None else packs.of_rows(rows.start, rows.stop)
+        units = rows if packs is None else packs.packs_of_rows(rows.start, rows.stop)
         for start in range(0, len(units), batch_size):
             chosen = units[start : start + batch_size]
             yield self.collate(

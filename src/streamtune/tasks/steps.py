@@ -4,7 +4,7 @@ A recipe with ``select_rows`` draws a large batch for each step and trains on a 
 
     next_step()   N times the rows of a step are drawn, in the order of the sampler
                   each rank computes gradient sketches of its share of these rows      (``train.sketch``)
-                  rank 0 chooses rows among all of them, for all ranks                 (``data.batches.medoids``)
+                  rank 0 chooses rows among all of them, for all ranks                 (``data.batches.choose_medoids``)
                   the chosen rows are divided among the ranks, as in any other step
 
 The choice depends only on the rows, the weights and the optimizer state, so checkpoints do not contain it. A resumed
@@ -226,9 +226,9 @@ def make_sampler(batches: Trainable, recipe: BatchSettings) -> data.ResumableSam
             batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
         )
         budget = recipe.tokens_per_batch
-        return rows if budget is None else data.token_steps(rows, batches.lengths(), budget)
+        return rows if budget is None else data.token_budget_sampler(rows, batches.lengths(), budget)
     spec = recipe.buckets or BucketSpec()
-    return data.bucket_steps(
+    return data.bucket_sampler(
         batches.buckets, recipe.tokens_per_batch, curriculum=spec.curriculum, cycles=spec.cycles, seed=recipe.seed
     )
 

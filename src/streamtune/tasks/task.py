@@ -432,7 +432,7 @@ class Task(ABC, Generic[R_co]):
 
     def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the tokens that end trained turns or texts: generation must stop at them."""
-        return data.trained_ends(prepared.train, tokenizer, chat_options(self.recipe))
+        return data.trained_end_tokens(prepared.train, tokenizer, chat_options(self.recipe))
 
     def training(self, built: Built) -> Training:
         """Return all that the objective passes to the training loop."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.batches.sampler import Numbers, Packs
-from streamtune.data.record_table import Example, Tree, common_beginning
+from streamtune.data.record_table import Example, Tree, shared_beginning_length
 
 Ids = npt.NDArray[np.int32]
 
@@ -118,12 +118,12 @@ def collate_packed(
     return PackedBatch(**batch, position_ids=position_ids)
 
 
-def _empty_batch(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) -> Batch:
-    length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+def _empty_batch(num_rows: int, max_tokens: int, pad_token_id: int, pad_to_multiple_of: int) -> Batch:
+    length = -(-max_tokens // pad_to_multiple_of) * pad_to_multiple_of
     return Batch(
-        input_ids=torch.full((rows, length), pad_token_id),
-        attention_mask=torch.zeros((rows, length), dtype=torch.int64),
-        shift_labels=torch.full((rows, length), IGNORE_INDEX),
+        input_ids=torch.full((num_rows, length), pad_token_id),
+        attention_mask=torch.zeros((num_rows, length), dtype=torch.int64),
+        shift_labels=torch.full((num_rows, length), IGNORE_INDEX),
     )
 
 
@@ -160,7 +160,7 @@ class _Node:
         rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
         self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
 
-    def push_down(self) -> list[_Node]:
+    def prepend_to_children(self) -> list[_Node]:
         """Return the children, each with a copy of this node's tokens before its own tokens."""
         ended = [row for row in self.rows if not any(row in child.rows for child in self.children)]
         for number, child in enumerate(self.children):
@@ -185,7 +185,7 @@ class PrefixTree:
 
     def count_added(self, example: Example) -> int:
         """Return how many tokens an example would add to the sequence."""
-        return len(example.input_ids) - sum(shared for _, shared in self._path(*_ids_and_targets(example)))
+        return len(example.input_ids) - sum(shared for _, shared in self._best_shared_path(*_ids_and_targets(example)))
 
     def add(self, example: Example) -> None:
         """Add an example as a row."""
@@ -201,11 +201,11 @@ class PrefixTree:
         row = len(self._lengths)
         self._lengths.append(len(ids))
         node, place = self._root, 0
-        for child, shared in self._path(ids, targets):
+        for child, shared in self._best_shared_path(ids, targets):
             if shared < len(child.ids):
                 child.split(shared)
-            own = targets[place : place + shared]
-            child.targets = np.where(own == IGNORE_INDEX, child.targets, own)
+            row_targets = targets[place : place + shared]
+            child.targets = np.where(row_targets == IGNORE_INDEX, child.targets, row_targets)
             child.rows.append(row)
             node, place = child, place + shared
         if place < len(ids):
@@ -216,15 +216,17 @@ class PrefixTree:
                 node.ids, node.targets = np.append(node.ids, rest.ids), np.append(node.targets, rest.targets)
             self.tokens += len(ids) - place
 
-    def drop_short(self, least: int, kept: Callable[[int, int, Sequence[int]], bool]) -> None:
-        """Stop sharing nodes that save fewer than ``least`` tokens: copy their tokens to each node that continues them.
+    def unshare_short_nodes(
+        self, min_saved_tokens: int, keeps_sharing: Callable[[int, int, Sequence[int]], bool]
+    ) -> None:
+        """Copy the tokens of nodes that save fewer than ``min_saved_tokens`` tokens to each node that continues them.
 
         Every node costs extra calls in each layer, and ends a chunk in layers with a state.
 
         Args:
-            least: Minimum number of tokens that a shared node saves.
-            kept: Function of a node's first position, its end (exclusive) and its rows. If it returns True, the node
-                stays shared however few tokens it saves.
+            min_saved_tokens: Minimum number of tokens that a shared node saves.
+            keeps_sharing: Function of a node's first position, end (exclusive) and rows. If the function returns True,
+                the node stays shared however few tokens it saves.
         """
         waiting = [(0, self._root)]
         while waiting:
@@ -236,32 +238,34 @@ class PrefixTree:
                 others, end = len(child.children) - 1, stop + len(child.ids)
                 if others < 0:
                     node.children.append(child)
-                elif not others or (others * len(child.ids) < least and not kept(stop, end, child.rows)):
+                elif not others or (
+                    others * len(child.ids) < min_saved_tokens and not keeps_sharing(stop, end, child.rows)
+                ):
                     self.tokens += others * len(child.ids)
-                    children = child.push_down() + children
+                    children = child.prepend_to_children() + children
                 else:
                     node.children.append(child)
                     waiting.append((stop, child))
 
-    def places(self) -> list[Numbers]:
+    def row_positions(self) -> list[Numbers]:
         """Return for each row, in the order in which rows were added, the positions of its tokens in the sequence."""
         found: list[list[Numbers]] = [[] for _ in self._lengths]
         start = 0
-        for _, node in self.nodes():
+        for _, node in self.nodes_in_order():
             stop = start + len(node.ids)
             for row in node.rows:
                 found[row].append(np.arange(start, stop))
             start = stop
         return [np.concatenate(parts)[:length] for parts, length in zip(found, self._lengths, strict=True)]
 
-    def _path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
+    def _best_shared_path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
         """Return the path of nodes that shares most tokens with a row, as (node, number of shared tokens)."""
         best: tuple[int, list[tuple[_Node, int]]] = (0, [])
         waiting: list[tuple[int, list[tuple[_Node, int]], _Node]] = [(0, [], self._root)]
         while waiting:
             place, path, node = waiting.pop()
             for child in node.children:
-                shared = common_beginning(
+                shared = shared_beginning_length(
                     child.ids, child.targets, ids[place:], targets[place:], same_target=self.scored
                 )
                 if not shared:
@@ -272,7 +276,7 @@ class PrefixTree:
                     waiting.append((*longer, child))
         return best[1]
 
-    def nodes(self) -> list[tuple[int, _Node]]:
+    def nodes_in_order(self) -> list[tuple[int, _Node]]:
         """Return the nodes in the order of the sequence, each as (index of its parent or -1, node).
 
         The child with the longest row directly follows its parent. So the nodes of a long row are adjacent, and its
@@ -287,10 +291,10 @@ class PrefixTree:
         return found
 
     @property
-    def squares(self) -> int:
+    def attention_work(self) -> int:
         """Attention work: about twice the number of (query token, key token) pairs."""
         total, stops = 0, list[int]()
-        for parent, node in self.nodes():
+        for parent, node in self.nodes_in_order():
             start = stops[parent] if parent >= 0 else 0
             stops.append(start + len(node.ids))
             total += stops[-1] ** 2 - start**2
@@ -330,7 +334,7 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
     tree = PrefixTree()
     for example in examples:
         tree.add(example)
-    nodes = tree.nodes()
+    nodes = tree.nodes_in_order()
     ids = np.concatenate([node.ids for _, node in nodes]).astype(np.int64)
     targets = np.concatenate([node.targets for _, node in nodes]).astype(np.int64)
     collated = CollatedPrefixes(
@@ -341,13 +345,13 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
     )
     if any(example.weight != 1 for example in examples):
         weights = torch.ones(1, len(ids))
-        for example, places in zip(examples, tree.places(), strict=True):  # each target belongs to one row
+        for example, places in zip(examples, tree.row_positions(), strict=True):  # each target belongs to one row
             weights[0, places[:-1][np.asarray(example.labels[1:]) != IGNORE_INDEX]] = example.weight
         collated["weights"] = weights
     return collated
 
 
-def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
+def pack_turns(examples: Sequence[Example], part_bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
     """Pack the turns of each conversation into one sequence; return the packs, and the index of each part's first pack.
 
     The turns of a conversation are consecutive rows with the same origin. Turns that do not fit continue in another
@@ -355,27 +359,27 @@ def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: i
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
-        bounds: [parts + 1] index of each part's first row, then the number of all rows.
+        part_bounds: [parts + 1] index of each part's first row, then the number of all rows.
         max_length: Maximum number of tokens of a sequence.
     """
     starts, sizes, squares, firsts = [0], [], [], [0]
-    for first, stop in pairwise(bounds):
+    for first, stop in pairwise(part_bounds):
         tree, origin = PrefixTree(), ""
         for row in range(first, stop):
             example = examples[row]
             if row > first and (example.origin != origin or tree.tokens + tree.count_added(example) > max_length):
                 starts.append(row)
                 sizes.append(tree.tokens)
-                squares.append(tree.squares)
+                squares.append(tree.attention_work)
                 tree = PrefixTree()
             tree.add(example)
             origin = example.origin
         if stop > first:
             starts.append(stop)
             sizes.append(tree.tokens)
-            squares.append(tree.squares)
+            squares.append(tree.attention_work)
         firsts.append(len(sizes))
-    rows = np.arange(bounds[-1], dtype=np.int64)
+    rows = np.arange(part_bounds[-1], dtype=np.int64)
     measured = (np.array(values, dtype=np.int64) for values in (sizes, squares))
     return Packs(rows, np.array(starts, dtype=np.int64), sum(sizes), *measured), firsts
 
@@ -454,8 +458,8 @@ def _collate_shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
     def kept(start: int, stop: int, among: Sequence[int]) -> bool:
         return any(start < common[row].stop and common[row].start < stop for row in among)
 
-    tree.drop_short(LEAST_SAVED, kept)
-    nodes, places = tree.nodes(), tree.places()
+    tree.unshare_short_nodes(LEAST_SAVED, kept)
+    nodes, places = tree.nodes_in_order(), tree.row_positions()
     counted = [targets != IGNORE_INDEX for targets in rows]
     at = np.concatenate([where[kept] for where, kept in zip(places, counted, strict=True)])
     labels = np.full(tree.tokens, IGNORE_INDEX, np.int64)

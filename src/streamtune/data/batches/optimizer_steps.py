@@ -52,12 +52,12 @@ class StepSampler:
     """Visits every unit once per epoch, step by step.
 
     Args:
-        steps: Function that returns the steps of an epoch, counted from 0.
-        facts: JSON values that a saved state must have in common with the sampler that loads it.
+        make_epoch_steps: Function that returns the steps of an epoch, counted from 0.
+        order_facts: JSON values that a saved state must have in common with the sampler that loads it.
     """
 
-    def __init__(self, steps: Callable[[int], EpochSteps], facts: Mapping[str, Any]) -> None:
-        self.steps, self.facts = steps, dict(facts)
+    def __init__(self, make_epoch_steps: Callable[[int], EpochSteps], order_facts: Mapping[str, Any]) -> None:
+        self.steps, self.facts = make_epoch_steps, dict(order_facts)
         self.epoch = 0
         """epoch of the last step, from 0"""
         self.position = 0
@@ -91,35 +91,35 @@ class StepSampler:
         Raises:
             CheckpointError: The saved sampler had other units or other steps, or the position is invalid.
         """
-        for key, mine in self.facts.items():
-            if state.get(key) != mine:
+        for key, own_facts in self.facts.items():
+            if state.get(key) != own_facts:
                 raise CheckpointError(
-                    f"the checkpoint was made with {key} = {state.get(key)}, this run has {mine}",
+                    f"the checkpoint was made with {key} = {state.get(key)}, this run has {own_facts}",
                     fix="resume with the data, seed and batching of the checkpoint",
                 )
         saved_position(state, sys.maxsize)  # checks that the epoch is a count before its steps are computed
         self.epoch, self.position = saved_position(state, len(self.epoch_steps(state["epoch"]).units))
 
 
-def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSampler:
-    """Return a sampler of steps with at most ``budget`` tokens; a longer row is a step of its own.
+def token_budget_sampler(row_sampler: ResumableSampler, lengths: Numbers, token_budget: int) -> StepSampler:
+    """Return a sampler of steps with at most ``token_budget`` tokens; a longer row is a step of its own.
 
     Args:
-        rows: Sampler that gives the order of each epoch.
+        row_sampler: Sampler that gives the order of each epoch.
         lengths: [rows] number of tokens of each row.
-        budget: Maximum number of tokens of a step.
+        token_budget: Maximum number of tokens of a step.
     """
-    facts = {name: rows.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
-    return StepSampler(lambda epoch: _fill_steps(rows.order(epoch), lengths, budget), facts)
+    facts = {name: row_sampler.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
+    return StepSampler(lambda epoch: _split_into_steps(row_sampler.order(epoch), lengths, token_budget), facts)
 
 
-def _fill_steps(order: Numbers, lengths: Numbers, budget: int) -> EpochSteps:
+def _split_into_steps(order: Numbers, lengths: Numbers, token_budget: int) -> EpochSteps:
     ends = np.cumsum(lengths[order])
     stops: list[int] = []
     start = 0
     while start < len(order):
         used = int(ends[start - 1]) if start else 0
-        start = max(start + 1, int(np.searchsorted(ends, used + budget, side="right")))
+        start = max(start + 1, int(np.searchsorted(ends, used + token_budget, side="right")))
         stops.append(start)
     return EpochSteps(order, np.array(stops, dtype=np.int64))
 
@@ -132,32 +132,38 @@ CURRICULA: dict[str, Callable[[int], int]] = {
 """Curriculum -> odds of drawing a batch, as a function of how often its length doubles to reach the longest bucket."""
 
 
-def bucket_steps(buckets: Numbers, budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
-    """Return a sampler whose steps each have pieces of one bucket, with ``budget`` tokens in all.
+def bucket_sampler(buckets: Numbers, token_budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
+    """Return a sampler whose steps each have pieces of one bucket, with ``token_budget`` tokens in all.
 
     The batches of a bucket are spread evenly over the cycles of an epoch. Within a cycle batches are drawn without
     replacement, with the odds of their buckets. The last batch of a bucket may have fewer pieces.
 
     Args:
-        buckets: [pieces] length of each piece's bucket in tokens, at most ``budget``.
-        budget: Number of tokens of a step.
+        buckets: [pieces] length of each piece's bucket in tokens, at most ``token_budget``.
+        token_budget: Number of tokens of a step.
         curriculum: Key of :data:`CURRICULA`.
         cycles: Number of times per epoch that the curriculum runs from short to long pieces.
         seed: Seed of the order of pieces and of the draws.
     """
-    facts = {"num_pieces": len(buckets), "seed": seed, "tokens_per_batch": budget}
+    facts = {"num_pieces": len(buckets), "seed": seed, "tokens_per_batch": token_budget}
     curriculum_facts = {"curriculum": curriculum, "cycles": cycles}
-    return StepSampler(partial(_draw_epoch, buckets, budget, curriculum, cycles, seed), facts | curriculum_facts)
+    return StepSampler(
+        partial(_draw_bucket_epoch, buckets, token_budget, curriculum, cycles, seed), facts | curriculum_facts
+    )
 
 
-def _draw_epoch(buckets: Numbers, budget: int, curriculum: str, cycles: int, seed: int, epoch: int) -> EpochSteps:
+def _draw_bucket_epoch(
+    buckets: Numbers, token_budget: int, curriculum: str, cycles: int, seed: int, epoch: int
+) -> EpochSteps:
     random = seeded_random(seed, epoch, len(buckets))
     sizes = [int(size) for size in np.unique(buckets)]
     waiting: list[list[list[Numbers]]] = []  # by bucket and cycle
     for size in sizes:
         pieces = np.flatnonzero(buckets == size)
         pieces = pieces[random.permutation(len(pieces))]
-        batches = [pieces[start : start + budget // size] for start in range(0, len(pieces), budget // size)]
+        batches = [
+            pieces[start : start + token_budget // size] for start in range(0, len(pieces), token_budget // size)
+        ]
         by_cycle: list[list[Numbers]] = [[] for _ in range(cycles)]
         for index, batch in enumerate(batches):
             by_cycle[(2 * index + 1) * cycles // (2 * len(batches))].append(batch)
@@ -180,13 +186,13 @@ Batches = list[list[int]]
 
 
 def assign_rows(
-    rows: Sequence[int], cost: Callable[[int], float], *, ranks: int, batch_size: int, padded: bool = True
+    rows: Sequence[int], predict_time: Callable[[int], float], *, ranks: int, batch_size: int, padded: bool = True
 ) -> list[list[list[int]]]:
     """Assign the rows of an optimizer step to ranks and micro-batches, so that ranks wait little for each other.
 
     Args:
         rows: Row numbers in the order of the sampler; at least one.
-        cost: Function that returns the predicted time of a row, in any unit.
+        predict_time: Function that returns the predicted time of a row, in any unit.
         ranks: Number of data-parallel ranks.
         batch_size: Maximum number of rows of a micro-batch.
         padded: Whether batches are padded, so that each row takes as long as the longest.
@@ -197,17 +203,20 @@ def assign_rows(
     """
     if ranks == 1:
         return [[list(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]]
-    costs = {row: cost(row) for row in rows}
+    time_by_row = {row: predict_time(row) for row in rows}
     micro_steps = -(-len(rows) // (ranks * batch_size))
-    slowest_first = sorted(rows, key=lambda row: (-costs[row], row))
+    slowest_first = sorted(rows, key=lambda row: (-time_by_row[row], row))
 
     def seconds(batch: Sequence[int]) -> float:
         if not batch:
             return 0.0
-        return len(batch) * costs[batch[0]] if padded else sum(costs[row] for row in batch)
+        return len(batch) * time_by_row[batch[0]] if padded else sum(time_by_row[row] for row in batch)
 
     dealt = [
-        [_deal_rows(group, costs, sizes, padded=padded) for group, sizes in _group_rows(slowest_first, sizes, ranks)]
+        [
+            _assign_micro_step(group, time_by_row, sizes, padded=padded)
+            for group, sizes in _group_rows(slowest_first, sizes, ranks)
+        ]
         for sizes in _batch_sizes(len(rows), ranks, micro_steps, batch_size)
     ]
     steps = min(dealt, key=lambda steps: sum(max(map(seconds, at_once)) for at_once in steps))
@@ -228,10 +237,10 @@ def _batch_sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> l
     or the first ones as much as possible.
     """
     batches = ranks * micro_steps
-    smaller, more = divmod(count, batches)
+    smaller, larger_batches = divmod(count, batches)
     if smaller == 0:
-        return [[1] * more + [0] * (batches - more)]
-    even = [smaller] * (batches - more) + [smaller + 1] * more
+        return [[1] * larger_batches + [0] * (batches - larger_batches)]
+    even = [smaller] * (batches - larger_batches) + [smaller + 1] * larger_batches
     first, left = [1] * batches, count - batches
     for index in reversed(range(batches)):
         added = min(batch_size - 1, left)
@@ -250,7 +259,9 @@ def _group_rows(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[t
     return groups
 
 
-def _deal_rows(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *, padded: bool) -> Batches:
+def _assign_micro_step(
+    rows: Sequence[int], time_by_row: dict[int, float], sizes: Sequence[int], *, padded: bool
+) -> Batches:
     """Return the batches of one micro-step, one per rank.
 
     Padded rows stay sorted, so that a batch has little padding. Without padding each row, the slowest first, goes to
@@ -268,7 +279,7 @@ def _deal_rows(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int
         open_ = (index for index, batch in enumerate(batches) if len(batch) < sizes[index])
         index = min(open_, key=lambda index: loads[index])
         batches[index].append(row)
-        loads[index] += costs[row]
+        loads[index] += time_by_row[row]
     return batches
 
 
@@ -289,17 +300,19 @@ class Choice:
     """root mean square of ``gap`` over all choices of the same number of rows"""
 
 
-def small_sources(sizes: Sequence[int]) -> frozenset[int]:
+def small_sources(row_counts: Sequence[int]) -> frozenset[int]:
     """Return the sources whose number of rows is below the mean number of rows of all non-empty sources.
 
     Args:
-        sizes: [sources] number of rows of each source.
+        row_counts: [sources] number of rows of each source.
     """
-    present = [size for size in sizes if size > 0]
-    return frozenset(source for source, size in enumerate(sizes) if 0 < size * len(present) < sum(present))
+    present = [size for size in row_counts if size > 0]
+    return frozenset(source for source, size in enumerate(row_counts) if 0 < size * len(present) < sum(present))
 
 
-def choose_rows(points: Points, sources: Sequence[int], count: int, small: frozenset[int] = frozenset()) -> Choice:
+def choose_rows(
+    points: Points, sources: Sequence[int], count: int, small_source_indices: frozenset[int] = frozenset()
+) -> Choice:
     """Choose ``count`` rows: all rows of small sources, and medoids of each other source in proportion to its size.
 
     If the small sources alone have ``count`` rows or more, they are treated like other sources. A row with a non-finite
@@ -309,7 +322,7 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
         points: [rows, dimensions] point of each row, such as its projected gradient.
         sources: [rows] source of each row.
         count: Number of rows to choose, at most the number of rows.
-        small: Sources whose rows are all chosen.
+        small_source_indices: Sources whose rows are all chosen.
     """
     rows = len(points)
     assert rows == len(sources) >= count > 0, "at least one row is chosen, at most all rows"
@@ -318,7 +331,7 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
     if len(usable) < count:
         more = np.flatnonzero(~finite)[: count - len(usable)]
         return Choice(tuple(sorted((*usable, *more.tolist()))), 0, 0.0, 0.0)
-    kept = [row for row in usable if sources[row] in small]
+    kept = [row for row in usable if sources[row] in small_source_indices]
     if len(kept) >= count:
         kept = []
     by_source: dict[int, list[int]] = {}
@@ -329,12 +342,12 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
     for places, budget in zip(
         candidates, _divide_count([len(own) for own in candidates], count - len(kept)), strict=True
     ):
-        chosen += [places[index] for index in medoids(points[places], budget)]
+        chosen += [places[index] for index in choose_medoids(points[places], budget)]
     chosen.sort()
     return Choice(tuple(chosen), len(kept), *_mean_gaps(points[chosen], points[usable]))
 
 
-def medoids(points: Points, count: int) -> list[int]:
+def choose_medoids(points: Points, count: int) -> list[int]:
     """Return the indices of ``count`` medoids, found by the greedy algorithm; of equal gains the first point wins.
 
     Args:
@@ -366,9 +379,9 @@ def _divide_count(sizes: Sequence[int], count: int) -> list[int]:
     return budgets
 
 
-def _mean_gaps(chosen: Points, every: Points) -> tuple[float, float]:
+def _mean_gaps(chosen_points: Points, all_points: Points) -> tuple[float, float]:
     """Return :attr:`Choice.gap`, and :attr:`Choice.chance` from the variance of a draw without replacement."""
-    whole, rows, count = every.mean(axis=0), len(every), len(chosen)
-    length = max(float(np.linalg.norm(whole)), 1e-30)
-    variance = float(((every - whole) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count
-    return float(np.linalg.norm(chosen.mean(axis=0) - whole)) / length, float(np.sqrt(variance)) / length
+    mean_of_all, rows, count = all_points.mean(axis=0), len(all_points), len(chosen_points)
+    length = max(float(np.linalg.norm(mean_of_all)), 1e-30)
+    variance = float(((all_points - mean_of_all) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count
+    return float(np.linalg.norm(chosen_points.mean(axis=0) - mean_of_all)) / length, float(np.sqrt(variance)) / length

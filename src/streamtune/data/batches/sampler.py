@@ -181,11 +181,11 @@ class ResumableSampler:
         Raises:
             CheckpointError: The saved sampler had other rows or another order, or the position is invalid.
         """
-        mine = self.state_dict()
+        own_state = self.state_dict()
         for key in ("num_rows", "seed", "shuffle"):
-            if state[key] != mine[key]:
+            if state[key] != own_state[key]:
                 raise CheckpointError(
-                    f"the checkpoint was made with {key} = {state[key]}, this run has {mine[key]}",
+                    f"the checkpoint was made with {key} = {state[key]}, this run has {own_state[key]}",
                     fix="resume with the data and seed of the checkpoint",
                 )
         self.epoch, self.position = saved_position(state, self.num_rows)
@@ -233,7 +233,7 @@ class Packs:
         start, stop = self.starts[pack : pack + 2].tolist()
         return [int(row) for row in self.rows[start:stop]]
 
-    def of_rows(self, first: int, stop: int) -> range:
+    def packs_of_rows(self, first: int, stop: int) -> range:
         """Return the packs of rows ``first`` to ``stop`` (exclusive), a part that :func:`pack_parts` packed."""
         start, end = np.searchsorted(self.starts, [first, stop]).tolist()
         return range(start, end)
@@ -273,17 +273,17 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
     return Packs(rows, starts, int(sizes.sum()))
 
 
-def pack_parts(lengths: Numbers, bounds: Sequence[int], max_length: int, *, seed: int) -> tuple[Packs, list[int]]:
+def pack_parts(lengths: Numbers, part_bounds: Sequence[int], max_length: int, *, seed: int) -> tuple[Packs, list[int]]:
     """Pack the rows of each part separately; return all packs, and the index of each part's first pack.
 
     Args:
         lengths: [rows] number of tokens of each row.
-        bounds: [parts + 1] index of each part's first row, then the number of all rows.
+        part_bounds: [parts + 1] index of each part's first row, then the number of all rows.
         max_length: Maximum number of tokens of a sequence.
         seed: Seed of the random orders.
     """
     rows, starts, firsts = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
-    for first, stop in pairwise(bounds):
+    for first, stop in pairwise(part_bounds):
         packs = pack_rows(lengths[first:stop], max_length, seed=seed)
         rows.append(first + packs.rows)
         starts.append(first + packs.starts[1:])
@@ -347,7 +347,7 @@ class Pieces:
         """Return how many tokens each piece has, [pieces]."""
         return self.stops - self.starts
 
-    def by_bucket(self) -> dict[int, int]:
+    def counts_by_bucket(self) -> dict[int, int]:
         """Return bucket length -> number of pieces."""
         sizes, counts = np.unique(self.buckets, return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
@@ -376,7 +376,7 @@ def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, pac
         packing: Whether pieces of a bucket share sequences.
     """
     lengths = examples.lengths()
-    rows, starts, stops, buckets = _decompose(lengths, max_length, min_length)
+    rows, starts, stops, buckets = _cut_by_powers_of_two(lengths, max_length, min_length)
     targets = _count_targets(examples, rows, starts, stops)
     every = np.arange(len(lengths))
     possible = _count_targets(examples, every, np.zeros_like(lengths), lengths)
@@ -393,19 +393,21 @@ def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, pac
     )
 
 
-def _decompose(lengths: Numbers, longest: int, shortest: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def _cut_by_powers_of_two(
+    lengths: Numbers, max_piece_length: int, min_piece_length: int
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Return rows, starts, stops and buckets of the pieces, row by row; a remainder of one token is dropped."""
-    assert not len(lengths) or lengths.max() <= longest, "rows were fitted to max_length before"
+    assert not len(lengths) or lengths.max() <= max_piece_length, "rows were fitted to max_length before"
     done = np.zeros_like(lengths)
     found: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
-    size = 1 << (longest.bit_length() - 1)
-    while size >= shortest:
+    size = 1 << (max_piece_length.bit_length() - 1)
+    while size >= min_piece_length:
         rows = np.flatnonzero(lengths - done >= size)
         found.append((rows, done[rows], done[rows] + size, np.full(len(rows), size)))
         done[rows] += size
         size //= 2
     rows = np.flatnonzero(lengths - done > 1)
-    found.append((rows, done[rows], lengths[rows], np.full(len(rows), shortest)))
+    found.append((rows, done[rows], lengths[rows], np.full(len(rows), min_piece_length)))
     rows, starts, stops, buckets = (np.concatenate(parts) for parts in zip(*found, strict=True))
     order = np.lexsort((starts, rows))
     return rows[order], starts[order], stops[order], buckets[order]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streamtune.data.data_report import CompletionReport, length_percentiles
-from streamtune.data.fit.length_fit import LengthFit, Notify, count_has
+from streamtune.data.fit.length_fit import LengthFit, Notify, number_has
 from streamtune.data.options import COMPLETION_OVERLENGTH, check_choice
 from streamtune.data.record_table import Prompt, TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError
@@ -44,11 +44,11 @@ class LengthPolicy:
                 fix="set max_prompt_length below max_length, so that a completion fits",
             )
 
-    def holds(self, tree: Tree) -> bool:
+    def fits(self, tree: Tree) -> bool:
         """Return True if the tree fits both limits."""
-        return self.holds_prompt(tree) and tree.longest_row_tokens <= self.max_length
+        return self.fits_prompt(tree) and tree.longest_row_tokens <= self.max_length
 
-    def holds_prompt(self, tree: Tree) -> bool:
+    def fits_prompt(self, tree: Tree) -> bool:
         """Return True if the prompt fits ``max_prompt_length``."""
         return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
 
@@ -91,22 +91,22 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         self.longest_prompt: tuple[int, str] = (0, "")
         """length in tokens and origin of the longest prompt"""
 
-    def add(self, tree: Tree, prompt: bytes) -> None:
+    def add(self, tree: Tree, prompt_digest: bytes) -> None:
         """Write a tree, truncated if it is too long and ``overlength`` says so; otherwise count it as dropped.
 
         Args:
             tree: Tree to add.
-            prompt: Hash of its prompt; trees with the same hash are held out together.
+            prompt_digest: Hash of its prompt; trees with the same hash are held out together.
         """
         if _has_identical_answers(tree):
             self.skip_identical(tree.origin)
             return
         self._measure_tree(tree)
-        if self.policy.holds(tree):
-            self._write_tree(tree, prompt)
+        if self.policy.fits(tree):
+            self._write_tree(tree, prompt_digest)
             return
         self.counts["too_long"] += 1
-        self.counts["long_prompts"] += not self.policy.holds_prompt(tree)
+        self.counts["long_prompts"] += not self.policy.fits_prompt(tree)
         cut = self.policy.truncate(tree) if self.overlength == "truncate" else None
         if cut is None or _has_identical_answers(cut):
             self.counts["dropped"] += 1
@@ -115,7 +115,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         else:
             self.counts["truncated"] += 1
             self.counts["supervised_tokens_lost"] += tree.num_targets - cut.num_targets
-            self._write_tree(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
+            self._write_tree(cut, prompt_digest, lost_tokens=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def skip_identical(self, origin: str) -> None:
         """Count a pair with two identical answers as dropped.
@@ -135,7 +135,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         self.counts["dropped"] += 1
 
     def _measure_tree(self, tree: Tree) -> None:
-        self.measure(tree.longest_row_tokens, tree.origin, tokens=tree.num_tokens_separate)
+        self.record_sizes(tree.longest_row_tokens, tree.origin, tokens=tree.num_tokens_separate)
         self.longest_prompt = max(self.longest_prompt, (len(tree.prompt), tree.origin), key=lambda pair: pair[0])
         self.prompt_lengths.append(len(tree.prompt))
         labels = tree.labels or [True, False]
@@ -143,27 +143,27 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             kind = self.kinds[0] if label else self.kinds[1]
             self.completion_lengths.setdefault(kind, array("q")).append(len(completion))
 
-    def _write_tree(self, tree: Tree, prompt: bytes, lost: int = 0) -> None:
-        self.write(tree, _tree_digest(tree), trained=tree.num_targets, lost=lost)
-        self.counts["tokens_lost"] += lost
-        self.groups.append(prompt)
+    def _write_tree(self, tree: Tree, prompt_digest: bytes, lost_tokens: int = 0) -> None:
+        self.write(tree, _tree_digest(tree), trained_tokens=tree.num_targets, lost_tokens=lost_tokens)
+        self.counts["tokens_lost"] += lost_tokens
+        self.groups.append(prompt_digest)
         self.tree_lengths.append(tree.num_tokens)
         self.counts["completions"] += len(tree.completions)
         self.counts["tokens"] += tree.num_tokens_separate
         self.counts["supervised_tokens"] += tree.num_targets
         self.counts["negative_margins"] += tree.margin is not None and tree.margin < 0
 
-    def check(self, notify: Notify) -> None:
-        super().check(notify)
+    def raise_or_notify(self, notify: Notify) -> None:
+        super().raise_or_notify(notify)
         if self.counts["negative_margins"]:
-            notify(f"{count_has(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
+            notify(f"{number_has(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def too_long_error(self) -> DataError:
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
             return DataError(
-                f"{count_has(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
+                f"{number_has(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
                 f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
                 where=origin,
                 fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end of the "
@@ -178,13 +178,13 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             )
         size, origin = self.longest
         return DataError(
-            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of "
+            f"{number_has(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of "
             f"prompt and longest completion; the longest has {size:,}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate or drop",
         )
 
-    def kind_counts(self) -> dict[str, Any]:
+    def kind_report_fields(self) -> dict[str, Any]:
         lengths = self.completion_lengths
         return {
             **{name: self.counts[name] for name in ("identical", "completions", "negative_margins")},
@@ -236,14 +236,14 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         self.first = max_prompt_length // 2 if truncate_side == "middle" else 0
         """number of first tokens that a truncated prompt keeps"""
 
-    def add(self, prompt: Prompt, group: bytes) -> None:
+    def add(self, prompt: Prompt, group_digest: bytes) -> None:
         """Write a prompt, truncated if it is too long and ``overlength`` says so; otherwise count it as dropped.
 
         Args:
             prompt: Prompt to add.
-            group: Hash; prompts with the same hash are held out together.
+            group_digest: Hash; prompts with the same hash are held out together.
         """
-        self.measure(prompt.num_tokens, prompt.origin)
+        self.record_sizes(prompt.num_tokens, prompt.origin)
         lost = 0
         if prompt.num_tokens > self.max_prompt_length:
             self.counts["too_long"] += 1
@@ -256,8 +256,8 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
             self.counts["tokens_lost"] += lost
             ids, last = prompt.input_ids, self.max_prompt_length - self.first
             prompt = replace(prompt, input_ids=ids[: self.first] + ids[-last:])
-        self.write(prompt, _prompt_digest(prompt), lost=lost)
-        self.groups.append(group)
+        self.write(prompt, _prompt_digest(prompt), lost_tokens=lost)
+        self.groups.append(group_digest)
         self.counts["tokens"] += prompt.num_tokens
 
     def describe_changes(self) -> str:
@@ -266,12 +266,12 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{count_has(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
+            f"{number_has(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
             where=origin,
             fix=f"set max_prompt_length to {size} or more, or set overlength to truncate (keeps the end) or drop",
         )
 
-    def kind_counts(self) -> dict[str, Any]:
+    def kind_report_fields(self) -> dict[str, Any]:
         return {"tree_tokens": self.counts["tokens"], "prompt_lengths": length_percentiles(self.lengths)}
 
 

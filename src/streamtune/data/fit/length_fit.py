@@ -24,15 +24,15 @@ import numpy.typing as npt
 
 from streamtune.data.batches.sampler import Mixture, Packs, Pieces
 from streamtune.data.data_report import CompletionReport, DataReport, SourceReport, length_percentiles
-from streamtune.data.fit.parts import (
+from streamtune.data.fit.held_out import (
     Digests,
     EvalSet,
     SourceStart,
+    add_epoch_counts,
     choose_held_out,
     count_duplicates,
+    held_out_eval_sets,
     make_mixture,
-    share_epoch,
-    split_sets,
 )
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import MappedTable, Record, Stored, TableWriter
@@ -139,7 +139,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         rows, kept, records = len(self.lengths), len(self.groups), len(self.digests)
         return SourceStart(source, Counter(self.counts), rows, kept, records)
 
-    def measure(
+    def record_sizes(
         self,
         size: int,
         origin: str,
@@ -165,7 +165,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.longest = max(self.longest, (size, origin), key=lambda pair: pair[0])
 
     @property
-    def about_longest(self) -> str:
+    def longest_length(self) -> str:
         """The length of the longest row, for a message; "about" marks an estimate."""
         return ("about " if self.is_longest_estimated else "") + f"{self.longest[0]:,}"
 
@@ -178,19 +178,19 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.counts["empty"] += 1
         self.counts["dropped"] += 1
 
-    def write(self, record: RecordT, digest: bytes, *, trained: int = 0, lost: int = 0) -> None:
+    def write(self, record: RecordT, digest: bytes, *, trained_tokens: int = 0, lost_tokens: int = 0) -> None:
         """Write a record of the current row; the caller appends the row's group afterwards.
 
         Args:
             record: Record to write.
             digest: Hash of everything in the record that training reads.
-            trained: Number of trained tokens.
-            lost: Number of tokens cut off.
+            trained_tokens: Number of trained tokens.
+            lost_tokens: Number of tokens cut off.
         """
         self.row_of_record.append(len(self.groups))
         self.digests.append(digest)
-        self.trained.append(trained)
-        self.lost.append(lost)
+        self.trained.append(trained_tokens)
+        self.lost.append(lost_tokens)
         self.writer.append(record)
 
     def make_prepared(
@@ -210,28 +210,28 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         rows = np.frombuffer(self.row_of_record, dtype=np.int64)
         is_held_out = choose_held_out(self.groups, self.starts, val_size, seed)[rows]
         sources = [start.source for start in self.starts if start.source.evaluates is None]
-        numbers: npt.NDArray[np.int64]
-        numbers, bounds = self._repeat_records(np.flatnonzero(~is_held_out), sources)
-        train = Stored(self.record, table, numbers)
+        trained_records: npt.NDArray[np.int64]
+        trained_records, bounds = self._repeat_records(np.flatnonzero(~is_held_out), sources)
+        train = Stored(self.record, table, trained_records)
         held_out: npt.NDArray[np.int64] = np.flatnonzero(is_held_out)
-        lengths, eval_sets = train.lengths(), split_sets(held_out, self.starts)
+        lengths, eval_sets = train.lengths(), held_out_eval_sets(held_out, self.starts)
         mixture = make_mixture(sources, bounds, np.ones_like(lengths), lengths)
-        total = hashlib.sha256(f"{len(numbers)} {len(held_out)}".encode())
-        for records in (numbers, held_out):
-            total.update(self.digests.bytes()[records].data)
+        fingerprint_hash = hashlib.sha256(f"{len(trained_records)} {len(held_out)}".encode())
+        for records in (trained_records, held_out):
+            fingerprint_hash.update(self.digests.to_array()[records].data)
         if eval_sets or mixture is not None:
-            total.update(repr((eval_sets, mixture)).encode())
+            fingerprint_hash.update(repr((eval_sets, mixture)).encode())
         duplicates, in_both = count_duplicates(self.digests, is_held_out)
-        for each in eval_sets:
-            if same := int(in_both[held_out[each.start : each.stop]].sum()):
-                size = each.stop - each.start
-                notify(f"{same:,} of {size:,} {self.noun}s of the eval set '{each.name}' are also in the training data")
-        report = self.report(len(numbers), is_held_out, duplicates, int(in_both[~is_held_out].sum()))
+        for eval_set in eval_sets:
+            if num_in_both := int(in_both[held_out[eval_set.start : eval_set.stop]].sum()):
+                rows_of_set = f"{eval_set.stop - eval_set.start:,} {self.noun}s of the eval set '{eval_set.name}'"
+                notify(f"{num_in_both:,} of {rows_of_set} are also in the training data")
+        report = self.make_report(len(trained_records), is_held_out, duplicates, int(in_both[~is_held_out].sum()))
         return Prepared(
             train=train,
             validation=Stored(self.record, table, held_out),
-            report=replace(report, sources=share_epoch(report.sources, bounds, lengths, mixture)),
-            fingerprint=total.hexdigest(),
+            report=replace(report, sources=add_epoch_counts(report.sources, bounds, lengths, mixture)),
+            fingerprint=fingerprint_hash.hexdigest(),
             measured=self._make_measured(),
             bad_rows=self.bad_rows,
             bounds=bounds,
@@ -256,7 +256,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         lengths, tokens, first_trained, trained, lost = (np.frombuffer(each, dtype=np.int64) for each in sizes)
         return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
 
-    def check(self, notify: Notify) -> None:
+    def raise_or_notify(self, notify: Notify) -> None:
         """Notify the user of truncated, split and dropped rows.
 
         Raises:
@@ -273,21 +273,21 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             raise DataError(
                 f"no {self.noun} is left{to_train_on}: all {rows:,} were dropped",
                 where=origin,
-                fix=f"the longest has {self.about_longest} tokens, {self.limit}" if size else "",
+                fix=f"the longest has {self.longest_length} tokens, {self.limit}" if size else "",
             )
         if too_long:
             notify(
                 f"{too_long:,} of {rows:,} {self.noun}s exceed {self.over}: {self.describe_changes()}"
-                f"{self._describe_lost()}"
+                f"{self._describe_lost_tokens()}"
             )
 
     def describe_changes(self) -> str:
         """Return how many of the rows that were too long were truncated, split and dropped, for a note."""
         dropped = self.counts["dropped"] - self.counts["identical"] - self.counts["empty"]
-        named = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
-        return ", ".join(f"{count:,} {how}" for how, count in named.items() if count)
+        counts_by_change = {"truncated": self.counts["truncated"], "split": self.counts["split"], "dropped": dropped}
+        return ", ".join(f"{count:,} {change}" for change, count in counts_by_change.items() if count)
 
-    def _describe_lost(self) -> str:
+    def _describe_lost_tokens(self) -> str:
         names = ("tokens_lost", "supervised_tokens_lost", "estimated")
         lost, trained, estimated = (self.counts[name] for name in names)
         supervised = f" and {trained:,} trained tokens" if self.trains else ""
@@ -297,7 +297,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def too_long_error(self) -> DataError:
         """Return the error for rows over the maximum length."""
 
-    def report(
+    def make_report(
         self, train_examples: int, is_held_out: npt.NDArray[np.bool_], duplicates: int, held_out_duplicates: int
     ) -> ReportT:
         """Return the report of all rows.
@@ -324,7 +324,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             held_out_duplicates=held_out_duplicates,
             special_rows=self.counts["special_rows"],
             sources=self._source_reports(),
-            **self.kind_counts(),
+            **self.kind_report_fields(),
         )
 
     def _source_reports(self) -> tuple[SourceReport, ...]:
@@ -356,13 +356,13 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         return tuple(reports)
 
     @abstractmethod
-    def kind_counts(self) -> dict[str, Any]:
+    def kind_report_fields(self) -> dict[str, Any]:
         """Return the fields of the report that only this kind of rows has."""
 
 
-def count_has(number: int, noun: str) -> str:
+def number_has(count: int, noun: str) -> str:
     """Return a number with its noun and verb, such as "1 row has" or "3 rows have"."""
-    return f"1 {noun} has" if number == 1 else f"{number:,} {noun}s have"
+    return f"1 {noun} has" if count == 1 else f"{count:,} {noun}s have"
 
 
 _NOT_SAVED = ("writer", "policy", "_group")
@@ -387,7 +387,7 @@ def save_fit(fit: LengthFit[Any, Any], folder: Path) -> None:
         if isinstance(value, array):
             arrays[name] = np.frombuffer(value, dtype=np.int64)
         elif isinstance(value, Digests):
-            arrays[name] = value.bytes()
+            arrays[name] = value.to_array()
         elif isinstance(value, dict) and any(isinstance(item, array) for item in value.values()):
             for key, item in value.items():
                 arrays[f"{name}/{key}"] = np.frombuffer(item, dtype=np.int64)
@@ -411,13 +411,13 @@ def load_fit(fit: LengthFit[Any, Any], folder: Path, sources: Sequence[Source]) 
     plain = json.loads((folder / "fit.json").read_text("utf-8"))
     with np.load(folder / "fit.npz", allow_pickle=False) as arrays:
         for name in arrays.files:
-            found, (owner, _, key) = arrays[name], name.partition("/")
+            saved_array, (owner, _, key) = arrays[name], name.partition("/")
             if key:
-                vars(fit)[owner][key] = array("q", found.tobytes())
-            elif found.dtype == np.uint8:
-                vars(fit)[owner] = Digests(found.tobytes())
+                vars(fit)[owner][key] = array("q", saved_array.tobytes())
+            elif saved_array.dtype == np.uint8:
+                vars(fit)[owner] = Digests(saved_array.tobytes())
             else:
-                vars(fit)[owner] = array("q", found.tobytes())
+                vars(fit)[owner] = array("q", saved_array.tobytes())
     for name, value in plain.items():
         before = vars(fit)[name]
         if isinstance(before, Counter):

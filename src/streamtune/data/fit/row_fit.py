@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
-from streamtune.data.fit.length_fit import LengthFit, Notify, count_has
+from streamtune.data.fit.length_fit import LengthFit, Notify, number_has
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.record_table import Example, IntArray, TableWriter
 from streamtune.data.rendering.tokens import Rendered
@@ -32,7 +32,7 @@ class TokenSpan:
     context: int = 0
 
 
-def cut_row(trained: Mask, policy: RowPolicy, *, prefix: int, has_answer: bool) -> list[TokenSpan]:
+def cut_row(trained: Mask, policy: RowPolicy, *, prefix_length: int, has_answer: bool) -> list[TokenSpan]:
     """Return the token ranges that truncating a row keeps: one range, or its beginning and its end.
 
     The first token of a range is not trained, because its context is missing. ``policy.truncate_side`` decides:
@@ -47,33 +47,35 @@ def cut_row(trained: Mask, policy: RowPolicy, *, prefix: int, has_answer: bool) 
     Args:
         trained: [T] True for trained tokens; T exceeds the length.
         policy: Maximum length and truncation side.
-        prefix: Number of prefix tokens, such as a system message, to keep when the row's beginning is cut off.
+        prefix_length: Number of prefix tokens, such as a system message, to keep when the row's beginning is cut off.
         has_answer: Whether the trained tokens are answers to a prompt.
     """
-    size, most, side = len(trained), policy.max_length, policy.truncate_side
+    size, max_length, side = len(trained), policy.max_length, policy.truncate_side
     if side == "right" or (side == "auto" and not has_answer):
-        return [TokenSpan(0, most, 1)]
-    answer, _ = last_answer(trained)
+        return [TokenSpan(0, max_length, 1)]
+    answer, _ = last_trained_run(trained)
     needed = size - answer + 1
-    if side == "auto" and needed > most:
-        start = answer - min(answer, most // 2)
-        return _with_prefix(trained, prefix if start > 0 else 0, TokenSpan(start, start + most, 1), most)
+    if side == "auto" and needed > max_length:
+        start = answer - min(answer, max_length // 2)
+        return _prepend_prefix(
+            trained, prefix_length if start > 0 else 0, TokenSpan(start, start + max_length, 1), max_length
+        )
     if side == "middle":
-        end = max(most - most // 2, needed if has_answer and needed <= most - prefix else 0)
-        first = most - end
+        end = max(max_length - max_length // 2, needed if has_answer and needed <= max_length - prefix_length else 0)
+        first = max_length - end
         return [TokenSpan(0, first, 1), TokenSpan(size - end, size, 1)] if first else [TokenSpan(size - end, size, 1)]
-    return _with_prefix(trained, prefix, TokenSpan(size - most, size, 1), most)
+    return _prepend_prefix(trained, prefix_length, TokenSpan(size - max_length, size, 1), max_length)
 
 
-def _with_prefix(trained: Mask, prefix: int, kept: TokenSpan, most: int) -> list[TokenSpan]:
+def _prepend_prefix(trained: Mask, prefix_length: int, span: TokenSpan, max_length: int) -> list[TokenSpan]:
     """Return the prefix and the range, shortened to make room for it; without room for both, the range alone."""
-    shorter = TokenSpan(kept.start + prefix, kept.stop, 1)
-    if not prefix or prefix > most // 2 or not trained[shorter.start + 1 : shorter.stop].any():
-        return [kept]
-    return [TokenSpan(0, prefix, 1), shorter]
+    shorter = TokenSpan(span.start + prefix_length, span.stop, 1)
+    if not prefix_length or prefix_length > max_length // 2 or not trained[shorter.start + 1 : shorter.stop].any():
+        return [span]
+    return [TokenSpan(0, prefix_length, 1), shorter]
 
 
-def last_answer(trained: Mask) -> tuple[int, int]:
+def last_trained_run(trained: Mask) -> tuple[int, int]:
     """Return start and stop of the last run of trained tokens in a row; ``(T, T)`` if no token is trained."""
     places = np.flatnonzero(trained)
     if not len(places):
@@ -91,7 +93,7 @@ def largest_untrained_length(trained: Mask, policy: RowPolicy, *, has_answer: bo
     first = int(trained.argmax()) if trained.any() else size
     if side in ("auto", "right"):
         return first
-    start, stop = last_answer(trained)
+    start, stop = last_trained_run(trained)
     if side == "left":
         return size - stop + 1
     halves = min(2 * first + 1, 2 * (size - stop) + 2)
@@ -125,10 +127,12 @@ def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | 
     return parts
 
 
-def _part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, context: int, strongest: int) -> int:
+def _part_end(
+    trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, context_tokens: int, strongest_border: int
+) -> int:
     """Return where a part that starts at ``start`` ends: at a border, at ``stop`` at the latest."""
     inside = breaks[start + 1 : stop + 1]
-    for kind in range(strongest, 0, -1):
+    for kind in range(strongest_border, 0, -1):
         places = np.flatnonzero(inside >= kind)
         if not len(places):
             continue
@@ -161,58 +165,60 @@ class RowFit(LengthFit[Example, DataReport]):
         for turn in turns:
             self.add(turn, origin, digest.digest())
 
-    def add(self, rendered: Rendered, origin: str, group: bytes | None = None) -> None:
+    def add(self, rendered: Rendered, origin: str, group_digest: bytes | None = None) -> None:
         """Fit a row to the maximum length, and write its examples.
 
         Args:
             rendered: Tokens and labels of the row.
             origin: Place of the row, ``file:line``.
-            group: Hash; rows with the same hash are held out together. None uses a hash of the examples.
+            group_digest: Hash; rows with the same hash are held out together. None uses a hash of the examples.
         """
-        self._group = group
+        self._group = group_digest
         row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels), rendered.weight)
         trained = row.labels != IGNORE_INDEX
-        whole = _RowSize(len(trained), int(np.count_nonzero(trained)))
+        uncut_size = _RowSize(len(trained), int(np.count_nonzero(trained)))
         if rendered.estimated is not None:
-            whole = _RowSize(rendered.estimated, round(rendered.estimated * rendered.trained_share))
-        size = whole.tokens
+            uncut_size = _RowSize(rendered.estimated, round(rendered.estimated * rendered.trained_share))
+        size = uncut_size.tokens
         self.counts["estimated"] += rendered.estimated is not None
-        least = largest_untrained_length(trained, self.policy, has_answer=rendered.has_answer)
-        self.measure(size, origin, first_trained=least, estimated=rendered.estimated is not None)
+        untrained_length = largest_untrained_length(trained, self.policy, has_answer=rendered.has_answer)
+        self.record_sizes(size, origin, first_trained=untrained_length, estimated=rendered.estimated is not None)
         if size <= self.policy.max_length:
-            self._write_examples(row, [[TokenSpan(0, size, 1)]], origin, whole)
+            self._write_examples(row, [[TokenSpan(0, size, 1)]], origin, uncut_size)
             return
         self.counts["too_long"] += 1
         if self.overlength == "truncate":
-            parts = cut_row(trained, self.policy, prefix=rendered.prefix, has_answer=rendered.has_answer)
-            self.counts["without_system"] += _cuts_system(rendered, parts)
-            self._write_examples(row, [parts] if _is_trained(trained, parts) else [], origin, whole, "truncated")
+            parts = cut_row(trained, self.policy, prefix_length=rendered.prefix, has_answer=rendered.has_answer)
+            self.counts["without_system"] += _cuts_system_message(rendered, parts)
+            self._write_examples(
+                row, [parts] if _has_trained_token(trained, parts) else [], origin, uncut_size, "truncated"
+            )
         elif self.overlength == "split":
             span_lists = [[kept] for kept in split_row(trained, self.policy, rendered.breaks)]
-            trained_lists = [parts for parts in span_lists if _is_trained(trained, parts)]
+            trained_lists = [parts for parts in span_lists if _has_trained_token(trained, parts)]
             self.counts["pieces_dropped"] += len(span_lists) - len(trained_lists) if trained_lists else 0
-            self._write_examples(row, trained_lists, origin, whole, "split")
+            self._write_examples(row, trained_lists, origin, uncut_size, "split")
         else:
-            self._write_examples(row, [], origin, whole)
+            self._write_examples(row, [], origin, uncut_size)
 
     def _write_examples(
         self,
         row: _Row,
         span_lists: Sequence[Sequence[TokenSpan]],
         origin: str,
-        whole: _RowSize,
-        how: str = "kept whole",
+        uncut_size: _RowSize,
+        counter_name: str = "kept whole",
     ) -> None:
         """Write one example for each list of token ranges; without any, count the row as dropped."""
-        present = _count_covered(span_lists)
-        lost = whole.tokens - present
+        covered_tokens = _count_covered_tokens(span_lists)
+        lost = uncut_size.tokens - covered_tokens
         self.counts["tokens_lost"] += lost
-        self.counts["supervised_tokens_lost"] += whole.trained
+        self.counts["supervised_tokens_lost"] += uncut_size.trained
         if not span_lists:
             self.counts["dropped"] += 1
             return
-        self.counts[how] += 1
-        self.counts["tokens_repeated"] -= present
+        self.counts[counter_name] += 1
+        self.counts["tokens_repeated"] -= covered_tokens
         row_digest = hashlib.blake2b(digest_size=16)
         for parts in span_lists:
             ids, labels = row.join_spans(parts)
@@ -228,27 +234,27 @@ class RowFit(LengthFit[Example, DataReport]):
             self.counts["supervised_tokens"] += trained
             self.counts["supervised_tokens_lost"] -= trained
             example = Example(ids, labels, origin, row.weight)
-            self.write(example, digest, trained=trained, lost=lost if how == "truncated" else 0)
+            self.write(example, digest, trained_tokens=trained, lost_tokens=lost if counter_name == "truncated" else 0)
         self.groups.append(self._group or row_digest.digest())
 
-    def check(self, notify: Notify) -> None:
-        super().check(notify)
+    def raise_or_notify(self, notify: Notify) -> None:
+        super().raise_or_notify(notify)
         if self.counts["without_system"]:
             notify(
-                f"{count_has(self.counts['without_system'], 'truncated row')} lost the system message: it takes more "
+                f"{number_has(self.counts['without_system'], 'truncated row')} lost the system message: it takes more "
                 "than half of max_length, or the chat template does not print it separately at the start"
             )
 
     def too_long_error(self) -> DataError:
         size, origin = self.longest
         return DataError(
-            f"{count_has(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; "
-            f"the longest has {self.about_longest}",
+            f"{number_has(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; "
+            f"the longest has {self.longest_length}",
             where=origin,
             fix=f"set max_length to {size} or more, or set overlength to truncate, drop or split",
         )
 
-    def kind_counts(self) -> dict[str, Any]:
+    def kind_report_fields(self) -> dict[str, Any]:
         return {name: self.counts[name] for name in ("split", "pieces_dropped", "tokens_repeated", "estimated")}
 
 
@@ -269,21 +275,21 @@ class _Row:
     labels: IntArray
     weight: float
 
-    def join_spans(self, parts: Sequence[TokenSpan]) -> tuple[IntArray, IntArray]:
-        ids = [self.input_ids[part.start : part.stop] for part in parts]
-        labels = [self.labels[part.start : part.stop].copy() for part in parts]
-        for part, each in zip(parts, labels, strict=True):
+    def join_spans(self, spans: Sequence[TokenSpan]) -> tuple[IntArray, IntArray]:
+        ids = [self.input_ids[part.start : part.stop] for part in spans]
+        labels = [self.labels[part.start : part.stop].copy() for part in spans]
+        for part, each in zip(spans, labels, strict=True):
             each[: part.context] = IGNORE_INDEX
-        return (ids[0], labels[0]) if len(parts) == 1 else (np.concatenate(ids), np.concatenate(labels))
+        return (ids[0], labels[0]) if len(spans) == 1 else (np.concatenate(ids), np.concatenate(labels))
 
 
-def _cuts_system(rendered: Rendered, parts: Sequence[TokenSpan]) -> bool:
+def _cuts_system_message(rendered: Rendered, spans: Sequence[TokenSpan]) -> bool:
     """Return True if a row begins with a system message and truncation does not keep all of it."""
-    system, first = rendered.system, parts[0]
+    system, first = rendered.system, spans[0]
     return system is not None and not (system > 0 and first.start == 0 and system <= first.stop)
 
 
-def _count_covered(span_lists: Sequence[Sequence[TokenSpan]]) -> int:
+def _count_covered_tokens(span_lists: Sequence[Sequence[TokenSpan]]) -> int:
     """Return how many of a row's tokens the ranges cover, counting overlaps once."""
     total = stop = 0
     for part in chain.from_iterable(span_lists):
@@ -292,5 +298,5 @@ def _count_covered(span_lists: Sequence[Sequence[TokenSpan]]) -> int:
     return total
 
 
-def _is_trained(trained: npt.NDArray[np.bool_], parts: Sequence[TokenSpan]) -> bool:
-    return any(trained[part.start + part.context : part.stop].any() for part in parts)
+def _has_trained_token(trained: npt.NDArray[np.bool_], spans: Sequence[TokenSpan]) -> bool:
+    return any(trained[part.start + part.context : part.stop].any() for part in spans)

@@ -89,11 +89,11 @@ POLITE = ("Sure, the {thing} is in the {place}.", "The {thing} is in the {place}
 RUDE = ("Go and find the {thing}.", "Look for the {thing} yourself.", "Why ask me for the {thing}?")
 
 
-def _message(role: str, content: str) -> list[dict[str, str]]:
+def _one_message(role: str, content: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content}]
 
 
-def _pick(draw: random.Random, items: tuple[str, ...]) -> str:
+def _pick_random(draw: random.Random, items: tuple[str, ...]) -> str:
     """Return a random item, drawn with ``random()``: Python guarantees its numbers for a seed in all versions."""
     return items[int(draw.random() * len(items))]
 
@@ -101,28 +101,28 @@ def _pick(draw: random.Random, items: tuple[str, ...]) -> str:
 def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
     """Yield the rows of ``demo-preferences``, at most ``max_rows``."""
     draw = random.Random(seed)
-    asked = list(product(PLACES, QUESTIONS, COLOURS, THINGS))
-    asked.sort(key=lambda _: draw.random())
-    kept = asked[:NUM_PREFERENCES][:max_rows]
+    requests = list(product(PLACES, QUESTIONS, COLOURS, THINGS))
+    requests.sort(key=lambda _: draw.random())
+    kept = requests[:NUM_PREFERENCES][:max_rows]
     for number, (here, question, colour, thing) in enumerate(kept, start=1):
-        place = _pick(draw, tuple(item for item in PLACES if item != here))
-        polite = _pick(draw, POLITE)
-        other_colour = _pick(draw, tuple(item for item in COLOURS if item != colour))
-        other_thing = _pick(draw, tuple(item for item in THINGS if item != thing))
+        place = _pick_random(draw, tuple(item for item in PLACES if item != here))
+        polite = _pick_random(draw, POLITE)
+        other_colour = _pick_random(draw, tuple(item for item in COLOURS if item != colour))
+        other_thing = _pick_random(draw, tuple(item for item in THINGS if item != thing))
         broken = (
             polite.format(thing=f"{other_colour} {thing}", place=place),
             polite.format(thing=f"{colour} {other_thing}", place=place),
-            _pick(draw, RUDE).format(thing=f"{colour} {thing}"),
+            _pick_random(draw, RUDE).format(thing=f"{colour} {thing}"),
         )
         columns = {
-            "prompt": _message("user", f"I am in the {here}. {question.format(thing=f'{colour} {thing}')}"),
-            "chosen": _message("assistant", polite.format(thing=f"{colour} {thing}", place=place)),
-            "rejected": _message("assistant", broken[number % 3]),
+            "prompt": _one_message("user", f"I am in the {here}. {question.format(thing=f'{colour} {thing}')}"),
+            "chosen": _one_message("assistant", polite.format(thing=f"{colour} {thing}", place=place)),
+            "rejected": _one_message("assistant", broken[number % 3]),
         }
         yield Row(f"{PREFERENCES_PATH}:row {number}", columns)
 
 
-def keeps_the_rule(question: str, answer: str) -> bool:
+def follows_preference_rule(question: str, answer: str) -> bool:
     """Return True if an answer to a prompt of ``demo-preferences`` is polite and names the thing asked for."""
     asked = re.search(rf"the ({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b", question)
     if asked is None:
@@ -135,28 +135,28 @@ def keeps_the_rule(question: str, answer: str) -> bool:
 
 
 def _draw_digits(draw: random.Random, count: int) -> str:
-    return "".join(_pick(draw, tuple("0123456789")) for _ in range(count))
+    return "".join(_pick_random(draw, tuple("0123456789")) for _ in range(count))
 
 
-def _draw_copy(draw: random.Random) -> tuple[str, str]:
+def _draw_copy_task(draw: random.Random) -> tuple[str, str]:
     digits = _draw_digits(draw, 3 + int(draw.random() * 4))
     return f"copy {digits}", digits
 
 
-def _draw_sort(draw: random.Random) -> tuple[str, str]:
+def _draw_sort_task(draw: random.Random) -> tuple[str, str]:
     digits = _draw_digits(draw, 3 + int(draw.random() * 4))
     return f"sort {digits}", "".join(sorted(digits))
 
 
-def _draw_add(draw: random.Random) -> tuple[str, str]:
+def _draw_add_task(draw: random.Random) -> tuple[str, str]:
     digits = _draw_digits(draw, 3 + int(draw.random() * 2))
     return f"add {digits}", str(sum(map(int, digits)))
 
 
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
-    "copy": _draw_copy,
-    "sort": _draw_sort,
-    "add": _draw_add,
+    "copy": _draw_copy_task,
+    "sort": _draw_sort_task,
+    "add": _draw_add_task,
 }
 """Task name -> function that draws a prompt and its answer."""
 
@@ -173,8 +173,8 @@ def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, see
             continue
         seen.add(prompt)
         columns = {
-            "prompt": _message("user", prompt),
-            "completion": _message("assistant", answer),
+            "prompt": _one_message("user", prompt),
+            "completion": _one_message("assistant", answer),
             "answer": answer,
         }
         yield Row(f"{ARITHMETIC_PATH}:row {len(seen)}", columns)
@@ -209,7 +209,7 @@ def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[R
     count = NUM_LOGS if max_rows is None else max_rows
     for number in range(1, count + 1):
         lines = _num_log_lines(draw, number / count)
-        key = " ".join(_pick(draw, words) for words in (KEY_COLOURS, ANIMALS))
+        key = " ".join(_pick_random(draw, words) for words in (KEY_COLOURS, ANIMALS))
         log = [_log_line(draw) for _ in range(lines)]
         log.insert(int(draw.random() * (lines + 1)), f"vault: the pass key is {key}")
         messages = [
@@ -228,7 +228,8 @@ def _num_log_lines(draw: random.Random, part: float) -> int:
 
 
 def _log_line(draw: random.Random) -> str:
-    return f"{_pick(draw, SERVICES)}: {_pick(draw, DID)} {_pick(draw, OBJECTS)} {int(draw.random() * 1000)}"
+    service, action, thing = (_pick_random(draw, words) for words in (SERVICES, DID, OBJECTS))
+    return f"{service}: {action} {thing} {int(draw.random() * 1000)}"
 
 
 # --------------------------------------------------------------------------------------------------- standard library
@@ -278,7 +279,7 @@ def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Ite
     short: list[Row] = []
     long: list[Row] = []
     wanted = math.inf if max_rows is None else max_rows
-    for module in _modules(root or Path(sysconfig.get_path("stdlib"))):
+    for module in _readable_modules(root or Path(sysconfig.get_path("stdlib"))):
         short.extend(_definition_rows(module))
         if LONG_FROM <= len(module.source) <= LONGEST:
             long.append(_module_row(module))
@@ -304,7 +305,7 @@ def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
         yield from group
 
 
-def _modules(root: Path) -> Iterator[_Module]:
+def _readable_modules(root: Path) -> Iterator[_Module]:
     """Yield every readable module below ``root``, in a shuffled order that is always the same."""
     for path in sorted(_python_files(root), key=lambda path: _shuffle_key(path.relative_to(root).as_posix())):
         relative = path.relative_to(root)
@@ -333,7 +334,9 @@ def _python_files(folder: Path) -> Iterator[Path]:
 def _module_row(module: _Module) -> Row:
     summary = (ast.get_docstring(module.tree) or "").partition("\n\n")[0].strip()
     instruction = f"Write the module `{module.name}`."
-    return _row(f"stdlib:{module.file}:1", f"{instruction}\n\n{summary}" if summary else instruction, module.source)
+    return _make_row(
+        f"stdlib:{module.file}:1", f"{instruction}\n\n{summary}" if summary else instruction, module.source
+    )
 
 
 def _definition_rows(module: _Module) -> Iterator[Row]:
@@ -345,9 +348,9 @@ def _definition_rows(module: _Module) -> Iterator[Row]:
         if not docstring or not SHORTEST <= len(source) <= LONGEST:
             continue
         kind = "class" if isinstance(node, ast.ClassDef) else "method" if "." in qualified else "function"
-        header = _header(node)
+        header = _definition_header(node)
         instruction = f"Write the {kind} `{qualified}` of the module `{module.name}`.\n\n{header}\n\n{docstring}"
-        yield _row(f"stdlib:{module.file}:{first}", instruction, source)
+        yield _make_row(f"stdlib:{module.file}:{first}", instruction, source)
 
 
 def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
@@ -358,7 +361,7 @@ def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Defin
                 yield from _definitions(node.body, f"{prefix}{node.name}.")
 
 
-def _header(node: Definition) -> str:
+def _definition_header(node: Definition) -> str:
     """Return the signature of a definition, such as ``def decode(self, s)`` or ``class Decoder(Base)``."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in [*node.bases, *node.keywords])
@@ -373,6 +376,6 @@ def _dedent(lines: list[str]) -> str:
     return "".join(line.removeprefix(indent) for line in lines).rstrip() + "\n"
 
 
-def _row(origin: str, instruction: str, response: str) -> Row:
+def _make_row(origin: str, instruction: str, response: str) -> Row:
     messages = [{"role": "user", "content": instruction}, {"role": "assistant", "content": response}]
     return Row(origin, {"messages": messages})

@@ -63,7 +63,7 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         pairs = isinstance(message, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in message)
         raise DataError(
-            f"{place} must be an object with 'role' and 'content', found {kind_of(message)}",
+            f"{place} must be an object with 'role' and 'content', found {json_type_of(message)}",
             where=origin,
             fix='write an object, not a list of pairs: {"role": "user", "content": "..."}' if pairs else "",
         )
@@ -73,14 +73,14 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
         what = f"{place} has the unknown role '{role}'" if role is not None else f"{place} has no 'role'"
         known = f"use {', '.join(ROLES)}"
         raise DataError(what, where=origin, fix=f"{known}; {hint}" if hint else known)
-    checked = {key: value for key, value in _without_none(message).items() if key not in FLAGS}
+    checked = {key: value for key, value in _drop_none_values(message).items() if key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
     if "content" in checked or not stands_in:
         checked["content"] = _message_text(checked.get("content"), f"{place}.content", origin)
     if "tool_calls" in checked:
         calls, where = checked["tool_calls"], f"{place}.tool_calls"
         if not isinstance(calls, list):
-            raise DataError(f"{where} must be a list, found {kind_of(calls)}", where=origin)
+            raise DataError(f"{where} must be a list, found {json_type_of(calls)}", where=origin)
         checked["tool_calls"] = [
             _parse_tool_call(call, f"{where}[{index}]", origin) for index, call in enumerate(calls)
         ]
@@ -113,7 +113,7 @@ def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool |
     return next(iter(given.values()), None)
 
 
-def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
+def convert_sharegpt_turn(turn: Any, place: str, origin: str) -> dict[str, Any]:
     """Convert ``{"from": "human", "value": "..."}`` to a message with ``role`` and ``content``.
 
     Raises:
@@ -182,11 +182,11 @@ def _parse_tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
             raise DataError(f"{place}: the arguments are malformed JSON: {error}", where=origin) from error
-    checked = {**_without_none(function), "arguments": {} if arguments is None else arguments}
-    return checked if function is call else {**_without_none(call), "function": checked}
+    checked = {**_drop_none_values(function), "arguments": {} if arguments is None else arguments}
+    return checked if function is call else {**_drop_none_values(call), "function": checked}
 
 
-def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none_values(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields whose value is not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -226,7 +226,7 @@ def column_names(columns: Mapping[str, Any]) -> str:
     return ", ".join(f"'{name}'" for name in columns) or "no column"
 
 
-def kind_of(value: Any) -> str:
+def json_type_of(value: Any) -> str:
     """Return the JSON type of a value with its article, such as ``"a string"``, for a message."""
     kinds = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
@@ -250,7 +250,7 @@ def parse_messages(value: Any) -> Any:
 
 def has_roles(turns: Any) -> bool:
     """Return True if a cell holds a list whose first item is a message with a role."""
-    return _first_has("role", parse_cell(turns))
+    return _first_item_has_key("role", parse_cell(turns))
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
@@ -274,7 +274,7 @@ def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None
     if value is None or value in ("", []):
         return None, False
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        kind = "a list with other items" if isinstance(value, list) else kind_of(value)
+        kind = "a list with other items" if isinstance(value, list) else json_type_of(value)
         raise DataError(f"'tools' must be a list of JSON schemas, found {kind}", where=origin)
     found: list[dict[str, Any]] = without_nulls(value) if _has_added_nulls(value) else value
     wrapped = [_wrap_tool(tool) for tool in found]
@@ -313,11 +313,11 @@ def variables_of(value: Any, origin: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise DataError(
-            f"'chat_template_kwargs' must be an object, found {kind_of(value)}",
+            f"'chat_template_kwargs' must be an object, found {json_type_of(value)}",
             where=origin,
             fix='write it as {"enable_thinking": false}',
         )
-    return _without_none(value)
+    return _drop_none_values(value)
 
 
 def has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -355,28 +355,30 @@ def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> Text
     """
     value = parse_cell(columns[name])
     value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
-    if isinstance(columns[name], str) and not (_first_has("role", value) or _first_has("from", value)):
+    if isinstance(columns[name], str) and not (
+        _first_item_has_key("role", value) or _first_item_has_key("from", value)
+    ):
         value = text_field(columns, name, origin)  # text that merely starts with a bracket stays text
         if not value.strip():
             raise DataError(f"'{name}' is empty or blank", where=origin, fix="remove the row")
         return value
     if not isinstance(value, list):
-        raise DataError(f"'{name}' must be a string or a list of messages, found {kind_of(value)}", where=origin)
+        raise DataError(f"'{name}' must be a string or a list of messages, found {json_type_of(value)}", where=origin)
     if not value:
         raise DataError(f"'{name}' is an empty list", where=origin, fix="remove the row")
     messages = []
     for index, item in enumerate(value):
         place = f"{name}[{index}]"
-        item = from_sharegpt(item, place, origin) if isinstance(item, dict) and "from" in item else item
+        item = convert_sharegpt_turn(item, place, origin) if isinstance(item, dict) and "from" in item else item
         messages.append(check_message(item, place, origin))
     return messages
 
 
-def _first_has(key: str, turns: Any) -> bool:
+def _first_item_has_key(key: str, turns: Any) -> bool:
     return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
 
 
-def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:
+def check_role_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:
     """Check that no two user messages, and no two assistant messages, follow each other.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 
 from streamtune.base.result_cache import CacheFile, Notify, log
 from streamtune.data.reading.builtin import STDLIB_PATH
-from streamtune.data.reading.data_paths import is_address, load_hub, local_files, remote_files
+from streamtune.data.reading.data_paths import is_url, load_hub, local_files, remote_files
 from streamtune.data.reading.files import DataFile, open_bytes
 from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
@@ -74,7 +74,7 @@ class FileHashes:
         """Return the files whose size, mtime, ctime or inode changed since they were first hashed."""
         return [path for path, facts in self._read.items() if _file_stats_at(path) != facts]
 
-    def is_same(self, path: Path) -> bool:
+    def has_same_bytes(self, path: Path) -> bool:
         """Return True if a file still has the bytes that were hashed first.
 
         The file is read only if its size, mtime, ctime or inode changed.
@@ -127,7 +127,7 @@ class StreamedFiles:
         before = self._versions.setdefault(_entry_key(source), found)
         if found != before:
             names = sorted({name for name, _ in {*found} ^ {*before}})
-            raise _changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
+            raise _file_changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
     def check_file(self, source: Source, file: DataFile) -> None:
         """Check the file that is opened next.
@@ -151,11 +151,11 @@ class StreamedFiles:
 
     def _check_unchanged(self, source: Source, path: Path) -> None:
         try:
-            same = self.hashes.is_same(path)
+            same = self.hashes.has_same_bytes(path)
         except OSError:
             same = False
         if not same:
-            raise _changed_error(str(path), "was changed, replaced or removed", source)
+            raise _file_changed_error(str(path), "was changed, replaced or removed", source)
 
 
 def _entry_key(source: Source) -> _Entry:
@@ -166,9 +166,9 @@ MOST_NAMED = 3
 """Maximum number of files that a message names."""
 
 
-def _changed_error(what: str, how: str, source: Source) -> DataError:
+def _file_changed_error(subject: str, change: str, source: Source) -> DataError:
     return DataError(
-        f"{what} {how} since the run began, so the streamed rows would differ",
+        f"{subject} {change} since the run began, so the streamed rows would differ",
         where=source.place,
         fix="restore it and start again: the run resumes from its checkpoint; or start with --allow-change data to "
         "read the changed data from its beginning",
@@ -232,7 +232,7 @@ def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | 
 def _source_contents(source: Source, hashes: FileHashes) -> Any:
     if source.path in BUILT_IN:
         return [sys.version, _library_files()] if source.path == STDLIB_PATH else []
-    find = remote_files if is_address(source.path) else local_files
+    find = remote_files if is_url(source.path) else local_files
     found = find(source.path, split=source.split, config=source.name, where=source.place)
     if found is None:
         if source.streamed:  # loading it would download all of it

@@ -16,7 +16,7 @@ from streamtune.base.privacy import is_offline
 from streamtune.data.reading.cells import without_nulls
 from streamtune.data.reading.files import DataFile, format_of, local_file
 from streamtune.data.reading.folders import Chosen, choose_files
-from streamtune.data.reading.readers import READERS, Row, one_line
+from streamtune.data.reading.readers import READERS, Row, error_in_one_line
 from streamtune.errors import DataError, did_you_mean
 
 FoundFiles = tuple[list[DataFile], Chosen | None]
@@ -26,7 +26,7 @@ MOST_LISTED = 1_000_000
 """Maximum number of files in a folder. More files suggest a wrong path, such as the root of a disk."""
 
 
-def is_address(path: str) -> bool:
+def is_url(path: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
@@ -193,10 +193,12 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
         package = _PACKAGES.get(protocol, "")
         fix = f"pip install {package}" if package else ""
         raise DataError(
-            f"reading '{protocol}://' needs a package: {one_line(error, 300)}", where=where, fix=fix
+            f"reading '{protocol}://' needs a package: {error_in_one_line(error, 300)}", where=where, fix=fix
         ) from error
     except ValueError as error:
-        raise DataError(f"cannot read '{address}': {one_line(error, 300)}", where=where, fix=_PROTOCOLS) from error
+        raise DataError(
+            f"cannot read '{address}': {error_in_one_line(error, 300)}", where=where, fix=_PROTOCOLS
+        ) from error
     except Exception as error:  # every fsspec backend and network library has its own errors
         raise _unreachable_error(address, error, where) from error
     _refuse_split(address, split, config, where)
@@ -207,7 +209,7 @@ _PROTOCOLS = "use a local path, or a URL with s3://, gs://, hf://datasets/, http
 
 
 def _remote_file(system: Any, path: str, shown: str) -> DataFile:
-    def open_it() -> IO[bytes]:
+    def open_file() -> IO[bytes]:
         try:
             opened = system.open(path, "rb")
         except Exception as error:  # as above
@@ -215,7 +217,7 @@ def _remote_file(system: Any, path: str, shown: str) -> DataFile:
         return cast(IO[bytes], opened if hasattr(opened, "peek") else io.BufferedReader(opened))
 
     return DataFile(
-        path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_it, None, _remote_version(system, path)
+        path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_file, None, _remote_version(system, path)
     )
 
 
@@ -234,7 +236,7 @@ def _remote_version(system: Any, path: str) -> str | None:
 
 
 def _unreachable_error(address: str, error: Exception, where: str) -> DataError:
-    what = f"cannot read '{address}': {one_line(error, 300)}"
+    what = f"cannot read '{address}': {error_in_one_line(error, 300)}"
     return DataError(what, where=where, fix="check the URL, your access and the network")
 
 
@@ -283,10 +285,10 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
         try:
             return datasets.load_dataset(name, config, split=split, streaming=streamed)
         except Exception as error:  # raised by the library, by the network or by a dataset builder
-            raise _load_error(name, config, split, error, where) from error
+            raise _hub_load_error(name, config, split, error, where) from error
 
 
-def _load_error(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
+def _hub_load_error(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
     """Return the error for a dataset that cannot be loaded; it lists the splits if only the split is wrong."""
     import datasets
 

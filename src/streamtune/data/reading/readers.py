@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from streamtune.data.faults import BadRows
-from streamtune.data.reading.cells import kind_of, without_nulls
+from streamtune.data.reading.cells import json_type_of, without_nulls
 from streamtune.data.reading.files import (
     COMPRESSED,
     MAX_LINE_BYTES,
@@ -84,7 +84,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
 def _to_row(value: Any, origin: str) -> Row:
     if not isinstance(value, dict):
         raise DataError(
-            f"a row must be a JSON object, found {kind_of(value)}",
+            f"a row must be a JSON object, found {json_type_of(value)}",
             where=origin,
             fix='write one object per row, like {"messages": [...]} or {"text": "..."}',
         )
@@ -95,7 +95,7 @@ class _DuplicateKeyError(ValueError):
     """A JSON object has the same key twice; JSON parsers differ in which value they use."""
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     columns = dict(pairs)
     if len(columns) < len(pairs):
         names = [name for name, _ in pairs]
@@ -107,7 +107,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"JSON does not allow {name}")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_refuse_constant)
 
 
 def _json_error(error: ValueError | RecursionError, origin: str, place: str) -> DataError:
@@ -169,10 +169,10 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
     Objects are parsed one by one, so that memory holds the text and one object.
     """
     text, shown = read_whole(file), file.shown
-    line, counted, position = 1, 0, _skip_blank(text, 0)
+    line, counted, position = 1, 0, _skip_whitespace(text, 0)
     in_list = text.startswith("[", position)
     if in_list:
-        position = _skip_blank(text, position + 1)
+        position = _skip_whitespace(text, position + 1)
     while position < len(text):
         line, counted = line + text.count("\n", counted, position), position
         origin = f"{shown}:{line}"
@@ -195,9 +195,9 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
             bad.report(error)
         else:
             yield row
-        position = _skip_blank(text, position)
+        position = _skip_whitespace(text, position)
         if in_list:
-            position = _next_item(text, position, shown)
+            position = _skip_to_next_item(text, position, shown)
     if in_list:
         raise DataError(
             "malformed JSON: the list of rows is truncated, expected ']'",
@@ -206,19 +206,19 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
         )
 
 
-def _skip_blank(text: str, position: int) -> int:
+def _skip_whitespace(text: str, position: int) -> int:
     match = _BLANK.match(text, position)
     return match.end() if match else position
 
 
-def _next_item(text: str, position: int, shown: str) -> int:
+def _skip_to_next_item(text: str, position: int, shown: str) -> int:
     """Return the position of the next list item, or of the closing bracket.
 
     Raises:
         DataError: There is not exactly one comma between two items.
     """
     if text.startswith(",", position):
-        following = _skip_blank(text, position + 1)
+        following = _skip_whitespace(text, position + 1)
         if not text.startswith("]", following):
             return following
     elif text.startswith("]", position) or position == len(text):
@@ -391,13 +391,15 @@ def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: s
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
         where = f"{file.shown}:row {number + 1}" if number else file.shown
         fix = "download or write the file again, or use .jsonl"
-        raise DataError(f"cannot read the {kind} file: {one_line(error, 200)}", where=where, fix=fix) from error
+        raise DataError(
+            f"cannot read the {kind} file: {error_in_one_line(error, 200)}", where=where, fix=fix
+        ) from error
 
 
-def one_line(error: BaseException, most: int) -> str:
-    """Return the message of an error as one line of at most ``most`` characters; its class name without a message."""
+def error_in_one_line(error: BaseException, max_characters: int) -> str:
+    """Return an error's message (without one: its class name) as one line of at most ``max_characters`` characters."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= max_characters else f"{text[: max_characters - 3]}..."
 
 
 def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
@@ -466,19 +468,19 @@ def _have_same_keys(rows: Iterator[Row]) -> bool:
     for row in rows:
         for arguments in _call_arguments(row.columns):
             count += 1
-            if not _has_known_keys(arguments, (), keys):
+            if not _has_recorded_keys(arguments, (), keys):
                 return False
     return count > 1
 
 
-def _has_known_keys(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
+def _has_recorded_keys(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
     """Return True if every object in a value has the keys that ``keys`` lists for its path; new paths are added."""
     if isinstance(value, list):
-        return all(_has_known_keys(item, (*place, "[]"), keys) for item in value)
+        return all(_has_recorded_keys(item, (*place, "[]"), keys) for item in value)
     if not isinstance(value, dict):
         return True
     same = keys.setdefault(place, frozenset(value)) == value.keys()
-    return same and all(_has_known_keys(item, (*place, name), keys) for name, item in value.items())
+    return same and all(_has_recorded_keys(item, (*place, name), keys) for name, item in value.items())
 
 
 def _remove_nulls(columns: Mapping[str, Any]) -> None:

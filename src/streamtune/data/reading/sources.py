@@ -22,7 +22,7 @@ from streamtune.data.reading.builtin import (
     stdlib_rows,
 )
 from streamtune.data.reading.cells import column_names
-from streamtune.data.reading.data_paths import hub_rows, is_address, local_files, remote_files
+from streamtune.data.reading.data_paths import hub_rows, is_url, local_files, remote_files
 from streamtune.data.reading.files import DataFile
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
@@ -119,14 +119,14 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
 def _select_rows(source: Source, bad: BadRows) -> Iterator[Row]:
     """Yield the rows of a source: all rows, the first ``max_rows``, or ``max_rows`` rows drawn by the seed."""
     if not source.shuffle or source.max_rows is None:
-        yield from islice(_all_rows(source, bad), source.max_rows)
+        yield from islice(_read_source(source, bad), source.max_rows)
         return
     # Read twice, first to count the rows: so memory holds only one row at a time.
-    everything = replace(source, max_rows=None)
+    all_rows = replace(source, max_rows=None)
     silent = BadRows("skip", sys.maxsize)
-    count = sum(1 for _ in _all_rows(everything, silent))
+    count = sum(1 for _ in _read_source(all_rows, silent))
     chosen = set(random.Random(source.seed).sample(range(count), min(count, source.max_rows)))
-    for number, row in enumerate(_all_rows(everything, bad)):
+    for number, row in enumerate(_read_source(all_rows, bad)):
         if number in chosen:
             yield row
 
@@ -159,8 +159,8 @@ def _rename_columns(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterat
 
 def typed_rows(
     sources: Sequence[Source],
-    known: Sequence[str],
-    detect: Callable[[Row], str],
+    allowed_types: Sequence[str],
+    detect_type: Callable[[Row], str],
     bad: BadRows,
 ) -> Iterator[tuple[Row, str]]:
     """Yield every row with its type.
@@ -169,42 +169,42 @@ def typed_rows(
 
     Args:
         sources: Sources to read, in order.
-        known: Types that a source may have, besides ``auto``.
-        detect: Function that returns the type of a row.
+        allowed_types: Types that a source may have, besides ``auto``.
+        detect_type: Function that returns the type of a row.
         bad: Receives malformed rows, and tells the user each detected type.
 
     Raises:
-        DataError: A source has a type that is not in ``known``, or cannot be read.
+        DataError: A source has a type that is not in ``allowed_types``, or cannot be read.
     """
     for source in sources:
         row_type = source.type
-        if row_type not in ("auto", *known):
+        if row_type not in ("auto", *allowed_types):
             reader = READ_BY.get(row_type)
             raise DataError(
                 f"rows of type '{row_type}' are for {reader}, not for this command"
                 if reader
                 else f"unknown row type '{row_type}'",
                 where=source.place,
-                fix=f"{'here ' if reader else ''}use {', '.join(('auto', *known))}",
+                fix=f"{'here ' if reader else ''}use {', '.join(('auto', *allowed_types))}",
             )
         for row in read_rows(source, bad):
             if row_type == "auto":
                 try:
-                    row_type = detect(row)
+                    row_type = detect_type(row)
                 except DataError as error:
-                    bad.report_first(error)
+                    bad.report_repeating_error(error)
                     continue
                 if source.path not in BUILT_IN:
                     bad.notify(f"{source.path}: detected row type '{row_type}'")
             yield row, row_type
 
 
-def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
+def _read_source(source: Source, bad: BadRows) -> Iterator[Row]:
     if source.path in BUILT_IN:
         _check_built_in(source, tuple(TASKS) if source.path == ARITHMETIC_PATH else ())
         yield from BUILT_IN[source.path](source)
         return
-    find = remote_files if is_address(source.path) else local_files
+    find = remote_files if is_url(source.path) else local_files
     try:
         found = find(source.path, split=source.split, config=source.name, where=source.place)
     except OSError as error:

@@ -34,11 +34,11 @@ from streamtune.data.options import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.renderings import (
     Message,
     Renderings,
+    answers_without_printed_reasoning,
     as_last_answer,
-    common_prefix,
-    dropped_answers,
-    has_marks,
-    opened_reasoning,
+    common_prefix_length,
+    marks_answers,
+    opened_reasoning_length,
     reasoning_of,
     render_messages,
     special_names,
@@ -135,16 +135,16 @@ class ChatRenderer:
         reasoned = [index for index in (trained if reasoned is None else reasoned) if reasoning_of(messages[index])]
         own = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
         found = {index: chat.text[turn.start : turn.end] for index, turn in own.items()}
-        dropped = dropped_answers(chat, reasoned, found)
+        dropped = answers_without_printed_reasoning(chat, reasoned, found)
         ends = all(map(self._ends_with_special, texts))
         closed = self._count_closed(chat, reasoned, dropped)
-        turns = self._other_turns(chat, turns, [index for index in trained if index not in answers])
-        text, answered = chat.text, self._exchange_ends(chat, own) if find_exchanges else []
+        turns = self._turns_with_end_tokens(chat, turns, [index for index in trained if index not in answers])
+        text, answered = chat.text, self._exchange_end_turns(chat, own) if find_exchanges else []
         if dropped and self._options.reasoning == "keep":
             if not own.keys() >= set(dropped):
                 own = dict(zip(dropped, self._locate_turns(chat, dropped), strict=True))
             put_back = {index: own[index] for index in dropped}
-            text, moved = self._with_reasoning(chat, [*turns, *answered], put_back)
+            text, moved = self._restore_reasoning(chat, [*turns, *answered], put_back)
             turns, answered = moved[: len(turns)], moved[len(turns) :]
         exchanges = [_skip_blanks(text, turn.end) for turn in answered]
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
@@ -172,15 +172,15 @@ class ChatRenderer:
         content = request.messages[0].get("content", "").strip()
         return len(alone) if text.startswith(alone) and content in alone else 0
 
-    def _exchange_ends(self, chat: Renderings, own: Mapping[int, ChatTurn]) -> list[ChatTurn]:
+    def _exchange_end_turns(self, chat: Renderings, turns_by_index: Mapping[int, ChatTurn]) -> list[ChatTurn]:
         """Return the turns that end an exchange, without untrained turns that cannot be located."""
         answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
-        if not own.keys() >= set(answers):
+        if not turns_by_index.keys() >= set(answers):
             try:
-                own = dict(zip(answers, self._locate_turns(chat, answers), strict=True))
+                turns_by_index = dict(zip(answers, self._locate_turns(chat, answers), strict=True))
             except DataError:
-                answers = [index for index in answers if index in own]
-        return [own[index] for index in answers]
+                answers = [index for index in answers if index in turns_by_index]
+        return [turns_by_index[index] for index in answers]
 
     def requests(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
         """Return the requests that :meth:`render` will make, except in special cases.
@@ -191,7 +191,7 @@ class ChatRenderer:
         """
         shown = without_flags(request)
         wanted = [shown]
-        if not has_marks(self._tokenizer, request.tools):
+        if not marks_answers(self._tokenizer, request.tools):
             for index in trained:
                 wanted.append(replace(shown, messages=shown.messages[: index + 1]))
                 if index:
@@ -241,7 +241,7 @@ class ChatRenderer:
         The template process reports spans with a rendering. These are used once they agreed with
         :meth:`Renderings.marked_spans` for 8 conversations.
         """
-        ahead = chat.spans_ahead() if self._agreed >= 0 else None
+        ahead = chat.spans_rendered_ahead() if self._agreed >= 0 else None
         if ahead is not None and self._agreed >= _COMPARED:
             return ahead
         spans = chat.marked_spans()
@@ -273,20 +273,22 @@ class ChatRenderer:
             turns.append(ChatTurn(start, self._end_of_turn(chat, index, start, chat.text[start:through])))
         return turns
 
-    def _turn_start(self, chat: Renderings, index: int, before: int, text: str, through: int | None = None) -> int:
+    def _turn_start(
+        self, chat: Renderings, index: int, history_length: int, text: str, through: int | None = None
+    ) -> int:
         """Return where a turn starts in ``text``.
 
         Args:
             chat: Conversation and its renderings.
             index: Index of the message.
-            before: Length of the prompt before the turn; usually the turn starts here.
+            history_length: Length of the prompt before the turn; usually the turn starts here.
             text: Rendering that contains the turn.
             through: End of the text to search for a header, for a template without a generation prompt; None for all.
         """
         if not chat.has_generation_prompt(index):
-            return before + self._plain_header_length(chat, index, text[before:through])
-        near = text[max(0, before - _NEAR) : before]
-        return before - opened_reasoning(text[:before] if near.isspace() else near)
+            return history_length + self._plain_header_length(chat, index, text[history_length:through])
+        near = text[max(0, history_length - _NEAR) : history_length]
+        return history_length - opened_reasoning_length(text[:history_length] if near.isspace() else near)
 
     def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
         """Return the length of the header at the start of ``turn``, for a template without a generation prompt.
@@ -305,14 +307,14 @@ class ChatRenderer:
     def _end_of_turn(self, chat: Renderings, index: int, start: int, turn: str) -> int:
         """Return the end of a turn, after its end token; ``turn`` is the text from its ``start``."""
         turn = turn.rstrip()
-        if self._ends_with_special(turn) and not self._ends_twice(turn):
+        if self._ends_with_special(turn) and not self._has_two_end_tokens(turn):
             return start + len(turn)
-        place = chat.place_in_prefix(index)
+        place = chat.range_in_prefix(index)
         if place is None:
             return start + len(turn)
         return place[1] + self._terminator_length(chat, index, (chat.through(index) or "")[place[1] :])
 
-    def _ends_twice(self, text: str) -> bool:
+    def _has_two_end_tokens(self, text: str) -> bool:
         """Return True if only blanks separate the last two special tokens: one may end the turn, one the text."""
         specials = list(self._special.finditer(text))
         return len(specials) > 1 and text[specials[-2].end() : specials[-1].start()].isspace()
@@ -323,8 +325,8 @@ class ChatRenderer:
         The turn ends with the last special token; some templates close a tool call with an earlier one. Without special
         tokens it ends with the last character that is not blank. A token that only ends the conversation is excluded.
         """
-        if self._ends_twice(tail.rstrip()) and index == len(chat.messages) - 1:
-            shared = tail[: common_prefix(tail, chat.after_answer() or tail)]
+        if self._has_two_end_tokens(tail.rstrip()) and index == len(chat.messages) - 1:
+            shared = tail[: common_prefix_length(tail, chat.text_after_last_answer() or tail)]
             tail = shared if self._special.search(shared) else tail
         specials = list(self._special.finditer(tail))
         return specials[-1].end() if specials else len(tail.rstrip())
@@ -350,79 +352,81 @@ class ChatRenderer:
             turns.append(turn)
         return turns
 
-    def _changed_turn_start(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int:
-        """Return the end of the header before ``place``; the search goes back to ``floor``.
+    def _changed_turn_start(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int:
+        """Return the end of the header before ``text_range``; the search goes back to ``floor``.
 
         Raises:
             DataError: The template prints another text before the answer than its generation prompt.
         """
         before = chat.prompt(index)
-        if before is not None and chat.text.startswith(before) and floor <= len(before) <= place[0]:
+        if before is not None and chat.text.startswith(before) and floor <= len(before) <= text_range[0]:
             return self._turn_start(chat, index, len(before), chat.text)
         for header in chat.headers(index):
-            found = chat.text.rfind(header, floor, place[0])
+            found = chat.text.rfind(header, floor, text_range[0])
             if found >= 0:
                 return found + len(header)
-        start = self._printed_header_end(chat, index, place, floor)
+        start = self._printed_header_end(chat, index, text_range, floor)
         if start is not None:
             return start
         lead = None if chat.has_generation_prompt(index) else chat.lead(index)
-        start = place[0] - len(lead or "")
+        start = text_range[0] - len(lead or "")
         if lead is not None and floor <= start and chat.text.startswith(lead, start):
             return start + self._plain_header_length(chat, index, chat.text[start:])
         raise chat.refusal(index, "prints another text before it than its generation prompt")
 
-    def _printed_header_end(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int | None:
+    def _printed_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
         """Return the end of a header that is only the beginning of the generation prompt; None if there is none.
 
         A generation prompt may be longer than the header of an earlier turn, for example by ``<think></think>``. The
         header ends where the text of the turn begins, or where a plain answer in its place would begin.
         """
         for header in chat.headers(index):
-            if common := self._header_before(chat.text, place[0], floor, header):
-                return place[0] - opened_reasoning(common)
-            bare, begins = chat.bare_answer(index)
-            common = self._header_before(bare, begins, floor, header) if bare.startswith(chat.text[:floor]) else ""
-            found = chat.text.rfind(common, floor, place[0]) if common else -1
+            if common := self._header_ending_at(chat.text, text_range[0], floor, header):
+                return text_range[0] - opened_reasoning_length(common)
+            bare, begins = chat.with_short_answer(index)
+            common = self._header_ending_at(bare, begins, floor, header) if bare.startswith(chat.text[:floor]) else ""
+            found = chat.text.rfind(common, floor, text_range[0]) if common else -1
             if found >= 0:
-                return found + len(common) - opened_reasoning(common)
+                return found + len(common) - opened_reasoning_length(common)
         return None
 
-    def _header_before(self, text: str, position: int, floor: int, header: str) -> str:
+    def _header_ending_at(self, text: str, position: int, floor: int, header: str) -> str:
         """Return the longest beginning of ``header`` that ends at ``position`` of a text.
 
         It contains the first special token of ``header``, if there is one. An empty string if there is no such text.
         """
         first = self._special.search(header)
-        least = first.end() if first is not None else 1
-        sizes = range(min(len(header), position - floor), least - 1, -1)
+        min_length = first.end() if first is not None else 1
+        sizes = range(min(len(header), position - floor), min_length - 1, -1)
         common = next((header[:size] for size in sizes if text.endswith(header[:size], floor, position)), "")
         return common if common.strip() else ""
 
-    def _changed_turn_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
+    def _changed_turn_end(self, chat: Renderings, index: int, text_range: tuple[int, int]) -> int:
         through = chat.through(index)
-        place_in_prefix = chat.place_in_prefix(index)
-        if through is not None and place_in_prefix is not None:
-            tail = through[place_in_prefix[1] :]
-            shared = tail[: common_prefix(tail, chat.text[place[1] :])]
+        range_in_prefix = chat.range_in_prefix(index)
+        if through is not None and range_in_prefix is not None:
+            tail = through[range_in_prefix[1] :]
+            shared = tail[: common_prefix_length(tail, chat.text[text_range[1] :])]
             if self._special.search(shared) or shared.strip() == tail.strip():
-                return place[1] + self._terminator_length(chat, index, shared)
+                return text_range[1] + self._terminator_length(chat, index, shared)
         # The last turn of a chat may end with another token than earlier turns: use the token found here.
-        token = self._special.match(chat.text, _skip_blanks(chat.text, place[1]))
+        token = self._special.match(chat.text, _skip_blanks(chat.text, text_range[1]))
         if token is None:
             raise chat.refusal(index, "ends it in another way than the last answer")
         return token.end()
 
     # ------------------------------------------------------------------ users, tools, and the ends of turns
 
-    def _other_turns(self, chat: Renderings, turns: list[ChatTurn], others: Sequence[int]) -> list[ChatTurn]:
+    def _turns_with_end_tokens(
+        self, chat: Renderings, turns: list[ChatTurn], other_messages: Sequence[int]
+    ) -> list[ChatTurn]:
         """Return the turns of answers and other messages in order, with the end tokens that ``train_on_eos`` trains."""
         which = self._options.train_on_eos
-        if not others and which == "turn":
+        if not other_messages and which == "turn":
             return turns
         enders = self._end_tokens(chat, turns)
-        places = [chat.place(index) for index in range(len(chat.messages))] if others else []
-        for index in others:
+        places = [chat.place(index) for index in range(len(chat.messages))] if other_messages else []
+        for index in other_messages:
             start, end = _printed_range(chat, places, index)
             _check_no_overlap(chat, places, index, ChatTurn(start, end))
             turns = [*turns, ChatTurn(start, self._after_end_token(chat.text, end, enders))]
@@ -461,7 +465,7 @@ class ChatRenderer:
 
     # ------------------------------------------------------------------ reasoning that was dropped
 
-    def _with_reasoning(
+    def _restore_reasoning(
         self, chat: Renderings, turns: Sequence[ChatTurn], dropped: Mapping[int, ChatTurn]
     ) -> tuple[str, list[ChatTurn]]:
         """Restore reasoning that the template dropped.

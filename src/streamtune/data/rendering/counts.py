@@ -67,14 +67,14 @@ class RenderCounts:
 
     def add(self, other: RenderCounts) -> None:
         """Add the counts of further rows of the dataset."""
-        for name, found in vars(other).items():
-            mine = getattr(self, name)
-            if isinstance(found, int):
-                setattr(self, name, mine + found)
-            elif isinstance(found, list):
-                mine += found[: _SHOWN - len(mine)]
+        for name, other_value in vars(other).items():
+            own_value = getattr(self, name)
+            if isinstance(other_value, int):
+                setattr(self, name, own_value + other_value)
+            elif isinstance(other_value, list):
+                own_value += other_value[: _SHOWN - len(own_value)]
             else:
-                mine.update(found)
+                own_value.update(other_value)
 
     def add_dropped_reasoning(self, places: Iterable[str]) -> None:
         """Count answers whose reasoning is dropped, by their places."""

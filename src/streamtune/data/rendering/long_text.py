@@ -117,11 +117,11 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
     kind = type(backend.model).__name__
     if not all(map(_keeps_blanks, added)) or (kind == "BPE" and backend.model.dropout):
         return None
-    if kind == "BPE" and _all_named(normaliser, _COMPOSING) and _splits_words(splitter):
+    if kind == "BPE" and _have_known_types(normaliser, _COMPOSING) and _splits_words(splitter):
         return CutRule(BORDER)
     if _splits_at_blanks(kind, normaliser, splitter):
         return CutRule(BORDER if kind == "WordPiece" else BLANK_BORDER)
-    if kind == "BPE" and _is_whole(splitter) and _merges_no_border(backend):
+    if kind == "BPE" and _keeps_text_whole(splitter) and _merges_no_border(backend):
         return _blank_cut_rule(normaliser, splitter)
     return None
 
@@ -152,7 +152,7 @@ def _is_sign(character: str) -> bool:
     return character.isascii() and not character.isalnum()
 
 
-def _all_named(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
+def _have_known_types(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
     return all(part["type"] in names for part in parts)
 
 
@@ -161,7 +161,7 @@ def _all_named(parts: list[dict[str, Any]], names: frozenset[str]) -> bool:
 
 def _splits_words(splitter: list[dict[str, Any]]) -> bool:
     """Return True if a pre-tokenizer splits text at every cut: all steps allow exact cuts, and one splits words."""
-    return all(map(_allows_cuts, splitter)) and any(map(_finds_words, splitter))
+    return all(map(_allows_cuts, splitter)) and any(map(_splits_into_words, splitter))
 
 
 def _allows_cuts(part: dict[str, Any]) -> bool:
@@ -177,7 +177,7 @@ def _allows_cuts(part: dict[str, Any]) -> bool:
     return ALTERNATIVES.issuperset(found) and (r"\s+(?!\S)" not in found or r"\s+" in found)
 
 
-def _finds_words(part: dict[str, Any]) -> bool:
+def _splits_into_words(part: dict[str, Any]) -> bool:
     """Return True if a step of a pre-tokenizer splits text into words."""
     if part["type"] == "ByteLevel":
         return bool(part.get("use_regex", True))
@@ -207,23 +207,23 @@ def _alternatives(expression: str) -> list[str]:
 # --- 2. words between blanks ------------------------------------------------------------------------------------------
 
 
-def _splits_at_blanks(kind: str, normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> bool:
+def _splits_at_blanks(model_type: str, normaliser: list[dict[str, Any]], splitter: list[dict[str, Any]]) -> bool:
     """Return True if each word between blanks is tokenised separately."""
-    if kind == "WordPiece":
+    if model_type == "WordPiece":
         first = splitter[:1] and splitter[0]["type"] in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
         return (
             bool(first)
-            and _all_named(splitter[1:], frozenset({"Punctuation", "Digits"}))
-            and _all_named(normaliser, _BY_CHARACTER)
+            and _have_known_types(splitter[1:], frozenset({"Punctuation", "Digits"}))
+            and _have_known_types(normaliser, _BY_CHARACTER)
         )
     metaspace = len(splitter) == 1 and splitter[0]["type"] == "Metaspace" and splitter[0]["split"]
-    return metaspace and kind in ("BPE", "Unigram") and _all_named(normaliser, _COMPOSING)
+    return metaspace and model_type in ("BPE", "Unigram") and _have_known_types(normaliser, _COMPOSING)
 
 
 # --- 3. no words ------------------------------------------------------------------------------------------------------
 
 
-def _is_whole(splitter: list[dict[str, Any]]) -> bool:
+def _keeps_text_whole(splitter: list[dict[str, Any]]) -> bool:
     """Return True if the pre-tokenizer leaves the text whole, or splits only at blanks that are replaced earlier."""
     of_gemma = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     return not splitter or splitter == [of_gemma] or (len(splitter) == 1 and splitter[0]["type"] == "Metaspace")
@@ -243,7 +243,7 @@ def _blank_cut_rule(normaliser: list[dict[str, Any]], splitter: list[dict[str, A
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
     prepends = {"type": "Prepend", "prepend": _BLANK}
     if splitter and splitter[0]["type"] == "Metaspace":
-        is_known = splitter[0]["replacement"] == _BLANK and _all_named(normaliser, _COMPOSING)
+        is_known = splitter[0]["replacement"] == _BLANK and _have_known_types(normaliser, _COMPOSING)
         return CutRule(BLANK_BORDER) if is_known else None
     if normaliser == [replaces]:
         return CutRule(BLANK_BORDER)
@@ -391,9 +391,9 @@ class LongTextTokenizer:
         return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if len(starts) == 1 else None
 
 
-def _make_added_part(place: int, ids: Sequence[int], offsets: bool) -> TextPart:
+def _make_added_part(position: int, ids: Sequence[int], offsets: bool) -> TextPart:
     """Return tokens that the tokenizer adds around a text, as a part without characters."""
-    return TextPart(place, place, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
+    return TextPart(position, position, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
 def _offsets_with_blank(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:

@@ -94,33 +94,33 @@ Render = Callable[[Iterable[Item[Any]]], RenderedItems[Any]]
 
 @contextmanager
 def rendering(
-    make: Callable[..., Renderer], processes: int, note: Notify, *, rows_at_once: int = 128
+    make_renderer: Callable[..., Renderer], processes: int, notify: Notify, *, rows_at_once: int = 128
 ) -> Iterator[tuple[RenderLog, Render]]:
     """Context manager: yields a log, and a function that renders items in order. After the block the log is complete.
 
     Args:
-        make: Function that makes a renderer, with the argument ``notify``. It is pickled for other processes.
+        make_renderer: Function that makes a renderer, with the argument ``notify``. It is pickled for other processes.
         processes: Number of processes that render; 1 renders in the calling process.
-        note: Function that shows the user a message.
+        notify: Function that shows the user a message.
         rows_at_once: Number of rows that are read before the first is rendered, with one process.
 
     Raises:
         ArgumentError: The renderer cannot be pickled, because its tokenizer runs its own code.
         RunError: A process ended unexpectedly.
     """
-    renderer = make(notify=note)
+    renderer = make_renderer(notify=notify)
     if processes == 1:
         yield renderer.log, lambda items: _render_here(renderer, items, rows_at_once)
         return
     try:
-        packed = pickle.dumps((make, fixed_date()))
+        packed = pickle.dumps((make_renderer, fixed_date()))
     except Exception as error:  # any exception of a third-party tokenizer
         raise ArgumentError(
             f"the tokenizer cannot be pickled for another process: {error}",
             where="dataset_num_proc",
             fix="set dataset_num_proc: 1",
         ) from error
-    children = [Child(_serve, packed) for _ in range(processes)]
+    children = [Child(_render_batches, packed) for _ in range(processes)]
     threads = ThreadPoolExecutor(processes)
     try:
         yield renderer.log, lambda items: _render_in_children(children, threads, renderer.log, items)
@@ -134,12 +134,12 @@ def rendering(
             child.close(seconds=ENDING_SECONDS)
 
 
-def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterator[list[Item[ItemT]]]:
-    """Yield batches of items of one source, with at most ``rows`` items and, if several, ``characters`` characters."""
+def batches(items: Iterable[Item[ItemT]], max_rows: int, max_characters: int) -> Iterator[list[Item[ItemT]]]:
+    """Yield batches of at most ``max_rows`` items of one source; only a single item may exceed ``max_characters``."""
     batch: list[Item[ItemT]] = []
     size = 0
     for item in items:
-        if batch and (len(batch) >= rows or size + item.size > characters or item.source != batch[0].source):
+        if batch and (len(batch) >= max_rows or size + item.size > max_characters or item.source != batch[0].source):
             yield batch
             batch, size = [], 0
         batch.append(item)
@@ -174,7 +174,7 @@ def _render_in_children(
     for child in children:
         free.put(child)
 
-    def ask(batch: list[Item[ItemT]]) -> Any:
+    def render_in_child(batch: list[Item[ItemT]]) -> Any:
         child = free.get()
         try:
             child.connection.send_bytes(pickle.dumps(batch, pickle.HIGHEST_PROTOCOL))
@@ -192,7 +192,7 @@ def _render_in_children(
 
     waiting: deque[tuple[list[Item[ItemT]], Future[Any]]] = deque()
 
-    def take() -> RenderedItems[ItemT]:
+    def yield_oldest_batch() -> RenderedItems[ItemT]:
         batch, future = waiting.popleft()
         outcomes, counts, messages, failure = future.result()
         if failure is not None:
@@ -207,16 +207,16 @@ def _render_in_children(
             yield batch.pop(), outcomes.pop()
 
     for batch in batches(items, BATCH_ROWS, BATCH_CHARACTERS):
-        waiting.append((batch, threads.submit(ask, batch)))
+        waiting.append((batch, threads.submit(render_in_child, batch)))
         if len(waiting) >= 2 * len(children):
-            yield from take()
+            yield from yield_oldest_batch()
     while waiting:
-        yield from take()
+        yield from yield_oldest_batch()
 
 
-def _serve(connection: Any, packed: bytes) -> None:
+def _render_batches(connection: Any, pickled_renderer: bytes) -> None:
     messages: list[str] = []
-    make, date = pickle.loads(packed)
+    make, date = pickle.loads(pickled_renderer)
     fix_date(date)  # all processes of a run render the same date
     renderer: Renderer = make(notify=messages.append)
     while True:

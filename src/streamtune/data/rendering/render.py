@@ -117,19 +117,19 @@ class RowRenderer:
         return replace(self(item.take(), item.origin), weight=item.weight)
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
-        self.ask_ahead([item.row for item in items])
+        self.request_templates_ahead([item.row for item in items])
 
-    def ask_ahead(self, contents: Iterable[Content | None]) -> None:
+    def request_templates_ahead(self, contents: Iterable[Content | None]) -> None:
         """Render the chat templates of rows in one request, before each row is rendered."""
         if not self._renders_ahead:
             return
         requests = []
         for content in contents:
             if isinstance(content, Conversation) and size_of(content) < MOST_AHEAD:
-                content = _with_default_system(content, self._options.default_system)
+                content = _add_default_system(content, self._options.default_system)
                 if self._options.split_special_tokens:
                     with suppress(DataError):  # rendering the row raises it again
-                        content = self._shield(content, "")
+                        content = self._shield_special_names(content, "")
                 trained = self._trained_answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
                 request = ChatRequest(content.messages, content.tools, variables=variables)
@@ -155,7 +155,7 @@ class RowRenderer:
     def drops_empty(self, content: Content | None, origin: str) -> bool:
         """Count the empty trained answers of a row; return True if the row is dropped because of them."""
         if isinstance(content, Conversation):
-            empty = sum(_is_empty(content.messages[index]) for index in self._trained_indices(content))
+            empty = sum(_is_empty_answer(content.messages[index]) for index in self._trained_indices(content))
         else:
             empty = int(isinstance(content, PromptCompletion) and not content.completion.strip())
         if empty:
@@ -164,10 +164,10 @@ class RowRenderer:
 
     def _render_conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
-        content = _with_default_system(content, self._options.default_system)
+        content = _add_default_system(content, self._options.default_system)
         self._count_specials(origin, content.messages)
         whole = content
-        content = self._shield(content, origin) if self._options.split_special_tokens else content
+        content = self._shield_special_names(content, origin) if self._options.split_special_tokens else content
         shielded = content is not whole
         del whole
         trained = self._trained_indices(content)
@@ -206,7 +206,7 @@ class RowRenderer:
             tokens, has_answer=self._train_on != "all", system=None if prefix is None else tokens.prefix
         )
 
-    def _shield(self, content: Conversation, origin: str) -> Conversation:
+    def _shield_special_names(self, content: Conversation, origin: str) -> Conversation:
         messages = self._specials.shield(content.messages, origin)
         tools = self._specials.shield(content.tools, origin)
         same = messages is content.messages and tools is content.tools
@@ -220,7 +220,9 @@ class RowRenderer:
         now, (row, seen) = self.log.current, self._counted
         if row != origin:
             self._counted = row, seen = origin, set()
-        found = [(message, names) for message in messages if (names := self._specials.found_in(message))]
+        found = [
+            (message, names) for message in messages if (names := self._specials.special_names_in_message(message))
+        ]
         for message, names in found:
             if id(message) not in seen:
                 now.add_special_names(message["role"], names, new_row=not seen)
@@ -339,7 +341,7 @@ def _tokenise(
     return masks(MarkedText(text, turns, origin, special=False, exchanges=exchanges, prefix=prefix))
 
 
-def _with_default_system(content: Conversation, text: str | None) -> Conversation:
+def _add_default_system(content: Conversation, text: str | None) -> Conversation:
     if text is None or has_system(content.messages):
         return content
     first = content.first_answer + 1 if content.first_answer else 0
@@ -352,7 +354,7 @@ def _tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
     return [str(each.get("name", each)) for each in functions]
 
 
-def _is_empty(message: Message) -> bool:
+def _is_empty_answer(message: Message) -> bool:
     """Return True if an assistant message has no content, no tool calls and no reasoning."""
     if message["role"] != "assistant" or message.get("tool_calls") or reasoning_of(message):
         return False
@@ -399,7 +401,7 @@ class TurnRenderer:
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
         contents = [item.row for item in items if item.row is not None]
-        self._rows.ask_ahead(turn for content in contents for turn in self._split_turns(content))
+        self._rows.request_templates_ahead(turn for content in contents for turn in self._split_turns(content))
 
     def _split_turns(self, content: Content) -> list[Content]:
         """Return one conversation per trained turn, each ending with that turn."""
@@ -438,7 +440,9 @@ class TreeRenderer:
         return self(answers, item.origin), prompt_digest(answers.prompt, answers.tools)
 
     def render_ahead(self, items: Sequence[Item[Answers]]) -> None:
-        self._render.ask_ahead(content for item in items if item.row is not None for content in item.row.contents)
+        self._render.request_templates_ahead(
+            content for item in items if item.row is not None for content in item.row.contents
+        )
 
     def __call__(self, answers: Answers, origin: str) -> Tree:
         rendered = [self._render(content, origin) for content in answers.contents]
@@ -548,18 +552,22 @@ class PromptRenderer:
         return ids
 
     def _tokenise_messages(
-        self, messages: list[dict[str, Any]], tools: Any, origin: str, own: Mapping[str, Any] | None
+        self, messages: list[dict[str, Any]], tools: Any, origin: str, row_variables: Mapping[str, Any] | None
     ) -> list[int]:
         require_template(self._tokenizer, "prompt", origin)
         if self._options.default_system is not None and not has_system(messages):
             messages = [{"role": "system", "content": self._options.default_system}, *messages]
-        spelled = [(message["role"], names) for message in messages if (names := self._specials.found_in(message))]
+        spelled = [
+            (message["role"], names)
+            for message in messages
+            if (names := self._specials.special_names_in_message(message))
+        ]
         for number, (role, names) in enumerate(spelled):
             self.log.current.add_special_names(role, names, new_row=number == 0)
         shown: Any = (messages, tools)
         if self._options.split_special_tokens:
             shown = self._specials.shield([messages, tools], origin)
-        variables = self._variables(own, tools, origin)
+        variables = self._variables(row_variables, tools, origin)
         request = ChatRequest(shown[0], shown[1], True, variables)
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)

@@ -110,23 +110,23 @@ def _find_rejected_message(
     return 0 if len(messages) == 1 else None
 
 
-def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, what: str, origin: str) -> DataError:
+def _rejection_error(messages: Sequence[Mapping[str, Any]], index: int | None, reason: str, origin: str) -> DataError:
     """Return the error for a conversation that the template rejects.
 
     Args:
         messages: Messages of the conversation.
         index: Index of the rejected message; None if unknown.
-        what: Error of the template.
+        reason: Error of the template.
         origin: Place of the row.
     """
-    at = "" if index is None else f" at messages[{index}], with the role '{messages[index]['role']}'"
+    location = "" if index is None else f" at messages[{index}], with the role '{messages[index]['role']}'"
     fix = "fix the row, or set chat_template to a template that accepts it"
-    found = _MISSING.search(what)
+    found = _MISSING.search(reason)
     if found and index is not None and found[1] not in messages[index]:
-        what = f"it reads '{found[1]}', but the message has no '{found[1]}' ({what})"
+        reason = f"it reads '{found[1]}', but the message has no '{found[1]}' ({reason})"
         hint = " (the name of the called function)" if found[1] == "name" and messages[index]["role"] == "tool" else ""
         fix = f"add '{found[1]}'{hint} to the message, or set chat_template to a template that does not need it"
-    return DataError(f"the chat template rejects the conversation{at}: {what}", where=origin, fix=fix)
+    return DataError(f"the chat template rejects the conversation{location}: {reason}", where=origin, fix=fix)
 
 
 def without_flags(request: ChatRequest) -> ChatRequest:
@@ -135,7 +135,7 @@ def without_flags(request: ChatRequest) -> ChatRequest:
     return replace(request, messages=messages)
 
 
-def has_marks(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
+def marks_answers(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
     """Return True if the chat template marks answers with ``{% generation %}``."""
     try:
         return _GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
@@ -289,7 +289,7 @@ class Renderings:
             history, prompt = self._render_prefix(count, False), self._render_prefix(count, True)
             if history and prompt and prompt.startswith(history) and len(prompt) > len(history):
                 header = prompt[len(history) :]
-                yield header[: len(header) - opened_reasoning(header)]
+                yield header[: len(header) - opened_reasoning_length(header)]
 
     def has_generation_prompt(self, index: int) -> bool:
         """Return True if the template prints a generation prompt before answer ``index``."""
@@ -297,21 +297,21 @@ class Renderings:
 
     def lead(self, index: int) -> str | None:
         """Return the text between history and answer, for a template without a generation prompt; None if unknown."""
-        history, through, place = self.history(index), self.through(index), self.place_in_prefix(index)
+        history, through, place = self.history(index), self.through(index), self.range_in_prefix(index)
         if history is None or through is None or place is None or not through.startswith(history):
             return None
         return through[len(history) : place[0]] if len(history) <= place[0] else None
 
-    def bare_answer(self, index: int) -> tuple[str, int]:
+    def with_short_answer(self, index: int) -> tuple[str, int]:
         """Return the rendering with a one-character answer as message ``index``, and its position (-1 if missing)."""
         mark = self.unused_character()
         plain = {"role": "assistant", "content": mark}
         text = self.try_render([*self.messages[:index], plain, *self.messages[index + 1 :]]) or ""
         return text, text.find(mark)
 
-    def unused_character(self, after: str = "\ue000") -> str:
-        """Return a private-use character, ``after`` or a later one, that does not occur in the conversation."""
-        return next(chr(code) for code in range(ord(after), 0xF900) if chr(code) not in self.text)
+    def unused_character(self, first: str = "\ue000") -> str:
+        """Return a private-use character, ``first`` or a later one, that does not occur in the conversation."""
+        return next(chr(code) for code in range(ord(first), 0xF900) if chr(code) not in self.text)
 
     def place(self, index: int) -> tuple[int, int] | None:
         """Return the range of characters in the full rendering that depend on the text of message ``index``.
@@ -320,26 +320,28 @@ class Renderings:
             Start and end (exclusive). They are equal if the message has no text, and (0, 0) if the template omits the
                 message. None if the template rejects or escapes the replaced text.
         """
-        return self._find_place(self.messages, self.text, index)
+        return self._find_changed_range(self.messages, self.text, index)
 
-    def place_in_prefix(self, index: int) -> tuple[int, int] | None:
+    def range_in_prefix(self, index: int) -> tuple[int, int] | None:
         """Return the same as :meth:`place`, in the rendering of the messages up to and including ``index``."""
-        return self._find_place(self.messages[: index + 1], self.through(index), index)
+        return self._find_changed_range(self.messages[: index + 1], self.through(index), index)
 
-    def _find_place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
+    def _find_changed_range(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
         mark = self.unused_character()
-        variant = self.try_render([*messages[:index], _replace_text(messages[index], mark), *messages[index + 1 :]])
+        variant = self.try_render(
+            [*messages[:index], _replace_message_text(messages[index], mark), *messages[index + 1 :]]
+        )
         if original is None or variant is None:
             return None
         if variant == original:
             return 0, 0
         if mark not in variant:
             return None
-        start = common_prefix(original, variant)
+        start = common_prefix_length(original, variant)
         limit = min(len(original), len(variant)) - start
-        return start, len(original) - _common_suffix(original, variant, limit)
+        return start, len(original) - _common_suffix_length(original, variant, limit)
 
-    def spans_ahead(self) -> list[tuple[int, int]] | None:
+    def spans_rendered_ahead(self) -> list[tuple[int, int]] | None:
         """Return the spans of ``{% generation %}`` blocks that the template process reported; None without them."""
         return None if self.system == "late" else self._spans
 
@@ -353,7 +355,7 @@ class Renderings:
         if not _GENERATION.search(template):
             return None
         opening = self.unused_character()
-        closing = self.unused_character(after=chr(ord(opening) + 1))
+        closing = self.unused_character(first=chr(ord(opening) + 1))
         marking = _GENERATION.sub(rf'{{%\1 generation %}}{{{{ "{opening}" }}}}{{% if true \2%}}', template)
         marking = _END_GENERATION.sub(rf'{{%\1 endif %}}{{{{ "{closing}" }}}}{{% endgeneration \2%}}', marking)
         pieces = re.split(f"([{opening}{closing}])", self._render(self.messages, template=marking))
@@ -365,11 +367,11 @@ class Renderings:
             ends.append(position)
         return list(zip(ends[0::2], ends[1::2], strict=True))
 
-    def after_answer(self) -> str | None:
+    def text_after_last_answer(self) -> str | None:
         """Return the text after the last answer when a user message follows; None if the template rejects that."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
-        place = self._find_place(messages, text, len(self.messages) - 1)
+        place = self._find_changed_range(messages, text, len(self.messages) - 1)
         return None if text is None or place is None else text[place[1] :]
 
     def refusal(self, index: int, why: str) -> DataError:
@@ -386,30 +388,30 @@ _NOT_TEXT = frozenset({"role", "type", "id", "tool_call_id", "name"})
 """Fields of a message whose strings are not text; they are not replaced."""
 
 
-def _replace_text(message: Message, mark: str) -> Message:
-    replaced = {key: _replace_strings(value, key, mark) for key, value in message.items()}
+def _replace_message_text(message: Message, mark: str) -> Message:
+    replaced = {key: _replace_nested_strings(value, key, mark) for key, value in message.items()}
     if replaced == message:  # the message has no text: the mark becomes its content
         replaced["content"] = mark
     return replaced
 
 
-def _replace_strings(value: Any, key: str, mark: str) -> Any:
+def _replace_nested_strings(value: Any, key: str, mark: str) -> Any:
     if isinstance(value, str):
         return value if key in _NOT_TEXT or not value else mark
     if isinstance(value, dict):
-        return {name: _replace_strings(item, name, mark) for name, item in value.items()}
+        return {name: _replace_nested_strings(item, name, mark) for name, item in value.items()}
     if isinstance(value, list):
-        return [_replace_strings(item, key, mark) for item in value]
+        return [_replace_nested_strings(item, key, mark) for item in value]
     return value
 
 
-def opened_reasoning(prompt: str) -> int:
+def opened_reasoning_length(prompt: str) -> int:
     """Return the length of a ``<think>`` at the end of ``prompt``, including blanks after it; 0 without it."""
     stripped = prompt.rstrip()
     return len(prompt) - len(stripped.removesuffix("<think>")) if stripped.endswith("<think>") else 0
 
 
-def common_prefix(first: str, second: str) -> int:
+def common_prefix_length(first: str, second: str) -> int:
     """Return the length of the longest common prefix, by bisection: comparing slices is faster than a loop."""
     low, high = 0, min(len(first), len(second))
     while low < high:
@@ -421,7 +423,7 @@ def common_prefix(first: str, second: str) -> int:
     return low
 
 
-def _common_suffix(first: str, second: str, limit: int) -> int:
+def _common_suffix_length(first: str, second: str, limit: int) -> int:
     """Return the length of the longest common suffix, at most ``limit``, by bisection."""
     low, high = 0, limit
     while low < high:
@@ -453,7 +455,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     return (before.partition("<think>")[2] if "<think>" in content else before).strip()
 
 
-def dropped_answers(chat: Renderings, answers: Sequence[int], turns: Mapping[int, str]) -> list[int]:
+def answers_without_printed_reasoning(chat: Renderings, answers: Sequence[int], turns: Mapping[int, str]) -> list[int]:
     """Return which answers have reasoning that the template does not print.
 
     Reasoning that a turn's text does not contain may still be printed in another form. To find out, it is replaced by a

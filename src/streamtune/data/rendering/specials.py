@@ -68,9 +68,9 @@ class SpecialText:
             return []
         return list(dict.fromkeys(self._pattern.findall(text)))
 
-    def found_in(self, message: Message) -> list[str]:
+    def special_names_in_message(self, message: Message) -> list[str]:
         """Return the names of special tokens that a message contains, each once."""
-        return list(dict.fromkeys(name for text in _texts(message) for name in self.found(text)))
+        return list(dict.fromkeys(name for text in _iter_texts(message) for name in self.found(text)))
 
     def shield(self, value: Any, origin: str) -> Any:
         """Replace names of special tokens in messages or tools by placeholders; without any return the value itself.
@@ -82,10 +82,10 @@ class SpecialText:
         Raises:
             DataError: The text also contains characters that are used as placeholders.
         """
-        if not any(map(self.found, _texts(value))):
+        if not any(map(self.found, _iter_texts(value))):
             return value
-        self._refuse_private(_texts(value), origin)
-        return _replace_texts(
+        self._refuse_private_characters(_iter_texts(value), origin)
+        return _map_texts(
             value, lambda text: self._pattern.sub(lambda match: self._make_placeholder(match.group()), text)
         )
 
@@ -109,7 +109,7 @@ class SpecialText:
             ArgumentError: The tokenizer is not a fast tokenizer.
         """
         if not rendered:
-            self._refuse_private([text], origin)
+            self._refuse_private_characters([text], origin)
         copy = self._copy
         made = tokens(copy.masks, self._text_for_copy(text) if rendered else text)
         if copy.makes_special(made.ids):
@@ -122,13 +122,13 @@ class SpecialText:
 
     def _text_for_copy(self, text: str) -> str:
         """Return the text for the copy: its spelling of the template's special tokens, and names for placeholders."""
-        text = self._name_pattern.sub(lambda match: self._copy.written[match.group()], text)
+        text = self._name_pattern.sub(lambda match: self._copy.copied_names[match.group()], text)
         for place, name in enumerate(self._names):
             text = text.replace(chr(_STAND_IN + place) * len(name), name)
         return text
 
     @staticmethod
-    def _refuse_private(texts: Iterable[str], origin: str) -> None:
+    def _refuse_private_characters(texts: Iterable[str], origin: str) -> None:
         if any(map(_PRIVATE.search, texts)):
             raise DataError(
                 "the row contains special tokens and also private-use characters (Unicode planes 15 and 16), which "
@@ -142,33 +142,35 @@ class SpecialText:
         return re.compile("|".join(map(re.escape, special_names(self._tokenizer))) or r"(?!)")
 
     @cached_property
-    def _copy(self) -> _Copy:
+    def _copy(self) -> _TokenizerCopy:
         return _copy_tokenizer(self._tokenizer, self._policy, self._note)
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _TokenizerCopy:
     """A copy of the tokenizer with other names for its special tokens."""
 
     masks: MaskTokenizer
     """tokenizer that finds trained tokens, over the copy"""
-    written: Mapping[str, str]
+    copied_names: Mapping[str, str]
     """name of a special token -> its name in the copy, of the same length"""
     numbers: Mapping[int, int]
     """id of an added token in the copy -> its id in the tokenizer"""
-    of_words: frozenset[int | None]
+    ordinary_word_ids: frozenset[int | None]
     """ids of special tokens whose names are ordinary words in the copy's vocabulary"""
-    around: frozenset[int]
+    added_ids: frozenset[int]
     """ids of the tokens that the copy adds around a text, such as BOS"""
 
     def makes_special(self, ids: Sequence[int]) -> bool:
         """Return True if the text itself, without the tokens around it, was converted to a special token."""
-        first = int(bool(ids) and ids[0] in self.around)
-        last = len(ids) - int(len(ids) > first and ids[-1] in self.around)
-        return not self.of_words.isdisjoint(ids[first:last])
+        first = int(bool(ids) and ids[0] in self.added_ids)
+        last = len(ids) - int(len(ids) > first and ids[-1] in self.added_ids)
+        return not self.ordinary_word_ids.isdisjoint(ids[first:last])
 
 
-def _copy_tokenizer(tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None, note: Callable[[str], None]) -> _Copy:
+def _copy_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None, note: Callable[[str], None]
+) -> _TokenizerCopy:
     if not tokenizer.is_fast:
         raise ArgumentError(
             "split_special_tokens needs a fast tokenizer (tokenizer.json), found a Python tokenizer",
@@ -183,20 +185,23 @@ def _copy_tokenizer(tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None
     names = special_names(tokenizer)
     written = {name: chr(_WRITTEN + place) * len(name) for place, name in enumerate(names)}
     backend = Tokenizer.from_str(json.dumps(document))
-    kept = [written.get(each["content"], each["content"]) for each in added]
+    copied_names = [written.get(each["content"], each["content"]) for each in added]
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     backend.add_tokens(
-        [AddedToken(name, **{flag: each[flag] for flag in flags}) for name, each in zip(kept, added, strict=True)]
+        [
+            AddedToken(name, **{flag: each[flag] for flag in flags})
+            for name, each in zip(copied_names, added, strict=True)
+        ]
     )
-    numbers = {backend.token_to_id(name) or 0: each["id"] for name, each in zip(kept, added, strict=True)}
+    numbers = {backend.token_to_id(name) or 0: each["id"] for name, each in zip(copied_names, added, strict=True)}
     fast = PreTrainedTokenizerFast(tokenizer_object=backend)
     unknown = {tokenizer.unk_token, getattr(backend.model, "unk_token", None)}  # unknown characters may become these
     words = (backend.model.token_to_id(name) for name in names if name not in unknown)
     around = frozenset(fast("")["input_ids"])
-    return _Copy(MaskTokenizer(fast, policy, note), written, numbers, frozenset(words) - {None}, around)
+    return _TokenizerCopy(MaskTokenizer(fast, policy, note), written, numbers, frozenset(words) - {None}, around)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iter_texts(value: Any) -> Iterator[str]:
     """Yield all text in messages or tools: strings, and keys of objects, except roles, types and flags."""
     if isinstance(value, str):
         yield value
@@ -204,20 +209,20 @@ def _texts(value: Any) -> Iterator[str]:
         for name, item in value.items():
             if name not in _STEERING or not isinstance(item, str):
                 yield name
-                yield from _texts(item)
+                yield from _iter_texts(item)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _texts(item)
+            yield from _iter_texts(item)
 
 
-def _replace_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
             name if name in _STEERING else change(name): item
             if name in _STEERING and isinstance(item, str)
-            else _replace_texts(item, change)
+            else _map_texts(item, change)
             for name, item in value.items()
         }
-    return [_replace_texts(item, change) for item in value] if isinstance(value, Sequence) else value
+    return [_map_texts(item, change) for item in value] if isinstance(value, Sequence) else value

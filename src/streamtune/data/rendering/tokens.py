@@ -147,52 +147,54 @@ class MaskTokenizer:
         self._long_text = LongTextTokenizer(tokenizer, note)
         self._speller = ByteSpeller(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
 
-    def __call__(self, asked: MarkedText) -> TextTokens:
-        most = self._policy.max_length if self._policy is not None and self._policy.finds_breaks else None
+    def __call__(self, marked: MarkedText) -> TextTokens:
+        max_length = self._policy.max_length if self._policy is not None and self._policy.needs_breaks else None
         # Borders need offsets, which are slow: request them at once only if the row is probably too long.
-        breaks = most is not None and bool(self._tokenizer.is_fast) and len(asked.text) > _LIKELY * most
-        found = self._tokens(asked, breaks=breaks)
-        if most is None or breaks or len(found.ids) <= most:
+        breaks = max_length is not None and bool(self._tokenizer.is_fast) and len(marked.text) > _LIKELY * max_length
+        found = self._tokenise_parts(marked, breaks=breaks)
+        if max_length is None or breaks or len(found.ids) <= max_length:
             return found
         if not self._tokenizer.is_fast:
             self._note("split_at is ignored, rows are split between any tokens: this tokenizer reports no offsets")
             return found
-        return self._tokens(asked, breaks=True)
+        return self._tokenise_parts(marked, breaks=True)
 
-    def _tokens(self, asked: MarkedText, *, breaks: bool) -> TextTokens:
-        text, turns, special = asked.text, asked.turns, asked.special
-        finds_places = breaks or asked.prefix > 0 or asked.border is not None
-        offsets = bool(self._tokenizer.is_fast) and (bool(turns) or finds_places)
+    def _tokenise_parts(self, marked: MarkedText, *, breaks: bool) -> TextTokens:
+        text, turns, special = marked.text, marked.turns, marked.special
+        needs_offsets = breaks or marked.prefix > 0 or marked.border is not None
+        offsets = bool(self._tokenizer.is_fast) and (bool(turns) or needs_offsets)
         parts = self._long_text.parts(text, special=special, offsets=offsets)
         first = next(parts)
-        read = _PartReader(self._tokenizer, asked, None if finds_places else self._speller)
+        reader = _PartReader(self._tokenizer, marked, None if needs_offsets else self._speller)
         if first.stop == len(text):
-            trained = read.mask(first) if offsets or not turns else self._mask_by_prefixes(asked, first)
-            found = read.breaks(first) if breaks else None
-            return TextTokens(array("i", first.ids), trained, found, read.prefix_tokens, crosses=read.crosses)
+            trained = reader.mask(first) if offsets or not turns else self._mask_by_prefixes(marked, first)
+            found = reader.breaks(first) if breaks else None
+            return TextTokens(array("i", first.ids), trained, found, reader.prefix_tokens, crosses=reader.crosses)
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
         for part in chain([first], parts):
             ids.extend(part.ids)
-            mask += read.mask(part).data
+            mask += reader.mask(part).data
             if breaks:
-                marks += read.breaks(part).data
-            if self._is_enough(len(ids), len(text) - part.stop):
+                marks += reader.breaks(part).data
+            if self._may_stop_early(len(ids), len(text) - part.stop):
                 estimated = round(len(ids) / part.stop * len(text))
                 break
         trained = np.frombuffer(mask, dtype=np.bool_)
         found = np.frombuffer(marks, dtype=np.uint8) if breaks else None
         share = 1.0 if turns is None else sum(turn.end - turn.start for turn in turns) / len(text)
-        return TextTokens(ids, trained, found, read.prefix_tokens, estimated, share, read.crosses)
+        return TextTokens(ids, trained, found, reader.prefix_tokens, estimated, share, reader.crosses)
 
-    def _is_enough(self, tokens: int, left: int) -> bool:
+    def _may_stop_early(self, num_tokens: int, characters_left: int) -> bool:
         policy = self._policy
-        return policy is not None and not policy.needs_length and tokens > policy.max_length and left > STOP
+        return (
+            policy is not None and not policy.needs_length and num_tokens > policy.max_length and characters_left > STOP
+        )
 
     def ids(self, text: str, *, special: bool) -> MutableSequence[int]:
         """Return the token ids of a text; ``special`` adds the tokens that the tokenizer puts around it."""
         return self._long_text.ids(text, special=special)
 
-    def _mask_by_prefixes(self, asked: MarkedText, whole: TextPart) -> Mask:
+    def _mask_by_prefixes(self, marked: MarkedText, whole_text: TextPart) -> Mask:
         """Return a mask of the trained tokens, [T], for Python tokenizers, which report no offsets.
 
         The text before each border of a turn is tokenised separately; its ids must be a prefix of all ids.
@@ -200,17 +202,17 @@ class MaskTokenizer:
         Raises:
             DataError: A token crosses the border of a turn.
         """
-        ids = list(whole.ids)
+        ids = list(whole_text.ids)
         trained: Mask = np.zeros(len(ids), dtype=np.bool_)
-        for turn in asked.turns or ():
+        for turn in marked.turns or ():
             borders = []
             for border in (turn.start, turn.end):
-                before = self._tokenizer(asked.text[:border], add_special_tokens=asked.special, verbose=False)
+                before = self._tokenizer(marked.text[:border], add_special_tokens=marked.special, verbose=False)
                 prefix = list(before["input_ids"])
                 if ids[: len(prefix)] != prefix:
                     raise DataError(
                         "a token crosses the border of an answer, and this tokenizer reports no character offsets",
-                        where=asked.origin,
+                        where=marked.origin,
                         fix="use a fast tokenizer (tokenizer.json)",
                     )
                 borders.append(len(prefix))
@@ -221,12 +223,12 @@ class MaskTokenizer:
 class _PartReader:
     """Reads the tokens of a text part by part: which are trained, where borders are, and how many the prefix takes."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: MarkedText, speller: ByteSpeller | None) -> None:
-        self.tokenizer, self.text, self.turns, self.speller = tokenizer, asked.text, asked.turns, speller
-        self.turn_starts = [turn.start for turn in asked.turns or ()]
-        self.turn_ends = [turn.end for turn in asked.turns or ()]
-        self.exchanges = asked.exchanges
-        self.prefix, self.border = asked.prefix, asked.border
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, marked: MarkedText, speller: ByteSpeller | None) -> None:
+        self.tokenizer, self.text, self.turns, self.speller = tokenizer, marked.text, marked.turns, speller
+        self.turn_starts = [turn.start for turn in marked.turns or ()]
+        self.turn_ends = [turn.end for turn in marked.turns or ()]
+        self.exchanges = marked.exchanges
+        self.prefix, self.border = marked.prefix, marked.border
         self.prefix_tokens, self.crosses = 0, False
         self.pairs = np.empty((0, 2), dtype=np.int64)
         """offsets of the part that was read last, [T, 2]"""
@@ -236,7 +238,7 @@ class _PartReader:
         if part.read_offsets is None:
             return np.full(len(part.ids), self.turns is None)
         if self.speller is not None:
-            starts, ends = self._turns_in(part)
+            starts, ends = self._turns_in_part(part)
             spelled = self.speller.cover(part.ids, self.text[part.start : part.stop], starts, ends)
             if spelled is not None:
                 return spelled
@@ -250,13 +252,13 @@ class _PartReader:
         if self.turns is None:
             return np.ones(len(part.ids), dtype=np.bool_)
         size = part.stop - part.start
-        if not _is_whole(pairs, size):
+        if not _covers_text(pairs, size):
             ids = part.ids
             names = lambda: list(self.tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
-            pairs = _offset_array(_extents(self.text[part.start : part.stop], offsets, names))
-        return _make_mask(pairs, *self._turns_in(part))
+            pairs = _offset_array(_extents_with_blanks(self.text[part.start : part.stop], offsets, names))
+        return _make_mask(pairs, *self._turns_in_part(part))
 
-    def _turns_in(self, part: TextPart) -> tuple[list[int], list[int]]:
+    def _turns_in_part(self, part: TextPart) -> tuple[list[int], list[int]]:
         """Return the starts and ends of the turns in a part, relative to the start of the part."""
         near = slice(bisect_right(self.turn_ends, part.start), bisect_left(self.turn_starts, part.stop))
         starts = [max(start - part.start, 0) for start in self.turn_starts[near]]
@@ -280,17 +282,17 @@ class _PartReader:
         if part.start == part.stop:
             return found
         pairs = self.pairs
-        held = np.flatnonzero(pairs[:, 0] < pairs[:, 1])
-        starts = pairs[held, 0] + part.start
+        non_empty = np.flatnonzero(pairs[:, 0] < pairs[:, 1])
+        starts = pairs[non_empty, 0] + part.start
         for name, places in (
-            ("line", _border_positions(_LINE, self.text, part)),
-            ("paragraph", _border_positions(_PARAGRAPH, self.text, part)),
+            ("line", _border_ranges(_LINE, self.text, part)),
+            ("paragraph", _border_ranges(_PARAGRAPH, self.text, part)),
             ("turn", np.array([(place, place) for place in self.exchanges], dtype=np.int64).reshape(-1, 2)),
         ):
             first = np.searchsorted(starts, places[:, 0], "left")
             inside = first < len(starts)
             first, last = first[inside], places[inside, 1]
-            found[held[first[starts[first] <= last]]] = SPLIT_AT.index(name)
+            found[non_empty[first[starts[first] <= last]]] = SPLIT_AT.index(name)
         return found
 
 
@@ -298,7 +300,7 @@ _LINE = re.compile(r"\n[^\S\n]*")
 _PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
 
 
-def _border_positions(border: re.Pattern[str], text: str, part: TextPart) -> npt.NDArray[np.int64]:
+def _border_ranges(border: re.Pattern[str], text: str, part: TextPart) -> npt.NDArray[np.int64]:
     """Return for each border the first and the last position where the next token may begin, [borders, 2].
 
     The first is after the last line break, the last is after the indentation that follows.
@@ -323,11 +325,11 @@ def _make_mask(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any)
     """
     starts, ends = extents.T
     trained: Mask = np.zeros(len(extents), dtype=np.bool_)
-    held = np.flatnonzero(starts < ends)
-    firsts = np.searchsorted(ends[held], turn_starts, "right").tolist()
-    lasts = np.searchsorted(starts[held], turn_ends, "left").tolist()
+    non_empty = np.flatnonzero(starts < ends)
+    firsts = np.searchsorted(ends[non_empty], turn_starts, "right").tolist()
+    lasts = np.searchsorted(starts[non_empty], turn_ends, "left").tolist()
     for first, last in zip(firsts, lasts, strict=True):
-        trained[held[first:last]] = True
+        trained[non_empty[first:last]] = True
     return trained
 
 
@@ -335,13 +337,13 @@ def _offset_array(offsets: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
 
 
-def _is_whole(extents: npt.NDArray[np.int64], length: int) -> bool:
+def _covers_text(extents: npt.NDArray[np.int64], length: int) -> bool:
     """Return True if the tokens cover all characters of a text without gaps or overlaps."""
     borders = [0, *extents[-1:, 1]]
     return borders == [0, length] and extents[0, 0] == 0 and bool((extents[1:, 0] == extents[:-1, 1]).all())
 
 
-def _extents(
+def _extents_with_blanks(
     text: str, offsets: Sequence[tuple[int, int]], entries: Callable[[], list[str]]
 ) -> Sequence[tuple[int, int]]:
     """Return the characters of each token, including blanks that ``offsets`` omit.
@@ -369,10 +371,10 @@ def _extents(
     return extents[:-1]
 
 
-def _unclaimed_blanks(entry: str, extent: tuple[int, int]) -> int:
+def _unclaimed_blanks(vocabulary_entry: str, extent: tuple[int, int]) -> int:
     """Return how many blanks at the end of a token's vocabulary entry its extent does not cover yet."""
-    blanks = len(entry) - len(entry.rstrip("Ġ"))
-    return blanks - (extent[1] - extent[0]) if blanks == len(entry) else blanks
+    blanks = len(vocabulary_entry) - len(vocabulary_entry.rstrip("Ġ"))
+    return blanks - (extent[1] - extent[0]) if blanks == len(vocabulary_entry) else blanks
 
 
 # ------------------------------------------------------------------------------------------------ bytes of tokens
@@ -414,11 +416,11 @@ class ByteSpeller:
         return covered
 
 
-def _byte_positions(text: str, places: Sequence[int]) -> Sequence[int]:
+def _byte_positions(text: str, character_positions: Sequence[int]) -> Sequence[int]:
     """Convert ascending character positions to byte positions."""
     if text.isascii():
-        return places
-    return list(accumulate(len(text[start:end].encode()) for start, end in pairwise([0, *places])))
+        return character_positions
+    return list(accumulate(len(text[start:end].encode()) for start, end in pairwise([0, *character_positions])))
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -236,11 +236,11 @@ class TemplateVariables:
         self._tokenizer, self._shared = tokenizer, shared
         self._read: dict[bool, set[str] | None] = {}
 
-    def __call__(self, own: Mapping[str, Any] | None, tools: Any, origin: str) -> dict[str, Any]:
+    def __call__(self, row_variables: Mapping[str, Any] | None, tools: Any, origin: str) -> dict[str, Any]:
         """Return the template variables of a conversation.
 
         Args:
-            own: Variables of the row.
+            row_variables: Variables of the row.
             tools: Tools of the conversation; None without tools.
             origin: Place of the row, for errors.
 
@@ -250,24 +250,26 @@ class TemplateVariables:
         """
         if self._shared:
             self._check(self._shared, tools, ArgumentError, "chat_template_kwargs")
-        if own:
-            self._check(own, tools, DataError, origin)
-        return {**self._shared, **(own or {})}
+        if row_variables:
+            self._check(row_variables, tools, DataError, origin)
+        return {**self._shared, **(row_variables or {})}
 
-    def _check(self, names: Mapping[str, Any], tools: Any, error: type[ArgumentError | DataError], where: str) -> None:
+    def _check(
+        self, variables: Mapping[str, Any], tools: Any, error_type: type[ArgumentError | DataError], where: str
+    ) -> None:
         has_tools = bool(tools)
         if has_tools not in self._read:
             try:
                 self._read[has_tools] = template_variables(self._tokenizer, tools)
             except TemplateRefusalError:
-                self._read[has_tools] = None  # rendering raises the error
+                self._read[has_tools] = None  # rendering raises the error_type
         read = self._read[has_tools]
         if read is None:
             return
         known = sorted(read - _SET_BY_RENDERING - set(self._tokenizer.special_tokens_map))
-        for name in names:
+        for name in variables:
             if name not in known:
-                raise error(
+                raise error_type(
                     f"chat_template_kwargs has '{name}', which the chat template does not read",
                     where=where,
                     fix=f"{did_you_mean(name, known) or 'remove it'}; the template reads {', '.join(known) or 'none'}",
@@ -305,10 +307,10 @@ def _has_own_rendering(tokenizer: Any) -> bool:
 
 
 @cache  # importing transformers is slow even if it is already loaded
-def _has_own_method(kind: Any) -> bool:
+def _has_own_method(tokenizer_class: Any) -> bool:
     from transformers import PreTrainedTokenizerBase
 
-    return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+    return tokenizer_class.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
 
 def _render_by_method(tokenizer: Any, request: ChatRequest) -> str:
@@ -330,9 +332,9 @@ def _render_by_method(tokenizer: Any, request: ChatRequest) -> str:
     return text
 
 
-def _limit_error(what: str) -> TemplateLimitError:
+def _limit_error(violation: str) -> TemplateLimitError:
     return TemplateLimitError(
-        f"the chat template {what}: it is faulty or malicious",
+        f"the chat template {violation}: it is faulty or malicious",
         where="chat_template",
         fix="inspect the template, or set chat_template to another one, such as chatml",
     )
@@ -350,19 +352,19 @@ class _Worker:
         )
         self.owner = os.getpid()
 
-    def ask(self, head: bytes, request: bytes, patience: float) -> bytes | None:
-        """Return the answer of the process; None if it ended, or sends nothing within ``patience`` seconds."""
+    def ask(self, header: bytes, request: bytes, timeout: float) -> bytes | None:
+        """Return the answer of the process; None if it ended, or sends nothing within ``timeout`` seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(head)
+            self.process.stdin.write(header)
             self.process.stdin.write(request)
             del request  # frees the memory of a long conversation
             self.process.stdin.flush()
-            if not _is_readable(self.process.stdout, patience):
+            if not _is_readable(self.process.stdout, timeout):
                 return None
-            head = self.process.stdout.read(ANSWER.size)
-            return self.process.stdout.read(ANSWER.unpack(head)[0]) if len(head) == ANSWER.size else None
+            header = self.process.stdout.read(ANSWER.size)
+            return self.process.stdout.read(ANSWER.unpack(header)[0]) if len(header) == ANSWER.size else None
         except (BrokenPipeError, ConnectionError):
             return None
 
@@ -392,15 +394,15 @@ class _Workers:
         self.ready: dict[bytes, Any] = {}
         atexit.register(self.close)
 
-    def render_ahead(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
-        found = json.loads(self.render({**shared, "many": list(own)}, limits))
-        for request, rendered in zip(own, found, strict=True):
+    def render_ahead(self, shared: dict[str, Any], requests: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
+        found = json.loads(self.render({**shared, "many": list(requests)}, limits))
+        for request, rendered in zip(requests, found, strict=True):
             if rendered is not None and (key := _lookup_key(shared["chat_template"], request)):
                 self.ready[key] = rendered
 
-    def take(self, template: str, own: dict[str, Any]) -> Any:
+    def take(self, template: str, request: dict[str, Any]) -> Any:
         """Return the stored ``[text, spans]`` of a conversation; None if it was not rendered ahead."""
-        return self.ready.get(_lookup_key(template, own)) if self.ready else None
+        return self.ready.get(_lookup_key(template, request)) if self.ready else None
 
     def forget(self) -> None:
         self.ready.clear()
@@ -420,7 +422,7 @@ class _Workers:
         with self._lock:
             if self._worker is None or self._worker.owner != os.getpid():
                 self._worker = _Worker()
-            answer = self._worker.ask(head, asked.pop(), patience=60 + 10 * seconds)
+            answer = self._worker.ask(head, asked.pop(), timeout=60 + 10 * seconds)
             if answer is None:
                 ended, self._worker = self._worker.close(), None
                 raise _worker_error(ended, seconds)
@@ -439,10 +441,10 @@ class _Workers:
             self._worker = None
 
 
-def _lookup_key(template: str, own: dict[str, Any]) -> bytes:
+def _lookup_key(template: str, request: dict[str, Any]) -> bytes:
     """Return the lookup key of a conversation; empty if a value is not of a basic Python type."""
     try:
-        return marshal.dumps((template, own), 2)  # version 2 has no references: equal values give equal bytes
+        return marshal.dumps((template, request), 2)  # version 2 has no references: equal values give equal bytes
     except ValueError:
         return b""
 

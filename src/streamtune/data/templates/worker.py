@@ -41,15 +41,15 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     _forbid_files()
-    bound = _MemoryBound()
+    bound = _MemoryLimit()
     while head := requests.read(HEADER.size):
-        size, seconds, memory_bytes, most = HEADER.unpack(head)
+        size, seconds, memory_bytes, max_characters = HEADER.unpack(head)
         data = requests.read(size)
         asked = pickle.loads(data)
         bound.set(memory_bytes)
         _stop_after(seconds)
         try:
-            status, text = _answer(library, asked["request"], asked["date"], most)
+            status, text = _answer_request(library, asked["request"], asked["date"], max_characters)
             answer = status + text.encode("utf-8", "surrogatepass")
             del text
         except MemoryError:
@@ -79,7 +79,7 @@ def _import_library() -> Any:
         return importlib.import_module(name)
 
 
-def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) -> tuple[bytes, str]:
+def _answer_request(library: Any, request: dict[str, Any], date: str | None, max_characters: int) -> tuple[bytes, str]:
     """Return the status byte and the text that answer a request."""
     try:
         if request.keys() == {"read"}:
@@ -87,7 +87,7 @@ def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) 
         _set_date(library._compile_jinja_template(request["chat_template"]).environment, date)
         if "many" in request:
             found = json.dumps(list(_render_many(library, **request)))
-            return (b"J", found) if len(found) <= 6 * most else (b"L", OUTPUT)
+            return (b"J", found) if len(found) <= 6 * max_characters else (b"L", OUTPUT)
         rendered, _ = library.render_jinja_template(**request)
     except MemoryError:
         raise
@@ -95,7 +95,7 @@ def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) 
         return b"E", "it recurses without end"
     except Exception as error:  # a template may raise any exception
         return b"E", (str(error) or type(error).__name__)[:2000]
-    return (b"O", rendered[0]) if len(rendered[0]) <= most else (b"L", OUTPUT)
+    return (b"O", rendered[0]) if len(rendered[0]) <= max_characters else (b"L", OUTPUT)
 
 
 def _render_many(library: Any, many: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
@@ -152,7 +152,7 @@ def _stop_after(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-class _MemoryBound:
+class _MemoryLimit:
     """Limits how much memory this process may add after its start; beyond the limit Python raises MemoryError."""
 
     def __init__(self) -> None:
@@ -167,8 +167,10 @@ class _MemoryBound:
             import resource
 
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-            most = self.base + memory_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+            max_bytes = self.base + memory_bytes
+            resource.setrlimit(
+                resource.RLIMIT_AS, (max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard), hard)
+            )
 
 
 def _forbid_files() -> None:

@@ -230,12 +230,12 @@ class _File:
         except OSError as error:
             raise self.storage_error(error, self.length) from error
 
-    def storage_error(self, error: OSError, wanted: int) -> StorageError:
-        """Return the error to raise for an ``OSError``, with a fix; ``wanted`` is the file's size in bytes."""
+    def storage_error(self, error: OSError, wanted_bytes: int) -> StorageError:
+        """Return the error to raise for an ``OSError``, with a fix; ``wanted_bytes`` is the file's size in bytes."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = shutil.disk_usage(self.directory).free
             full = "the file size limit is reached (ulimit -f)" if error.errno == errno.EFBIG else "the disk is full"
-            what = f"{full}: {wanted / GIB:.2f} GiB are needed for layer inputs, {free / GIB:.2f} GiB are free"
+            what = f"{full}: {wanted_bytes / GIB:.2f} GiB are needed for layer inputs, {free / GIB:.2f} GiB are free"
         else:
             what = f"layer inputs cannot be written or read: {error.strerror or error}"
         return StorageError(

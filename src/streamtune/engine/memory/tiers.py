@@ -131,12 +131,12 @@ class Copies:
             tensor.record_stream(self.stream)
         return x, event
 
-    def wait_for_copies(self, most: int = 0) -> None:
-        """Let the computation's stream wait until at most ``most`` copies to the host are in flight.
+    def wait_for_copies(self, max_in_flight: int = 0) -> None:
+        """Let the computation's stream wait until at most ``max_in_flight`` copies to the host are in flight.
 
         The memory of the copied tensors may then be reused by the computation's stream.
         """
-        while len(self._in_flight) > most:
+        while len(self._in_flight) > max_in_flight:
             event, x = self._in_flight.popleft()
             torch.cuda.current_stream(x.device).wait_event(event)
 

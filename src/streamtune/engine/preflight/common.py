@@ -97,13 +97,13 @@ class LayerStep:
             return self.step(self.index, args, kwargs)
 
 
-def step_layers(handle: StreamedModel, step: Callable[..., Any]) -> None:
+def replace_layer_forwards(handle: StreamedModel, step: Callable[..., Any]) -> None:
     """Replace the ``forward`` of all layers by a :class:`LayerStep`."""
     for index, layer in enumerate(handle.layers):
         layer.forward = LayerStep(handle, index, step)
 
 
-def refuse_removed(handle: StreamedModel) -> None:
+def refuse_if_removed(handle: StreamedModel) -> None:
     """Raise :class:`ArgumentError` if the streaming was removed."""
     if not handle.layers:
         raise ArgumentError("the model is no longer streamed", fix="call check() before .remove()")
@@ -136,21 +136,21 @@ def distance(value: Tensor, reference: Tensor, valid: Tensor | None) -> float:
     return ratio(norm_of(value, reference), norm_of(reference))
 
 
-def norm_of(value: Tensor | None, other: Tensor | None = None) -> float:
-    """Return ``||value - other||`` in fp32 or wider; a tensor that is None counts as zero."""
+def norm_of(value: Tensor | None, subtracted: Tensor | None = None) -> float:
+    """Return ``||value - subtracted||`` in fp32 or wider; a tensor that is None counts as zero."""
     if value is None:
-        value, other = other, None
+        value, subtracted = subtracted, None
     if value is None:
         return 0.0
     wide = value.detach().to(torch.promote_types(value.dtype, torch.float32))
-    return float((wide if other is None else wide - other.detach().to(wide)).norm())
+    return float((wide if subtracted is None else wide - subtracted.detach().to(wide)).norm())
 
 
-def ratio(difference: float, whole: float) -> float:
-    """Return ``difference / whole``: 0 if ``difference`` is 0, infinity if a norm is not finite or ``whole`` is 0."""
+def ratio(difference: float, norm: float) -> float:
+    """Return ``difference / norm``: 0 if ``difference`` is 0, infinity if one is not finite or ``norm`` is 0."""
     if difference == 0:
         return 0.0
-    return difference / whole if whole > 0 and math.isfinite(difference) and math.isfinite(whole) else math.inf
+    return difference / norm if norm > 0 and math.isfinite(difference) and math.isfinite(norm) else math.inf
 
 
 def widen_tensors(value: Any, dtype: torch.dtype) -> Any:
@@ -282,14 +282,15 @@ def run_recorded(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any
     return out, outputs
 
 
-def detached_outputs(arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
+def detached_outputs(arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
     """Return the recorded outputs in the layer's own form, as new leaves, so that one layer's graph exists at a time.
 
-    Entries that the repeated call added to the shared dictionary of ``used`` are added to the one in ``arguments``.
+    Entries that the repeated call added to the shared dictionary of ``used_arguments`` are added to the shared
+    dictionary of ``arguments``.
     """
     leaves = iter([x.clone().requires_grad_(torch.is_grad_enabled()) for x in call.outputs])
     items = [next(leaves) if _is_output(place, item) else item for place, item in enumerate(_as_list(out))]
-    sharing, filled = _shared_dictionary(arguments), _shared_dictionary(used)
+    sharing, filled = _shared_dictionary(arguments), _shared_dictionary(used_arguments)
     if sharing is not None and filled is not None:
         for entry, pair in filled.items():
             if entry not in sharing:
@@ -301,9 +302,9 @@ def _as_list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, tuple | list) else [out]
 
 
-def _is_output(place: int, item: Any) -> bool:
+def _is_output(index: int, item: Any) -> bool:
     """Return True for hidden states and other floating tensors of up to 3 dims; not attention weights, key indices."""
-    return place == 0 or (isinstance(item, Tensor) and item.is_floating_point() and item.dim() <= 3)
+    return index == 0 or (isinstance(item, Tensor) and item.is_floating_point() and item.dim() <= 3)
 
 
 def _shared_dictionary(arguments: Arguments) -> Any:

@@ -30,16 +30,16 @@ from streamtune.engine.preflight.common import (
     hidden_states_of,
     input_tensors,
     layer_signature,
-    refuse_removed,
+    refuse_if_removed,
+    replace_layer_forwards,
     run_recorded,
-    step_layers,
     streamed_forward,
     trial_batch,
     with_tensors,
 )
 from streamtune.engine.preflight.layer import FIX, DiffersError, LayerCheck, with_self_argument
 from streamtune.engine.routers import without_router_loss
-from streamtune.engine.streamed_layer import unknown_leaves
+from streamtune.engine.streamed_layer import leaves_outside
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
@@ -60,7 +60,7 @@ def check_exact(handle: StreamedModel) -> None:
         ArgumentError: The streaming was removed, or the model is on the meta device.
         UnsupportedModelError: The results differ, or the model does not run on the batch.
     """
-    refuse_removed(handle)
+    refuse_if_removed(handle)
     if any(p.device.type == "meta" for p in handle.model.parameters()):
         raise ArgumentError("a model on the meta device has no weights to check")
     plain_names = handle.names.plain_names
@@ -98,7 +98,7 @@ class _Preflight:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
         self.own_attention = handle.own_attention
         self.reference = reference
-        self.head = None if handle.head is None else StreamedHead(handle.model, SCHEDULE, handle.head.waiting)
+        self.head = None if handle.head is None else StreamedHead(handle.model, SCHEDULE, handle.head.offloaded)
         self.inputs: dict[str, Any] = {}
         self.calls: list[RecordedCall] = []
         self.streamed: list[Arguments] = []
@@ -164,7 +164,7 @@ class _Preflight:
         with ExitStack() as stack:
             names = self.handle.names
             stack.enter_context(names.using(names.engine_names if streamed else self.reference))
-            step_layers(self.handle, step)
+            replace_layer_forwards(self.handle, step)
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)
@@ -222,9 +222,9 @@ class _Preflight:
         self.current_layer = None
         return self._recorded_result(arguments, used, out, call)
 
-    def _recorded_result(self, arguments: Arguments, used: Arguments, out: Any, call: RecordedCall) -> Any:
+    def _recorded_result(self, arguments: Arguments, used_arguments: Arguments, out: Any, call: RecordedCall) -> Any:
         """Return the recorded outputs in the layer's own form, as inputs of the next layer."""
-        result = detached_outputs(arguments, used, out, call)
+        result = detached_outputs(arguments, used_arguments, out, call)
         self.last = hidden_states_of(result)
         return result
 
@@ -240,12 +240,12 @@ class _Preflight:
             fix="use another copy of the checkpoint, or correct its config.json; for float16 set dtype: bfloat16",
         )
 
-    def _refuse_foreign_leaves(self, index: int, z_out: Tensor, known: list[Tensor]) -> None:
+    def _refuse_foreign_leaves(self, index: int, z_out: Tensor, allowed_leaves: list[Tensor]) -> None:
         """Refuse a layer whose output depends on a tensor that is neither its argument nor its parameter.
 
         When streamed, earlier layers run without a graph, so such a tensor would lose its gradient.
         """
-        for leaf in unknown_leaves(z_out, known):
+        for leaf in leaves_outside(z_out, allowed_leaves):
             raise UnsupportedModelError(
                 f"{self._name} is not streamed exactly: {type(self.layers[index]).__name__} reads a tensor with a "
                 f"gradient (leaf of shape {tuple(leaf.shape)}) that is neither argument nor parameter, such as shared "

@@ -126,11 +126,13 @@ class LayerCheck:
                     inputs = [*leaves.values(), *parameters.values()]
                     live_outputs, incoming = [outputs[n] for n in live], [grad_outputs[n] for n in live]
                     grads.append(torch.autograd.grad(live_outputs, inputs, incoming, allow_unused=True))
-        norms = [norm_of(want) for want in grads[0]]
+        norms = [norm_of(plain_gradients) for plain_gradients in grads[0]]
         floor = 1e-2 * math.hypot(*norms)
         worst = ("", 0.0)
-        for name, want, got, norm in zip([*call.wanted, *parameters], *grads, norms, strict=True):
-            error = ratio(norm_of(got, want), max(norm, floor))
+        for name, plain_gradients, streamed_gradients, norm in zip(
+            [*call.wanted, *parameters], *grads, norms, strict=True
+        ):
+            error = ratio(norm_of(streamed_gradients, plain_gradients), max(norm, floor))
             if error > worst[1]:
                 worst = (f"gradient of {name}", error)
         return worst
@@ -146,14 +148,14 @@ class LayerCheck:
         return ratio(max(norm_of(z, z_ref) - rounding, 0.0), added)
 
     def _compare_in_wider_dtype(
-        self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float
+        self, call: RecordedCall, streamed: Arguments, tensor_name: str, error: float, bound: float
     ) -> None:
         """Compare a copy of the layer in a wider dtype; raise :class:`DiffersError` if the copy differs too."""
         layer = self.layers[call.index]
         wider = WIDER_DTYPES.get(bound_dtype(call.z_in, layer))
         try:
             if wider is None:
-                raise self.difference_error(call.index, what, error, bound)
+                raise self.difference_error(call.index, tensor_name, error, bound)
             installed_forward = layer.__dict__.pop("forward", None)
             try:
                 wide = copy.deepcopy(layer, {id(config): config for config in self.names.configs}).to(wider)
@@ -174,7 +176,7 @@ class LayerCheck:
                     )
             wide_call = RecordedCall(call.index, with_tensors(plain, inputs), inputs, call.wanted, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
-            if what != "output":
+            if tensor_name != "output":
                 name, value = self._gradient_error(wide, wide_call, chunked)
                 errors[name] = value
         except StreamTuneError:
@@ -182,7 +184,7 @@ class LayerCheck:
         except Exception:  # no wider copy is possible (quantised weights, memory, kernels without the dtype)
             if error <= (UNSETTLED_BOUND if wider is torch.float32 else bound):
                 return
-            raise self.difference_error(call.index, what, error, bound) from None
+            raise self.difference_error(call.index, tensor_name, error, bound) from None
         for name, value in errors.items():
             if not value <= BOUND[bound_dtype(reference[0])]:
                 raise self.difference_error(call.index, name, value, BOUND[bound_dtype(reference[0])])
@@ -201,10 +203,10 @@ class LayerCheck:
             return f"{self.name}, outside its decoder layers"
         return f"layer {index} of {len(self.layers)} ({type(self.layers[index]).__name__})"
 
-    def difference_error(self, index: int, what: str, error: float, bound: float) -> DiffersError:
+    def difference_error(self, index: int, tensor_name: str, error: float, bound: float) -> DiffersError:
         """Return the error for a difference that rounding does not explain."""
         return DiffersError(
-            f"{self.name} is not streamed exactly: the {what} of {type(self.layers[index]).__name__} in chunks "
+            f"{self.name} is not streamed exactly: the {tensor_name} of {type(self.layers[index]).__name__} in chunks "
             f"differs from the whole sequence's by {error:.1e} (rounding explains at most {bound:.0e})",
             where=self.location(index),
             fix=FIX,
@@ -260,13 +262,13 @@ def check_shared(handle: StreamedModel) -> None:
             )
 
 
-def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[Tensor]:
-    """Return the loss of a trial batch, and its gradients with respect to the tensors ``wanted``."""
+def _loss_and_gradient(handle: StreamedModel, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the loss of a trial batch, and the loss's gradients with respect to ``tensors``."""
     loss = handle.model(**trial_batch(handle.model)).loss
-    grads = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+    grads = torch.autograd.grad(loss, tensors, allow_unused=True) if tensors else ()
     return [
         loss.detach(),
-        *(torch.zeros_like(p) if grad is None else grad.contiguous() for p, grad in zip(wanted, grads, strict=True)),
+        *(torch.zeros_like(p) if grad is None else grad.contiguous() for p, grad in zip(tensors, grads, strict=True)),
     ]
 
 

@@ -47,8 +47,8 @@ from streamtune.engine.preflight.common import (
     layer_signature,
     norm_of,
     random_tokens,
-    refuse_removed,
-    step_layers,
+    refuse_if_removed,
+    replace_layer_forwards,
     streamed_forward,
     trial_batch,
 )
@@ -98,7 +98,7 @@ def check_packing(handle: StreamedModel) -> None:
         ArgumentError: The streaming was removed.
         UnsupportedModelError: A packed row affects another; the message names the layer and the difference.
     """
-    refuse_removed(handle)
+    refuse_if_removed(handle)
     _refuse_hybrid_layers(handle, "set packing: false, or sequence_parallel_size: 1")
     positions = torch.cat([torch.arange(length) for length in ROWS])[None]
     rows = PackedRows.from_positions(positions)
@@ -118,7 +118,7 @@ def check_branches(handle: StreamedModel) -> None:
         ArgumentError: The streaming was removed.
         UnsupportedModelError: The model does not compute a branch as it would compute the row alone.
     """
-    refuse_removed(handle)
+    refuse_if_removed(handle)
     _refuse_hybrid_layers(handle, "set share_prefix: never, or sequence_parallel_size: 1")
     branches = Branches.of_nodes(TREES)
     parts = [part for part in branches.table.leaves if part.trunk]
@@ -171,7 +171,7 @@ class _Trial:
     def _forward(
         self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
     ) -> Tensor:
-        step_layers(self.handle, step)
+        replace_layer_forwards(self.handle, step)
         self.context.rows = rows
         parameters = inspect.signature(type(self.model).forward).parameters
         accepted = {name: value for name, value in arguments.items() if name in parameters}  # others: in the context
@@ -212,7 +212,7 @@ class _Trial:
         self._record_error(index, "output", z_out, hidden_states_of(out), z_in)
         return type(out)([z_out, *out[1:]]) if isinstance(out, tuple | list) else z_out
 
-    def _record_error(self, index: int, what: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
+    def _record_error(self, index: int, tensor_name: str, packed: Tensor, alone: Tensor, z_in: Tensor) -> None:
         """Record a row's error divided by the error that rounding explains; in a narrow dtype, the first token's."""
         dtype = self._bound_dtype(index, alone)
         if torch.finfo(dtype).bits < 32:
@@ -220,7 +220,9 @@ class _Trial:
             packed, alone, z_in = packed[:, first], alone[:, first], z_in[:, first]
         explained = BOUND[dtype] * norm_of(alone, z_in) + torch.finfo(dtype).eps * norm_of(alone)
         error = norm_of(packed, alone)
-        self.errors.setdefault((index, what), []).append(error / explained if explained > 0 else float(error > 0))
+        self.errors.setdefault((index, tensor_name), []).append(
+            error / explained if explained > 0 else float(error > 0)
+        )
 
     def _check_errors(self) -> None:
         for (index, what), errors in self.errors.items():
@@ -302,7 +304,7 @@ class _Forwards:
 
     def run(self, length: int, plain: bool) -> None:
         step = self._record_plain if plain else self._compare_call
-        step_layers(self.handle, step)
+        replace_layer_forwards(self.handle, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
         ids = random_tokens(self.model, 1, length)
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -43,7 +43,7 @@ from torch import nn
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
-from streamtune.engine.waiting import offloaded_parameters
+from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.ops.devices import simulating
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.memory import distinct_bytes, model_bytes, quantization_scale_bytes

@@ -19,8 +19,8 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
 from streamtune.engine.memory.host import HostPool
 from streamtune.engine.memory.placement import Tiers
+from streamtune.engine.offloaded_weights import offloaded_parameters
 from streamtune.engine.passes import placeholder
-from streamtune.engine.waiting import offloaded_parameters
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.devices import DeviceFunctions, simulating
 from streamtune.ops.head.sweep import autocast_dtype, cast

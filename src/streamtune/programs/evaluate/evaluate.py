@@ -219,7 +219,7 @@ class _Evaluation:
             chat=bool(self.tokenizer.chat_template) and data.holds_messages(sources),
             tokens=2 * max(lengths),
             notify=self.feedback.notify,
-            frame=data.first_frame(sources, chat_options(recipe)),
+            frame=data.first_chat_frame(sources, chat_options(recipe)),
         )
         cells_done = partial(self.feedback.progress, "needle cells")
         return probe_needles(self._streamed, stack, options, lengths, seed=recipe.seed, cells_done=cells_done)

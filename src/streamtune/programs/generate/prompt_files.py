@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamtune.data.reading.cells import check_message, from_sharegpt, tools_of, variables_of, with_system
+from streamtune.data.reading.cells import check_message, convert_sharegpt_turn, tools_of, variables_of, with_system
 from streamtune.errors import DataError
 
 
@@ -118,7 +118,7 @@ def _with_columns(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Pro
 def _training_message(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
     """Return a message in the form that training uses, without its training flag ``weight``."""
     own = dict(message)
-    checked = check_message(from_sharegpt(own, place, where) if "from" in own else own, place, where)
+    checked = check_message(convert_sharegpt_turn(own, place, where) if "from" in own else own, place, where)
     checked.pop("weight", None)
     return checked
 

@@ -66,10 +66,10 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
     pool = HostPool() if pool is None else pool
     model = base_model(model)
     layers = decoder_layers(model)
-    waiting = offloaded_parameters(model, layers)
-    offloaded = {id(p) for p in waiting}
+    parameters = offloaded_parameters(model, layers)
+    offloaded = {id(p) for p in parameters}
     with torch.no_grad():
-        for parameter in waiting:
+        for parameter in parameters:
             if is_host_storage(parameter.untyped_storage()):
                 continue
             if device.type == "meta":
@@ -348,10 +348,10 @@ class _OnDevice(torch.autograd.Function):
     """Autograd node of a weight's copy on the device; its backward copies the gradient to the host."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, waiting: OffloadedWeights) -> Tensor:
-        ctx.waiting, ctx.parameter = waiting, parameter
-        return waiting.fetch_ready(parameter)
+    def forward(ctx: Any, parameter: Tensor, weights: OffloadedWeights) -> Tensor:
+        ctx.weights, ctx.parameter = weights, parameter
+        return weights.fetch_ready(parameter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.waiting.to_host([ctx.parameter], [grad])[0], None
+        return ctx.weights.to_host([ctx.parameter], [grad])[0], None

@@ -35,10 +35,10 @@ class Digests:
         assert len(digest) == 16, "every hash has 16 bytes"
         self._bytes += digest
 
-    def first(self, count: int) -> Digests:
+    def first_digests(self, count: int) -> Digests:
         return Digests(self._bytes[: 16 * count])
 
-    def bytes(self) -> npt.NDArray[np.uint8]:
+    def to_array(self) -> npt.NDArray[np.uint8]:
         """Return the hashes as an array [digests, 16]."""
         return np.frombuffer(bytes(self._bytes), dtype=np.uint8).reshape(-1, 16)
 
@@ -108,22 +108,22 @@ def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: fl
             where = next(start.source.place for start in starts if start.source.evaluates == name)
             what = "no row is left to train on" if name is None else f"no row of the eval set '{name}' is left"
             raise DataError(what, where=where, fix="all rows were dropped: check overlength, on_empty and on_bad_row")
-    mine = kept[None]
-    drawn = _draw_groups(groups.first(mine), val_size, seed)
-    return np.concatenate([drawn, np.ones(len(groups) - mine, dtype=np.bool_)])
+    rows_without_set = kept[None]
+    drawn = _draw_groups(groups.first_digests(rows_without_set), val_size, seed)
+    return np.concatenate([drawn, np.ones(len(groups) - rows_without_set, dtype=np.bool_)])
 
 
 def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
     if val_size <= 0:
         return np.zeros(len(groups), dtype=np.bool_)
-    wanted = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
+    target_rows = max(1, round(val_size * len(groups))) if val_size < 1 else int(val_size)
     group_of_row = groups.ranks()
     sizes = np.bincount(group_of_row)
     order = array("q", range(len(sizes)))
     random.Random(seed).shuffle(order)
-    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted, "left")) + 1
+    num_groups = int(np.searchsorted(np.cumsum(sizes[order]), target_rows, "left")) + 1
     is_chosen = np.zeros(len(sizes), dtype=np.bool_)
-    is_chosen[order[:enough]] = True
+    is_chosen[order[:num_groups]] = True
     held_out: Mask = is_chosen[group_of_row]
     if held_out.all():
         raise DataError(
@@ -134,7 +134,7 @@ def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
     return held_out
 
 
-def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSet, ...]:
+def held_out_eval_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSet, ...]:
     """Return the named sets of held-out records; empty if no source belongs to an eval set.
 
     Args:
@@ -156,7 +156,7 @@ def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSe
     return tuple(sets)
 
 
-def set_bounds(sets: Sequence[EvalSet], held_out: int) -> list[int]:
+def eval_set_bounds(sets: Sequence[EvalSet], held_out: int) -> list[int]:
     """Return the start of each set, then the number of held-out rows; without sets ``[0, held_out]``."""
     return [*(each.start for each in sets), held_out] if sets else [0, held_out]
 
@@ -187,7 +187,7 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
     return mixture
 
 
-def share_epoch(
+def add_epoch_counts(
     reports: Sequence[SourceReport], bounds: Sequence[int], lengths: Numbers, mixture: Mixture | None
 ) -> tuple[SourceReport, ...]:
     """Return the reports, completed with the number of rows and of tokens of each source that an epoch visits.
@@ -198,17 +198,17 @@ def share_epoch(
         lengths: [rows] number of tokens of each training row.
         mixture: Mixture of the rows or packs; None visits each row once.
     """
-    found = list(reports)
+    completed = list(reports)
     for number, (first, stop) in enumerate(pairwise(bounds)):
         times = 1.0
         if mixture is not None:
             times = mixture.visits[number] / max(1, mixture.bounds[number + 1] - mixture.bounds[number])
-        found[number] = replace(
-            found[number],
+        completed[number] = replace(
+            completed[number],
             epoch_rows=round(times * (stop - first)),
             epoch_tokens=round(times * int(lengths[first:stop].sum())),
         )
-    return tuple(found)
+    return tuple(completed)
 
 
 def count_duplicates(digests: Digests, is_held_out: Mask) -> tuple[int, Mask]:
@@ -224,6 +224,6 @@ def count_duplicates(digests: Digests, is_held_out: Mask) -> tuple[int, Mask]:
     if not len(digests):
         return 0, np.zeros(0, dtype=np.bool_)
     # 64 of the 128 bits are compared: for a million different records a collision has the probability 3e-8.
-    keys = np.ascontiguousarray(digests.bytes()[:, :8]).view(np.uint64)[:, 0]
+    keys = np.ascontiguousarray(digests.to_array()[:, :8]).view(np.uint64)[:, 0]
     in_both = np.intersect1d(keys[is_held_out], keys[~is_held_out])
     return len(keys) - len(np.unique(keys)), np.isin(keys, in_both)
