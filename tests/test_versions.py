@@ -38,7 +38,11 @@ def test_the_bounds_of_the_package_are_the_tested_versions() -> None:
 def test_the_pinned_versions_are_among_them() -> None:
     pinned = dict(re.findall(r"^(\w+)==([0-9.]+)", (sets.ROOT / "constraints.txt").read_text(), re.MULTILINE))
     for package, (oldest, newest) in TESTED.items():
-        assert libraries._minor(oldest) <= libraries._minor(pinned[package]) <= libraries._minor(newest)
+        assert (
+            libraries._minor_version(oldest)
+            <= libraries._minor_version(pinned[package])
+            <= libraries._minor_version(newest)
+        )
     assert pinned["transformers"].startswith(f"{TESTED['transformers'][1]}."), "the newest that passed"
 
 
@@ -66,7 +70,7 @@ def test_two_newer_libraries_are_named_together(monkeypatch: pytest.MonkeyPatch)
     assert untested_note() == (
         "not tested with transformers 5.30.1 (tested: 5.17 to 5.24) and torch 3.0.0 (tested: 2.11 to 2.14)"
     )
-    assert libraries.pip_install() == "pip install 'transformers<5.25' 'torch<2.15'"
+    assert libraries.pip_install_command() == "pip install 'transformers<5.25' 'torch<2.15'"
 
 
 @pytest.mark.parametrize(("version", "fix"), [("5.31.0", "'transformers<5.25'"), ("5.3.0", "'transformers>=5.17'")])

@@ -13,20 +13,20 @@ def main() -> None:
     # Nothing has to be cleaned up yet; the real handler, installed below, takes time to import.
     if _signal.getsignal(_signal.SIGINT) == _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, lambda signum, frame: os._exit(128 + signum))
-    from streamtune.base.safe_path import leave_out_working_directory
+    from streamtune.base.safe_path import remove_working_directory_from_path
 
-    leave_out_working_directory()  # before any import that could find a file there
+    remove_working_directory_from_path()  # before any import that could find a file there
     from streamtune.base import interrupts
-    from streamtune.base.streams import keep_streams
+    from streamtune.base.streams import replace_standard_streams
 
-    keep_streams()
+    replace_standard_streams()
     interrupts.install(for_good=True)
     gc.disable()  # imports make no garbage
-    from streamtune.base.libraries import mark_own_process
+    from streamtune.base.libraries import mark_command_process
     from streamtune.cli import main as run
 
     gc.enable()
-    mark_own_process()
+    mark_command_process()
     run()
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.faults.kit import write_sft
 from tests.faults.signals_kit import environment, events
 
-from streamtune.base.streams import keep_streams, lost_output
+from streamtune.base.streams import lost_output_error, replace_standard_streams
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="streams of Linux")
@@ -74,7 +74,9 @@ def test_a_command_that_prints(tmp_path: Path, line: str, code: int, said: str) 
 
 
 def test_a_sign_that_the_locale_has_not_is_shown_by_its_number(tmp_path: Path) -> None:
-    program = "from streamtune.base.streams import keep_streams; keep_streams(); print(chr(0x258f))"
+    program = (
+        "from streamtune.base.streams import replace_standard_streams; replace_standard_streams(); print(chr(0x258f))"
+    )
     done = shell(tmp_path, f"LC_ALL=C PYTHONUTF8=0 {sys.executable} -c '{program}'")
     assert (done.returncode, done.stdout) == (0, "\\u258f\n"), done.stderr
 
@@ -169,11 +171,11 @@ def test_a_run_whose_reader_has_gone_saves_and_leaves(tmp_path: Path) -> None:
 def test_what_is_printed_is_as_before(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that replaced its streams nothing changes, and the original streams are restored."""
     before = sys.stdout
-    keep_streams()()
+    replace_standard_streams()()
     assert sys.stdout is before
     with os.fdopen(os.dup(1), "w") as own:
         monkeypatch.setattr(sys, "stdout", own)
         monkeypatch.setattr(sys, "__stdout__", own)
-        keep_streams()()
+        replace_standard_streams()()
         assert sys.stdout is own
-    assert lost_output() is None
+    assert lost_output_error() is None

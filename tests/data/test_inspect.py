@@ -95,14 +95,14 @@ def test_runs_are_the_row_and_its_mask(made: Callable[..., PreparedData], tokeni
     for number in range(1, len(rows) + 1):
         view = rows.view(number)
         (part,) = view.parts
-        runs = rows.runs(part)
+        runs = rows.token_runs(part)
         assert all(isinstance(run, TokenRun) for run in runs)
         assert "".join(run.text for run in runs if isinstance(run, TokenRun)) == tokenizer.decode(part.input_ids)
         marks = [(run.trained, run.special) for run in runs if isinstance(run, TokenRun) for _ in range(run.tokens)]
         special = [token in (1, 2) or token in tokenizer.all_special_ids for token in part.input_ids]
         assert marks == list(zip(part.trained.tolist(), special, strict=True))
         if number % 8 == 0:
-            assert "".join(rows.texts(part)) == tokenizer.decode(part.input_ids)
+            assert "".join(rows.token_texts(part)) == tokenizer.decode(part.input_ids)
     assert sum(rows.view(number).trained for number in range(1, len(rows) + 1)) == data.report.supervised_tokens
 
 
@@ -120,8 +120,8 @@ def test_gaps_are_where_nothing_changes() -> None:
 
 def test_gaps_say_how_much_they_hold(made: Callable[..., PreparedData], tokenizer: PreTrainedTokenizerFast) -> None:
     rows = RowInspector(made(), tokenizer)
-    (part,) = rows.view(rows.worst(1)[0][1]).parts
-    runs = rows.runs(part, 150)
+    (part,) = rows.view(rows.most_extreme(1)[0][1]).parts
+    runs = rows.token_runs(part, 150)
     assert any(isinstance(run, TokenGap) for run in runs)
     assert sum(run.tokens for run in runs) == len(part.input_ids)
     trained = sum(run.trained if isinstance(run, TokenGap) else run.tokens * run.trained for run in runs)
@@ -137,7 +137,7 @@ def test_the_worst_rows(made: Callable[..., PreparedData], tokenizer: PreTrained
     views = [rows.view(number) for number in range(1, len(rows) + 1)]
     sizes = {example.origin: len(example.input_ids) for example in whole.train}
     worst: dict[str, list[int]] = {}
-    for reason, number in rows.worst(3):
+    for reason, number in rows.most_extreme(3):
         for each in reason.split(", "):
             worst.setdefault(each, []).append(number)
     assert {view.number: view.lost for view in views} == {v.number: sizes[v.origin] - v.tokens for v in views}
@@ -158,8 +158,8 @@ def test_a_row_is_found_by_its_origin(
     assert found
     assert {rows.view(number).origin for number in found} == {f"{path}:5"}
     assert rows.find("elsewhere:5") == []
-    assert rows.spread(4)[0] == 1
-    assert len(set(rows.spread(10**6))) == len(rows)
+    assert rows.evenly_spaced(4)[0] == 1
+    assert len(set(rows.evenly_spaced(10**6))) == len(rows)
 
 
 def test_trees_have_a_prompt_and_answers(write: Write, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from streamtune.data import (
-    Choice,
+    ChosenRows,
     EpochSteps,
     ResumableSampler,
     StepSampler,
@@ -252,7 +252,7 @@ def test_equal_points_are_taken_in_their_order() -> None:
     assert choose_medoids(np.zeros((4, 2)), 3) == [0, 1, 2]
     assert choose_medoids(np.ones((4, 2)), 0) == []
     choice = choose_rows(np.ones((4, 2)), [0] * 4, 4)
-    assert choice == Choice((0, 1, 2, 3), 0, 0.0, 0.0)
+    assert choice == ChosenRows((0, 1, 2, 3), 0, 0.0, 0.0)
 
 
 def test_small_sources_are_those_below_the_mean() -> None:

@@ -74,7 +74,7 @@ class _Gathered:
         self.most[name] = max(self.most.get(name, 0), sum(map(_is_gathered, self.layers)))
         self.again += self.backward and pass_name == "store" and chunk.start == 0
 
-    def on_hold(self, kind: str, tensors: tuple[Tensor, ...]) -> None:
+    def on_new_tensors(self, kind: str, tensors: tuple[Tensor, ...]) -> None:
         pass
 
     def on_resize(self, x: Tensor) -> None:

@@ -104,7 +104,7 @@ def test_gradients_on_a_quantised_base(kind: str, quantization: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("whole", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head"), ("norm",)])
 def test_modules_that_are_trained_whole(family: str, whole: tuple[str, ...]) -> None:
-    model = adapted("lora", family, whole=whole)
+    model = adapted("lora", family, modules_to_save=whole)
     assert any("modules_to_save" in name for name, x in model.named_parameters() if x.requires_grad)
     check(model)
 
@@ -112,7 +112,7 @@ def test_modules_that_are_trained_whole(family: str, whole: tuple[str, ...]) -> 
 @pytest.mark.full
 def test_tied_ends_that_are_trained_whole_stay_tied() -> None:
     base = build("qwen3", tie_word_embeddings=True)
-    model = moved(add_adapters(base, AdapterSpec(r=4, whole=["embed_tokens"])))
+    model = moved(add_adapters(base, AdapterSpec(r=4, modules_to_save=["embed_tokens"])))
     ends = [name for name, x in model.named_parameters() if x.requires_grad and "modules_to_save" in name]
     assert len(ends) == 1
     check(model)

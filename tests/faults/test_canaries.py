@@ -178,8 +178,8 @@ def test_a_folder_with_a_model_runs_nothing(model_folder: Path, tmp_path: Path) 
     (installed / "kernels.py").write_text(KERNELS.format(canary=str(canaries[-1])))
     program = """
 import sys
-from streamtune.base.privacy import keep_private
-keep_private()
+from streamtune.base.privacy import disable_telemetry
+disable_telemetry()
 from streamtune.errors import StreamTuneError
 from streamtune.models import blueprint, load_model, load_tokenizer
 for folder in sys.argv[1:]:

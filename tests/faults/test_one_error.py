@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from streamtune.base import interrupts
-from streamtune.base.privacy import without_controls
+from streamtune.base.privacy import escape_terminal_controls
 from streamtune.cli.machine import machine_error
 from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
@@ -136,7 +136,7 @@ def test_a_seed_beyond_its_range_is_refused(seed: str, capsys: pytest.CaptureFix
 
 
 def test_answers_behind_a_pipe_have_no_escapes_and_all_letters() -> None:
-    assert without_controls("a\x1b]0;t\x07\x9b2J\r\nb\t\u200fא") == "a\\x1b]0;t\\x07\\x9b2J\r\nb\t\u200fא"
+    assert escape_terminal_controls("a\x1b]0;t\x07\x9b2J\r\nb\t\u200fא") == "a\\x1b]0;t\\x07\\x9b2J\r\nb\t\u200fא"
 
 
 def test_a_result_that_finds_no_room_leaves_the_earlier_one_and_nothing_else(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def spec(**more: Any) -> AdapterSpec:
 def test_a_pattern_is_given_up_after_seconds_by_its_key(pattern: str) -> None:
     began = time.monotonic()
     with pytest.raises(ArgumentError, match=r"takes more than 3 s on the 160 names") as caught:
-        find_matches(["q_proj", pattern], NAMES, where="lora_rank_pattern", how="match", form=r"(.*\.)?({})$")
+        find_matches(
+            ["q_proj", pattern], NAMES, where="lora_rank_pattern", match_function="match", template=r"(.*\.)?({})$"
+        )
     assert caught.value.where == "lora_rank_pattern"
     assert pattern in caught.value.what
     assert time.monotonic() - began < 100
@@ -60,7 +62,7 @@ def test_matches_are_those_of_re(how: Any) -> None:
     import re
 
     patterns = ["q_proj", r".*\.q_proj", r"(model\.)?layers\.(1|2)\..*", r"layers\.[0-9]+\.", "nothing", ".*"]
-    found = find_matches(patterns, NAMES, where="k", how=how)
+    found = find_matches(patterns, NAMES, where="k", match_function=how)
     wanted = [[n for n, name in enumerate(NAMES) if getattr(re, how)(pattern, name)] for pattern in patterns]
     assert found == wanted
 

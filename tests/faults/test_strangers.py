@@ -148,7 +148,9 @@ def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Pat
 
 
 def test_a_source_tree_is_kept_where_it_is_the_working_directory() -> None:
-    program = "import sys; from streamtune.base.safe_path import *; leave_out_working_directory(); print(sys.path)"
+    program = (
+        "import sys; from streamtune.base.safe_path import *; remove_working_directory_from_path(); print(sys.path)"
+    )
     done = start(Path(streamtune.__file__).parents[1], sys.executable, "-S", "-c", program)
     assert done.stdout.startswith("[''"), (done.stdout, done.stderr)
 

@@ -26,7 +26,7 @@ def names_of(model: Any) -> set[str]:
     [
         ({"target": ["qproj"]}, "lora_target", "did you mean 'q_proj'?"),
         ({"exclude": ["wings"]}, "lora_exclude", "choose among: down_proj, gate_proj"),
-        ({"whole": ["lm_heat"]}, "modules_to_save", "did you mean 'lm_head'?"),
+        ({"modules_to_save": ["lm_heat"]}, "modules_to_save", "did you mean 'lm_head'?"),
         ({"ranks": {"qq_proj": 2}}, "lora_rank_pattern", "did you mean 'q_proj'?"),
         ({"ranks": {"(": 2}}, "lora_rank_pattern", "write the end of a name"),
         ({"alphas": {"tail": 2.0}}, "lora_alpha_pattern", "layers with adapters: down_proj, gate_proj"),
@@ -56,7 +56,9 @@ def test_a_row_of_zeros_has_no_direction() -> None:
 
 def test_a_copy_of_an_end_that_is_shared_is_for_low_rank_alone() -> None:
     with pytest.raises(ArgumentError, match=r"is tied \(embedding and head share a weight\)"):
-        add_adapters(build("qwen3", tie_word_embeddings=True), AdapterSpec(kind="ia3", whole=["embed_tokens"]))
+        add_adapters(
+            build("qwen3", tie_word_embeddings=True), AdapterSpec(kind="ia3", modules_to_save=["embed_tokens"])
+        )
     with pytest.raises(ArgumentError, match="new tokens"):
         add_adapters(build("qwen3"), AdapterSpec(kind="ia3"), new_tokens=[5])
 

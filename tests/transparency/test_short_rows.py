@@ -24,7 +24,7 @@ class Chunks:
     def on_chunk(self, layer: nn.Module, chunk: slice, walk: str) -> None:
         self.longest = max(self.longest, chunk.stop - chunk.start)
 
-    def on_hold(self, kind: str, tensors: Any) -> None:
+    def on_new_tensors(self, kind: str, tensors: Any) -> None:
         self.kept += kind == "attention output"
 
 

@@ -62,19 +62,18 @@ class AdapterKind:
 
     @property
     def low_rank(self) -> bool:
-        """True if peft treats the adapters as LoRA: also on tensors, with rank patterns, and beside rows of new
-        tokens."""
+        """True if peft treats the adapters as LoRA: also on tensors, with rank patterns, and with new tokens' rows."""
         return self.peft == "LORA"
 
     @property
-    def constant_start(self) -> bool:
+    def subtracts_initial_values(self) -> bool:
         """True if a second, constant adapter subtracts the initial values of the adapters."""
         return self.start in ("weights", "gradient")
 
     @property
     def written_as_lora(self) -> bool:
         """True if the adapters are saved as a LoRA that differs from the trained one."""
-        return self.constant_start or self.columns
+        return self.subtracts_initial_values or self.columns
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -165,7 +164,7 @@ class AdapterSpec:
         exclude: Name endings of modules without adapters.
         ranks: Pattern of name endings -> rank.
         alphas: Pattern of name endings -> alpha.
-        whole: Name endings of modules whose full weights are trained and saved with the adapters.
+        modules_to_save: Name endings of modules whose full weights are trained and saved with the adapters.
         block_size: Size of the rotated blocks (``oft``).
     """
 
@@ -177,7 +176,7 @@ class AdapterSpec:
     exclude: Sequence[str] = ()
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
-    whole: Sequence[str] = ()
+    modules_to_save: Sequence[str] = ()
     block_size: int = 32
 
     @property
@@ -191,9 +190,9 @@ class AdapterSpec:
 
     def peft_options(self, seed: int) -> dict[str, Any]:
         """Return the options of peft's configuration for this kind."""
-        given = {name: seed if value == "seed" else getattr(self, value) for name, value in self.row.options.items()}
-        mappings = {name: dict(value) for name, value in given.items() if isinstance(value, Mapping)}
-        return {"peft_type": self.row.peft, **self.row.fixed, **given, **mappings}
+        options = {name: seed if value == "seed" else getattr(self, value) for name, value in self.row.options.items()}
+        mappings = {name: dict(value) for name, value in options.items() if isinstance(value, Mapping)}
+        return {"peft_type": self.row.peft, **self.row.fixed, **options, **mappings}
 
 
 def base_of(model: Any) -> Any:

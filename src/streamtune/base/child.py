@@ -27,11 +27,13 @@ class Child:
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=run_packed, args=(theirs, *pack_call(function, *args)), daemon=True)
+        self.connection, child_end = context.Pipe()
+        self.process = context.Process(
+            target=run_pickled_call, args=(child_end, *pickle_call(function, *args)), daemon=True
+        )
         with SafeChildren(), _ignore_interrupts():  # inherited by the child, from its first import on
             self.process.start()
-        theirs.close()
+        child_end.close()
 
     def close(self, *, seconds: float) -> None:
         """Close the pipe, wait up to ``seconds`` for the process to end, then kill it."""
@@ -54,16 +56,17 @@ def _ignore_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def pack_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
-    """Return a pickled call, and True if imports are quiet in this process: the arguments of :func:`run_packed` in
-    another process."""
+def pickle_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
+    """Return a pickled call, and True if imports are quiet in this process, for :func:`run_pickled_call` in another."""
     return pickle.dumps((function, args)), imports_are_quiet()
 
 
-def run_packed(first: Any, packed: bytes, quiet: bool) -> None:
-    """Unpickle a call and make it, with ``first`` before the other arguments. The function's modules are imported only
-    now, with quiet imports if ``quiet``."""
-    if quiet:
+def run_pickled_call(first_argument: Any, pickled_call: bytes, with_quiet_imports: bool) -> None:
+    """Unpickle a call and make it, with ``first_argument`` before the other arguments.
+
+    The function's modules are imported only now.
+    """
+    if with_quiet_imports:
         quiet_imports()
-    function, args = pickle.loads(packed)
-    function(first, *args)
+    function, args = pickle.loads(pickled_call)
+    function(first_argument, *args)

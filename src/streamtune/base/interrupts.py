@@ -64,11 +64,11 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
     _state.__init__()  # type: ignore[misc]  # a fork starts with a fresh state, not the parent's
     _state.owner = os.getpid()
     previous = {signum: signal.signal(signum, _exit_on_signal) for signum in SIGNALS if not is_ignored(signum)}
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    watching = threading.Thread(target=_exit_if_late, args=(reading,), name="signals", daemon=True)
-    watching.start()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=_exit_if_late, args=(read_end,), name="signals", daemon=True)
+    watcher.start()
     if hasattr(signal, "pthread_sigmask"):  # a rank's launcher has blocked them
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if for_good:
@@ -81,8 +81,8 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
             return
         _state.owner = 0
         signal.set_wakeup_fd(-1)
-        os.close(writing)  # this ends the thread
-        watching.join()
+        os.close(write_end)  # this ends the thread
+        watcher.join()
         for signum, handler in previous.items():
             signal.signal(signum, handler)
 
@@ -95,7 +95,7 @@ def is_ignored(signum: int) -> bool:
 
 
 @contextmanager
-def say_on_signal(text: str) -> Iterator[None]:
+def print_on_signal(text: str) -> Iterator[None]:
     """Context manager: print ``text`` in place of ``Stopped.`` if a signal ends the process."""
     before, _state.text = _state.text, text
     try:
@@ -201,26 +201,26 @@ def remove_folder(folder: str) -> None:
         os.rmdir(folder)  # noqa: PTH106
 
 
-def _exit_if_late(reading: int) -> None:
+def _exit_if_late(read_end: int) -> None:
     """End the process after a signal if the main thread, inside a library call, runs no handler."""
-    while came := os.read(reading, 1):
-        signum = came[0]
+    while signal_byte := os.read(read_end, 1):
+        signum = signal_byte[0]
         if signum not in SIGNALS:
             continue
         _state.received += 1
-        mine = _state.received
+        signal_number = _state.received
         waited = 0.0
-        while waited < PATIENCE_SECONDS and _state.handled < mine:
+        while waited < PATIENCE_SECONDS and _state.handled < signal_number:
             time.sleep(0.05)
             waited += 0.05
         while _state.asked and waited < POSTPONED_SECONDS:
             time.sleep(0.05)
             waited += 0.05
-        late = _state.handled < mine and (not _state.stopping or mine - _state.handled > 1)
-        if late or _state.asked:
+        is_late = _state.handled < signal_number and (not _state.stopping or signal_number - _state.handled > 1)
+        if is_late or _state.asked:
             _clean_up()
             os._exit(128 + signum)
-    os.close(reading)
+    os.close(read_end)
 
 
 def _clean_up() -> None:
@@ -259,10 +259,13 @@ def _descendants() -> set[int]:
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
                     if state not in b"ZX":
                         parents[int(name)] = int(parent)
-    found: set[int] = set()
-    while new := {child for child, parent in parents.items() if parent in found or parent == os.getpid()} - found:
-        found |= new
-    return found - {_resource_tracker_pid()}
+    descendants: set[int] = set()
+    while (
+        new := {child for child, parent in parents.items() if parent in descendants or parent == os.getpid()}
+        - descendants
+    ):
+        descendants |= new
+    return descendants - {_resource_tracker_pid()}
 
 
 def _resource_tracker_pid() -> int | None:

@@ -1,6 +1,6 @@
 """Installed libraries: tested versions, messages about other versions, and quiet imports.
 
-No library is imported here. Call :func:`quiet_imports` and :func:`leave_out_quantisers` before the first import.
+No library is imported here. Call :func:`quiet_imports` and :func:`hide_quantisers` before the first import.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ def installed_version(package: str) -> str:
 def untested_note() -> str:
     """Return a message that names the installed libraries whose version is newer than tested; empty if there are
     none."""
-    found = _newer_than_tested()
-    return f"not tested with {' and '.join(map(_describe_version, found))}" if found else ""
+    newer = _newer_than_tested()
+    return f"not tested with {' and '.join(map(_describe_version, newer))}" if newer else ""
 
 
-def pip_install() -> str:
+def pip_install_command() -> str:
     """Return the pip command that replaces untested newer versions by tested versions."""
-    return " ".join(["pip install", *(f"'{name}<{_next_minor(TESTED[name][1])}'" for name in _newer_than_tested())])
+    return " ".join(
+        ["pip install", *(f"'{name}<{_next_minor_version(TESTED[name][1])}'" for name in _newer_than_tested())]
+    )
 
 
-def missing_name_error(package: str, what: str) -> VersionError:
-    """Return the error that the installed ``package`` lacks ``what``; the fix installs a tested version."""
+def missing_name_error(package: str, missing_name: str) -> VersionError:
+    """Return the error that the installed ``package`` lacks ``missing_name``; the fix installs a tested version."""
     oldest, newest = TESTED[package]
     version = installed_version(package)
-    older = bool(version) and _minor(version) < _minor(oldest)
+    older = bool(version) and _minor_version(version) < _minor_version(oldest)
     return VersionError(
-        f"{package} {version} has no {what}, which StreamTune needs",
+        f"{package} {version} has no {missing_name}, which StreamTune needs",
         where=f"{package} {version}; tested: {oldest} to {newest}",
-        fix=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_next_minor(newest)}'",
+        fix=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_next_minor_version(newest)}'",
     )
 
 
 @contextmanager
-def blame_untested() -> Iterator[None]:
+def name_untested_as_cause() -> Iterator[None]:
     """Context manager: if an untested version is installed, an ``UnsupportedModelError`` raised inside also names it as
     the likely cause."""
     try:
@@ -59,13 +61,15 @@ def blame_untested() -> Iterator[None]:
     except UnsupportedModelError as error:
         if (text := untested_note()) and text not in error.what:
             error.what = f"{error.what}; {text}, which is the likely cause"
-            error.fix = "; ".join(filter(None, [pip_install(), error.fix and f"or {error.fix}"]))
+            error.fix = "; ".join(filter(None, [pip_install_command(), error.fix and f"or {error.fix}"]))
             error.args = (error.what,)
         raise
 
 
 def _newer_than_tested() -> list[str]:
-    return [name for name, (_, newest) in TESTED.items() if _minor(installed_version(name)) > _minor(newest)]
+    return [
+        name for name, (_, newest) in TESTED.items() if _minor_version(installed_version(name)) > _minor_version(newest)
+    ]
 
 
 def _describe_version(name: str) -> str:
@@ -73,14 +77,14 @@ def _describe_version(name: str) -> str:
     return f"{name} {installed_version(name)} (tested: {oldest} to {newest})"
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def _minor_version(version: str) -> tuple[int, ...]:
     parts = [int(part) if part.isdecimal() else 0 for part in version.split(".")[:2]]
     return (*parts, *[0] * (2 - len(parts)))
 
 
-def _next_minor(newest: str) -> str:
+def _next_minor_version(newest: str) -> str:
     """Return the minor version after the newest tested one, the upper bound of an install."""
-    major, minor = _minor(newest)
+    major, minor = _minor_version(newest)
     return f"{major}.{minor + 1}"
 
 
@@ -104,18 +108,18 @@ def imports_are_quiet() -> bool:
 _own = False
 
 
-def mark_own_process() -> None:
+def mark_command_process() -> None:
     """Record that this process runs one command and then ends."""
     global _own
     _own = True
 
 
-def is_own_process() -> bool:
-    """Return True if :func:`mark_own_process` was called."""
+def is_command_process() -> bool:
+    """Return True if :func:`mark_command_process` was called."""
     return _own
 
 
-def leave_out_quantisers() -> None:
+def hide_quantisers() -> None:
     """Make later imports find no quantiser, as if none were installed.
 
     peft and transformers import every quantiser that they find, which takes a quarter of the total import time. They

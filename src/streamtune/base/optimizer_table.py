@@ -48,7 +48,7 @@ class StepKind:
         gradients: Gradients that exist at once. ``all``: of all trained weights. ``layer``: each weight is updated in
             the backward, and its gradient freed. ``block``: one block of weights is trained, all others are frozen.
             ``none``: no backward.
-        states: Memory of the optimizer states. ``device``: beside the weights. ``host``: host memory, where the
+        states: Memory of the optimizer states. ``device``: with the weights. ``host``: host memory, where the
             optimizer runs, wherever the weights are. ``none``: the optimizer has no state.
     """
 
@@ -360,20 +360,22 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
 assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
 
 
-def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *, in_layer: bool = True) -> int:
+def state_bytes(
+    name: str, shape: Shape, bytes_per_value: int, args: Mapping[str, Any], *, in_layer: bool = True
+) -> int:
     """Return how many bytes of state an optimizer keeps for a weight.
 
     Args:
         name: Key of :data:`OPTIMIZERS`.
         shape: Shape of the weight.
-        width: Bytes of a value of the weight.
+        bytes_per_value: Bytes of a value of the weight.
         args: ``optim_args``; missing options have their defaults.
         in_layer: Whether the weight is in a decoder layer.
     """
     entry = OPTIMIZERS[name]
     if entry.adamw_for_rest and not (in_layer and len(shape) == 2):
-        return _adamw_size(shape, width, {})
-    return entry.size(shape, width, {**entry.options, **args})
+        return _adamw_size(shape, bytes_per_value, {})
+    return entry.size(shape, bytes_per_value, {**entry.options, **args})
 
 
 def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
@@ -407,13 +409,17 @@ def find_argument_mistake(name: str, args: Mapping[str, Any]) -> tuple[str, str,
             )
         if key == "blocks" and (wrong := next(filter(None, map(_pattern_mistake, value)), None)):
             return key, wrong, "write part of a name, such as mlp"
-        known = CHOICES.get(key, ())
-        if known and value not in known:
-            *others, last = (f"'{choice}'" for choice in known)
+        choices = CHOICES.get(key, ())
+        if choices and value not in choices:
+            *others, last = (f"'{choice}'" for choice in choices)
             shown = f"{', '.join(others)} or {last}"
-            return key, f"'{key}' must be {shown}; found {value!r}", did_you_mean(str(value), known)
-    found = {**options, **args}
-    if found.get("nesterov") and "dampening" in found and (found["momentum"] == 0 or found["dampening"] != 0):
+            return key, f"'{key}' must be {shown}; found {value!r}", did_you_mean(str(value), choices)
+    arguments = {**options, **args}
+    if (
+        arguments.get("nesterov")
+        and "dampening" in arguments
+        and (arguments["momentum"] == 0 or arguments["dampening"] != 0)
+    ):
         return (
             "nesterov",
             "Nesterov momentum needs momentum above 0 and no dampening",

@@ -57,8 +57,8 @@ def to_png(figure: Any, title: str) -> bytes:
 
 def draw_line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
     """Draw the known points of a line."""
-    if known := [(x, y) for x, y in points if y]:
-        axes.plot(*zip(*known, strict=True), **style)
+    if measured := [(x, y) for x, y in points if y]:
+        axes.plot(*zip(*measured, strict=True), **style)
 
 
 def style_axes(axes: Any, title: str) -> None:

@@ -34,7 +34,7 @@ def has_home() -> bool:
         return False
 
 
-def check_descriptors(error: OSError) -> None:
+def raise_if_too_many_open_files(error: OSError) -> None:
     """Raise ``RunError`` if the process, or the system, has reached its limit of open files."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise RunError(

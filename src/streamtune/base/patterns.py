@@ -61,8 +61,8 @@ def find_matches(
     names: Sequence[str],
     *,
     where: str,
-    how: Literal["search", "match", "fullmatch"] = "search",
-    form: str = "{}",
+    match_function: Literal["search", "match", "fullmatch"] = "search",
+    template: str = "{}",
 ) -> list[list[int]]:
     """Return, for each pattern, the indices of the names that it matches.
 
@@ -70,8 +70,8 @@ def find_matches(
         patterns: Regular expressions.
         names: Names of modules or parameters.
         where: Key that has the patterns, for errors.
-        how: Name of the function of ``re`` that matches.
-        form: Expression that a library makes from a pattern, which replaces ``{}``: ``(.*\\.)?({})$``.
+        match_function: Name of the function of ``re`` that matches.
+        template: Expression that a library makes from a pattern, which replaces ``{}``: ``(.*\\.)?({})$``.
 
     Raises:
         ArgumentError: A pattern is not a regular expression, or takes more than :data:`SECONDS` of CPU time.
@@ -79,10 +79,15 @@ def find_matches(
     for pattern in patterns:
         if reason := pattern_error(pattern):
             raise ArgumentError(f"'{pattern[:80]}' is not a regular expression: {reason}", where=where, fix=FIX)
-    whole = [form.replace("{}", pattern) for pattern in patterns]
+    expressions = [template.replace("{}", pattern) for pattern in patterns]
     if all(PLAIN.fullmatch(pattern) for pattern in patterns):
-        return [[number for number, name in enumerate(names) if getattr(re, how)(one, name)] for one in whole]
-    output, ended = _run_with_input([sys.executable, "-I", "-S", "-c", PROGRAM], [how, whole, list(names)])
+        return [
+            [number for number, name in enumerate(names) if getattr(re, match_function)(one, name)]
+            for one in expressions
+        ]
+    output, ended = _run_with_input(
+        [sys.executable, "-I", "-S", "-c", PROGRAM], [match_function, expressions, list(names)]
+    )
     answers = output.splitlines()
     if not ended:
         raise ArgumentError(
@@ -132,7 +137,7 @@ FRAGMENTS = ("a", "A", "1", " ", "\n", "!", "_", "'", "é", "中", "a1", "a ", "
 SAMPLE_TEXTS = [piece * 120 + end for piece in FRAGMENTS for end in ("", "\0", "!", "x", "!x")]
 
 
-def check_splits(patterns: Sequence[str], *, where: str) -> None:
+def check_split_patterns(patterns: Sequence[str], *, where: str) -> None:
     """Check that the (Oniguruma) patterns with which a tokenizer splits texts end in time, because its library has no
     time limit.
 
@@ -153,7 +158,7 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
         )
 
 
-def tokenizer_error(error: BaseException) -> ArgumentError | None:
+def tokenizer_panic_error(error: BaseException) -> ArgumentError | None:
     """Return the error to show if a tokenizer's library failed (``PanicException``); None for other errors."""
     if type(error).__name__ != "PanicException":
         return None
@@ -176,11 +181,11 @@ def search_within_limit(pattern: str, text: str, *, whole: bool = False, seconds
 
     try:
         compiled = regex.compile(pattern, regex.VERSION0)
-        found = (compiled.fullmatch if whole else compiled.search)(text, timeout=seconds)
+        match = (compiled.fullmatch if whole else compiled.search)(text, timeout=seconds)
     except TimeoutError:
         raise PatternError(
             f"the pattern {pattern[:60]!r} takes more than {seconds:g} s on {len(text):,} characters"
         ) from None
     except regex.error as error:
         raise PatternError(f"the pattern {pattern[:60]!r} is not a regular expression: {error}") from error
-    return found is not None
+    return match is not None

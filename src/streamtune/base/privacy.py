@@ -4,8 +4,8 @@ Recognised secrets are tokens in the formats of known services, credentials in a
 variables that are named like secrets. A removed secret is replaced by its kind: ``[a Hugging Face token]``.
 
 There is no telemetry, and no kernel is loaded from a hub. Libraries read their environment when they are imported, so
-call :func:`keep_private`, :func:`stay_off_the_hub`, :func:`leave_an_unreachable_hub` and :func:`go_offline` before.
-This module imports no heavy library.
+call :func:`disable_telemetry`, :func:`use_hub_caches_only`, :func:`use_hub_caches_if_unreachable` and
+:func:`go_offline` before. This module imports no heavy library.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ def redact_values(value: Any) -> Any:
 
 def _secrets_in_environment() -> dict[str, str]:
     """Return variables that are named like secrets -> value; longest values first, so that none is replaced in part."""
-    found = {
+    secrets = {
         name: value
         for name, value in os.environ.items()
         if len(value) >= _SHORTEST and is_named_like_secret(name, value) and not _is_path_or_switch(value)
     }
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+    return dict(sorted(secrets.items(), key=lambda item: -len(item[1])))
 
 
 def is_named_like_secret(name: str, value: str) -> bool:
@@ -130,7 +130,7 @@ def _is_path_or_switch(value: str) -> bool:
     )
 
 
-def without_controls(text: str) -> str:
+def escape_terminal_controls(text: str) -> str:
     """Return the text with terminal control characters escaped; every letter stays unchanged."""
     return _ORDERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
@@ -169,7 +169,7 @@ class OfflineError(RunError):
     """A connection was attempted, and ``--offline`` forbids it."""
 
 
-def keep_private() -> None:
+def disable_telemetry() -> None:
     """Switch off telemetry and hub kernels, in this process and its children.
 
     A variable that the user has set stays unchanged: ``USE_HUB_KERNELS=1`` enables the kernels.
@@ -181,12 +181,12 @@ def keep_private() -> None:
         sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
 
 
-def stay_off_the_hub() -> None:
+def use_hub_caches_only() -> None:
     """Make the hub's libraries read only their caches, for a recipe that names nothing on a hub."""
     os.environ.update(_OFF_THE_HUB)
 
 
-def leave_an_unreachable_hub() -> None:
+def use_hub_caches_if_unreachable() -> None:
     """Make the hub's libraries read only their caches if the hub's host name cannot be resolved: they would retry for a
     minute.
 
@@ -200,7 +200,7 @@ def leave_an_unreachable_hub() -> None:
     try:
         socket.getaddrinfo(host, None)
     except (socket.gaierror, UnicodeError):  # a part of the name may exceed the limit of host names
-        stay_off_the_hub()
+        use_hub_caches_only()
 
 
 def go_offline() -> None:
@@ -210,7 +210,7 @@ def go_offline() -> None:
     ranks, are not checked; no compiled library fetches anything here.
     """
     global _guarded
-    stay_off_the_hub()
+    use_hub_caches_only()
     os.environ[OFFLINE] = "1"
     if not _guarded:
         sys.addaudithook(_refuse_connection)

@@ -2,7 +2,7 @@
 writes.
 
     CacheFile      a small file: rates, simulations, plans, hashes of files, tokenizers, reference log-probs
-    checksum_of    checksum of a large file (rows), which a CacheFile beside it stores
+    checksum_of    checksum of a large file (rows), which a CacheFile in the same folder stores
     WatchedFile    a file that is read during training; an error names it if it shrinks or changes
     locked         a lock between processes, which ends with its process
 
@@ -69,18 +69,18 @@ def checksum_of(file: IO[bytes]) -> str:
 
 
 def _checksum(descriptor: int, size: int) -> str:
-    digest, place = new_checksum(), 0
-    while block := _read_at(descriptor, min(_BLOCK, size - place), place):
+    digest, offset = new_checksum(), 0
+    while block := _read_at(descriptor, min(_BLOCK, size - offset), offset):
         digest.update(block)
-        place += len(block)
+        offset += len(block)
     return digest.hexdigest()
 
 
-def _read_at(descriptor: int, size: int, place: int) -> bytes:
+def _read_at(descriptor: int, size: int, offset: int) -> bytes:
     if hasattr(os, "pread"):
-        return os.pread(descriptor, size, place)
+        return os.pread(descriptor, size, offset)
     before = os.lseek(descriptor, 0, os.SEEK_CUR)  # Windows, where a mapped file cannot be truncated
-    os.lseek(descriptor, place, os.SEEK_SET)
+    os.lseek(descriptor, offset, os.SEEK_SET)
     try:
         return os.read(descriptor, size)
     finally:
@@ -147,8 +147,8 @@ class CacheFile:
     def read_json(self, notify: Notify = log.warning) -> dict[str, Any]:
         """Return the content as a JSON object; empty if the file does not exist or is damaged."""
         content = self.read(notify)
-        found = None if content is None else json.loads(content)
-        return found if isinstance(found, dict) else {}
+        value = None if content is None else json.loads(content)
+        return value if isinstance(value, dict) else {}
 
     def update(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Change a JSON object under a lock, so that concurrent processes keep each other's changes.
@@ -168,11 +168,11 @@ def cached_result(
     kind: str, key: str, compute: Callable[[], dict[str, Any]], notify: Notify = log.warning
 ) -> dict[str, Any]:
     """Return the result cached under a key, or compute and cache it. Results are plain values."""
-    found = read_cached(kind, key, notify)
-    if found is None:
-        found = compute()
-        write_cached(kind, key, found)
-    return found
+    result = read_cached(kind, key, notify)
+    if result is None:
+        result = compute()
+        write_cached(kind, key, result)
+    return result
 
 
 def read_cached(kind: str, key: str, notify: Notify = log.warning) -> dict[str, Any] | None:
@@ -180,10 +180,10 @@ def read_cached(kind: str, key: str, notify: Notify = log.warning) -> dict[str, 
     return _cache_file(kind, key).read_json(notify) or None
 
 
-def write_cached(kind: str, key: str, found: dict[str, Any]) -> None:
+def write_cached(kind: str, key: str, result: dict[str, Any]) -> None:
     """Cache a result under a key, if its file can be written."""
     with suppress(OSError):
-        _cache_file(kind, key).write(json.dumps(found).encode())
+        _cache_file(kind, key).write(json.dumps(result).encode())
 
 
 def hash_of(facts: Any) -> str:
@@ -195,16 +195,16 @@ def hash_of(facts: Any) -> str:
 def versions() -> list[str]:
     """Return what a simulated step depends on besides its settings: versions of packages, and a hash of StreamTune's
     code."""
-    found = []
+    names = []
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found.append(f"{name} {metadata.version(name)}")
-    found += [name for name in _OPTIONAL_MODULES if util.find_spec(name) is not None]
+            names.append(f"{name} {metadata.version(name)}")
+    names += [name for name in _OPTIONAL_MODULES if util.find_spec(name) is not None]
     package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         code.update(file.read_bytes())
-    return [*found, code.hexdigest()]
+    return [*names, code.hexdigest()]
 
 
 def _cache_file(kind: str, key: str) -> CacheFile:
@@ -289,9 +289,9 @@ def try_lock(descriptor: int) -> bool:
         return False
     import fcntl  # Not on Windows.
 
-    for take in (fcntl.flock, fcntl.lockf):
+    for lock in (fcntl.flock, fcntl.lockf):
         try:
-            take(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):

@@ -1,7 +1,7 @@
 """Exclusion of the working directory from the paths that code is loaded from, here and in child processes.
 
 ``python -m`` and ``python -c`` put the working directory first on the module path. An empty entry of ``PYTHONPATH``,
-``PATH`` or ``LD_LIBRARY_PATH`` (as in ``:/opt/lib``) means the working directory too. So a ``types.py`` beside a
+``PATH`` or ``LD_LIBRARY_PATH`` (as in ``:/opt/lib``) means the working directory too. So a ``types.py`` next to a
 downloaded recipe would be executed. A directory that ``PYTHONPATH`` names, ``.`` included, is kept.
 
 This module is imported before all others, and imports only modules that Python loads at its start.
@@ -31,22 +31,24 @@ def safe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {**environ, **{name: _without_empty(environ[name]) for name in LISTS if name in environ}, SAFE: "1"}
 
 
-def leave_out_working_directory() -> None:
+def remove_working_directory_from_path() -> None:
     """Remove the working directory from the module path of this process and its children.
 
     It stays if ``PYTHONPATH`` or an installed ``.pth`` file names it, or if StreamTune itself is in it.
     """
     try:
-        here = os.path.realpath(os.getcwd())  # noqa: PTH109 - pathlib is not loaded yet
+        working_directory = os.path.realpath(os.getcwd())  # noqa: PTH109 - pathlib is not loaded yet
     except OSError:  # it was deleted; a later check reports that
-        here = ""
-    named = {os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
-    home = os.path.realpath(f"{__file__}/../../..")
+        working_directory = ""
+    pythonpath = {os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+    package_parent = os.path.realpath(f"{__file__}/../../..")
     library = os.path.realpath(f"{os.__file__}/..")
     real = [os.path.realpath(entry) for entry in sys.path]
     added = real.index(library) if library in real else 0  # entries before it are not installed ones
-    if here not in {*named, home}:
-        sys.path[:] = [entry for place, entry in enumerate(sys.path) if place >= added or real[place] != here]
+    if working_directory not in {*pythonpath, package_parent}:
+        sys.path[:] = [
+            entry for place, entry in enumerate(sys.path) if place >= added or real[place] != working_directory
+        ]
     os.environ.update(safe_environment())
 
 

@@ -42,7 +42,7 @@ class _Descriptor(io.FileIO):
 _output: _Descriptor | None = None
 
 
-def keep_streams() -> Callable[[], None]:
+def replace_standard_streams() -> Callable[[], None]:
     """Replace standard output and error if they are the interpreter's own. Return a function that undoes this.
 
     Closed descriptors are opened first. Otherwise the next opened file would get their number, and with it the output
@@ -68,14 +68,14 @@ def keep_streams() -> Callable[[], None]:
     return undo
 
 
-def lost_output() -> OSError | None:
+def lost_output_error() -> OSError | None:
     """Return the error by which standard output was lost; None if all output was written so far."""
     return None if _output is None else _output.error
 
 
 def reader_is_gone() -> bool:
     """Return True if standard output was a pipe whose reader has closed it."""
-    error = lost_output()
+    error = lost_output_error()
     return error is not None and error.errno == errno.EPIPE
 
 

@@ -14,29 +14,29 @@ Status = Literal["stable", "experimental"]
 """Status of a method. An experimental method has one exactness test, and may change or be removed."""
 
 
-def look_up(name: str, known: Mapping[str, T], kind: str, *, where: str) -> T:
+def look_up(name: str, table: Mapping[str, T], noun: str, *, where: str) -> T:
     """Return ``known[name]``.
 
     Raises:
-        ArgumentError: ``known`` lacks this name. ``kind`` says what is named, and ``where`` is the key that names it.
+        ArgumentError: ``table`` lacks this name. ``noun`` says what is named, and ``where`` is the key that names it.
     """
-    if name not in known:
-        fix = did_you_mean(name, known) or f"choose one of: {', '.join(known)}"
-        raise ArgumentError(f"unknown {kind} '{name}'", where=where, fix=fix)
-    return known[name]
+    if name not in table:
+        fix = did_you_mean(name, table) or f"choose one of: {', '.join(table)}"
+        raise ArgumentError(f"unknown {noun} '{name}'", where=where, fix=fix)
+    return table[name]
 
 
 def eval_set_names(records: Iterable[Mapping[str, Any]], metric: str) -> list[str]:
     """Return the names of the eval sets with a metric in the records: ``NAME`` in keys ``eval_NAME_loss``."""
     pattern = re.compile(rf"eval_(.+)_{re.escape(metric)}")
     keys = dict.fromkeys(key for record in records for key in record)
-    found = [match[1] for key in keys if (match := pattern.fullmatch(key))]
+    candidates = [match[1] for key in keys if (match := pattern.fullmatch(key))]
 
     def is_other(name: str) -> bool:  # such as `nll_loss`, of all rows or of a set
         parts = f"{name}_{metric}".split("_")
         return any("_".join(parts[start:]) in keys for start in range(len(parts) - metric.count("_") - 1))
 
-    return [name for name in found if not is_other(name)]
+    return [name for name in candidates if not is_other(name)]
 
 
 UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4}

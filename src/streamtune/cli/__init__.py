@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from streamtune.base import interrupts
-from streamtune.base.libraries import pip_install, quiet_imports, untested_note
-from streamtune.base.patterns import tokenizer_error
-from streamtune.base.privacy import go_offline, is_offline, keep_private
-from streamtune.base.streams import keep_streams, lost_output, reader_is_gone
+from streamtune.base.libraries import pip_install_command, quiet_imports, untested_note
+from streamtune.base.patterns import tokenizer_panic_error
+from streamtune.base.privacy import disable_telemetry, go_offline, is_offline
+from streamtune.base.streams import lost_output_error, reader_is_gone, replace_standard_streams
 from streamtune.cli.console import is_output_needed, need_output, print_note
 from streamtune.cli.machine import check_directory, machine_error, name_locale, temporary_home, use_expandable_segments
 from streamtune.cli.rank_process import note_failure, remember_arguments, report_failure
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Arguments without the program's name. None takes them from ``sys.argv``.
     """
     with ExitStack() as cleanup:
-        cleanup.callback(keep_streams())
+        cleanup.callback(replace_standard_streams())
         cleanup.callback(interrupts.install())
         cleanup.enter_context(temporary_home())
         _run(list(sys.argv[1:] if argv is None else argv))
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(given: list[str]) -> None:
     die_with_launcher()
     use_expandable_segments()
-    keep_private()
+    disable_telemetry()
     debug = "--debug" in given
     if not debug:
         quiet_imports()
@@ -65,9 +65,9 @@ def _run(given: list[str]) -> None:
                 _check_output()
             raise
     except BaseException as error:
-        if not isinstance(error, Exception) and tokenizer_error(error) is None:
+        if not isinstance(error, Exception) and tokenizer_panic_error(error) is None:
             raise
-        known = error if isinstance(error, StreamTuneError) else tokenizer_error(error) or _unexpected(error)
+        known = error if isinstance(error, StreamTuneError) else tokenizer_panic_error(error) or _unexpected(error)
         name_locale(known)
         if debug:
             note_failure(known)
@@ -93,7 +93,7 @@ def _check_output() -> None:
         RunError: Output was lost, and not because a reader closed the pipe early.
     """
     sys.stdout.flush()
-    error = lost_output()
+    error = lost_output_error()
     if error is not None and not reader_is_gone() and is_output_needed():
         raise RunError(
             f"the output cannot be written: {error.strerror}",
@@ -109,7 +109,9 @@ def _unexpected(error: BaseException) -> StreamTuneError:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     if text := untested_note():
-        return StreamTuneError(f"{what}; {text}, which is the likely cause", fix=f"{pip_install()}; --debug shows more")
+        return StreamTuneError(
+            f"{what}; {text}, which is the likely cause", fix=f"{pip_install_command()}; --debug shows more"
+        )
     return StreamTuneError(
         what, fix="this is a bug: run the command again with --debug for the traceback, and report it"
     )

@@ -127,7 +127,7 @@ def _choose_rows(found: Inspection, count: int, row: str | None, worst: bool) ->
     """
     rows = found.rows
     if row is None:
-        chosen = rows.worst(count) if worst else [("", number) for number in rows.spread(count)]
+        chosen = rows.most_extreme(count) if worst else [("", number) for number in rows.evenly_spaced(count)]
         return [(reason, rows.view(number)) for reason, number in chosen]
     if row.isdecimal():
         if not 0 < int(row) <= len(rows):
@@ -150,7 +150,7 @@ def _choose_rows(found: Inspection, count: int, row: str | None, worst: bool) ->
 def _sample_document(found: Inspection, reason: str, view: RowView, ids: bool, row: str | None) -> dict[str, Any]:
     parts = []
     for part in view.parts:
-        runs = found.rows.runs(part, SHOWN_TOKENS if row is None else None)
+        runs = found.rows.token_runs(part, SHOWN_TOKENS if row is None else None)
         parts.append(
             {
                 "name": part.name,

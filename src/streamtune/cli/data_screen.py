@@ -84,7 +84,7 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
         if ids:
             _print_ids(found, part)
             continue
-        text = tokens_text(found.rows.runs(part, most))
+        text = tokens_text(found.rows.token_runs(part, most))
         if text.plain.endswith("\n"):
             text.right_crop(1)  # printing ends the line
         if out.is_terminal:
@@ -153,7 +153,7 @@ def _print_ids(found: Inspection, part: RowPart) -> None:
     """Print position, id, kind and text of every token."""
     special = found.rows.special_ids
     for position, (token, text, trained) in enumerate(
-        zip(part.input_ids, found.rows.texts(part), part.trained.tolist(), strict=True)
+        zip(part.input_ids, found.rows.token_texts(part), part.trained.tolist(), strict=True)
     ):
         run = TokenRun(text, 1, trained=trained, special=token in special)
         kind = ("trained" if trained else "masked") + (" special" if run.special else "")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
 from streamtune.base import interrupts
-from streamtune.base.paths import NO_HOME, check_descriptors, has_home
+from streamtune.base.paths import NO_HOME, has_home, raise_if_too_many_open_files
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 
 MEMORY_TEXTS = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
@@ -80,7 +80,7 @@ def machine_error(error: BaseException) -> StreamTuneError | None:
             )
         if isinstance(each, OSError):
             try:
-                check_descriptors(each)
+                raise_if_too_many_open_files(each)
             except RunError as known:
                 return known
         if isinstance(each, OSError) and each.errno in DISK_ERRORS:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from streamtune.base.privacy import leave_an_unreachable_hub, stay_off_the_hub
+from streamtune.base.privacy import use_hub_caches_if_unreachable, use_hub_caches_only
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.recipe import RECIPES, LoadedRecipe, load_recipe, names_a_hub, shipped_names, shipped_recipes
 from streamtune.recipe.aliases import ALIASES
@@ -183,9 +183,9 @@ def read_recipe(
     """
     loaded = load_recipe(path, settings or [], objective)
     if connects or names_a_hub(loaded.recipe):
-        leave_an_unreachable_hub()
+        use_hub_caches_if_unreachable()
     else:
-        stay_off_the_hub()
+        use_hub_caches_only()
     let_idle_threads_sleep()
     return loaded
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from streamtune.base.libraries import is_own_process, leave_out_quantisers
+from streamtune.base.libraries import hide_quantisers, is_command_process
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.base.result_cache import read_cached, versions, write_cached
 from streamtune.cli.options import read_recipe
@@ -95,9 +95,9 @@ def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     """Return the JSON document of a new plan (``document``) and the texts of its screen (``screen``)."""
     recipe = loaded.recipe
     quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].extra == "quant"
-    if is_own_process() and not quantises and not recipe.trust_remote_code:
+    if is_command_process() and not quantises and not recipe.trust_remote_code:
         versions()  # remembers the installed packages, before quantisers are hidden
-        leave_out_quantisers()
+        hide_quantisers()
     with err.status("loading libraries") as status, _without_garbage_collection():
         from streamtune.run.plan import plan_recipe
 

@@ -23,7 +23,7 @@ from streamtune.data.batches.collate import (
     collate_trees,
 )
 from streamtune.data.batches.optimizer_steps import (
-    Choice,
+    ChosenRows,
     EpochSteps,
     StepSampler,
     assign_rows,
@@ -80,7 +80,7 @@ __all__ = [
     "BatchFacts",
     "ChatFrame",
     "ChatOptions",
-    "Choice",
+    "ChosenRows",
     "CollatedTrees",
     "CompletionReport",
     "DataOptions",

@@ -81,7 +81,7 @@ class BadRows:
             raise error
         self.report(error)
 
-    def check(self) -> None:
+    def raise_or_notify(self) -> None:
         """Raise all collected errors as one; with ``skip``, tell the user how many rows were skipped."""
         if not self.count:
             return

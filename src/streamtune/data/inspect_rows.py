@@ -141,12 +141,12 @@ class RowInspector:
         """Return the numbers of the records with an origin, such as ``file:line``."""
         return [place + 1 for place in self.records.find(origin)]
 
-    def spread(self, count: int) -> list[int]:
+    def evenly_spaced(self, count: int) -> list[int]:
         """Return ``count`` evenly spaced record numbers (counted from 1), the first included."""
         count = min(count, len(self))
         return [1 + index * len(self) // count for index in range(count)]
 
-    def worst(self, count: int) -> list[tuple[str, int]]:
+    def most_extreme(self, count: int) -> list[tuple[str, int]]:
         """Return the ``count`` longest, least trained and most truncated records as (reasons, number); each once."""
         lengths = self.records.lengths()
         share = self.measured.trained / lengths
@@ -161,7 +161,7 @@ class RowInspector:
                 reasons.setdefault(int(place) + 1, []).append(reason)
         return [(", ".join(found), number) for number, found in reasons.items()]
 
-    def runs(self, part: RowPart, max_tokens: int | None = None) -> list[TokenRun | TokenGap]:
+    def token_runs(self, part: RowPart, max_tokens: int | None = None) -> list[TokenRun | TokenGap]:
         """Return the text of a part as runs of tokens of one kind.
 
         Args:
@@ -189,7 +189,7 @@ class RowInspector:
             for text, start, bound in zip(decode_parts(self.tokenizer, ids, bounds), starts, bounds, strict=False)
         ]
 
-    def texts(self, part: RowPart) -> list[str]:
+    def token_texts(self, part: RowPart) -> list[str]:
         """Return the text of every token; a character made of several tokens belongs to the last of them."""
         return decode_parts(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
 

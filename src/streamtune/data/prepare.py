@@ -218,7 +218,7 @@ class Reading:
         Raises:
             DataError: Rows are bad or too long, or no row is left.
         """
-        self.bad.check()
+        self.bad.raise_or_notify()
         if not self.fit.rows:
             self.bad.raise_if_all_bad()
         self.log.finish()

@@ -60,7 +60,7 @@ def iter_texts(
             if calls:
                 texts += _tool_texts(row, row_type)
         yield from texts
-    bad.check()
+    bad.raise_or_notify()
 
 
 def holds_messages(sources: Sequence[Source]) -> bool:

@@ -49,7 +49,7 @@ from streamtune.engine.hf_names import (
 )
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.observe import temporary_attention
-from streamtune.engine.own_attention import OwnAttention, sees_future, tile
+from streamtune.engine.own_attention import OwnAttention, mask_tile, sees_future
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import adapted_tensors, preserved_versions
@@ -90,7 +90,7 @@ class LayerCall:
 
     layer: nn.Module
     arguments: dict[str, Any]
-    named: frozenset[str]
+    parameter_names: frozenset[str]
     """Arguments that are parameters of the layer's forward; the other arguments go into its ``**kwargs``."""
     cache_name: str
     hidden_name: str
@@ -139,13 +139,13 @@ class LayerCall:
         hidden = arguments.get(hidden_name)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (3, 4):
             raise UnsupportedModelError(f"the first argument of {name} must be hidden states [B, T, C]")
-        named = frozenset(arguments)
+        parameter_names = frozenset(arguments)
         arguments |= others
         along = _hidden_sequence_dim(name, hidden, arguments)
         length = hidden.shape[along]
         _refuse_other_sequences(name, arguments, length)
         for key, value in arguments.items():
-            if not _is_square(value, length):
+            if not _has_dense_mask_shape(value, length):
                 continue
             if own_attention is None:
                 arguments[key] = lazy_from_dense(value)
@@ -155,7 +155,17 @@ class LayerCall:
                 )
         inputs: dict[str | SharedKey, Along] = {hidden_name: along}
         call = cls(
-            layer, arguments, named, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own_attention, configs
+            layer,
+            arguments,
+            parameter_names,
+            cache_name,
+            hidden_name,
+            length,
+            inputs,
+            {},
+            hidden.dtype,
+            own_attention,
+            configs,
         )
         for key, value in arguments.items():
             call._add_input(key, value)
@@ -170,10 +180,10 @@ class LayerCall:
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             for entry, pair in value.items():
-                for place, x in enumerate(pair):
-                    self.shared[key, entry, place] = x
+                for index, x in enumerate(pair):
+                    self.shared[key, entry, index] = x
                     if x.requires_grad:
-                        self.inputs[key, entry, place] = None
+                        self.inputs[key, entry, index] = None
         elif not isinstance(value, Tensor) and torch.is_grad_enabled() and _holds_gradient(value):
             raise UnsupportedModelError(
                 f"{name} gets {key!r}, a {type(value).__name__} that holds a tensor with a gradient; streaming returns "
@@ -200,13 +210,13 @@ class LayerCall:
             if (
                 isinstance(value, Tensor)
                 and value.dim() == 4
-                and (key.endswith("mask") or _is_square(value, self.length))
+                and (key.endswith("mask") or _has_dense_mask_shape(value, self.length))
             ):
                 refuse_past(f"{key!r} is a dense mask", name)
-        for place, x in enumerate((past.keys, past.values)):
+        for index, x in enumerate((past.keys, past.values)):
             if x.requires_grad:
-                self.shared[PAST, None, place] = x
-                self.inputs[PAST, None, place] = None
+                self.shared[PAST, None, index] = x
+                self.inputs[PAST, None, index] = None
         self.past = past.detached()
 
     def restrict_masks_to_rows(self, rows: PackedRows) -> None:
@@ -243,10 +253,12 @@ class LayerCall:
         self._change_masks(shards.mask, shards.own_padding)
 
     def _change_masks(
-        self, change: Callable[[LazyMask], LazyMask], own_padding: Callable[[Tensor], Tensor | None] = lambda mask: None
+        self,
+        change_lazy_mask: Callable[[LazyMask], LazyMask],
+        change_padding_mask: Callable[[Tensor], Tensor | None] = lambda mask: None,
     ) -> None:
         self.arguments = {
-            key: _argument_with_masks(value, key.endswith("mask"), change, own_padding)
+            key: _argument_with_masks(value, key.endswith("mask"), change_lazy_mask, change_padding_mask)
             for key, value in self.arguments.items()
         }
 
@@ -303,7 +315,7 @@ class LayerCall:
         tensors = [self.shared[name] if isinstance(name, tuple) else self.arguments[name] for name in self.inputs]
         return [x for x in tensors if x is not None]
 
-    def forget_tensors(self) -> None:
+    def drop_tensors(self) -> None:
         """Drop the references to tensors that need a gradient; autograd saves them, and frees them after their use."""
         for name in self.inputs:
             if isinstance(name, tuple):
@@ -325,7 +337,7 @@ class LayerCall:
                 arguments[key] = sharing = self._chunk_sharing(cache, x_i)
             elif key in self.inputs:
                 arguments[key] = x_i[key]
-            elif key in self.named or key not in ("use_cache", *KERNEL_ROWS):
+            elif key in self.parameter_names or key not in ("use_cache", *KERNEL_ROWS):
                 arguments[key] = self._cut_to_chunk(key, value, chunk, cache.first_key)
         by_state = self.cache_name == STATE
         arguments[self.cache_name] = state_before(self.layer, cache, x_i[self.hidden_name]) if by_state else cache
@@ -350,7 +362,7 @@ class LayerCall:
             dtype = self.own_attention.mask_dtype(self.dtype)
             for key, value in arguments.items():
                 if isinstance(value, LazyMask):
-                    arguments[key] = tile(value.rows(0, value.q_length), dtype)
+                    arguments[key] = mask_tile(value.rows(0, value.q_length), dtype)
         with self._use_layer_attention(), preserved_versions(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments)
 
@@ -395,11 +407,11 @@ class LayerCall:
 
     def _sequence_dim(self, key: str, value: Tensor, length: int) -> Along:
         """Return the sequence dimension of an argument; None if the argument does not follow the sequence."""
-        if key in (*POSITIONS, *KEY_BIASES) and not _is_square(value, length):
+        if key in (*POSITIONS, *KEY_BIASES) and not _has_dense_mask_shape(value, length):
             dim = value.dim() - 1
         elif key == ROTATIONS:
             dim = value.dim() - 2
-        elif _is_square(value, length) or (value.dim() == 4 and value.shape[1] == 1):
+        elif _has_dense_mask_shape(value, length) or (value.dim() == 4 and value.shape[1] == 1):
             dim = 2
         elif value.dim() >= 2:
             dim = 1
@@ -410,7 +422,7 @@ class LayerCall:
     def _cut_to_chunk(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
         """Return an argument cut to a chunk, by the table in the module docstring."""
         if isinstance(value, Tensor):
-            if _is_square(value, self.length):
+            if _has_dense_mask_shape(value, self.length):
                 return value[..., chunk, first_key : chunk.stop]
             if key in KEY_BIASES and value.shape[-1] == self.key_positions(slice(0, self.length)).stop:
                 return value[..., first_key : self.key_positions(chunk).stop]
@@ -424,7 +436,7 @@ class LayerCall:
                 chunk = self.shards.global_chunk(chunk)
                 first_key = chunk.start if self.shards.form == "ring" else first_key
             view = value.chunk(chunk.start, chunk.stop, first_key)
-            return view if self.own_attention is None else tile(view, self.own_attention.mask_dtype(self.dtype))
+            return view if self.own_attention is None else mask_tile(view, self.own_attention.mask_dtype(self.dtype))
         if isinstance(value, tuple | list):
             return type(value)(self._cut_to_chunk(key, item, chunk, first_key) for item in value)
         if isinstance(value, dict):
@@ -435,20 +447,22 @@ class LayerCall:
 def _argument_with_masks(
     value: Any,
     is_mask: bool,
-    change: Callable[[LazyMask], LazyMask],
-    own_padding: Callable[[Tensor], Tensor | None],
+    change_lazy_mask: Callable[[LazyMask], LazyMask],
+    change_padding_mask: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return an argument with lazy masks passed through ``change`` and padding masks through ``own_padding``.
+    """Return an argument with lazy masks and padding masks replaced by the results of the two functions.
 
     Nested dictionaries are searched.
     """
     if isinstance(value, LazyMask):
-        return change(value)
+        return change_lazy_mask(value)
     if isinstance(value, Tensor) and is_mask:
-        return value if (padding := own_padding(value)) is None else padding
+        return value if (padding := change_padding_mask(value)) is None else padding
     if not isinstance(value, dict):
         return value
-    return {name: _argument_with_masks(item, is_mask, change, own_padding) for name, item in value.items()}
+    return {
+        name: _argument_with_masks(item, is_mask, change_lazy_mask, change_padding_mask) for name, item in value.items()
+    }
 
 
 def _hidden_sequence_dim(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
@@ -486,7 +500,11 @@ def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -
                 fix="train without streaming, or without the other sequence (images, an encoder)",
             )
     for key, value in arguments.items():
-        if key.endswith("mask") and isinstance(value, Tensor) and _is_square(value, other := value.shape[-1]):
+        if (
+            key.endswith("mask")
+            and isinstance(value, Tensor)
+            and _has_dense_mask_shape(value, other := value.shape[-1])
+        ):
             if other == length:
                 continue
             raise UnsupportedModelError(
@@ -502,6 +520,6 @@ def _holds_gradient(value: Any) -> bool:
     return any(_holds_gradient(item) for item in items)
 
 
-def _is_square(value: Any, length: int) -> bool:
+def _has_dense_mask_shape(value: Any, length: int) -> bool:
     """Return True if ``value`` has the shape of a dense mask ``[B, H, T, T]``."""
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)

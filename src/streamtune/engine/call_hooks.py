@@ -26,7 +26,7 @@ from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, balances_itself
 from streamtune.engine.rows import Branches
-from streamtune.engine.sequence.calls import Sharing
+from streamtune.engine.sequence.calls import CallSharding
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -50,7 +50,7 @@ class StreamedCalls(StreamedModel):
     ) -> None:
         super().__init__(model, schedule, head, router_loss, sequence_parallel)
         self._short_schedule = short
-        self._sharing = Sharing(self)
+        self._sharing = CallSharding(self)
         self._branch_layout: Branches | None = None
         self._warned_of_padding = self._warned_of_routers = False
         self._length = 0
@@ -88,7 +88,7 @@ class StreamedCalls(StreamedModel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._sharing, self._plain_call = Sharing(self), ExitStack()
+        self._sharing, self._plain_call = CallSharding(self), ExitStack()
 
     def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
         """Context manager: a call returns the requested scores instead of its output while active."""

@@ -84,7 +84,7 @@ def _check_chainable(layer: nn.Module, shared: list[Any], weights: Weights) -> N
             where="engine.order",
             fix="set order: layer (Schedule(order='layer'))",
         )
-    if not weights.held and any(map(is_sharded, layer.modules())):
+    if not weights.tensors and any(map(is_sharded, layer.modules())):
         raise ArgumentError(
             "order='chunk' reads the weights of all layers once for every chunk; these weights are sharded over ranks "
             "and would be gathered each time",
@@ -264,7 +264,7 @@ class LayerChain:
                 self.extras_along.append(along)
             places.append(place)
         self.links.append(_Link(owner, stream, weights, tuple(parameters), places))
-        stream.call.forget_tensors()
+        stream.call.drop_tensors()
         layer_output_count = len(stream.outputs.along)
         if stream.sums:
             sums = outputs[layer_output_count:]

@@ -206,15 +206,15 @@ class FusedParts:
         self._norms, self._rotary = [], []
         if any(map(_is_compiled, self.layer.modules())):
             return
-        seen: set[int] = set()
+        visited: set[int] = set()
         for module in self.layer.modules():
             if "forward" not in module.__dict__ and (form := _norm_formula(module)) is not None:
                 self._norms.append(_FusedNorm(module, form, type(module).forward))
             names = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
             function = names.get(ROTARY)
-            if id(names) not in seen and callable(function) and _is_rotary(function):
+            if id(names) not in visited and callable(function) and _is_rotary(function):
                 self._rotary.append((names, _FusedRotary(function)))
-            seen.add(id(names))
+            visited.add(id(names))
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -227,7 +227,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.stream, ctx.owner = stream, owner
         ctx.parameters = inputs[count:]
         ctx.weights = Weights.current(owner.layer)
-        stream.call.forget_tensors()
+        stream.call.drop_tensors()
         return tuple(outputs)
 
     @staticmethod

@@ -48,7 +48,7 @@ HOST = "cpu"
 
 
 @dataclass(frozen=True)
-class Facts:
+class MaskFacts:
     """A recognised mask, with the fields of :class:`~streamtune.ops.LazyMask`; the starts are ``[B or 1, T]``."""
 
     causal: bool = False
@@ -71,7 +71,7 @@ class _UnknownCombinationError(Exception):
     """The parts of a mask are recognised, but not their combination."""
 
 
-def recognise_mask(function: Function, length: int, device: torch.device) -> Facts:
+def recognise_mask(function: Function, length: int, device: torch.device) -> MaskFacts:
     """Return the recognised parts of a mask function over positions 0 to ``length`` - 1.
 
     Args:
@@ -79,7 +79,7 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Fac
         length: Number of positions.
         device: Device of the starts; each start tensor also has a copy on the host.
     """
-    unrecognised = Facts(rest=(function,))
+    unrecognised = MaskFacts(rest=(function,))
     try:
         facts = _read_facts(function, torch.arange(length, device=HOST)[None])
     except _UnknownCombinationError:
@@ -93,52 +93,52 @@ def recognise_mask(function: Function, length: int, device: torch.device) -> Fac
     return replace(facts, row_start=rows, span_start=spans, block_start=blocks)
 
 
-def _read_facts(function: Function, position_BT: Tensor) -> Facts:
+def _read_facts(function: Function, position_BT: Tensor) -> MaskFacts:
     """Return the facts of one part of a mask, computed on the host.
 
     ``position_BT`` are the positions that the part gets; inside a remap, they restart in each row.
     """
     if function is _causal_mask_function:
-        return Facts(causal=True)
+        return MaskFacts(causal=True)
     read = _READERS.get(getattr(function, "__qualname__", ""))
     facts = read(function, position_BT) if read is not None else None
-    return Facts(rest=(function,)) if facts is None else facts
+    return MaskFacts(rest=(function,)) if facts is None else facts
 
 
-def _read_window(function: Function, position_BT: Tensor) -> Facts | None:
+def _read_window(function: Function, position_BT: Tensor) -> MaskFacts | None:
     (size,) = _closure_values(function, WINDOW)
-    return Facts(window=size) if isinstance(size, int) else None
+    return MaskFacts(window=size) if isinstance(size, int) else None
 
 
-def _read_packed(function: Function, position_BT: Tensor) -> Facts | None:
+def _read_packed(function: Function, position_BT: Tensor) -> MaskFacts | None:
     (ids,) = _closure_values(function, PACKED)
-    return Facts(row_start=run_starts(host_copy(ids))) if _are_runs(ids, position_BT) else None
+    return MaskFacts(row_start=run_starts(host_copy(ids))) if _are_contiguous_runs(ids, position_BT) else None
 
 
-def _read_span(function: Function, position_BT: Tensor) -> Facts | None:
+def _read_span(function: Function, position_BT: Tensor) -> MaskFacts | None:
     size, left = _closure_values(function, SPAN)
     if not isinstance(size, int) or not isinstance(left, Tensor):
         return None
     rows = max(left.shape[0], position_BT.shape[0])
     ids = (position_BT.expand(rows, -1) - host_copy(left)[:, None]).div(size, rounding_mode="floor")
-    return Facts(span_start=run_starts(ids))
+    return MaskFacts(span_start=run_starts(ids))
 
 
-def _read_blocks(function: Function, position_BT: Tensor) -> Facts | None:
+def _read_blocks(function: Function, position_BT: Tensor) -> MaskFacts | None:
     """Return the blocks of a part, for :func:`_read_or`: blocks are valid only in an ``or`` with a causal mask."""
     (ids,) = _closure_values(function, BLOCKS)
-    if not _are_runs(ids, position_BT):
+    if not _are_contiguous_runs(ids, position_BT):
         return None
     ids = host_copy(ids)
     positions = torch.arange(ids.shape[1], device=HOST)
-    return Facts(block_start=torch.where(ids >= 0, run_starts(ids), positions))
+    return MaskFacts(block_start=torch.where(ids >= 0, run_starts(ids), positions))
 
 
-def _read_and(function: Function, position_BT: Tensor) -> Facts | None:
+def _read_and(function: Function, position_BT: Tensor) -> MaskFacts | None:
     (parts,) = _closure_values(function, AND_MASKS)
     if not parts:
         return None
-    facts = Facts()
+    facts = MaskFacts()
     remaps = [part for part in parts if _is_remap(part) or _is_remapped_or(part)]
     for part in parts:
         if part not in remaps:
@@ -147,7 +147,7 @@ def _read_and(function: Function, position_BT: Tensor) -> Facts | None:
         within = (
             _read_remapped(part, facts.row_start) if _is_remap(part) else _read_or(part, position_BT, facts.row_start)
         )
-        facts = _intersection(facts, within or Facts(rest=(part,)))
+        facts = _intersection(facts, within or MaskFacts(rest=(part,)))
     return facts
 
 
@@ -159,7 +159,7 @@ def _is_remapped_or(function: Function) -> bool:
     return bool(parts) and _is_remap(parts[0])
 
 
-def _read_or(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> Facts | None:
+def _read_or(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> MaskFacts | None:
     """Return the facts of an ``or_masks`` of a causal mask and blocks, within rows ``row_start``; None for others."""
     (parts_held,) = _closure_values(function, OR_MASKS)
     parts: Any = parts_held or ()
@@ -173,14 +173,14 @@ def _read_or(function: Function, position_BT: Tensor, row_start: Tensor | None =
     return replace(base, block_start=blocks.block_start)
 
 
-def _read_remapped(function: Function, row_start: Tensor | None) -> Facts:
+def _read_remapped(function: Function, row_start: Tensor | None) -> MaskFacts:
     """Return the facts of a mask whose positions restart in each row.
 
     It is recognised if positions restart only where packed rows begin. Then two positions in a row differ by as much
     as their places in the sequence.
     """
     inner, positions = _closure_values(function, REMAPPED)
-    opaque = Facts(rest=(function,))
+    opaque = MaskFacts(rest=(function,))
     if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
         return opaque
     positions = host_copy(positions)
@@ -195,7 +195,7 @@ def _read_remapped(function: Function, row_start: Tensor | None) -> Facts:
     return facts
 
 
-def _intersection(first: Facts, second: Facts) -> Facts:
+def _intersection(first: MaskFacts, second: MaskFacts) -> MaskFacts:
     """Return the facts of the intersection of two masks."""
     if (first.block_start is not None and second.causal) or (second.block_start is not None and first.causal):
         raise _UnknownCombinationError
@@ -205,7 +205,7 @@ def _intersection(first: Facts, second: Facts) -> Facts:
     with_blocks = first if first.block_start is not None else second
     if blocks is not None and with_blocks.window is not None and without_blocks.window is not None:
         raise _UnknownCombinationError
-    return Facts(
+    return MaskFacts(
         causal=first.causal or second.causal,
         window=min(windows, default=None),
         row_start=_elementwise_later_start(first.row_start, second.row_start),
@@ -222,13 +222,13 @@ def _elementwise_later_start(first: Tensor | None, second: Tensor | None) -> Ten
     return torch.maximum(first, second)
 
 
-def _splits_blocks(facts: Facts) -> bool:
+def _splits_blocks(facts: MaskFacts) -> bool:
     """Return True if a row or span starts inside a block."""
     starts, blocks = (facts.row_start, facts.span_start), facts.block_start
     return any(bool((start > blocks).any()) for start in starts if start is not None and blocks is not None)
 
 
-def _are_runs(ids: Any, position_BT: Tensor) -> bool:
+def _are_contiguous_runs(ids: Any, position_BT: Tensor) -> bool:
     """Return True if ``ids`` ``[B, T]`` has one id per place, and each id that is not negative is one run of places."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != position_BT.shape[1]:
         return False
@@ -247,7 +247,7 @@ def _closure_values(function: Function, function_kind: str) -> tuple[Any, ...]:
     return tuple(held.get(name) for name in CLOSURE_VARIABLES[function_kind])
 
 
-_READERS: dict[str, Callable[[Function, Tensor], Facts | None]] = {
+_READERS: dict[str, Callable[[Function, Tensor], MaskFacts | None]] = {
     AND_MASKS: _read_and,
     OR_MASKS: _read_or,
     WINDOW: _read_window,

@@ -103,11 +103,11 @@ class ModelCall:
             attentions: Attention implementations of the model without streaming.
             cached: True if the configuration enables the cache and nothing overrides it.
         """
-        asked = self.get("use_cache")
+        use_cache = self.get("use_cache")
         by_positions = describes_packed_rows(self.kwargs) or any(
             str(name).startswith(BY_POSITIONS) for name in attentions
         )
-        if by_positions or not (cached if asked is None else asked):
+        if by_positions or not (cached if use_cache is None else use_cache):
             return
         if self.get("attention_mask") is None and self.has_parameter("attention_mask") and all(self.size):
             positions = self.get("position_ids")
@@ -127,8 +127,8 @@ class ModelCall:
         targets = self.kwargs.get("shift_labels") if targets is None else targets
         labels, mask = self.get("labels"), self.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and self.cache is not None:
-            seen = mask.cumsum(1) > 0  # padding behind a token of the cache sees that token
-            mask = seen[:, seen.shape[1] - self.size[1] :]
+            is_token = mask.cumsum(1) > 0  # padding behind a token of the cache sees that token
+            mask = is_token[:, is_token.shape[1] - self.size[1] :]
         if targets is None and labels is not None:
             targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
         if targets is None or not isinstance(mask, Tensor) or mask.shape != targets.shape:

@@ -161,7 +161,7 @@ class Observer(Protocol):
         An empty chunk marks the start of a layer's backward: the next calls belong to that layer.
         """
 
-    def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Handle new tensors; ``kind`` is ``keys and values``, ``attention output``, ``layer input``, ``state``, ..."""
 
     def on_resize(self, x: Tensor) -> None:
@@ -190,7 +190,7 @@ def notify_chunk(layer: nn.Module, chunk: slice, pass_name: str) -> None:
 def notify_tensors(kind: str, *tensors: Tensor) -> None:
     """Notify the observers that these tensors are held as ``kind``."""
     for observer in _observers:
-        observer.on_hold(kind, tensors)
+        observer.on_new_tensors(kind, tensors)
 
 
 def notify_resized(x: Tensor) -> None:

@@ -8,7 +8,7 @@ a model on the CPU. While a layer computes (forward, recompute, backward), its m
 The next layer's weights are copied while a layer computes, so the weights of two layers are on the device at a time.
 The gradients of a layer are copied to the host after its last chunk, before the autograd node returns them.
 
-The weights of decoder layers, embedding and head are offloaded. Trained weights beside frozen ones in a layer
+The weights of decoder layers, embedding and head are offloaded. Trained weights in a layer with frozen weights
 (adapters) stay on the device. So do quantised weights, and the weights of other modules (the final norm). Embedding and
 head are copied for each of their calls, and an autograd node returns their gradients to the host.
 
@@ -92,7 +92,7 @@ def _layer_weights(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]
     """Return the offloaded weights of a layer, each with its module and its name in it."""
     entries = [entry for module in layer.modules() for entry in _plain_parameters(module)]
     frozen = [entry for entry in entries if not entry[2].requires_grad]
-    return frozen or entries  # trained weights beside frozen ones are adapters
+    return frozen or entries  # trained weights in a layer with frozen weights are adapters
 
 
 def _plain_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
@@ -146,22 +146,22 @@ class _Fetched:
 
 
 @dataclass
-class _Unit:
+class _WeightUnit:
     """Offloaded weights of a layer, embedding or head, each once, and the module attributes that hold them."""
 
     parameters: list[nn.Parameter]
-    places: list[tuple[nn.Module, str, int]]
+    attributes: list[tuple[nn.Module, str, int]]
     """(module, name, index in ``parameters``) of each attribute."""
     next_layer: int | None = None
     """Index of the layer after this layer; None for embedding, head and other modules."""
     leaves: list[Tensor] | None = None
     depth: int = 0
-    before: list[Tensor | None] = field(default_factory=list)
+    replaced: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
     def from_entries(
         cls, entries: Sequence[tuple[nn.Module, str, nn.Parameter]], next_layer: int | None = None
-    ) -> _Unit:
+    ) -> _WeightUnit:
         order = {id(p): p for _, _, p in entries}
         index = {key: place for place, key in enumerate(order)}
         return cls(list(order.values()), [(m, key, index[id(p)]) for m, key, p in entries], next_layer)
@@ -186,11 +186,13 @@ class OffloadedWeights:
         self._fp32_ids = _fp32_weight_ids(model)
         self.copies = Copies(self.device)
         keep_on_host(model, self.device, self.pool)
-        self._layers = [_Unit.from_entries(_layer_weights(layer), place + 1) for place, layer in enumerate(layers)]
+        self._layers = [
+            _WeightUnit.from_entries(_layer_weights(layer), place + 1) for place, layer in enumerate(layers)
+        ]
         self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
         outside = _embedding_and_head(model) if dtype is None else _modules_outside(model, layers)
-        self._units |= {id(module): _Unit.from_entries(_plain_parameters(module)) for module in outside}
-        self._prefetched: tuple[_Unit, _Fetched] | None = None
+        self._units |= {id(module): _WeightUnit.from_entries(_plain_parameters(module)) for module in outside}
+        self._prefetched: tuple[_WeightUnit, _Fetched] | None = None
         self._hooks: list[Any] = []
         for module in outside:
             self._hooks.append(module.register_forward_pre_hook(self._before_call))
@@ -256,7 +258,7 @@ class OffloadedWeights:
 
     # Copies to the device.
 
-    def _copies_as_leaves(self, unit: _Unit) -> list[Tensor]:
+    def _copies_as_leaves(self, unit: _WeightUnit) -> list[Tensor]:
         ahead, self._prefetched = self._prefetched, None
         if ahead is None or ahead[0] is not unit or ahead[1].versions != unit.versions():
             del ahead
@@ -267,32 +269,32 @@ class OffloadedWeights:
             nn.Parameter(x, requires_grad=p.requires_grad) for p, x in zip(unit.parameters, fetched.wait(), strict=True)
         ]
 
-    def _fetch(self, unit: _Unit) -> _Fetched:
+    def _fetch(self, unit: _WeightUnit) -> _Fetched:
         copies = []
         with torch.no_grad():
             for parameter in unit.parameters:
                 copies.append(self._begin_copy(parameter))
         return _Fetched(unit.versions(), copies)
 
-    def _prefetch_neighbour(self, unit: _Unit, prefetch: int) -> None:
+    def _prefetch_neighbour(self, unit: _WeightUnit, prefetch: int) -> None:
         if not prefetch or unit.next_layer is None:
             return
         place = unit.next_layer if prefetch > 0 else unit.next_layer - 2
         if 0 <= place < len(self._layers):
             self._prefetched = self._layers[place], self._fetch(self._layers[place])
 
-    def _install_copies(self, unit: _Unit, tensors: Sequence[Tensor]) -> None:
-        unit.before = []
-        for module, key, index in unit.places:
+    def _install_copies(self, unit: _WeightUnit, tensors: Sequence[Tensor]) -> None:
+        unit.replaced = []
+        for module, key, index in unit.attributes:
             current = module._parameters.get(key)
-            unit.before.append(current)
+            unit.replaced.append(current)
             if current is unit.parameters[index]:
                 module._parameters[key] = tensors[index]  # type: ignore[assignment]
 
-    def _restore_weights(self, unit: _Unit) -> None:
-        for (module, key, _), current in zip(unit.places, unit.before, strict=True):
+    def _restore_weights(self, unit: _WeightUnit) -> None:
+        for (module, key, _), current in zip(unit.attributes, unit.replaced, strict=True):
             module._parameters[key] = current  # type: ignore[assignment]
-        unit.before = []
+        unit.replaced = []
 
     # Embedding and head.
 
@@ -330,7 +332,7 @@ class OffloadedWeights:
         self.tiers.host.moved_bytes += parameter.nbytes
         return x, event
 
-    def fetch_ready(self, parameter: Tensor) -> Tensor:
+    def fetch_and_wait(self, parameter: Tensor) -> Tensor:
         """Return a copy of a weight on the device, ready to be read."""
         x, event = self._begin_copy(parameter)
         if event is not None:
@@ -350,7 +352,7 @@ class _OnDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, weights: OffloadedWeights) -> Tensor:
         ctx.weights, ctx.parameter = weights, parameter
-        return weights.fetch_ready(parameter)
+        return weights.fetch_and_wait(parameter)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:

@@ -134,7 +134,7 @@ class OwnAttention:
         return torch.float32 if dtype == torch.float64 else dtype
 
 
-def tile(view: MaskView, dtype: torch.dtype) -> Tensor:
+def mask_tile(view: MaskView, dtype: torch.dtype) -> Tensor:
     """Return the tile ``[B, 1, T, S]`` of a lazy mask: boolean, or additive in a floating ``dtype``."""
     rows, _, queries, keys = view.shape
     allowed = view.mask.tile(view.q_start, view.q_stop, view.k_start, view.k_stop).expand(rows, 1, queries, keys)
@@ -167,7 +167,7 @@ class DensifiedMask(LazyMask):
 
     def dense(self) -> Tensor:
         """Return the dense mask ``[B, 1, T, S]``."""
-        return tile(self.rows(0, self.q_length), self.dense_dtype)
+        return mask_tile(self.rows(0, self.q_length), self.dense_dtype)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

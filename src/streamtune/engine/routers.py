@@ -93,7 +93,7 @@ class RouterSums:
         )
 
     def __add__(self, other: RouterSums) -> RouterSums:
-        return RouterSums(*(mine + its for mine, its in zip(self.parts, other.parts, strict=True)))
+        return RouterSums(*(own_sum + its for own_sum, its in zip(self.parts, other.parts, strict=True)))
 
     @property
     def parts(self) -> list[Tensor]:

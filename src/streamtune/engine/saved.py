@@ -136,10 +136,10 @@ class SavedKV:
         self.unload()
         if chunk.start == 0:
             return
-        seen = self._seen_spans(chunk, first_key)
-        self.kv.offset = min([self.spans[start].start for start in seen], default=chunk.start)
+        seen_spans = self._seen_spans(chunk, first_key)
+        self.kv.offset = min([self.spans[start].start for start in seen_spans], default=chunk.start)
         self.kv.pairs = self._buffers(chunk, lambda like, shape: like.new_empty(shape))
-        self._fill(self.blocks, seen, self.kv.pairs)
+        self._fill(self.blocks, seen_spans, self.kv.pairs)
 
     def release(self) -> None:
         """Free the memory of the buffers, but keep the tensor objects, which the graph of a chunk holds."""
@@ -154,8 +154,8 @@ class SavedKV:
                 _resize(x, x.numel() * x.element_size())
                 with _unsafe_preserve_version_counter(x):
                     x[:, :, self.kv.buffer_slice(chunk)] = chunk_kv[2 * index + place].detach()
-        seen = [s for s, span in self.spans.items() if s < chunk.start and span.start >= self.kv.offset]
-        self._fill(self.blocks, seen, self.kv.pairs)
+        seen_spans = [s for s, span in self.spans.items() if s < chunk.start and span.start >= self.kv.offset]
+        self._fill(self.blocks, seen_spans, self.kv.pairs)
 
     def load_sums(self, chunk: slice) -> None:
         """Load the sums of dK, dV so far, for the loaded keys and for the chunk's own keys."""

@@ -183,22 +183,22 @@ def _deepspeed_offload(layer: nn.Module) -> Any:
 class Weights:
     """The parameters and buffers of one layer at one moment.
 
-    ``held`` has for each its name, tensor, version counter, data address and ``requires_grad``. It is empty if the
+    ``tensors`` has for each its name, tensor, version counter, data address and ``requires_grad``. It is empty if the
     weights are sharded, because they are gathered anew for each call.
     """
 
     layer: nn.Module
-    held: tuple[tuple[str, Tensor, int, int, bool], ...]
+    tensors: tuple[tuple[str, Tensor, int, int, bool], ...]
 
     @classmethod
     def current(cls, layer: nn.Module) -> Weights:
         """Return the current weights of ``layer``."""
         if any(map(is_sharded, layer.modules())):
             return cls(layer, ())
-        held: list[tuple[str, Tensor, int, int, bool]]
-        held = [(name, p, p._version, _data_address(p), p.requires_grad) for name, p in layer.named_parameters()]
-        held += [(name, buffer, buffer._version, 0, False) for name, buffer in layer.named_buffers()]
-        return cls(layer, tuple(held))
+        tensors: list[tuple[str, Tensor, int, int, bool]]
+        tensors = [(name, p, p._version, _data_address(p), p.requires_grad) for name, p in layer.named_parameters()]
+        tensors += [(name, buffer, buffer._version, 0, False) for name, buffer in layer.named_buffers()]
+        return cls(layer, tuple(tensors))
 
     def check(self, between: str = "the forward and its backward") -> None:
         """Check that the layer still has these weights, as autograd does for saved tensors.
@@ -210,7 +210,7 @@ class Weights:
             ArgumentError: A weight was changed in place, replaced through ``.data``, or frozen.
             FlatParametersError: A weight is no longer a parameter of the layer.
         """
-        for name, parameter, version, place, trained in self.held:
+        for name, parameter, version, place, trained in self.tensors:
             table, key = _table_and_key(self.layer, name)
             if key not in table:  # a layer may replace its own buffers
                 if not isinstance(parameter, nn.Parameter) and not trained:
@@ -232,7 +232,7 @@ class Weights:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context manager: the layer has these tensors, also after ``torch.func.functional_call`` has ended."""
-        places = [(*_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.held]
+        places = [(*_table_and_key(self.layer, name), tensor) for name, tensor, *_ in self.tensors]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]
         before = [table[key] for table, key, _ in swapped]
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.libraries import blame_untested, untested_note
+from streamtune.base.libraries import name_untested_as_cause, untested_note
 from streamtune.base.model_facts import model_device
 from streamtune.engine.call_hooks import SHORT, StreamedCalls
 from streamtune.engine.hf_names import check_names
@@ -108,7 +108,7 @@ class StreamHandle(StreamedCalls):
         check_names()
         if text := untested_note():
             warnings.warn(text, stacklevel=3)
-        with blame_untested():
+        with name_untested_as_cause():
             super().__init__(model, schedule, head, router_loss, sequence_parallel, short)
 
     def logprobs(
@@ -230,7 +230,7 @@ class StreamHandle(StreamedCalls):
             >>> with streamtune.stream(model, chunk_size=16) as handle:
             ...     handle.check()
         """
-        with blame_untested():
+        with name_untested_as_cause():
             check_exact(self)
             check_order(self)
             if self.sequence_parallel is not None:

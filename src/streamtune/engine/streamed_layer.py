@@ -170,12 +170,12 @@ class StreamedLayer:
 def leaves_outside(z_out: Tensor, allowed: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield leaves that need a gradient in the graph of ``z_out``, except the tensors ``allowed``."""
     known_ids = {id(tensor) for tensor in allowed}
-    todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in allowed if tensor.grad_fn is not None}
+    todo, visited = [z_out.grad_fn], {tensor.grad_fn for tensor in allowed if tensor.grad_fn is not None}
     while todo:
         node = todo.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known_ids:
             yield variable

@@ -196,16 +196,16 @@ def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = TYP
         given = settings.get(key) or {}
         if not isinstance(given, Mapping) or not all(_is_number(value) for value in given.values()):
             raise refuse(key, "a mapping of patterns to numbers")
-        find_matches(list(given), names, where=f"{key} in {path}", how="match", form=PEFT_FORM)
+        find_matches(list(given), names, where=f"{key} in {path}", match_function="match", template=PEFT_FORM)
     for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "target_parameters"):
         given = settings.get(key)
         if given is not None and not isinstance(given, str) and not _are_texts(given):
             raise refuse(key, "a string or a list of strings")
         if isinstance(given, str):
-            find_matches([given], names, where=f"{key} in {path}", how="fullmatch")
+            find_matches([given], names, where=f"{key} in {path}", match_function="fullmatch")
     layers = settings.get("layers_pattern") or []
     forms = [layers] if isinstance(layers, str) else list(layers)
-    find_matches(forms, names, where=f"layers_pattern in {path}", how="match", form=r".*\.{}\.(\d+)\.")
+    find_matches(forms, names, where=f"layers_pattern in {path}", match_function="match", template=r".*\.{}\.(\d+)\.")
 
 
 def _is_number(value: Any, *, whole: bool = False) -> bool:

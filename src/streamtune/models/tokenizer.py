@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from streamtune.base.patterns import check_splits
+from streamtune.base.patterns import check_split_patterns
 from streamtune.errors import ArgumentError
 from streamtune.models.config import check_count, check_exists, key_place, loading_error
 
@@ -160,7 +160,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
     if backend is not None:
         parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
         written = [json.loads(part.__getstate__()) for part in parts if part is not None]
-        check_splits(list(_patterns(written)), where=f"tokenizer.json of {name_or_path}")
+        check_split_patterns(list(_patterns(written)), where=f"tokenizer.json of {name_or_path}")
     if set(found.get_vocab()) <= set(found.all_special_tokens):  # made from the model's configuration alone
         raise ArgumentError(
             f"'{name_or_path}' has no tokenizer: none of its files has tokens",

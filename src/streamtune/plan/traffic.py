@@ -289,7 +289,7 @@ class _StateByteCounter:
 
     stored_bytes = 0
 
-    def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
         if kind == "state":
             self.stored_bytes += sum(tensor.nbytes for tensor in tensors)
 

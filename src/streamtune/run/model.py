@@ -429,7 +429,7 @@ def _adapter_spec(recipe: ModelSettings) -> models.AdapterSpec:
         exclude=recipe.lora_exclude,
         ranks=recipe.lora_rank_pattern,
         alphas=recipe.lora_alpha_pattern,
-        whole=recipe.modules_to_save,
+        modules_to_save=recipe.modules_to_save,
         block_size=recipe.oft_block_size,
     )
 

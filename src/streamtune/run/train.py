@@ -19,7 +19,7 @@ import torch
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
 from streamtune.base.privacy import redact, redact_values
-from streamtune.base.streams import lost_output
+from streamtune.base.streams import lost_output_error
 from streamtune.distributed import RankEnvironment, Watchdog, move_log_to_run, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.recipe.keys.engine import EngineKeys
@@ -153,7 +153,7 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
             why: dict[str, Any] = {} if finished else {"reason": stop.reason}
             if progressed.ended_early:
                 why["early"] = True
-            if (lost := lost_output()) is not None:
+            if (lost := lost_output_error()) is not None:
                 why["output"] = f"lost: {lost.strerror}"
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **why)
             listeners.event("finish" if finished else "stop", {"step": progressed.step, **why})

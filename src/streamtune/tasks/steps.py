@@ -401,5 +401,5 @@ class SelectedSteps(Steps):
         return np.array([point for _, point in sorted(found, key=lambda each: each[0])], dtype=np.float64)
 
 
-def _choice_values(choice: data.Choice) -> tuple[list[int], int, float, float]:
+def _choice_values(choice: data.ChosenRows) -> tuple[list[int], int, float, float]:
     return list(choice.places), choice.kept, choice.gap, choice.chance

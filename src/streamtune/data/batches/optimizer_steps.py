@@ -287,7 +287,7 @@ def _assign_micro_step(
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenRows:
     """The rows of a step that are chosen to train on."""
 
     places: tuple[int, ...]
@@ -312,7 +312,7 @@ def small_sources(row_counts: Sequence[int]) -> frozenset[int]:
 
 def choose_rows(
     points: Points, sources: Sequence[int], count: int, small_source_indices: frozenset[int] = frozenset()
-) -> Choice:
+) -> ChosenRows:
     """Choose ``count`` rows: all rows of small sources, and medoids of each other source in proportion to its size.
 
     If the small sources alone have ``count`` rows or more, they are treated like other sources. A row with a non-finite
@@ -330,7 +330,7 @@ def choose_rows(
     usable = [int(row) for row in np.flatnonzero(finite)]
     if len(usable) < count:
         more = np.flatnonzero(~finite)[: count - len(usable)]
-        return Choice(tuple(sorted((*usable, *more.tolist()))), 0, 0.0, 0.0)
+        return ChosenRows(tuple(sorted((*usable, *more.tolist()))), 0, 0.0, 0.0)
     kept = [row for row in usable if sources[row] in small_source_indices]
     if len(kept) >= count:
         kept = []
@@ -344,7 +344,7 @@ def choose_rows(
     ):
         chosen += [places[index] for index in choose_medoids(points[places], budget)]
     chosen.sort()
-    return Choice(tuple(chosen), len(kept), *_mean_gaps(points[chosen], points[usable]))
+    return ChosenRows(tuple(chosen), len(kept), *_mean_gaps(points[chosen], points[usable]))
 
 
 def choose_medoids(points: Points, count: int) -> list[int]:
@@ -380,7 +380,7 @@ def _divide_count(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _mean_gaps(chosen_points: Points, all_points: Points) -> tuple[float, float]:
-    """Return :attr:`Choice.gap`, and :attr:`Choice.chance` from the variance of a draw without replacement."""
+    """Return :attr:`ChosenRows.gap`, and :attr:`ChosenRows.chance` from the variance of a draw without replacement."""
     mean_of_all, rows, count = all_points.mean(axis=0), len(all_points), len(chosen_points)
     length = max(float(np.linalg.norm(mean_of_all)), 1e-30)
     variance = float(((all_points - mean_of_all) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count

@@ -120,16 +120,14 @@ def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | 
         room = policy.max_length - context
         stop = size if size - start <= room else start + room
         if stop < size and breaks is not None:
-            stop = _part_end(trained, breaks, start, stop, max(context, 1), SPLIT_AT.index(policy.split_at))
+            stop = _part_end(trained, breaks, start, stop, SPLIT_AT.index(policy.split_at))
         # The first token of a part has no context, so it is not trained.
         parts.append(TokenSpan(start - context, stop, max(context, 1)))
         start = stop
     return parts
 
 
-def _part_end(
-    trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, context_tokens: int, strongest_border: int
-) -> int:
+def _part_end(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int, strongest_border: int) -> int:
     """Return where a part that starts at ``start`` ends: at a border, at ``stop`` at the latest."""
     inside = breaks[start + 1 : stop + 1]
     for kind in range(strongest_border, 0, -1):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from streamtune.base.paths import check_descriptors, open_nonblocking
+from streamtune.base.paths import open_nonblocking, raise_if_too_many_open_files
 from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
 
@@ -104,7 +104,7 @@ def _open_local(path: Path, shown: str) -> IO[bytes]:
         _check_regular(path.stat().st_mode, shown)  # before opening: opening a device may have an effect
         file = open(path, "rb", opener=open_nonblocking)  # noqa: SIM115 - the reader closes it
     except OSError as error:
-        check_descriptors(error)
+        raise_if_too_many_open_files(error)
         if path.is_symlink() and isinstance(error, FileNotFoundError):
             raise DataError(
                 f"broken symbolic link: '{path.readlink()}' does not exist",
@@ -152,7 +152,7 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
             with COMPRESSED[suffix][1](raw) as unpacked:
                 yield unpacked
         except OSError as error:
-            check_descriptors(error)
+            raise_if_too_many_open_files(error)
             if not text:  # the reader of a binary format handles its own errors
                 raise
             is_damaged = suffix in COMPRESSED and error.errno is None  # errors of the system have an errno

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from streamtune.base.patterns import tokenizer_error
+from streamtune.base.patterns import tokenizer_panic_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -355,7 +355,7 @@ class LongTextTokenizer:
             try:
                 encoded = self._backend.encode(text, add_special_tokens=special)
             except BaseException as error:
-                if (known := tokenizer_error(error)) is not None:
+                if (known := tokenizer_panic_error(error)) is not None:
                     raise known from None
                 raise
             ids, read = encoded.ids, lambda: encoded.offsets

@@ -186,7 +186,7 @@ class RowRenderer:
         )
         if not chat.ends:
             self.log.note("the chat template ends answers without a special token: the model does not learn to stop")
-        self._count_findings(content, trained, answers, chat.system, origin)
+        self._count_findings(content, trained, answers, chat.system)
         self.log.current.tools_left_out += bool(content.tools) and not any(
             name in chat.text for name in _tool_names(content.tools)
         )
@@ -259,7 +259,7 @@ class RowRenderer:
         )
 
     def _count_findings(
-        self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str, origin: str
+        self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str
     ) -> None:
         now, messages = self.log.current, content.messages
         now.answers += len(answers)

@@ -221,14 +221,14 @@ Arguments = inspect.BoundArguments
 class RecordedCall:
     """A recorded call of layer ``index`` of a model, detached from its graph.
 
-    ``wanted`` names the ``inputs`` that need a gradient. ``outputs`` are the plain layer's outputs, the first
+    ``trained_inputs`` names the ``inputs`` that need a gradient. ``outputs`` are the plain layer's outputs, the first
     ``[B, T, C]``.
     """
 
     index: int
     arguments: Arguments
     inputs: dict[Name, Tensor]
-    wanted: list[Name]
+    trained_inputs: list[Name]
     outputs: list[Tensor]
 
     @property

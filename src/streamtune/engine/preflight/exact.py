@@ -215,7 +215,7 @@ class _Preflight:
             error = distance(x, reference, valid)
             if not error <= bound_input:
                 raise self.layer_check.difference_error(index, "input", error, bound_input)
-        used = with_tensors(arguments, {name: _as_leaf(call.inputs[name]) for name in call.wanted})
+        used = with_tensors(arguments, {name: _as_leaf(call.inputs[name]) for name in call.trained_inputs})
         out, outputs = run_recorded(with_self_argument(streamed_forward(layer, self.own_attention)), used)
         self.streamed.append(with_tensors(arguments, {}))  # a shared dictionary as it was before the call
         self.layer_check.check_output(outputs, call, self.streamed[-1])
@@ -274,7 +274,7 @@ class _Preflight:
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
             kind = layer_signature(self.layers[call.index])
-            if kind not in seen and call.wanted:
+            if kind not in seen and call.trained_inputs:
                 seen.add(kind)
                 yield call, streamed
 

@@ -113,7 +113,7 @@ class LayerCheck:
         with torch.enable_grad(), aliased_parameters(layer) as parameters:
             grads = []
             for plain in (True, False):
-                leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
+                leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.trained_inputs}
                 arguments = with_tensors(call.arguments if plain else streamed, leaves, layer)
                 with self.names.using(self.reference if plain else self.names.engine_names):
                     forward = (
@@ -130,7 +130,7 @@ class LayerCheck:
         floor = 1e-2 * math.hypot(*norms)
         worst = ("", 0.0)
         for name, plain_gradients, streamed_gradients, norm in zip(
-            [*call.wanted, *parameters], *grads, norms, strict=True
+            [*call.trained_inputs, *parameters], *grads, norms, strict=True
         ):
             error = ratio(norm_of(streamed_gradients, plain_gradients), max(norm, floor))
             if error > worst[1]:
@@ -174,7 +174,7 @@ class LayerCheck:
                     _, outputs = run_recorded(
                         with_self_argument(streamed_forward(wide, self.own_attention)), with_tensors(chunked, inputs)
                     )
-            wide_call = RecordedCall(call.index, with_tensors(plain, inputs), inputs, call.wanted, reference)
+            wide_call = RecordedCall(call.index, with_tensors(plain, inputs), inputs, call.trained_inputs, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
             if tensor_name != "output":
                 name, value = self._gradient_error(wide, wide_call, chunked)
@@ -238,19 +238,19 @@ def check_shared(handle: StreamedModel) -> None:
     ranks = handle.sequence_parallel
     assert ranks is not None
     layer = next((layer for layer in handle.layers if any(p.requires_grad for p in layer.parameters())), None)
-    wanted = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
+    trained_inputs = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
     with checking_mode(handle), _short_chunks(handle), handle.routers.silenced():
-        shared = _loss_and_gradient(handle, wanted)
+        shared = _loss_and_gradient(handle, trained_inputs)
         for tensor in shared[1:]:
             dist.all_reduce(tensor, group=ranks.group)
         try:
             handle.sequence_parallel = None
-            alone = _loss_and_gradient(handle, wanted)
+            alone = _loss_and_gradient(handle, trained_inputs)
         finally:
             handle.sequence_parallel = ranks
     bound = max(BOUND[bound_dtype(tensor, handle.layers[-1])] for tensor in alone)
     pairs = [("loss", shared[0], alone[0])]
-    if wanted:
+    if trained_inputs:
         gradients = [torch.cat([x.flatten() for x in grads[1:]]) for grads in (shared, alone)]
         pairs.append((f"gradient of {type(layer).__name__}", gradients[0], gradients[1]))
     for what, value, reference in pairs:

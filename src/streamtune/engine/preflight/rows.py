@@ -176,8 +176,8 @@ class _Trial:
         parameters = inspect.signature(type(self.model).forward).parameters
         accepted = {name: value for name, value in arguments.items() if name in parameters}  # others: in the context
         try:
-            more = {"use_cache": False, **without_router_loss(self.model)}
-            out = self.model.forward(input_ids=ids, **accepted, **more)
+            row_arguments = {"use_cache": False, **without_router_loss(self.model)}
+            out = self.model.forward(input_ids=ids, **accepted, **row_arguments)
         except (StreamTuneError, torch.OutOfMemoryError):
             raise
         except Exception as error:

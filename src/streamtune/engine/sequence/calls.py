@@ -35,7 +35,7 @@ UNSHARED_FIX = "set sequence_parallel_size: 1"
 """Fix for a call that ranks cannot share."""
 
 
-class Sharing:
+class CallSharding:
     """Changes calls of a streamed model to calls on this rank's shards; does nothing without sequence parallelism."""
 
     def __init__(self, handle: StreamedModel) -> None:

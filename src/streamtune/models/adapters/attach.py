@@ -90,7 +90,7 @@ def add_adapters(
         return adapted
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        if spec.row.constant_start:
+        if spec.row.subtracts_initial_values:
             add_start(adapted)
         if spec.row.start == "weights":
             start_from_weights(adapted, spec)
@@ -119,14 +119,16 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
 
     _check_patterns(spec, model)
     options = spec.peft_options(seed)
-    options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.whole) or None}
-    matching(spec.whole, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model)
+    options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.modules_to_save) or None}
+    matching(
+        spec.modules_to_save, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model
+    )
     if spec.row.low_rank:
         options |= low_rank_targets(model, spec)
         options["trainable_token_indices"] = (
             {name: list(new_tokens) for name in end_names(model)} if new_tokens else None
         )
-        options["ensure_weight_tying"] = bool(shared_ends(model, spec.whole))
+        options["ensure_weight_tying"] = bool(shared_ends(model, spec.modules_to_save))
     else:
         options["target_modules"] = linear_targets(model, spec)
         _check_not_low_rank(spec, model, new_tokens)
@@ -165,7 +167,7 @@ def _check_not_low_rank(spec: AdapterSpec, model: PreTrainedModel, new_tokens: S
             where="adapter_type",
             fix=f"{fix}, or add no tokens",
         )
-    for name in shared_ends(model, spec.whole):
+    for name in shared_ends(model, spec.modules_to_save):
         raise ArgumentError(
             f"{name} is tied (embedding and head share a weight); adapters of kind {spec.kind} would train an untied "
             "copy of it",
@@ -178,7 +180,7 @@ def _check_patterns(spec: AdapterSpec, model: nn.Module) -> None:
     """Refuse patterns that are invalid, or take too long on the names of this model."""
     names = module_names(model)
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
-        find_matches(list(patterns), names, where=where, how="match", form=PEFT_FORM)
+        find_matches(list(patterns), names, where=where, match_function="match", template=PEFT_FORM)
 
 
 def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:

@@ -31,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
 
     A new storage counts as an *activation* until its kind is set. Other kinds are *layer input* (hidden states passed
     to a decoder layer), *gradient* (``parameter.grad``), *optimizer* (state, by :meth:`set_kind`), and the kinds that
-    the engine reports (:meth:`on_hold`). Weights are not counted. Host memory is not counted if the model is on an
+    the engine reports (:meth:`on_new_tensors`). Weights are not counted. Host memory is not counted if the model is on an
     accelerator. Older storages are counted only if an operator returns a view of them.
 
     Args:
@@ -108,7 +108,7 @@ class LiveBytes(TorchDispatchMode):
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
         """Do nothing, because live bytes do not depend on the chunk."""
 
-    def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def on_new_tensors(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count tensors as the kind that the engine reports; the kind of recurrent states does not change."""
         if kind != "state":
             self.set_kind(kind, *tensors)

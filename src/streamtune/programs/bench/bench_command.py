@@ -158,7 +158,7 @@ def bench(
             method=method or ("simulate" if device_memory else "measure"),
             sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
         )
-        with interrupts.say_on_signal("Stopped. Finished rows are saved; the same command resumes."):
+        with interrupts.print_on_signal("Stopped. Finished rows are saved; the same command resumes."):
             notify = status.update if err.is_terminal else err.print
             report = table_recipe(loaded, cast(Any, table), options, notify=notify)
     write_output(folder / f"{report.stem}.md", markdown(report).encode("utf-8"))

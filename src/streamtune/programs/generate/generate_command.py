@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from streamtune.base import interrupts
-from streamtune.base.privacy import plain, without_controls
+from streamtune.base.privacy import escape_terminal_controls, plain
 from streamtune.cli.console import err, loading_libraries, out, print_error, print_json, print_note
 from streamtune.cli.options import JsonOption, option
 from streamtune.errors import ArgumentError, UserError
@@ -219,7 +219,7 @@ def _answer(answerer: Answerer, prompt: Prompt, *, quiet: bool = False) -> Answe
             shown[0] = False
         if not quiet:
             # A terminal executes control characters, also after a pipe; --json has the text unchanged.
-            print(plain(text) if out.is_terminal else without_controls(text), end="", flush=True)
+            print(plain(text) if out.is_terminal else escape_terminal_controls(text), end="", flush=True)
 
     try:
         return answerer.answer(prompt, show, reading)
@@ -244,7 +244,7 @@ def _print_vllm_answers(prompts: list[Prompt], answers: list[dict[str, Any]], *,
         )
         return
     for answer in answers:
-        print(plain(answer["text"]) if out.is_terminal else without_controls(answer["text"]))
+        print(plain(answer["text"]) if out.is_terminal else escape_terminal_controls(answer["text"]))
         err.print(Text(f"prompt: {answer['prompt_tokens']:,} tokens; answer: {answer['tokens']:,} tokens", style="dim"))
 
 

@@ -143,7 +143,9 @@ def _rows_html(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Itera
 
 def _part_html(found: Inspection, part: RowPart, *, named: bool) -> str:
     name = f"<p class=dim>{part.name}, {len(part.input_ids):,} tokens</p>" if named else ""
-    return f"{name}<pre class=tokens>{''.join(_token_run(each) for each in found.rows.runs(part, MAX_TOKENS))}</pre>"
+    return (
+        f"{name}<pre class=tokens>{''.join(_token_run(each) for each in found.rows.token_runs(part, MAX_TOKENS))}</pre>"
+    )
 
 
 def _token_run(run: Any) -> str:
