@@ -106,7 +106,7 @@ def time_table(
         def bucket(members: np.ndarray[Any, Any] = members, size: int = size) -> float:
             """Return the seconds for as many tokens as a chunk has."""
             units = random.choice(members, min(len(members), max_length // size), replace=False)
-            cut = [pieces.cut(examples, int(unit)) for unit in units]
+            cut = [pieces.cut_piece(examples, int(unit)) for unit in units]
             batch = MicroBatch(**data.collate_packed([cut], pad_token_id=0), origins=())
             return processor_seconds(model, batch) * max_length / batch.num_tokens
 

@@ -193,7 +193,7 @@ async def open_box(box, *, key=None):
 
 
 def build(root: Path) -> dict[str, tuple[str, str]]:
-    rows = stdlib_rows(root=root)
+    rows = stdlib_rows(library_folder=root)
     return {row.origin: tuple(message["content"] for message in row.columns["messages"]) for row in rows}
 
 

@@ -154,10 +154,10 @@ def test_a_row_is_found_by_its_origin(
     made: Callable[..., PreparedData], path: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     rows = RowInspector(made(max_length=60, overlength="split", val_size=0.1), tokenizer)
-    found = rows.find(f"{path}:5")
+    found = rows.numbers_of(f"{path}:5")
     assert found
     assert {rows.view(number).origin for number in found} == {f"{path}:5"}
-    assert rows.find("elsewhere:5") == []
+    assert rows.numbers_of("elsewhere:5") == []
     assert rows.evenly_spaced(4)[0] == 1
     assert len(set(rows.evenly_spaced(10**6))) == len(rows)
 

@@ -12,7 +12,7 @@ import pytest
 from preparing import prepare
 
 from streamtune.data import ResumableSampler, Source
-from streamtune.data.batches.sampler import Mixture, mix
+from streamtune.data.batches.sampler import Mixture, mixture_from_weights
 from streamtune.errors import DataError
 
 Write = Callable[..., str]
@@ -25,16 +25,16 @@ def visits(mixture: Mixture, order: np.ndarray) -> list[int]:
 
 def test_shares_are_of_rows_or_of_tokens_and_an_epoch_keeps_its_length() -> None:
     bounds, tokens = [0, 60, 90, 100], np.array([10] * 60 + [40] * 30 + [20] * 10)
-    by_rows = mix([1, 2, 1], bounds, np.ones(100, dtype=np.int64))
+    by_rows = mixture_from_weights([1, 2, 1], bounds, np.ones(100, dtype=np.int64))
     assert by_rows is not None
     assert by_rows.visits == (25, 50, 25)
-    by_tokens = mix([1, 2, 1], bounds, tokens)
+    by_tokens = mixture_from_weights([1, 2, 1], bounds, tokens)
     assert by_tokens is not None
     assert by_tokens.visits == (50, 25, 25)  # 500, 1,000 and 500 of 2,000 tokens
     assert tokens[by_tokens.order(0, seed=1, shuffle=False)].sum() == tokens.sum()
-    assert mix([1, 0, 0], bounds, tokens) == Mixture((0, 60, 90, 100), (200, 0, 0))
-    assert mix([1e-9, 1, 1], bounds, tokens).visits[0] == 1, "a source with a weight is visited"  # type: ignore[union-attr]
-    assert mix([1, 1, 0], [0, 0, 0, 100], np.ones(100, dtype=np.int64)) is None
+    assert mixture_from_weights([1, 0, 0], bounds, tokens) == Mixture((0, 60, 90, 100), (200, 0, 0))
+    assert mixture_from_weights([1e-9, 1, 1], bounds, tokens).visits[0] == 1, "a source with a weight is visited"  # type: ignore[union-attr]
+    assert mixture_from_weights([1, 1, 0], [0, 0, 0, 100], np.ones(100, dtype=np.int64)) is None
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -25,7 +25,7 @@ from streamtune.data import (
     token_budget_sampler,
 )
 from streamtune.data.batches.optimizer_steps import CURRICULA, choose_medoids
-from streamtune.data.record_table import Stored, spill
+from streamtune.data.record_table import Stored, open_record_table
 from streamtune.errors import CheckpointError
 
 
@@ -144,7 +144,7 @@ def test_positions_and_squares_of_trees(share: bool) -> None:
         Tree([1] * prompt, [[2] * common + [3 + index] * size for index, size in enumerate(sizes)], origin="rows:1")
         for prompt, common, sizes in ((5, 0, (3, 4)), (1, 0, (2,)), (9, 2, (1, 6, 2)), (4, 5, (2, 1)))
     ]
-    with spill(Tree) as (writer, tables):
+    with open_record_table(Tree) as (writer, tables):
         for tree in trees:
             writer.append(tree)
             writer.flush()

@@ -24,7 +24,7 @@ from streamtune.data import (
     cut_rows,
     pack_rows,
 )
-from streamtune.data.record_table import Stored, spill
+from streamtune.data.record_table import Stored, open_record_table
 from streamtune.errors import CheckpointError
 
 
@@ -209,7 +209,7 @@ def test_the_fingerprint_covers_the_packs(prepared: Callable[..., PreparedData])
 
 
 def stored(rows: list[Example]) -> Stored[Example]:
-    with spill(Example) as (writer, tables):
+    with open_record_table(Example) as (writer, tables):
         for number, row in enumerate(rows):
             writer.append(row)
             if number % 7 == 0:
@@ -247,7 +247,7 @@ def test_rows_are_their_pieces_joined(masked: float) -> None:
     joined: dict[int, list[int]] = {row: [] for row in range(len(rows))}
     targets = 0
     for number, (row, start, stop) in enumerate(zip(pieces.rows, pieces.starts, pieces.stops, strict=True)):
-        piece, whole = pieces.cut(rows, number), rows[int(row)]
+        piece, whole = pieces.cut_piece(rows, number), rows[int(row)]
         assert len(piece.input_ids) == stop - start >= 2
         np.testing.assert_array_equal(piece.input_ids, whole.input_ids[start:stop])
         np.testing.assert_array_equal(piece.labels[1:], whole.labels[start + 1 : stop])
@@ -273,9 +273,9 @@ def test_no_bucket_is_longer_than_the_length() -> None:
     pieces = cut(rows_of([3000, 2047, 64], 0.0), max_length=3000, min_length=64)
     assert max(pieces.buckets) == 2048
     assert pieces.lengths().sum() == 3000 + 2047 + 64
-    assert pieces.per_sequence().tolist() == [1] * len(pieces)
+    assert pieces.pieces_per_sequence().tolist() == [1] * len(pieces)
     shared = cut_rows(rows_of([3000], 0.0), max_length=3000, min_length=64, packing=True)
-    assert shared.per_sequence().tolist() == [3000 // size for size in shared.buckets]
+    assert shared.pieces_per_sequence().tolist() == [3000 // size for size in shared.buckets]
 
 
 def test_rows_that_are_visited_twice_have_their_pieces_twice() -> None:

@@ -61,7 +61,7 @@ def test_trained_tokens_are_those_of_the_offsets(name: str) -> None:
         names = tokenizer.convert_ids_to_tokens(encoding["input_ids"])
         extents = _extents_with_blanks(text, encoding["offset_mapping"], lambda: names)  # noqa: B023
         expected = _make_mask(_offset_array(extents), [turn.start for turn in turns], [turn.end for turn in turns])
-        found = tokenize(MarkedText(text, turns, "x:1", special=False))
+        found = tokenize(MarkedText(text, turns, "x:1", add_special_tokens=False))
         assert found.trained.tolist() == expected.tolist(), (text, turns)
 
 
@@ -88,7 +88,7 @@ def test_of_other_tokenizers_nothing_is_found() -> None:
 
 def test_a_token_that_takes_blanks_does_not_spell_them() -> None:
     backend = Tokenizer.from_str(TOKENIZERS["plain"].backend_tokenizer.to_str())
-    backend.add_special_tokens([AddedToken("<|call|>", lstrip=True, special=True)])
+    backend.add_special_tokens([AddedToken("<|call|>", lstrip=True, add_special_tokens=True)])
     speller = ByteSpeller(backend)
     assert speller.cover(backend.encode("one<|call|>").ids, "one<|call|>", [0], [3]) is not None
     assert speller.cover(backend.encode("one  <|call|>").ids, "one  <|call|>", [0], [3]) is None

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 import streamtune
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.inspect_model import decoder_layers
-from streamtune.engine.own_attention import DensifiedMask, sees_future, tile, tiled_attention_name
+from streamtune.engine.own_attention import DensifiedMask, sees_future, mask_tile, tiled_attention_name
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 from tests.conformance.reducer import build
@@ -38,7 +38,7 @@ def test_a_tile_is_a_part_of_the_models_own_mask(own: str, dtype: torch.dtype) -
     assert isinstance(lazy, DensifiedMask)
     form = torch.bool if own == "sdpa" else dtype
     for start, stop in ((0, 4), (4, 9), (8, 9)):
-        part = tile(lazy.chunk(start, stop, 0), form)
+        part = mask_tile(lazy.chunk(start, stop, 0), form)
         assert part.dtype == dense.dtype
         assert torch.equal(part, dense[:, :, start:stop, :stop])
 

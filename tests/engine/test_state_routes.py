@@ -35,7 +35,7 @@ def packed(*lengths: int) -> PackedRows:
 def test_a_state_goes_to_the_next_rank_and_from_the_last_to_the_first() -> None:
     routes = StateRoutes(shards(3, 24), None)
     assert [fragment.positions.stop for fragment in routes.fragments[1]] == [8, 20]
-    assert [fragment.after for fragment in routes.fragments[0]] == [None, 12]
+    assert [fragment.read_position for fragment in routes.fragments[0]] == [None, 12]
     assert [routes.sent_positions(rank, (rank + 1) % 3) for rank in range(3)] == [[4, 16], [8, 20], [12]]
     assert routes.returned_positions(0, 1) == [16, 4]
     assert routes.sent_positions(1, 0) == routes.sent_positions(0, 0) == []
@@ -45,7 +45,7 @@ def test_pieces_end_with_rows_and_begin_without_a_state() -> None:
     rows = packed(5, 1, 10)
     routes = StateRoutes(shards(2, 16, rows), rows)
     assert [
-        (fragment.positions.start, fragment.positions.stop, fragment.after) for fragment in routes.fragments[1]
+        (fragment.positions.start, fragment.positions.stop, fragment.read_position) for fragment in routes.fragments[1]
     ] == [
         (4, 5, 4),
         (5, 6, None),
@@ -70,10 +70,10 @@ def test_every_state_that_is_taken_up_is_made_by_a_piece_before() -> None:
             *(fragment.positions.stop for fragment in pieces[:-1]),
         ]
         for fragment in pieces:
-            assert fragment.after is None or fragment.after <= fragment.positions.start
-            assert fragment.after is None or fragment.after in routes.producers
+            assert fragment.read_position is None or fragment.read_position <= fragment.positions.start
+            assert fragment.read_position is None or fragment.read_position in routes.producers
             alone = fragment.own_slice.stop - fragment.own_slice.start == 1
-            assert not (alone and fragment.after is not None and fragment.positions.stop in routes.readers)
+            assert not (alone and fragment.read_position is not None and fragment.positions.stop in routes.readers)
 
 
 def test_chunks_stay_where_no_state_is_lost() -> None:

@@ -59,7 +59,7 @@ def rows_of(run: Run, units: list[int]) -> list[Example]:
     """Return the rows of some training units, each separately."""
     prepared = run.prepared
     if prepared.pieces is not None:
-        return [prepared.pieces.cut(prepared.train, unit) for unit in units]
+        return [prepared.pieces.cut_piece(prepared.train, unit) for unit in units]
     packs = prepared.packs
     return [prepared.train[row] for unit in units for row in ([unit] if packs is None else packs[unit])]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamtune import data
-from streamtune.data.record_table import Stored, Tree, spill
+from streamtune.data.record_table import Stored, Tree, open_record_table
 from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.tasks import task_of
@@ -97,7 +97,7 @@ def test_a_run_whose_data_is_known() -> None:
 def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
     turns = list(range(3, 40))
     pairs = [Tree([1, 2], [[5] * 9, [6] * 9]), Tree([1, 2, 3], [[*turns, 5, 6, 7], [*turns, 8]])]
-    with spill(Tree) as (writer, tables):
+    with open_record_table(Tree) as (writer, tables):
         for pair in pairs:
             writer.append(pair)
     prepared: Any = SimpleNamespace(train=Stored(Tree, tables[0], np.arange(2)))

@@ -133,7 +133,7 @@ def _choose_rows(found: Inspection, count: int, row: str | None, worst: bool) ->
         if not 0 < int(row) <= len(rows):
             raise ArgumentError(f"row {row} does not exist", where="--row", fix=f"give a number from 1 to {len(rows)}")
         return [("", rows.view(int(row)))]
-    numbers = rows.find(row)
+    numbers = rows.numbers_of(row)
     if not numbers:
         raise ArgumentError(
             f"no row was prepared from '{row}'",

@@ -119,7 +119,7 @@ class RowInspector:
         self.measured, self.tokenizer, self.kinds = prepared.measured, tokenizer, kinds
         self.records = prepared.train.all_records()
         self.held_out = np.zeros(len(self.records), dtype=np.bool_)
-        self.held_out[prepared.validation.numbers()] = True
+        self.held_out[prepared.validation.table_indices()] = True
         self.special_ids = _special_ids(tokenizer)
 
     def __len__(self) -> int:
@@ -137,9 +137,9 @@ class RowInspector:
             parts=_make_parts(record, self.kinds),
         )
 
-    def find(self, origin: str) -> list[int]:
+    def numbers_of(self, origin: str) -> list[int]:
         """Return the numbers of the records with an origin, such as ``file:line``."""
-        return [place + 1 for place in self.records.find(origin)]
+        return [place + 1 for place in self.records.positions_of(origin)]
 
     def evenly_spaced(self, count: int) -> list[int]:
         """Return ``count`` evenly spaced record numbers (counted from 1), the first included."""

@@ -47,7 +47,7 @@ from streamtune.data.rendering.pool import Item, Notify, RenderedItems, Renderer
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer, TurnRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.row_cache import RowInputs, fit_rows
+from streamtune.data.row_cache import RowInputs, load_or_fit_rows
 from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,
@@ -127,7 +127,7 @@ def prepare_kind(
 
     settings = {**kind.settings, "on_bad_row": options.on_bad_row, "max_bad_rows": options.max_bad_rows}
     inputs = RowInputs(kind.record, sources, tokenizer, settings)
-    fit, table = fit_rows(inputs, kind.make_fit, fill_fit, options.cache, notify)
+    fit, table = load_or_fit_rows(inputs, kind.make_fit, fill_fit, options.cache, notify)
     return fit.make_prepared(table, options.val_size, options.seed, notify)
 
 

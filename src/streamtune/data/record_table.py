@@ -146,12 +146,12 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         """Return how many tokens each record has, [records], without decoding; a tree counts its prompt once."""
         return self._record.token_counts(self._table)[self._rows]
 
-    def numbers(self) -> npt.NDArray[np.int64]:
+    def table_indices(self) -> npt.NDArray[np.int64]:
         """Return each record's index in the table, [records]: its position in the order of reading."""
         return self._rows
 
-    def cells(self, column: str) -> pa.ChunkedArray:
-        """Return a column of the whole table, in the order of reading; index it with :meth:`numbers`."""
+    def column_cells(self, column: str) -> pa.ChunkedArray:
+        """Return a column of the whole table, in the order of reading; index it with :meth:`table_indices`."""
         return self._table[column]
 
     def all_records(self) -> Stored[RecordT]:
@@ -162,7 +162,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         """Return the records at some positions of this sequence."""
         return Stored(self._record, self._from, self._rows[positions])
 
-    def find(self, origin: str) -> list[int]:
+    def positions_of(self, origin: str) -> list[int]:
         """Return the positions of the records with a given origin, without decoding them."""
         found = pyarrow.compute.equal(self._table["origin"], origin).to_numpy()[self._rows]
         return [int(place) for place in np.flatnonzero(found)]
@@ -203,7 +203,9 @@ class TableWriter:
 
 
 @contextmanager
-def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[TableWriter, list[MappedTable]]]:
+def open_record_table(
+    record: type[Record], path: Path | None = None
+) -> Iterator[tuple[TableWriter, list[MappedTable]]]:
     """Context manager: yields ``(writer, tables)``; after a successful block ``tables[0]`` is the memory-mapped table.
 
     Args:
@@ -515,16 +517,16 @@ def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.i
         trees: Trees to measure.
         share: Whether completions share their common beginning, which is then computed once.
     """
-    completions, prompts = trees.cells("completions"), _list_lengths(trees.cells("prompt"))
+    completions, prompts = trees.column_cells("completions"), _list_lengths(trees.column_cells("prompt"))
     counts = _list_lengths(completions)
     rows = np.repeat(prompts, counts) + _list_lengths(pa.compute.list_flatten(completions))
     starts = np.cumsum(counts) - counts
     again = (counts - 1) * share
     apart = np.add.reduceat(rows, starts)
-    tokens = np.asarray(trees.cells("tokens").to_numpy(), np.int64) if share else apart
+    tokens = np.asarray(trees.column_cells("tokens").to_numpy(), np.int64) if share else apart
     common = (apart - tokens) // np.maximum(again, 1)  # the trunk, and the tokens after it that completions share
     squares = np.add.reduceat(rows**2, starts) - again * common**2
-    return tokens[trees.numbers()], squares[trees.numbers()]
+    return tokens[trees.table_indices()], squares[trees.table_indices()]
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

@@ -42,7 +42,7 @@ from streamtune.data.fit import LengthFit
 from streamtune.data.fit.length_fit import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
-from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, spill
+from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, open_record_table
 from streamtune.data.templates import fixed_date
 from streamtune.errors import StorageError
 
@@ -139,7 +139,7 @@ class RowInputs:
     """all other options, as values that ``repr`` distinguishes"""
 
 
-def fit_rows(
+def load_or_fit_rows(
     inputs: RowInputs,
     make_fit: Callable[[TableWriter], FitT],
     fill_fit: Callable[[FitT, Notify], None],
@@ -168,33 +168,33 @@ def fit_rows(
         notify(message)
 
     def prepare(path: Path | None) -> tuple[FitT, MappedTable]:
-        with spill(inputs.record, path) as (writer, tables):
+        with open_record_table(inputs.record, path) as (writer, tables):
             fit = make_fit(writer)
             fill_fit(fit, note)
         return fit, tables[0]
 
-    known = None if cache is None else cache.key(inputs, notify)
-    if cache is None or known is None:
+    entry_key_and_contents = None if cache is None else cache.key(inputs, notify)
+    if cache is None or entry_key_and_contents is None:
         return prepare(None)
-    key, contents = known
+    key, contents = entry_key_and_contents
     entry = cache.root / key
     if (
-        found := _read_entry(entry, make_fit(TableWriter(None, inputs.record.schema)), inputs.sources, notify)
+        cached_rows := _read_entry(entry, make_fit(TableWriter(None, inputs.record.schema)), inputs.sources, notify)
     ) is not None:
-        return found
-    if (unfinished := _new_folder(cache.root)) is None:
+        return cached_rows
+    if (unfinished := _new_unfinished_folder(cache.root)) is None:
         notify(f"prepared rows are not cached: {cache.root} is not writable")
         return prepare(None)
     try:
         fit, mapped = prepare(unfinished / ROWS)
-        if not _holds_pickles(mapped.table) and not contents.has_changed(notify):
+        if not _has_pickled_values(mapped.table) and not contents.has_changed(notify):
             _write_entry(fit, notes, mapped, unfinished, entry, notify)
         return fit, mapped
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
 
 
-def _holds_pickles(table: pa.Table) -> bool:
+def _has_pickled_values(table: pa.Table) -> bool:
     """Return True if a table has pickled values: they are never loaded from a cache."""
     return "pickled" in table.schema.names and table["pickled"].null_count < table.num_rows
 
@@ -215,7 +215,7 @@ def _read_entry(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notif
                     table = MappedTable(file, entry / name, checksum)
         if table.table.schema != fit.record.schema or table.table.num_rows != facts["records"]:
             raise ValueError("the table has other columns or another number of records")
-        if _holds_pickles(table.table):
+        if _has_pickled_values(table.table):
             raise ValueError("the table has pickled values")
         load_fit(fit, entry, sources)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, StorageError, *_UNREADABLE) as error:
@@ -257,7 +257,7 @@ def _remove(path: Path) -> None:
 _UNREADABLE = (EOFError, zipfile.BadZipFile, pa.ArrowException)
 
 
-def _new_folder(root: Path) -> Path | None:
+def _new_unfinished_folder(root: Path) -> Path | None:
     """Create and return a temporary folder for a new entry; None if the cache is not writable."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -328,8 +328,8 @@ class SourceContents:
         changed = self._hashes.changed_files()
         if not changed and self._hash(self._sources, self._hashes) == self.name:
             return False
-        which = ", ".join(map(str, changed[:MOST_NAMED])) or "a source of rows"
-        notify(f"{which} changed while it was read: its rows are used for this run, but not cached")
+        changed_names = ", ".join(map(str, changed[:MOST_NAMED])) or "a source of rows"
+        notify(f"{changed_names} changed while it was read: its rows are used for this run, but not cached")
         return True
 
     @staticmethod
@@ -339,14 +339,14 @@ class SourceContents:
 
 
 def fingerprint_stream(
-    sources: Sequence[Source], root: Path, *, keep: bool, notify: Notify
+    sources: Sequence[Source], root: Path, *, save_hashes: bool, notify: Notify
 ) -> tuple[str, list[str], StreamedFiles]:
     """Hash the contents of streamed sources.
 
     Args:
         sources: Sources to hash.
         root: Folder with the cached hashes of files.
-        keep: Whether to write new hashes to this folder.
+        save_hashes: Whether to write new hashes to this folder.
         notify: Function that shows the user a message.
 
     Returns:
@@ -354,7 +354,7 @@ def fingerprint_stream(
     """
     hashes = FileHashes(root / "files.json", notify)
     contents = [fingerprint_rows(source, hashes) for source in sources]
-    if keep:
+    if save_hashes:
         hashes.save()
     unknown = [source.path for source, content in zip(sources, contents, strict=True) if content is None]
     name = _hash_name([content or source.path for source, content in zip(sources, contents, strict=True)])

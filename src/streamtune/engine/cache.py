@@ -143,7 +143,7 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
         key_states, value_states = _to_autocast_dtype(key_states), _to_autocast_dtype(value_states)
         if self.exchange is not None:
             if self.uses_states:
-                self.states.note_keys()
+                self.states.on_keys_used()
             key_states, value_states = self.exchange.keys_and_values(key_states, value_states)
         if self.pass_name in ("store", "project", "recompute"):
             self.kv.write(index, self.chunk, key_states, value_states)
@@ -247,41 +247,41 @@ class ChunkCache(hf_internal(CACHE_CLASS)):  # type: ignore[misc]
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return True if a state of the row's earlier tokens exists."""
-        after = self._state_positions[0]
-        return after is not None and (self.exchange is not None or self.states.has_state_after(after))
+        read_position = self._state_positions[0]
+        return read_position is not None and (self.exchange is not None or self.states.has_state_after(read_position))
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True, so that a chunk of one token does not use the decoding path, which writes states in place."""
         return True
 
-    def _note_states(self) -> None:
+    def _report_state_use(self) -> None:
         self.uses_states = True
         if self.kv.past is not None:
             refuse_past("a layer has a recurrent state", CACHE)
         if self.updates:
-            self.states.note_keys()
-        self.states.note_state(self.pass_name == "whole")
+            self.states.on_keys_used()
+        self.states.on_state_used(self.pass_name == "whole")
 
     def _state_before(self, key: StateKey) -> Tensor | None:
         """Return the state ``key`` before the chunk, in ``replay`` as a leaf; None if no state precedes the chunk."""
-        self._note_states()
-        (after, _), rows = self._state_positions, self.states.rows
-        if after is None:
+        self._report_state_use()
+        (read_position, _), rows = self._state_positions, self.states.rows
+        if read_position is None:
             return None
         if self.pass_name == "store":
-            self.states.receive(after, key)
+            self.states.receive(read_position, key)
         state = self.state_leaves.get(key)  # one leaf, however often the chunk reads the state
-        if state is None and (state := self.states.get(after, key)) is None:
+        if state is None and (state := self.states.get(read_position, key)) is None:
             return None
         if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
             state = self.state_leaves[key] = state.detach().requires_grad_()
-            self.states.watch_leaf(self._own_slice, after, key, state)
+            self.states.on_leaf_created(self._own_slice, read_position, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
         return state if rows is None or start not in rows.starts else rows.reset_begun_rows(state, start)
 
     def _save_state(self, key: StateKey, state: Tensor) -> None:
         """Save the state ``key`` after the chunk."""
-        self._note_states()
+        self._report_state_use()
         self.states.has_states = True
         position = self._state_positions[1]
         if self.pass_name == "replay":

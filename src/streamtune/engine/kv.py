@@ -146,8 +146,8 @@ StateKey = tuple[str, int, int]
 class States:
     """States of one layer call at the chunk borders, and their gradients.
 
-    ``after[t]`` holds the states after the first t tokens; it has no entry if every sequence begins a packed row at t.
-    If ``tier`` is set, states are offloaded once the chunks that read them have run forward.
+    ``states_after[t]`` stores the states after the first t tokens; the entry is missing if every sequence begins a row
+    at t. If ``tier`` is set, states are offloaded once the chunks that read them have run forward.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
@@ -157,13 +157,13 @@ class States:
         self.tier: Tier | None = None
         """Tier that stores states until the backward; None keeps them on the device."""
         self.offloaded: dict[int, dict[StateKey, Block]] = {}
-        self.after: dict[int, dict[StateKey, Tensor]] = {}
+        self.states_after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
-    def note_state(self, unchunked: bool) -> None:
+    def on_state_used(self, unchunked: bool) -> None:
         """Handle that the layer uses a state; does nothing here. ``unchunked`` is True in the pass ``whole``."""
 
-    def note_keys(self) -> None:
+    def on_keys_used(self) -> None:
         """Handle that the layer keeps keys and values as well as a state; does nothing here."""
 
     def positions(self, chunk: slice) -> tuple[int | None, int]:
@@ -182,60 +182,63 @@ class States:
         """End a pass; if states are offloaded, free their copies on the device."""
         if self.tier is not None:
             self.tier.wait_for_copies()
-            self.after.clear()
+            self.states_after.clear()
 
-    def get(self, after: int, key: StateKey) -> Tensor | None:
-        """Return the state ``key`` after the first ``after`` tokens, on the device; None if there is no such state."""
-        on_device = self.after.get(after, {})
-        if key in on_device or (block := self.offloaded.get(after, {}).get(key)) is None:
+    def get(self, position: int, key: StateKey) -> Tensor | None:
+        """Return the state ``key`` after the first ``position`` tokens, on the device; None if it does not exist."""
+        on_device = self.states_after.get(position, {})
+        if key in on_device or (block := self.offloaded.get(position, {}).get(key)) is None:
             return on_device.get(key)
         return block.get()
 
-    def has_state_after(self, after: int) -> bool:
-        """Return True if a state after the first ``after`` tokens exists."""
-        return bool(self.after.get(after) or self.offloaded.get(after))
+    def has_state_after(self, position: int) -> bool:
+        """Return True if a state after the first ``position`` tokens exists."""
+        return bool(self.states_after.get(position) or self.offloaded.get(position))
 
     def prefetch(self, chunk: slice) -> None:
         """Begin to copy the states that a chunk reads back to the device."""
-        after, _ = self.positions(chunk)
-        for block in () if after is None else self.offloaded.get(after, {}).values():
+        read_position, _ = self.positions(chunk)
+        for block in () if read_position is None else self.offloaded.get(read_position, {}).values():
             block.prefetch()
 
-    def receive(self, after: int | None, key: StateKey) -> None:
-        """Wait for the state ``key`` after ``after`` tokens if another rank computes it; does nothing here."""
+    def receive(self, read_position: int | None, key: StateKey) -> None:
+        """Wait for the state ``key`` after ``read_position`` tokens if another rank computes it; does nothing here."""
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
         """Save the state at ``position`` for the chunks that start from this state."""
         notify_tensors("state", state)
         if self.rows is None or self.rows.continues_past(position):
-            copy = self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
+            copy = self.states_after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
             if self.tier is not None:
                 self.offloaded.setdefault(position, {})[key] = self.tier.put(copy)
 
-    def close(self, after: int | None, position: int) -> None:
-        """End the forward of a chunk that read the states at ``after`` and computed the states at ``position``."""
-        if self.tier is not None and self.rows is None and after is not None:  # no other chunk begins with its states
-            self.after.pop(after, None)
+    def close(self, read_position: int | None, position: int) -> None:
+        """End the forward of a chunk that read the states at ``read_position`` and computed those at ``position``."""
+        # Without rows, no other chunk begins with these states.
+        if self.tier is not None and self.rows is None and read_position is not None:
+            self.states_after.pop(read_position, None)
 
     def remote_gradient_tensor(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
         """Return a tensor whose backward receives the gradient of ``state`` from other ranks; None here."""
         return None
 
-    def watch_leaf(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
+    def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
         """Handle the ``leaf`` that replaces the state ``key`` in a chunk's graph; does nothing here."""
 
-    def add_grads(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
-        """Add ``parts`` to the gradients of the states that ``chunk`` read: the states after ``after`` tokens."""
-        if after is None:
+    def add_grads(
+        self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
+    ) -> None:
+        """Add ``parts`` to the gradients of the states at ``read_position``, which ``chunk`` read."""
+        if read_position is None:
             return
-        totals = self.grads.setdefault(after, {})
+        totals = self.grads.setdefault(read_position, {})
         for key, part in parts.items():  # a trunk's last state gets a gradient from each of its branches
             if part is not None:
                 totals[key] = totals[key] + part if key in totals else part
 
     def has_state_narrower_than(self, dtype: torch.dtype) -> bool:
         """Return True if a state has a narrower floating dtype than ``dtype``."""
-        states = [state for by_key in self.after.values() for state in by_key.values() if state.is_floating_point()]
+        states = [x for by_key in self.states_after.values() for x in by_key.values() if x.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
     def free(self) -> None:
@@ -244,7 +247,7 @@ class States:
             for block in blocks.values():
                 block.free()
         self.offloaded.clear()
-        self.after.clear()
+        self.states_after.clear()
         self.grads.clear()
 
 

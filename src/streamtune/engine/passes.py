@@ -240,7 +240,7 @@ class LayerStream:
     def _end_with_rows(self) -> None:
         """Cut this layer's chunks where packed rows begin, in this call and in later calls."""
         if keeps_keys(self.call.layer):
-            self.states.note_keys()
+            self.states.on_keys_used()
         self.owner.carries_states = self.owner.parts.last_call.ends_with_rows = True
         self._choose_chunks(with_rows=True)
 

@@ -112,7 +112,7 @@ class PackedRows:
         for part in parts:
             if part.stop - part.start == 1 and part.start not in self.common_starts:
                 raise UnsupportedModelError(
-                    f"a packed row of one token at position {part.start} is in a batch with a longer row at this position; "
+                    f"a packed row of one token at position {part.start} has a longer row next to it in the batch; "
                     "a layer with a recurrent state cannot begin a chunk there",
                     fix="pack with per_device_train_batch_size: 1",
                 )

@@ -114,7 +114,7 @@ class Sft(Task[Recipe]):
         stream.check()
         held_out = self._prepare(evaluated, tokenizer, options, notify) if evaluated else None
         contents, unknown, stream.files = data.fingerprint_stream(
-            streamed, cache_folder() / "rows", keep=options.cache is not None, notify=notify
+            streamed, cache_folder() / "rows", save_hashes=options.cache is not None, notify=notify
         )
         if unknown:
             notify(f"changes of {', '.join(unknown)} cannot be detected: a resumed run assumes that there are none")
@@ -166,7 +166,7 @@ class Sft(Task[Recipe]):
             batches.squares(),
             batch_size=recipe.per_device_train_batch_size,
             packed=batches.packed,
-            per_sequence=None if pieces is None else pieces.per_sequence(),
+            per_sequence=None if pieces is None else pieces.pieces_per_sequence(),
         )
         lengths = prepared.train.lengths()
         packs = None if self.per_turn else prepared.packs  # turns that share a beginning have a fixed layout
@@ -422,7 +422,7 @@ class Batches:
                 return batch
             rows = [example for sequence in sequences for example in sequence]
             return replace(batch, top_k=self.teacher.top_k(rows, batch.shift_labels))
-        cut = [prepared.pieces.cut(prepared.train, unit) for unit in units]
+        cut = [prepared.pieces.cut_piece(prepared.train, unit) for unit in units]
         together = self.per_sequence(units[0])
         sequences = [cut[start : start + together] for start in range(0, len(cut), together)]
         return self.collate(sequences, packed=self.packed)
@@ -450,7 +450,7 @@ class Batches:
 
     @cached_property
     def _per_sequence(self) -> npt.NDArray[np.int64] | None:
-        return None if self.prepared.pieces is None else self.prepared.pieces.per_sequence()
+        return None if self.prepared.pieces is None else self.prepared.pieces.pieces_per_sequence()
 
     def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
         """Iterate over batches of the held-out sequences in their order; ``part`` limits them to one set."""

@@ -88,7 +88,7 @@ def seeded_random(*seeds: int) -> np.random.RandomState:
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
 
 
-def mix(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixture | None:
+def mixture_from_weights(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixture | None:
     """Return the mixture of sources by their weights; None if no source with a weight above 0 has a unit.
 
     Args:
@@ -352,11 +352,11 @@ class Pieces:
         sizes, counts = np.unique(self.buckets, return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
-    def per_sequence(self) -> Numbers:
+    def pieces_per_sequence(self) -> Numbers:
         """Return for each piece how many pieces of its bucket fit into a sequence, [pieces]."""
         return np.ones_like(self.buckets) if self.sequence_length is None else self.sequence_length // self.buckets
 
-    def cut(self, examples: Stored[Example], piece: int) -> Example:
+    def cut_piece(self, examples: Stored[Example], piece: int) -> Example:
         """Return a piece as an example; its first token is not trained."""
         row, start, stop = int(self.rows[piece]), int(self.starts[piece]), int(self.stops[piece])
         example = examples[row]
@@ -415,11 +415,11 @@ def _cut_by_powers_of_two(
 
 def _count_targets(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
     """Return how many trained tokens each range has after its first token, [ranges], without decoding the rows."""
-    places = examples.numbers()[rows]
+    places = examples.table_indices()[rows]
     order = np.argsort(places, kind="stable")
     counts = np.zeros(len(rows), dtype=np.int64)
     first = 0
-    for chunk in examples.cells("labels").chunks:
+    for chunk in examples.column_cells("labels").chunks:
         low, high = np.searchsorted(places[order], (first, first + len(chunk)))
         inside = order[low:high]
         if len(inside):

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.sampler import Mixture, Numbers, mix
+from streamtune.data.batches.sampler import Mixture, Numbers, mixture_from_weights
 from streamtune.data.data_report import SourceReport
 from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError
@@ -177,7 +177,7 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
     if not weights:
         return None
     assert len(weights) == len(sources), "the recipe has weights for all of its datasets, or for none"
-    mixture = mix(weights, bounds, tokens if sources[0].mix_by == "tokens" else rows)
+    mixture = mixture_from_weights(weights, bounds, tokens if sources[0].mix_by == "tokens" else rows)
     if mixture is None:
         raise DataError(
             "no dataset with a weight above 0 has a row to train on",

@@ -93,9 +93,9 @@ def _one_message(role: str, content: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content}]
 
 
-def _pick_random(draw: random.Random, items: tuple[str, ...]) -> str:
+def _pick_random(generator: random.Random, items: tuple[str, ...]) -> str:
     """Return a random item, drawn with ``random()``: Python guarantees its numbers for a seed in all versions."""
-    return items[int(draw.random() * len(items))]
+    return items[int(generator.random() * len(items))]
 
 
 def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
@@ -134,22 +134,22 @@ def follows_preference_rule(question: str, answer: str) -> bool:
 # -------------------------------------------------------------------------------------------------------- arithmetic
 
 
-def _draw_digits(draw: random.Random, count: int) -> str:
-    return "".join(_pick_random(draw, tuple("0123456789")) for _ in range(count))
+def _draw_digits(generator: random.Random, count: int) -> str:
+    return "".join(_pick_random(generator, tuple("0123456789")) for _ in range(count))
 
 
-def _draw_copy_task(draw: random.Random) -> tuple[str, str]:
-    digits = _draw_digits(draw, 3 + int(draw.random() * 4))
+def _draw_copy_task(generator: random.Random) -> tuple[str, str]:
+    digits = _draw_digits(generator, 3 + int(generator.random() * 4))
     return f"copy {digits}", digits
 
 
-def _draw_sort_task(draw: random.Random) -> tuple[str, str]:
-    digits = _draw_digits(draw, 3 + int(draw.random() * 4))
+def _draw_sort_task(generator: random.Random) -> tuple[str, str]:
+    digits = _draw_digits(generator, 3 + int(generator.random() * 4))
     return f"sort {digits}", "".join(sorted(digits))
 
 
-def _draw_add_task(draw: random.Random) -> tuple[str, str]:
-    digits = _draw_digits(draw, 3 + int(draw.random() * 2))
+def _draw_add_task(generator: random.Random) -> tuple[str, str]:
+    digits = _draw_digits(generator, 3 + int(generator.random() * 2))
     return f"add {digits}", str(sum(map(int, digits)))
 
 
@@ -208,9 +208,9 @@ def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[R
     draw = random.Random(seed)
     count = NUM_LOGS if max_rows is None else max_rows
     for number in range(1, count + 1):
-        lines = _num_log_lines(draw, number / count)
+        lines = _draw_num_log_lines(draw, number / count)
         key = " ".join(_pick_random(draw, words) for words in (KEY_COLOURS, ANIMALS))
-        log = [_log_line(draw) for _ in range(lines)]
+        log = [_draw_log_line(draw) for _ in range(lines)]
         log.insert(int(draw.random() * (lines + 1)), f"vault: the pass key is {key}")
         messages = [
             {"role": "user", "content": "\n".join(log) + "\n\nWhat is the pass key?"},
@@ -219,17 +219,17 @@ def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[R
         yield Row(f"{PASSKEY_PATH}:row {number}", {"messages": messages})
 
 
-def _num_log_lines(draw: random.Random, part: float) -> int:
-    """Return how many log lines to draw for the row at the fraction ``part`` (0 to 1) of all rows."""
-    if part < SHORT_ROWS:
-        return int(draw.random() * SHORT_LINES)
-    most = SHORT_LINES * (MOST_LINES / SHORT_LINES) ** ((part - SHORT_ROWS) / (1 - SHORT_ROWS))
-    return int(most * (0.4 + 0.6 * draw.random()))
+def _draw_num_log_lines(generator: random.Random, row_fraction: float) -> int:
+    """Return how many log lines to draw for the row at the fraction ``row_fraction`` (0 to 1) of all rows."""
+    if row_fraction < SHORT_ROWS:
+        return int(generator.random() * SHORT_LINES)
+    most = SHORT_LINES * (MOST_LINES / SHORT_LINES) ** ((row_fraction - SHORT_ROWS) / (1 - SHORT_ROWS))
+    return int(most * (0.4 + 0.6 * generator.random()))
 
 
-def _log_line(draw: random.Random) -> str:
-    service, action, thing = (_pick_random(draw, words) for words in (SERVICES, DID, OBJECTS))
-    return f"{service}: {action} {thing} {int(draw.random() * 1000)}"
+def _draw_log_line(generator: random.Random) -> str:
+    service, action, thing = (_pick_random(generator, words) for words in (SERVICES, DID, OBJECTS))
+    return f"{service}: {action} {thing} {int(generator.random() * 1000)}"
 
 
 # --------------------------------------------------------------------------------------------------- standard library
@@ -269,17 +269,17 @@ class _Module:
     tree: ast.Module
 
 
-def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Iterator[Row]:
+def stdlib_rows(*, max_rows: int | None = None, library_folder: Path | None = None) -> Iterator[Row]:
     """Return the rows of ``python-stdlib``, of type ``messages``.
 
     Args:
         max_rows: Maximum number of rows; None returns all.
-        root: Folder of the standard library. [default: the running interpreter's]
+        library_folder: Folder of the standard library. [default: the running interpreter's]
     """
     short: list[Row] = []
     long: list[Row] = []
     wanted = math.inf if max_rows is None else max_rows
-    for module in _readable_modules(root or Path(sysconfig.get_path("stdlib"))):
+    for module in _readable_modules(library_folder or Path(sysconfig.get_path("stdlib"))):
         short.extend(_definition_rows(module))
         if LONG_FROM <= len(module.source) <= LONGEST:
             long.append(_module_row(module))
@@ -305,10 +305,12 @@ def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
         yield from group
 
 
-def _readable_modules(root: Path) -> Iterator[_Module]:
-    """Yield every readable module below ``root``, in a shuffled order that is always the same."""
-    for path in sorted(_python_files(root), key=lambda path: _shuffle_key(path.relative_to(root).as_posix())):
-        relative = path.relative_to(root)
+def _readable_modules(library_folder: Path) -> Iterator[_Module]:
+    """Yield every readable module below ``library_folder``, in a shuffled order that is always the same."""
+    for path in sorted(
+        _python_files(library_folder), key=lambda path: _shuffle_key(path.relative_to(library_folder).as_posix())
+    ):
+        relative = path.relative_to(library_folder)
         try:
             with tokenize.open(path) as file:
                 source = file.read()

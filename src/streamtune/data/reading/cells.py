@@ -49,12 +49,12 @@ def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
     return _check_unicode(value, name, origin)
 
 
-def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
+def check_message(message: Any, location: str, origin: str) -> dict[str, Any]:
     """Check a message and return it as chat templates expect it: ``content`` a string, tool arguments an object.
 
     Args:
         message: Message of the row.
-        place: Place in the row, such as ``messages[2]``.
+        location: Place in the row, such as ``messages[2]``.
         origin: Place of the row, such as ``file:line``.
 
     Raises:
@@ -63,32 +63,32 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         pairs = isinstance(message, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in message)
         raise DataError(
-            f"{place} must be an object with 'role' and 'content', found {json_type_of(message)}",
+            f"{location} must be an object with 'role' and 'content', found {json_type_of(message)}",
             where=origin,
             fix='write an object, not a list of pairs: {"role": "user", "content": "..."}' if pairs else "",
         )
     role = message.get("role")
     if role not in ROLES:
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
-        what = f"{place} has the unknown role '{role}'" if role is not None else f"{place} has no 'role'"
+        what = f"{location} has the unknown role '{role}'" if role is not None else f"{location} has no 'role'"
         known = f"use {', '.join(ROLES)}"
         raise DataError(what, where=origin, fix=f"{known}; {hint}" if hint else known)
     checked = {key: value for key, value in _drop_none_values(message).items() if key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
     if "content" in checked or not stands_in:
-        checked["content"] = _message_text(checked.get("content"), f"{place}.content", origin)
+        checked["content"] = _message_text(checked.get("content"), f"{location}.content", origin)
     if "tool_calls" in checked:
-        calls, where = checked["tool_calls"], f"{place}.tool_calls"
+        calls, where = checked["tool_calls"], f"{location}.tool_calls"
         if not isinstance(calls, list):
             raise DataError(f"{where} must be a list, found {json_type_of(calls)}", where=origin)
         checked["tool_calls"] = [
             _parse_tool_call(call, f"{where}[{index}]", origin) for index, call in enumerate(calls)
         ]
-    flag = _trained_flag(message, place, origin)
+    flag = _trained_flag(message, location, origin)
     return checked if flag is None else {**checked, "weight": int(flag)}
 
 
-def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool | None:
+def _trained_flag(message: Mapping[str, Any], location: str, origin: str) -> bool | None:
     """Return whether a message has a flag that trains it (True) or excludes it (False); None without a flag.
 
     Raises:
@@ -105,69 +105,69 @@ def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool |
             known = "0 (not trained) or 1" if name == "weight" else "true or false"
             shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
             part = "fractions are not supported: write 0 or 1" if isinstance(value, float) else ""
-            raise DataError(f"{place}.{name} must be {known}, found {shown}", where=origin, fix=part)
+            raise DataError(f"{location}.{name} must be {known}, found {shown}", where=origin, fix=part)
         given[name] = bool(value)
     if len(set(given.values())) > 1:
         both = " and ".join(f"'{name}: {json.dumps(message[name])}'" for name in given)
-        raise DataError(f"{place}: {both} contradict each other", where=origin, fix="keep one of them")
+        raise DataError(f"{location}: {both} contradict each other", where=origin, fix="keep one of them")
     return next(iter(given.values()), None)
 
 
-def convert_sharegpt_turn(turn: Any, place: str, origin: str) -> dict[str, Any]:
+def convert_sharegpt_turn(turn: Any, location: str, origin: str) -> dict[str, Any]:
     """Convert ``{"from": "human", "value": "..."}`` to a message with ``role`` and ``content``.
 
     Raises:
         DataError: A key is missing, the speaker is unknown, or a function call is not JSON.
     """
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
-        raise DataError(f"{place} must be an object with 'from' and 'value'", where=origin)
+        raise DataError(f"{location} must be an object with 'from' and 'value'", where=origin)
     speaker, value = turn["from"], turn["value"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         known = f"use {', '.join(SHAREGPT_ROLES)}"
         hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
         fix = f"{known}; {hint}" if hint else known
-        raise DataError(f"{place} has the unknown speaker '{speaker}' in 'from'", where=origin, fix=fix)
+        raise DataError(f"{location} has the unknown speaker '{speaker}' in 'from'", where=origin, fix=fix)
     if speaker == "function_call":
         flags = {name: turn[name] for name in FLAGS if name in turn}
-        return {"role": "assistant", "tool_calls": _parse_sharegpt_calls(value, f"{place}.value", origin), **flags}
+        return {"role": "assistant", "tool_calls": _parse_sharegpt_calls(value, f"{location}.value", origin), **flags}
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
     return {**rest, "role": SHAREGPT_ROLES[speaker], "content": value}
 
 
-def _parse_sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]:
+def _parse_sharegpt_calls(value: Any, location: str, origin: str) -> list[dict[str, Any]]:
     """Return the tool calls of a ``function_call`` turn; its value is JSON: one call, or a list of calls."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise DataError(f"{place} must be a tool call in JSON: {error}", where=origin) from error
+        raise DataError(f"{location} must be a tool call in JSON: {error}", where=origin) from error
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
-def _message_text(content: Any, place: str, origin: str) -> str:
+def _message_text(content: Any, location: str, origin: str) -> str:
     """Return the text of a message; a list of text parts is joined.
 
     Raises:
         DataError: The content is missing, of another type, or has a part that is not text.
     """
     if isinstance(content, str):
-        return _check_unicode(content, place, origin)
+        return _check_unicode(content, location, origin)
     if content is None:
-        raise DataError(f"{place} must be a string, found no value", where=origin, fix="an empty string is allowed")
+        raise DataError(f"{location} must be a string, found no value", where=origin, fix="an empty string is allowed")
     if not isinstance(content, list):
-        raise DataError(f"{place} must be a string, found type {type(content).__name__}", where=origin)
+        raise DataError(f"{location} must be a string, found type {type(content).__name__}", where=origin)
     texts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(
-                f"{place}[{index}] must be a text part; images and audio are not supported",
+                f"{location}[{index}] must be a text part; images and audio are not supported",
                 where=origin,
                 fix='write it as {"type": "text", "text": "..."}',
             )
-        texts.append(_check_unicode(part["text"], place, origin))
+        texts.append(_check_unicode(part["text"], location, origin))
     return "".join(texts)
 
 
-def _parse_tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
+def _parse_tool_call(call: Any, location: str, origin: str) -> dict[str, Any]:
     """Return a tool call with its arguments as an object: a chat template would quote a JSON string again.
 
     Raises:
@@ -175,13 +175,13 @@ def _parse_tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
     """
     function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{place} must be an object with a function 'name' and 'arguments'", where=origin)
+        raise DataError(f"{location} must be an object with a function 'name' and 'arguments'", where=origin)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
-            raise DataError(f"{place}: the arguments are malformed JSON: {error}", where=origin) from error
+            raise DataError(f"{location}: the arguments are malformed JSON: {error}", where=origin) from error
     checked = {**_drop_none_values(function), "arguments": {} if arguments is None else arguments}
     return checked if function is call else {**_drop_none_values(call), "function": checked}
 
@@ -203,7 +203,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _check_unicode(text: str, place: str, origin: str) -> str:
+def _check_unicode(text: str, location: str, origin: str) -> str:
     """Return the text unchanged.
 
     Raises:
@@ -214,7 +214,7 @@ def _check_unicode(text: str, place: str, origin: str) -> str:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"'{place}' has a lone surrogate (half of a UTF-16 pair) at character {error.start}",
+                f"'{location}' has a lone surrogate (half of a UTF-16 pair) at character {error.start}",
                 where=origin,
                 fix="replace or remove the character",
             ) from error

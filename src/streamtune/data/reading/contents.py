@@ -60,9 +60,9 @@ class FileHashes:
         facts = _file_stats(status)
         self._read.setdefault(path, facts)
         name = str(path.resolve())
-        found = self._known.get(name)
-        if isinstance(found, list) and found[:-1] == facts:
-            return self._digests.setdefault(path, str(found[-1]))
+        cached = self._known.get(name)
+        if isinstance(cached, list) and cached[:-1] == facts:
+            return self._digests.setdefault(path, str(cached[-1]))
         began = time.time()
         digest = _hash_bytes(path)
         self._digests.setdefault(path, digest)

@@ -15,11 +15,11 @@ from typing import IO, Any, cast
 from streamtune.base.privacy import is_offline
 from streamtune.data.reading.cells import without_nulls
 from streamtune.data.reading.files import DataFile, format_of, local_file
-from streamtune.data.reading.folders import Chosen, choose_files
+from streamtune.data.reading.folders import ChosenFiles, choose_files
 from streamtune.data.reading.readers import READERS, Row, error_in_one_line
 from streamtune.errors import DataError, did_you_mean
 
-FoundFiles = tuple[list[DataFile], Chosen | None]
+FoundFiles = tuple[list[DataFile], ChosenFiles | None]
 """The files to read; and which files of a folder were chosen, None if the path is not a folder."""
 
 MOST_LISTED = 1_000_000
@@ -48,7 +48,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
         names = list(_walk(local, path, where))
         chosen = choose_files(
             names, lambda name: _read_text(local_file(local / name, f"{path}/{name}")),
-            split=split, config=config, shown=path, where=where,
+            split=split, config=config, shown_folder=path, where=where,
         )  # fmt: skip
         return [local_file(local / name, str(local / name)) for name in chosen.names], chosen
     if os.path.lexists(local):  # True for a broken link and a pipe too: opening them raises the error
@@ -74,7 +74,7 @@ def _refuse_split(path: str, split: str, config: str | None, where: str) -> None
         )
 
 
-def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
+def _walk(folder: Path, shown_folder: str, where: str) -> Iterator[str]:
     """Yield the files below a folder, relative to it. Links are followed; hidden files and folders are skipped."""
     seen: set[tuple[int, int]] = set()
     waiting, count = [folder], 0
@@ -88,7 +88,7 @@ def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
             count += 1
             if count > MOST_LISTED:
                 raise DataError(
-                    f"the folder '{shown}' has more than {MOST_LISTED:,} files",
+                    f"the folder '{shown_folder}' has more than {MOST_LISTED:,} files",
                     where=where,
                     fix="give the files themselves, or a smaller folder",
                 )
@@ -181,7 +181,7 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
             chosen = choose_files(
                 [name for name in names if not any(part.startswith(".") for part in name.split("/"))],
                 lambda name: _read_text(_remote_file(system, f"{root}/{name}", f"{address}/{name}")),
-                split=split, config=config, shown=address, where=where,
+                split=split, config=config, shown_folder=address, where=where,
             )  # fmt: skip
             base = address.rstrip("/")
             return [_remote_file(system, f"{root}/{name}", f"{base}/{name}") for name in chosen.names], chosen
@@ -208,16 +208,20 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
 _PROTOCOLS = "use a local path, or a URL with s3://, gs://, hf://datasets/, https:// or another fsspec protocol"
 
 
-def _remote_file(system: Any, path: str, shown: str) -> DataFile:
+def _remote_file(system: Any, path: str, shown_path: str) -> DataFile:
     def open_file() -> IO[bytes]:
         try:
             opened = system.open(path, "rb")
         except Exception as error:  # as above
-            raise _unreachable_error(shown, error, shown) from error
+            raise _unreachable_error(shown_path, error, shown_path) from error
         return cast(IO[bytes], opened if hasattr(opened, "peek") else io.BufferedReader(opened))
 
     return DataFile(
-        path.rstrip("/").rpartition("/")[2].partition("?")[0], shown, open_file, None, _remote_version(system, path)
+        path.rstrip("/").rpartition("/")[2].partition("?")[0],
+        shown_path,
+        open_file,
+        None,
+        _remote_version(system, path),
     )
 
 

@@ -94,40 +94,40 @@ def format_of(name: str) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def local_file(path: Path, shown: str) -> DataFile:
+def local_file(path: Path, shown_path: str) -> DataFile:
     """Return a local file as a :class:`DataFile`; it is not opened."""
-    return DataFile(path.name, shown, lambda: _open_local(path, shown), path)
+    return DataFile(path.name, shown_path, lambda: _open_local(path, shown_path), path)
 
 
-def _open_local(path: Path, shown: str) -> IO[bytes]:
+def _open_local(path: Path, shown_path: str) -> IO[bytes]:
     try:
-        _check_regular(path.stat().st_mode, shown)  # before opening: opening a device may have an effect
+        _check_regular(path.stat().st_mode, shown_path)  # before opening: opening a device may have an effect
         file = open(path, "rb", opener=open_nonblocking)  # noqa: SIM115 - the reader closes it
     except OSError as error:
         raise_if_too_many_open_files(error)
         if path.is_symlink() and isinstance(error, FileNotFoundError):
             raise DataError(
                 f"broken symbolic link: '{path.readlink()}' does not exist",
-                where=shown,
+                where=shown_path,
                 fix="download that file, or correct the link",
             ) from error
         fix = f"give yourself read permission: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
         raise DataError(
-            f"cannot read the file: {error.strerror or error}", where=shown, fix=fix or _DOWNLOAD_AGAIN
+            f"cannot read the file: {error.strerror or error}", where=shown_path, fix=fix or _DOWNLOAD_AGAIN
         ) from error
     try:
-        _check_regular(os.fstat(file.fileno()).st_mode, shown)
+        _check_regular(os.fstat(file.fileno()).st_mode, shown_path)
     except DataError:
         file.close()
         raise
     return file
 
 
-def _check_regular(mode: int, shown: str) -> None:
+def _check_regular(mode: int, shown_path: str) -> None:
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         kind = kinds.get(stat.S_IFMT(mode), "a device")
-        raise DataError(f"expected a regular file, found {kind}", where=shown, fix="write the rows to a file")
+        raise DataError(f"expected a regular file, found {kind}", where=shown_path, fix="write the rows to a file")
 
 
 @contextmanager

@@ -48,17 +48,17 @@ Reader = Callable[[DataFile, BadRows], Iterator[Row]]
 """Function that yields the rows of a file and reports bad rows."""
 
 
-def read_file(path: Path, shown: str) -> Iterator[Row]:
+def read_file(path: Path, shown_path: str) -> Iterator[Row]:
     """Yield the rows of a local file.
 
     Args:
         path: File; its extension selects the format.
-        shown: Name of the file in origins and messages.
+        shown_path: Name of the file in origins and messages.
 
     Raises:
         DataError: The file cannot be read, or a row is malformed.
     """
-    return read_data_file(local_file(path, shown), BadRows())
+    return read_data_file(local_file(path, shown_path), BadRows())
 
 
 def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
@@ -110,13 +110,13 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_refuse_constant)
 
 
-def _json_error(error: ValueError | RecursionError, origin: str, place: str) -> DataError:
+def _json_error(error: ValueError | RecursionError, origin: str, location: str) -> DataError:
     """Return the error for JSON that cannot be decoded.
 
     Args:
         error: Exception of the decoder.
         origin: Place where the object begins.
-        place: Place where the decoder stopped.
+        location: Place where the decoder stopped.
     """
     if isinstance(error, _DuplicateKeyError):
         return DataError(f"the key '{error}' appears twice in one object", where=origin, fix="keep one of the two")
@@ -126,8 +126,8 @@ def _json_error(error: ValueError | RecursionError, origin: str, place: str) -> 
     if isinstance(error, json.JSONDecodeError):
         if error.msg == "Extra data" and error.doc[error.pos :].lstrip().startswith(("{", "[")):
             what = f"expected one JSON value per line, found a second at column {error.colno}"
-            return DataError(what, where=place, fix="write one row per line")
-        return DataError(f"malformed JSON: {error.msg} (column {error.colno})", where=place, fix=fix)
+            return DataError(what, where=location, fix="write one row per line")
+        return DataError(f"malformed JSON: {error.msg} (column {error.colno})", where=location, fix=fix)
     return DataError(f"malformed JSON: {error}", where=origin, fix=fix)  # more digits than Python converts
 
 
@@ -211,7 +211,7 @@ def _skip_whitespace(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _skip_to_next_item(text: str, position: int, shown: str) -> int:
+def _skip_to_next_item(text: str, position: int, shown_path: str) -> int:
     """Return the position of the next list item, or of the closing bracket.
 
     Raises:
@@ -226,7 +226,7 @@ def _skip_to_next_item(text: str, position: int, shown: str) -> int:
     line = text.count("\n", 0, position) + 1
     raise DataError(
         "malformed JSON: expected one ',' between rows",
-        where=f"{shown}:{line}",
+        where=f"{shown_path}:{line}",
         fix="write exactly one comma between two rows",
     )
 

@@ -133,26 +133,26 @@ class ChatRenderer:
         for index in answers:
             self._check_printed(chat, index, texts)
         reasoned = [index for index in (trained if reasoned is None else reasoned) if reasoning_of(messages[index])]
-        own = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
-        found = {index: chat.text[turn.start : turn.end] for index, turn in own.items()}
-        dropped = answers_without_printed_reasoning(chat, reasoned, found)
+        turns_by_index = dict(zip(answers, turns, strict=True)) if len(answers) == len(turns) else {}
+        texts_by_index = {index: chat.text[turn.start : turn.end] for index, turn in turns_by_index.items()}
+        dropped = answers_without_printed_reasoning(chat, reasoned, texts_by_index)
         ends = all(map(self._ends_with_special, texts))
         closed = self._count_closed(chat, reasoned, dropped)
         turns = self._turns_with_end_tokens(chat, turns, [index for index in trained if index not in answers])
-        text, answered = chat.text, self._exchange_end_turns(chat, own) if find_exchanges else []
+        text, exchange_ends = chat.text, self._exchange_end_turns(chat, turns_by_index) if find_exchanges else []
         if dropped and self._options.reasoning == "keep":
-            if not own.keys() >= set(dropped):
-                own = dict(zip(dropped, self._locate_turns(chat, dropped), strict=True))
-            put_back = {index: own[index] for index in dropped}
-            text, moved = self._restore_reasoning(chat, [*turns, *answered], put_back)
-            turns, answered = moved[: len(turns)], moved[len(turns) :]
-        exchanges = [_skip_blanks(text, turn.end) for turn in answered]
+            if not turns_by_index.keys() >= set(dropped):
+                turns_by_index = dict(zip(dropped, self._locate_turns(chat, dropped), strict=True))
+            restored_turns = {index: turns_by_index[index] for index in dropped}
+            text, moved = self._restore_reasoning(chat, [*turns, *exchange_ends], restored_turns)
+            turns, exchange_ends = moved[: len(turns)], moved[len(turns) :]
+        exchanges = [_skip_blanks(text, turn.end) for turn in exchange_ends]
         return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
 
     def _count_closed(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
         """Return how many answers are trained with reasoning after a generation prompt with an empty ``<think>``."""
         printed = [index for index in reasoned if self._options.reasoning == "keep" or index not in dropped]
-        prompt = chat.prompt(printed[-1]) if printed else None
+        prompt = chat.rendered_prompt(printed[-1]) if printed else None
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
     def system_length(self, request: ChatRequest, text: str, origin: str) -> int:
@@ -215,7 +215,7 @@ class ChatRenderer:
         words += [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
         for text in words:
             if not any(text in turn for turn in turns):
-                raise chat.refusal(index, f"omits {text[:60]!r}")
+                raise chat.location_error(index, f"omits {text[:60]!r}")
 
     # ------------------------------------------------------------------ 1. the template's own marks
 
@@ -296,7 +296,7 @@ class ChatRenderer:
         The header of such a template is the text between the history and the content of an answer.
         """
         mark = chat.unused_character()
-        history = chat.history(index) or ""
+        history = chat.rendered_history(index) or ""
         answer = chat.try_render([*chat.messages[:index], {"role": "assistant", "content": mark}])
         if answer is None or not answer.startswith(history) or mark not in answer:
             return 0
@@ -312,7 +312,7 @@ class ChatRenderer:
         place = chat.range_in_prefix(index)
         if place is None:
             return start + len(turn)
-        return place[1] + self._terminator_length(chat, index, (chat.through(index) or "")[place[1] :])
+        return place[1] + self._terminator_length(chat, index, (chat.rendered_through(index) or "")[place[1] :])
 
     def _has_two_end_tokens(self, text: str) -> bool:
         """Return True if only blanks separate the last two special tokens: one may end the turn, one the text."""
@@ -339,16 +339,17 @@ class ChatRenderer:
         Raises:
             DataError: A turn cannot be located, or overlaps the text of another message.
         """
-        places = [chat.place(index) for index in range(len(chat.messages))]
+        text_ranges = [chat.text_range(index) for index in range(len(chat.messages))]
         turns: list[ChatTurn] = []
         for index in trained:
-            place = _printed_range(chat, places, index)
-            earlier = (each[1] for each in places[:index] if each is not None and each[1] <= place[0])
+            text_range = _printed_range(chat, text_ranges, index)
+            earlier = (each[1] for each in text_ranges[:index] if each is not None and each[1] <= text_range[0])
             floor = max(turns[-1].end if turns else 0, *earlier, 0)
             turn = ChatTurn(
-                self._changed_turn_start(chat, index, place, floor), self._changed_turn_end(chat, index, place)
+                self._changed_turn_start(chat, index, text_range, floor),
+                self._changed_turn_end(chat, index, text_range),
             )
-            _check_no_overlap(chat, places, index, turn)
+            _check_no_overlap(chat, text_ranges, index, turn)
             turns.append(turn)
         return turns
 
@@ -358,7 +359,7 @@ class ChatRenderer:
         Raises:
             DataError: The template prints another text before the answer than its generation prompt.
         """
-        before = chat.prompt(index)
+        before = chat.rendered_prompt(index)
         if before is not None and chat.text.startswith(before) and floor <= len(before) <= text_range[0]:
             return self._turn_start(chat, index, len(before), chat.text)
         for header in chat.headers(index):
@@ -368,11 +369,11 @@ class ChatRenderer:
         start = self._printed_header_end(chat, index, text_range, floor)
         if start is not None:
             return start
-        lead = None if chat.has_generation_prompt(index) else chat.lead(index)
+        lead = None if chat.has_generation_prompt(index) else chat.text_before_answer(index)
         start = text_range[0] - len(lead or "")
         if lead is not None and floor <= start and chat.text.startswith(lead, start):
             return start + self._plain_header_length(chat, index, chat.text[start:])
-        raise chat.refusal(index, "prints another text before it than its generation prompt")
+        raise chat.location_error(index, "prints another text before it than its generation prompt")
 
     def _printed_header_end(self, chat: Renderings, index: int, text_range: tuple[int, int], floor: int) -> int | None:
         """Return the end of a header that is only the beginning of the generation prompt; None if there is none.
@@ -402,7 +403,7 @@ class ChatRenderer:
         return common if common.strip() else ""
 
     def _changed_turn_end(self, chat: Renderings, index: int, text_range: tuple[int, int]) -> int:
-        through = chat.through(index)
+        through = chat.rendered_through(index)
         range_in_prefix = chat.range_in_prefix(index)
         if through is not None and range_in_prefix is not None:
             tail = through[range_in_prefix[1] :]
@@ -412,7 +413,7 @@ class ChatRenderer:
         # The last turn of a chat may end with another token than earlier turns: use the token found here.
         token = self._special.match(chat.text, _skip_blanks(chat.text, text_range[1]))
         if token is None:
-            raise chat.refusal(index, "ends it in another way than the last answer")
+            raise chat.location_error(index, "ends it in another way than the last answer")
         return token.end()
 
     # ------------------------------------------------------------------ users, tools, and the ends of turns
@@ -425,10 +426,10 @@ class ChatRenderer:
         if not other_messages and which == "turn":
             return turns
         enders = self._end_tokens(chat, turns)
-        places = [chat.place(index) for index in range(len(chat.messages))] if other_messages else []
+        text_ranges = [chat.text_range(index) for index in range(len(chat.messages))] if other_messages else []
         for index in other_messages:
-            start, end = _printed_range(chat, places, index)
-            _check_no_overlap(chat, places, index, ChatTurn(start, end))
+            start, end = _printed_range(chat, text_ranges, index)
+            _check_no_overlap(chat, text_ranges, index, ChatTurn(start, end))
             turns = [*turns, ChatTurn(start, self._after_end_token(chat.text, end, enders))]
         if which != "turn":
             turns = [ChatTurn(turn.start, self._before_end_token(chat.text, turn, enders)) for turn in turns]
@@ -458,7 +459,7 @@ class ChatRenderer:
         for index in range(len(chat.messages)):
             if index in turns:
                 ends.append(ChatTurn(self._before_end_token(chat.text, turns[index], enders), turns[index].end))
-            elif (place := chat.place(index)) is not None and place != (0, 0):
+            elif (place := chat.text_range(index)) is not None and place != (0, 0):
                 start = _skip_blanks(chat.text, place[1])
                 ends.append(ChatTurn(start, self._after_end_token(chat.text, place[1], enders)))
         return sorted((turn for turn in ends if turn.start < turn.end), key=lambda turn: turn.start)
@@ -495,7 +496,7 @@ class ChatRenderer:
 
     def _turn_with_reasoning(self, chat: Renderings, index: int, printed: str) -> str:
         """Return the text of a turn with its reasoning, as printed in a conversation that ends with the turn."""
-        reasoning, before = reasoning_of(chat.messages[index]), chat.prompt(index)
+        reasoning, before = reasoning_of(chat.messages[index]), chat.rendered_prompt(index)
         for messages in as_last_answer(chat, index) if before is not None else ():
             through = chat.try_render(messages)
             if before is not None and through is not None and not through.startswith(before):
@@ -518,27 +519,27 @@ Places = Sequence[tuple[int, int] | None]
 """[messages] range of characters of each message, as :meth:`Renderings.place` returns it."""
 
 
-def _printed_range(chat: Renderings, places: Places, index: int) -> tuple[int, int]:
+def _printed_range(chat: Renderings, text_ranges: Places, index: int) -> tuple[int, int]:
     """Return the range of characters of a message.
 
     Raises:
         DataError: The template does not print the message.
     """
-    place = places[index]
-    if place is None or place == (0, 0):
-        raise chat.refusal(index, "does not print its text")
-    return place
+    text_range = text_ranges[index]
+    if text_range is None or text_range == (0, 0):
+        raise chat.location_error(index, "does not print its text")
+    return text_range
 
 
-def _check_no_overlap(chat: Renderings, places: Places, index: int, turn: ChatTurn) -> None:
+def _check_no_overlap(chat: Renderings, text_ranges: Places, index: int, turn: ChatTurn) -> None:
     """Check that the turn of a message does not overlap the text of another message.
 
     Raises:
         DataError: The turn overlaps another message, or the position of another message is unknown.
     """
-    for other, foreign in enumerate(places):
+    for other, foreign in enumerate(text_ranges):
         if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
-            raise chat.refusal(index, f"prints it in one block with messages[{other}]")
+            raise chat.location_error(index, f"prints it in one block with messages[{other}]")
 
 
 def _ends_exchange(messages: Sequence[Message], index: int) -> bool:

@@ -295,14 +295,14 @@ class LongTextTokenizer:
     def rule(self) -> CutRule | None:
         return cut_rule(self.tokenizer)
 
-    def ids(self, text: str, *, special: bool = True) -> MutableSequence[int]:
+    def ids(self, text: str, *, add_special_tokens: bool = True) -> MutableSequence[int]:
         """Return the token ids of a text, as a list, or as an array of 32-bit ids if the text is cut.
 
         Args:
             text: Text to tokenise.
-            special: Whether to add the tokens that the tokenizer puts around a text, such as BOS.
+            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text, such as BOS.
         """
-        parts = self.parts(text, special=special, offsets=False)
+        parts = self.parts(text, add_special_tokens=add_special_tokens, offsets=False)
         first = next(parts)
         if first.stop == len(text):
             return list(first.ids)
@@ -311,27 +311,31 @@ class LongTextTokenizer:
             ids.extend(part.ids)
         return ids
 
-    def parts(self, text: str, *, special: bool, offsets: bool) -> Iterator[TextPart]:
+    def parts(self, text: str, *, add_special_tokens: bool, offsets: bool) -> Iterator[TextPart]:
         """Yield the parts of a text in order; a short text, or a text that cannot be cut, is one part.
 
         If there are several parts, the tokens around the text, such as BOS, are separate parts without characters.
 
         Args:
             text: Text to tokenise.
-            special: Whether to add the tokens that the tokenizer puts around a text.
+            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
             offsets: Whether the character offsets of the tokens will be read.
         """
-        around = self._find_added_tokens(special) if len(text) > 2 * PART_CHARACTERS and self.rule is not None else None
+        around = (
+            self._find_added_tokens(add_special_tokens)
+            if len(text) > 2 * PART_CHARACTERS and self.rule is not None
+            else None
+        )
         if around is None:
             if len(text) > NOTED:
                 self._note(_WHOLE)
-            yield self._encode(text, 0, len(text), 0, special=special, offsets=offsets)
+            yield self._encode(text, 0, len(text), 0, add_special_tokens=add_special_tokens, offsets=offsets)
             return
         assert self.rule is not None, "a text is cut only by a rule"
         yield _make_added_part(0, around[0], offsets)
         for start, stop in self._cuts(text, self.rule):
             skip = self.rule.skip if start else 0
-            yield self._encode(text[start + skip : stop], start, stop, skip, special=False, offsets=offsets)
+            yield self._encode(text[start + skip : stop], start, stop, skip, add_special_tokens=False, offsets=offsets)
         yield _make_added_part(len(text), around[1], offsets)
 
     @cached_property
@@ -350,10 +354,12 @@ class LongTextTokenizer:
         backend = tokenizer.backend_tokenizer
         return backend if backend.truncation is None and backend.padding is None else None
 
-    def _encode(self, text: str, start: int, stop: int, skip: int, *, special: bool, offsets: bool) -> TextPart:
+    def _encode(
+        self, text: str, start: int, stop: int, skip: int, *, add_special_tokens: bool, offsets: bool
+    ) -> TextPart:
         if self._backend is not None:
             try:
-                encoded = self._backend.encode(text, add_special_tokens=special)
+                encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
             except BaseException as error:
                 if (known := tokenizer_panic_error(error)) is not None:
                     raise known from None
@@ -361,7 +367,9 @@ class LongTextTokenizer:
             ids, read = encoded.ids, lambda: encoded.offsets
         else:
             # verbose=False: no warning about rows that exceed the model's maximum length
-            encoding = self.tokenizer(text, add_special_tokens=special, verbose=False, return_offsets_mapping=offsets)
+            encoding = self.tokenizer(
+                text, add_special_tokens=add_special_tokens, verbose=False, return_offsets_mapping=offsets
+            )
             ids, read = list(encoding["input_ids"]), lambda: encoding["offset_mapping"]
         if skip and ids:
             is_blank = self.tokenizer.convert_ids_to_tokens(ids[0]) == "▁"
@@ -381,9 +389,9 @@ class LongTextTokenizer:
             start = match.start()
         yield start, len(text)
 
-    def _find_added_tokens(self, special: bool) -> tuple[list[int], list[int]] | None:
+    def _find_added_tokens(self, add_special_tokens: bool) -> tuple[list[int], list[int]] | None:
         """Return the tokens that the tokenizer adds before and after a text; None if they cannot be separated."""
-        if not special:
+        if not add_special_tokens:
             return [], []
         bare = list(self.tokenizer("a b", add_special_tokens=False)["input_ids"])
         whole = list(self.tokenizer("a b")["input_ids"])

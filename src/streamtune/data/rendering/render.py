@@ -237,7 +237,7 @@ class RowRenderer:
             self.log.current.add_special_names("text", names, new_row=True)
 
         def ask(masks: MaskTokenizer, text: str) -> TextTokens:
-            return masks(MarkedText(text, turns, origin, special=True, border=border))
+            return masks(MarkedText(text, turns, origin, add_special_tokens=True, border=border))
 
         splits = names and self._options.split_special_tokens
         return self._specials.tokenise(text, ask, origin, rendered=False) if splits else ask(self._tokens, text)
@@ -296,7 +296,7 @@ class RowRenderer:
         tokens = self._drop_second_bos(text, self._tokenise_text(text, origin, turns=turns, border=border))
         now.answers += 1
         now.completions += 1
-        now.merged_borders += tokens.crosses
+        now.merged_borders += tokens.crosses_border
         del text  # frees the memory of a long row
         return self._to_rendered(self._append_eos(tokens), has_answer=self._train_on != "all")
 
@@ -338,7 +338,7 @@ class RowRenderer:
 def _tokenise(
     masks: MaskTokenizer, text: str, *, turns: list[ChatTurn], origin: str, exchanges: Sequence[int], prefix: int
 ) -> TextTokens:
-    return masks(MarkedText(text, turns, origin, special=False, exchanges=exchanges, prefix=prefix))
+    return masks(MarkedText(text, turns, origin, add_special_tokens=False, exchanges=exchanges, prefix=prefix))
 
 
 def _add_default_system(content: Conversation, text: str | None) -> Conversation:
@@ -542,7 +542,7 @@ class PromptRenderer:
         names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
-        ids = self._tokenise_ids(prompt, origin, special=True, splits=bool(names), rendered=False)
+        ids = self._tokenise_ids(prompt, origin, add_special_tokens=True, splits=bool(names), rendered=False)
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
@@ -571,22 +571,26 @@ class PromptRenderer:
         request = ChatRequest(shown[0], shown[1], True, variables)
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
-        return self._tokenise_ids(text, origin, special=False, splits=shown[0] is not messages, rendered=True)
+        return self._tokenise_ids(
+            text, origin, add_special_tokens=False, splits=shown[0] is not messages, rendered=True
+        )
 
-    def _tokenise_ids(self, text: str, origin: str, *, special: bool, splits: bool, rendered: bool) -> list[int]:
+    def _tokenise_ids(
+        self, text: str, origin: str, *, add_special_tokens: bool, splits: bool, rendered: bool
+    ) -> list[int]:
         """Return the token ids of a text.
 
         Args:
             text: Text to tokenise.
             origin: Place of the row, for errors.
-            special: Whether to add the tokens that the tokenizer puts around a text.
+            add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
             splits: Whether the text contains names of special tokens.
             rendered: Whether the text was rendered from shielded messages.
         """
         if not splits or not self._options.split_special_tokens:
-            return list(self._long_text.ids(text, special=special))
+            return list(self._long_text.ids(text, add_special_tokens=add_special_tokens))
 
         def ask(masks: MaskTokenizer, text: str) -> TextTokens:
-            return masks(MarkedText(text, None, origin, special=special))
+            return masks(MarkedText(text, None, origin, add_special_tokens=add_special_tokens))
 
         return list(self._specials.tokenise(text, ask, origin, rendered=rendered).ids)

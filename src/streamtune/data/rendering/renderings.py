@@ -209,24 +209,24 @@ class Renderings:
         Some templates (Mistral, 2024) print it before the user's last message, and only if the conversation ends there,
         as it does at inference. Then the last answer is appended to that rendering.
         """
-        if self.place(0) != (0, 0):
+        if self.text_range(0) != (0, 0):
             return  # printed in another form
         self.system = "left out"
         if self.messages[-1]["role"] != "assistant":
             return
-        asked = self.try_render(self.messages[:-1], generation=True)
-        if asked is not None and self.messages[0]["content"].strip() in asked:
+        with_prompt = self.try_render(self.messages[:-1], generation=True)
+        if with_prompt is not None and self.messages[0]["content"].strip() in with_prompt:
             self.system = "late"
             self._cache.clear()
             self.text = check_unicode(self._render(self.messages), self._origin)
 
     def _render_after_prompt(self, messages: list[Message], template: str | None) -> str:
         """Return the prompt of the last answer, then the answer as printed after a prompt without system message."""
-        shorter = self._render_unchanged(messages[1:-1], True, template)
-        whole = self._render_unchanged(messages[1:], False, template)
-        if not whole.startswith(shorter):
+        prompt = self._render_unchanged(messages[1:-1], True, template)
+        with_answer = self._render_unchanged(messages[1:], False, template)
+        if not with_answer.startswith(prompt):
             return self._render_unchanged(messages, False, template)
-        return self._render_unchanged(messages[:-1], True, template) + whole[len(shorter) :]
+        return self._render_unchanged(messages[:-1], True, template) + with_answer[len(prompt) :]
 
     def try_render(self, messages: list[Message], *, generation: bool = False) -> str | None:
         """Return a variant of the conversation rendered; None if the template rejects it, or without messages."""
@@ -241,44 +241,44 @@ class Renderings:
         """Return the rendering of the first ``count`` messages. Only a few are cached: a long chat has too many."""
         if count == len(self.messages) and not generation:
             return self.text
-        kept = self._cached_prefix(count, generation)
-        return self.text[:kept] if isinstance(kept, int) else kept
+        cached = self._cached_prefix(count, generation)
+        return self.text[:cached] if isinstance(cached, int) else cached
 
     def _cached_prefix(self, count: int, generation: bool) -> str | int | None:
         """Return the same as :meth:`_render_prefix`, but for a long prefix of the full rendering only its length."""
         if (count, generation) not in self._cache:
             if len(self._cache) >= _CACHED_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
-            found = self.try_render(self.messages[:count], generation=generation)
-            begins = found is not None and len(found) > _LONG and self.text.startswith(found)
-            self._cache[count, generation] = len(found) if found is not None and begins else found
+            rendered = self.try_render(self.messages[:count], generation=generation)
+            begins = rendered is not None and len(rendered) > _LONG and self.text.startswith(rendered)
+            self._cache[count, generation] = len(rendered) if rendered is not None and begins else rendered
         return self._cache[count, generation]
 
-    def history(self, index: int) -> str | None:
+    def rendered_history(self, index: int) -> str | None:
         """Return the rendering of the messages before ``index``; None if the template rejects them, or without any."""
         return self._render_prefix(index, False)
 
-    def prompt(self, index: int) -> str | None:
-        """Return :meth:`history` with the generation prompt; None in the same cases."""
+    def rendered_prompt(self, index: int) -> str | None:
+        """Return :meth:`rendered_history` with the generation prompt; None in the same cases."""
         return self._render_prefix(index, True)
 
-    def through(self, index: int) -> str | None:
+    def rendered_through(self, index: int) -> str | None:
         """Return the rendering of the messages up to and including ``index``; None if the template rejects them."""
         return self._render_prefix(index + 1, False)
 
     def prompt_length(self, index: int) -> int | None:
-        """Return the length of :meth:`prompt`; None if the full rendering does not begin with it."""
+        """Return the length of :meth:`rendered_prompt`; None if the full rendering does not begin with it."""
         return self._prefix_length(index, True)
 
     def through_length(self, index: int) -> int | None:
-        """Return the length of :meth:`through`; None if the full rendering does not begin with it."""
+        """Return the length of :meth:`rendered_through`; None if the full rendering does not begin with it."""
         return len(self.text) if index + 1 == len(self.messages) else self._prefix_length(index + 1, False)
 
     def _prefix_length(self, count: int, generation: bool) -> int | None:
-        kept = self._cached_prefix(count, generation)
-        if isinstance(kept, str):
-            return len(kept) if self.text.startswith(kept) else None
-        return kept
+        cached = self._cached_prefix(count, generation)
+        if isinstance(cached, str):
+            return len(cached) if self.text.startswith(cached) else None
+        return cached
 
     def headers(self, index: int) -> Iterator[str]:
         """Yield possible headers of an answer: the generation prompt after its history, and after all messages.
@@ -295,12 +295,16 @@ class Renderings:
         """Return True if the template prints a generation prompt before answer ``index``."""
         return self._cached_prefix(index, True) != self._cached_prefix(index, False)
 
-    def lead(self, index: int) -> str | None:
+    def text_before_answer(self, index: int) -> str | None:
         """Return the text between history and answer, for a template without a generation prompt; None if unknown."""
-        history, through, place = self.history(index), self.through(index), self.range_in_prefix(index)
-        if history is None or through is None or place is None or not through.startswith(history):
+        history, through, text_range = (
+            self.rendered_history(index),
+            self.rendered_through(index),
+            self.range_in_prefix(index),
+        )
+        if history is None or through is None or text_range is None or not through.startswith(history):
             return None
-        return through[len(history) : place[0]] if len(history) <= place[0] else None
+        return through[len(history) : text_range[0]] if len(history) <= text_range[0] else None
 
     def with_short_answer(self, index: int) -> tuple[str, int]:
         """Return the rendering with a one-character answer as message ``index``, and its position (-1 if missing)."""
@@ -313,7 +317,7 @@ class Renderings:
         """Return a private-use character, ``first`` or a later one, that does not occur in the conversation."""
         return next(chr(code) for code in range(ord(first), 0xF900) if chr(code) not in self.text)
 
-    def place(self, index: int) -> tuple[int, int] | None:
+    def text_range(self, index: int) -> tuple[int, int] | None:
         """Return the range of characters in the full rendering that depend on the text of message ``index``.
 
         Returns:
@@ -323,8 +327,8 @@ class Renderings:
         return self._find_changed_range(self.messages, self.text, index)
 
     def range_in_prefix(self, index: int) -> tuple[int, int] | None:
-        """Return the same as :meth:`place`, in the rendering of the messages up to and including ``index``."""
-        return self._find_changed_range(self.messages[: index + 1], self.through(index), index)
+        """Return the same as :meth:`text_range`, in the rendering of the messages up to and including ``index``."""
+        return self._find_changed_range(self.messages[: index + 1], self.rendered_through(index), index)
 
     def _find_changed_range(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
         mark = self.unused_character()
@@ -371,10 +375,10 @@ class Renderings:
         """Return the text after the last answer when a user message follows; None if the template rejects that."""
         messages = [*self.messages, {"role": "user", "content": self.unused_character()}]
         text = self.try_render(messages)
-        place = self._find_changed_range(messages, text, len(self.messages) - 1)
-        return None if text is None or place is None else text[place[1] :]
+        text_range = self._find_changed_range(messages, text, len(self.messages) - 1)
+        return None if text is None or text_range is None else text[text_range[1] :]
 
-    def refusal(self, index: int, why: str) -> DataError:
+    def location_error(self, index: int, why: str) -> DataError:
         """Return the error for a turn that cannot be located; ``why`` continues "the chat template ..."."""
         return DataError(
             f"messages[{index}] cannot be masked exactly: the chat template {why}",

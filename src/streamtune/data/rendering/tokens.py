@@ -81,7 +81,7 @@ class TextTokens:
     """number of tokens of the prefix"""
     estimated: int | None = None
     trained_share: float = 1.0
-    crosses: bool = False
+    crosses_border: bool = False
     """True if a token crosses :attr:`MarkedText.border`"""
 
     def labels(self) -> MutableSequence[int]:
@@ -118,14 +118,14 @@ class MarkedText:
     origin: str
     """place of the row, for errors"""
     _: KW_ONLY
-    special: bool
+    add_special_tokens: bool
     """True adds the tokens that the tokenizer puts around a text, such as BOS"""
     exchanges: Sequence[int] = ()
     """positions where a new exchange of a chat begins, in order"""
     prefix: int = 0
     """number of characters of the prefix that truncation on the left keeps"""
     border: int | None = None
-    """position to check: the result tells whether a token crosses it"""
+    """position to check: the result reports whether a token crosses the border"""
 
 
 class MaskTokenizer:
@@ -160,16 +160,18 @@ class MaskTokenizer:
         return self._tokenise_parts(marked, breaks=True)
 
     def _tokenise_parts(self, marked: MarkedText, *, breaks: bool) -> TextTokens:
-        text, turns, special = marked.text, marked.turns, marked.special
+        text, turns, add_special_tokens = marked.text, marked.turns, marked.add_special_tokens
         needs_offsets = breaks or marked.prefix > 0 or marked.border is not None
         offsets = bool(self._tokenizer.is_fast) and (bool(turns) or needs_offsets)
-        parts = self._long_text.parts(text, special=special, offsets=offsets)
+        parts = self._long_text.parts(text, add_special_tokens=add_special_tokens, offsets=offsets)
         first = next(parts)
         reader = _PartReader(self._tokenizer, marked, None if needs_offsets else self._speller)
         if first.stop == len(text):
             trained = reader.mask(first) if offsets or not turns else self._mask_by_prefixes(marked, first)
             found = reader.breaks(first) if breaks else None
-            return TextTokens(array("i", first.ids), trained, found, reader.prefix_tokens, crosses=reader.crosses)
+            return TextTokens(
+                array("i", first.ids), trained, found, reader.prefix_tokens, crosses_border=reader.crosses_border
+            )
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
         for part in chain([first], parts):
             ids.extend(part.ids)
@@ -182,7 +184,7 @@ class MaskTokenizer:
         trained = np.frombuffer(mask, dtype=np.bool_)
         found = np.frombuffer(marks, dtype=np.uint8) if breaks else None
         share = 1.0 if turns is None else sum(turn.end - turn.start for turn in turns) / len(text)
-        return TextTokens(ids, trained, found, reader.prefix_tokens, estimated, share, reader.crosses)
+        return TextTokens(ids, trained, found, reader.prefix_tokens, estimated, share, reader.crosses_border)
 
     def _may_stop_early(self, num_tokens: int, characters_left: int) -> bool:
         policy = self._policy
@@ -190,9 +192,9 @@ class MaskTokenizer:
             policy is not None and not policy.needs_length and num_tokens > policy.max_length and characters_left > STOP
         )
 
-    def ids(self, text: str, *, special: bool) -> MutableSequence[int]:
-        """Return the token ids of a text; ``special`` adds the tokens that the tokenizer puts around it."""
-        return self._long_text.ids(text, special=special)
+    def ids(self, text: str, *, add_special_tokens: bool) -> MutableSequence[int]:
+        """Return the token ids of a text; ``add_special_tokens`` adds the tokens that the tokenizer puts around it."""
+        return self._long_text.ids(text, add_special_tokens=add_special_tokens)
 
     def _mask_by_prefixes(self, marked: MarkedText, whole_text: TextPart) -> Mask:
         """Return a mask of the trained tokens, [T], for Python tokenizers, which report no offsets.
@@ -207,7 +209,9 @@ class MaskTokenizer:
         for turn in marked.turns or ():
             borders = []
             for border in (turn.start, turn.end):
-                before = self._tokenizer(marked.text[:border], add_special_tokens=marked.special, verbose=False)
+                before = self._tokenizer(
+                    marked.text[:border], add_special_tokens=marked.add_special_tokens, verbose=False
+                )
                 prefix = list(before["input_ids"])
                 if ids[: len(prefix)] != prefix:
                     raise DataError(
@@ -229,7 +233,7 @@ class _PartReader:
         self.turn_ends = [turn.end for turn in marked.turns or ()]
         self.exchanges = marked.exchanges
         self.prefix, self.border = marked.prefix, marked.border
-        self.prefix_tokens, self.crosses = 0, False
+        self.prefix_tokens, self.crosses_border = 0, False
         self.pairs = np.empty((0, 2), dtype=np.int64)
         """offsets of the part that was read last, [T, 2]"""
 
@@ -246,7 +250,7 @@ class _PartReader:
         pairs = self.pairs = _offset_array(offsets)
         if self.border is not None:
             here = self.border - part.start
-            self.crosses |= bool(((pairs[:, 0] < here) & (here < pairs[:, 1])).any())
+            self.crosses_border |= bool(((pairs[:, 0] < here) & (here < pairs[:, 1])).any())
         if self.prefix > part.start:
             self._count_prefix(part, pairs)
         if self.turns is None:

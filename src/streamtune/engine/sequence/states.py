@@ -57,12 +57,12 @@ class ShardFragment:
     Args:
         own_slice: Slice of the rank's own tokens.
         positions: Positions in the sequence.
-        after: Position whose state the fragment starts from; None if all its rows begin with the fragment.
+        read_position: Position whose state the fragment starts from; None if all its rows begin with the fragment.
     """
 
     own_slice: slice
     positions: slice
-    after: int | None
+    read_position: int | None
 
 
 class StateRoutes:
@@ -87,8 +87,8 @@ class StateRoutes:
         """By position: the ranks that read the state, each with the start of its first fragment that reads it."""
         for rank, fragments in enumerate(self.fragments):
             for fragment in fragments:
-                if fragment.after is not None:
-                    self.readers.setdefault(fragment.after, {}).setdefault(rank, fragment.own_slice.start)
+                if fragment.read_position is not None:
+                    self.readers.setdefault(fragment.read_position, {}).setdefault(rank, fragment.own_slice.start)
 
     def sent_positions(self, producer: int, reader: int) -> list[int]:
         """Return the positions of the states that rank ``producer`` sends to rank ``reader``, in order of sending."""
@@ -126,7 +126,7 @@ def _fragment_slices(own_slice: slice, positions: slice, rows: PackedRows | None
 class SharedStates(States):
     """States of one layer call on a sequence that several ranks share.
 
-    ``after[t]`` holds the states after the first t tokens of the sequence that this rank's fragments start from,
+    ``states_after[t]`` holds the states after the first t tokens of the sequence that this rank's fragments start from,
     computed by this or another rank. ``grads[t]`` sums their gradients over this rank's fragments. ``in_fragments`` is
     True if the layer's chunks are this rank's fragments.
     """
@@ -159,12 +159,12 @@ class SharedStates(States):
         """Chunks of a layer with states, as slices of this rank's own tokens."""
         return [fragment.own_slice for fragment in self._fragments.values()]
 
-    def note_state(self, unchunked: bool) -> None:
+    def on_state_used(self, unchunked: bool) -> None:
         """Raise :class:`NeedsFragments` unless the layer runs on one of this rank's fragments."""
         if unchunked or not self.in_fragments:
             raise NeedsFragments
 
-    def note_keys(self) -> None:
+    def on_keys_used(self) -> None:
         """Refuse several rows in a layer with both attention and a state: ranks would exchange different fragments."""
         if self.rows is not None:
             raise UnsupportedModelError(
@@ -175,7 +175,7 @@ class SharedStates(States):
     def positions(self, chunk: slice) -> tuple[int | None, int]:
         """Return the position of the states that a fragment reads (None: none), and of the states it computes."""
         fragment = self._fragments[chunk.start]
-        return fragment.after, fragment.positions.stop
+        return fragment.read_position, fragment.positions.stop
 
     def run_slice(self, chunk: slice) -> slice:
         """Return the slice that a layer runs on for a fragment: the fragment, or two tokens if it has one token.
@@ -187,7 +187,7 @@ class SharedStates(States):
         if chunk.stop - chunk.start > 1 or self.rows is None or not self.in_fragments:
             return chunk
         fragment = self._fragments[chunk.start]
-        if fragment.after is None or fragment.positions.stop in self.routes.readers:
+        if fragment.read_position is None or fragment.positions.stop in self.routes.readers:
             return chunk
         start = min(chunk.start, self.shards.own_length - 2)
         return slice(start, start + 2)
@@ -205,13 +205,18 @@ class SharedStates(States):
 
     # Forward.
 
-    def receive(self, after: int | None, key: StateKey) -> None:
-        """Wait for the state ``key`` at position ``after`` if another rank computes it; save it for the backward."""
-        producer = self._other_producer(after)
-        if after is None or producer is None or after in self._complete or key in self.after.get(after, {}):
+    def receive(self, read_position: int | None, key: StateKey) -> None:
+        """Wait for the state ``key`` at ``read_position`` if another rank computes it; save it for the backward."""
+        producer = self._other_producer(read_position)
+        if (
+            read_position is None
+            or producer is None
+            or read_position in self._complete
+            or key in self.states_after.get(read_position, {})
+        ):
             return
-        if (state := self._receiver(producer).get(after, _message_key(key))) is not None:
-            self.after.setdefault(after, {})[key] = state
+        if (state := self._receiver(producer).get(read_position, _message_key(key))) is not None:
+            self.states_after.setdefault(read_position, {})[key] = state
 
     def save_state(self, position: int, key: StateKey, state: Tensor) -> None:
         """Save a state for this rank's later fragments, and send it to the other ranks that read it."""
@@ -219,19 +224,23 @@ class SharedStates(States):
         readers = self.routes.readers.get(position, {})
         state = state.clone() if readers else state
         if self.shards.rank in readers:
-            self.after.setdefault(position, {})[key] = state
+            self.states_after.setdefault(position, {})[key] = state
         for rank in self._other_readers(position):
             self._sender(rank).put(_message_key(key), state)
 
-    def close(self, after: int | None, position: int) -> None:
+    def close(self, read_position: int | None, position: int) -> None:
         """Finish a fragment: receive the states that the layer did not read, and tell receivers that no more follow.
 
         The sender sends all states, whether they are read or not.
         """
-        if after is not None and after not in self._complete and (producer := self._other_producer(after)) is not None:
-            self._complete.add(after)
-            for number, state in self._receiver(producer).all(after).items():
-                self.after.setdefault(after, {}).setdefault(_state_key(number), state)
+        if (
+            read_position is not None
+            and read_position not in self._complete
+            and (producer := self._other_producer(read_position)) is not None
+        ):
+            self._complete.add(read_position)
+            for number, state in self._receiver(producer).all(read_position).items():
+                self.states_after.setdefault(read_position, {}).setdefault(_state_key(number), state)
         for rank in self._other_readers(position):
             self._sender(rank).close()
 
@@ -250,45 +259,47 @@ class SharedStates(States):
         parts = [part for part in received if part is not None]
         return sum(parts[1:], parts[0]) if parts else None
 
-    def watch_leaf(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
+    def on_leaf_created(self, chunk: slice, read_position: int | None, key: StateKey, leaf: Tensor) -> None:
         """Register a hook on ``leaf`` that sends its gradient to the rank that computed the state."""
-        if after is not None and self._completes_grad(chunk, after):
-            leaf.register_hook(partial(self._send_grad, after, key))
+        if read_position is not None and self._completes_grad(chunk, read_position):
+            leaf.register_hook(partial(self._send_grad, read_position, key))
 
-    def _send_grad(self, after: int, key: StateKey, grad: Tensor | None) -> None:
+    def _send_grad(self, read_position: int, key: StateKey, grad: Tensor | None) -> None:
         """Send a state's gradient to the rank that computed the state; zeros if the state has no gradient."""
-        producer, before = self.routes.producers[after], self.grads.get(after, {}).pop(key, None)
+        producer, before = self.routes.producers[read_position], self.grads.get(read_position, {}).pop(key, None)
         if grad is None:
-            total = torch.zeros_like(self.after[after][key]) if before is None else before
+            total = torch.zeros_like(self.states_after[read_position][key]) if before is None else before
         else:
             total = grad if before is None else before + grad
-        self._sent_grads.add((after, key))
+        self._sent_grads.add((read_position, key))
         self._sender(producer).put(_message_key(key), total)
 
-    def add_grads(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
+    def add_grads(
+        self, chunk: slice, read_position: int | None, position: int, parts: dict[StateKey, Tensor | None]
+    ) -> None:
         """Add gradients of the states that a fragment read, send complete gradients, and end its messages."""
-        if after is not None:
-            unsent = {key: part for key, part in parts.items() if (after, key) not in self._sent_grads}
-            super().add_grads(chunk, after, position, unsent)
-        if after is not None and self._completes_grad(chunk, after):
-            for key, state in self.after.get(after, {}).items():
-                if state.is_floating_point() and (after, key) not in self._sent_grads:
-                    self._send_grad(after, key, None)
-            self._sender(self.routes.producers[after]).close()
-            self.grads.pop(after, None)
+        if read_position is not None:
+            unsent = {key: part for key, part in parts.items() if (read_position, key) not in self._sent_grads}
+            super().add_grads(chunk, read_position, position, unsent)
+        if read_position is not None and self._completes_grad(chunk, read_position):
+            for key, state in self.states_after.get(read_position, {}).items():
+                if state.is_floating_point() and (read_position, key) not in self._sent_grads:
+                    self._send_grad(read_position, key, None)
+            self._sender(self.routes.producers[read_position]).close()
+            self.grads.pop(read_position, None)
         for rank in self._other_readers(position):
             self._receiver(rank).all(position)
 
     # Senders and receivers.
 
-    def _completes_grad(self, chunk: slice, after: int | None) -> bool:
+    def _completes_grad(self, chunk: slice, read_position: int | None) -> bool:
         """Return True if the backward of a fragment completes this rank's gradient of another rank's state."""
-        if after is None or self._other_producer(after) is None:
+        if read_position is None or self._other_producer(read_position) is None:
             return False
-        return self.routes.readers[after][self.shards.rank] == chunk.start
+        return self.routes.readers[read_position][self.shards.rank] == chunk.start
 
-    def _other_producer(self, after: int | None) -> int | None:
-        producer = None if after is None else self.routes.producers[after]
+    def _other_producer(self, read_position: int | None) -> int | None:
+        producer = None if read_position is None else self.routes.producers[read_position]
         return None if producer == self.shards.rank else producer
 
     def _other_readers(self, position: int) -> list[int]:
