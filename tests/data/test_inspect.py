@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import DataOptions, PreparedData, ResumableSampler, Source, pack_rows
-from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_parts, shown_ranges
+from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_parts, ranges_to_show
 from streamtune.data.length_measures import LengthChoice, compare_max_lengths, histogram, padding_share
 
 Write = Callable[..., str]
@@ -109,13 +109,13 @@ def test_runs_are_the_row_and_its_mask(made: Callable[..., PreparedData], tokeni
 def test_gaps_are_where_nothing_changes() -> None:
     trained = np.zeros(20_000, dtype=np.bool_)
     trained[9_000:9_100] = trained[15_000:15_200] = True
-    ranges = shown_ranges(trained, 320)
+    ranges = ranges_to_show(trained, 320)
     assert (ranges[0][0], ranges[-1][1]) == (0, 20_000)
     assert sum(stop - start for start, stop in ranges) <= 320
     for border in (9_000, 9_100, 15_000, 15_200):
         assert any(start < border < stop - 1 for start, stop in ranges), border
-    assert shown_ranges(trained, None) == [(0, 20_000)]
-    assert shown_ranges(trained[:300], 320) == [(0, 300)]
+    assert ranges_to_show(trained, None) == [(0, 20_000)]
+    assert ranges_to_show(trained[:300], 320) == [(0, 300)]
 
 
 def test_gaps_say_how_much_they_hold(made: Callable[..., PreparedData], tokenizer: PreTrainedTokenizerFast) -> None:

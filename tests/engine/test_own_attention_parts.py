@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask
 import streamtune
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.inspect_model import decoder_layers
-from streamtune.engine.own_attention import DensifiedMask, sees_future, mask_tile, tiled_attention_name
+from streamtune.engine.own_attention import DensifiedMask, mask_tile, sees_future, tiled_attention_name
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask
 from tests.conformance.reducer import build

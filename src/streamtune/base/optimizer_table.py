@@ -123,17 +123,17 @@ def _value_count(shape: Shape) -> int:
     return math.prod(shape)
 
 
-def _moments_size(number: int, *, scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size function of ``number`` tensors of the weight's shape and dtype, plus ``scalars`` values."""
-    return lambda shape, width, _: (number * _value_count(shape) + scalars) * width
+def _moments_size(num_tensors: int, *, num_scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+    """Return the size function of tensors of the weight's shape and dtype, plus ``num_scalars`` of its values."""
+    return lambda shape, value_bytes, _: (num_tensors * _value_count(shape) + num_scalars) * value_bytes
 
 
-def _adamw_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    return 2 * _value_count(shape) * width + STEP
+def _adamw_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
+    return 2 * _value_count(shape) * value_bytes + STEP
 
 
-def _sgd_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
-    return _value_count(shape) * width if args["momentum"] else 0
+def _sgd_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
+    return _value_count(shape) * value_bytes if args["momentum"] else 0
 
 
 def _mean_value_count(shape: Shape) -> int:
@@ -141,62 +141,62 @@ def _mean_value_count(shape: Shape) -> int:
     return _value_count(shape[:-1]) + _value_count((*shape[:-2], shape[-1]))
 
 
-def _adafactor_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
-    return STEP + (_mean_value_count(shape) if len(shape) > 1 else _value_count(shape)) * width
+def _adafactor_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
+    return STEP + (_mean_value_count(shape) if len(shape) > 1 else _value_count(shape)) * value_bytes
 
 
-def _came_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+def _came_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
     means = 2 * _mean_value_count(shape) if len(shape) > 1 else _value_count(shape)
-    return (_value_count(shape) + means + 1) * width
+    return (_value_count(shape) + means + 1) * value_bytes
 
 
-def _apollo_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _apollo_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
     """Return the bytes of two moments of the projected gradient, of the projection, and of a norm."""
     long, short = max(shape), min(shape)
-    return (args["rank"] * (2 * long + short) + 1) * width
+    return (args["rank"] * (2 * long + short) + 1) * value_bytes
 
 
 SMALLEST_QUANTISED = 4096
 """Minimum number of values of a weight for which bitsandbytes and torchao quantise the states."""
 
 
-def _bitsandbytes_size(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size function of ``number`` bitsandbytes states: blocks of 256 with a scale, and a table of 256
+def _bitsandbytes_size(num_states: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+    """Return the size function of ``num_states`` bitsandbytes states: blocks of 256 with a scale, and a table of 256
     values."""
 
-    def size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    def size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
         count = _value_count(shape)
         if count < SMALLEST_QUANTISED:
-            return number * 4 * count
-        return number * (count + 4 * -(-count // 256) + 4 * 256)
+            return num_states * 4 * count
+        return num_states * (count + 4 * -(-count // 256) + 4 * 256)
 
     return size
 
 
-def _torchao_size(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size function of torchao's two moments: blocks with a scale, and a table of ``table`` values."""
+def _torchao_size(bits: int, table_values: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+    """Return the size function of torchao's two moments: blocks with a scale, and a table of values."""
 
-    def size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    def size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
         count, block = _value_count(shape), args["block_size"]
         if count < SMALLEST_QUANTISED or count % block:
-            return STEP + 2 * count * width
-        return STEP + 2 * (count * bits // 8 + 4 * (count // block) + 4 * table)
+            return STEP + 2 * count * value_bytes
+        return STEP + 2 * (count * bits // 8 + 4 * (count // block) + 4 * table_values)
 
     return size
 
 
-def _badam_size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+def _badam_size(shape: Shape, value_bytes: int, _: Mapping[str, Any]) -> int:
     """Return the bytes of a weight in the trained block: two moments, and a float32 copy of a narrower weight."""
-    return STEP + 4 * _value_count(shape) * (2 + (width < 4))
+    return STEP + 4 * _value_count(shape) * (2 + (value_bytes < 4))
 
 
-def _galore_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _galore_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
     rank = args["rank"]
     if len(shape) != 2 or rank >= min(shape):
-        return _adamw_size(shape, width, args)
+        return _adamw_size(shape, value_bytes, args)
     sides = shape if args["proj_type"] == "full" else (min(shape),)
-    stored = sum(8 * rank if args["projection"] == "dct" else rank * side * width for side in sides)
-    return STEP + 2 * _projected_value_count(shape, args) * width + stored
+    stored = sum(8 * rank if args["projection"] == "dct" else rank * side * value_bytes for side in sides)
+    return STEP + 2 * _projected_value_count(shape, args) * value_bytes + stored
 
 
 def _projected_value_count(shape: Shape, args: Mapping[str, Any]) -> int:
@@ -205,20 +205,20 @@ def _projected_value_count(shape: Shape, args: Mapping[str, Any]) -> int:
     return rank * (rank if args["proj_type"] == "full" else max(shape))
 
 
-def _natural_galore_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _natural_galore_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
     low_rank = len(shape) == 2 and args["rank"] < min(shape)
-    return _galore_size(shape, width, args) + (
-        args["history"] * _projected_value_count(shape, args) * width if low_rank else 0
+    return _galore_size(shape, value_bytes, args) + (
+        args["history"] * _projected_value_count(shape, args) * value_bytes if low_rank else 0
     )
 
 
-def _badam_ratio_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _badam_ratio_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
     """Return the bytes of the trained part of a weight: two moments, and a float32 copy of a narrower weight."""
     count = _value_count(shape)
-    return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (width < 4))
+    return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (value_bytes < 4))
 
 
-def _coat_size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+def _coat_size(shape: Shape, value_bytes: int, args: Mapping[str, Any]) -> int:
     """Return the bytes of COAT's two moments: groups with one byte per value and two float32 numbers."""
     return STEP + 2 * -(-_value_count(shape) // args["group_size"]) * (args["group_size"] + 8)
 
@@ -239,7 +239,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "paged_adamw_8bit": OptimizerEntry(
         "adamw_8bit in CUDA unified memory, which moves to the host when the device is full",
         "bitsandbytes", _bitsandbytes_size(2), extra="quant", is_adam=True, only_on="cuda", not_divided=_BLOCKS,
-        scratch=lambda shape, width: 0,
+        scratch=lambda shape, value_bytes: 0,
     ),
     "adamw_torch_8bit": OptimizerEntry(
         "AdamW with 8-bit moments; optional stochastic rounding of bfloat16 weights",
@@ -263,7 +263,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adafactor": OptimizerEntry(
         "factored second moment (rows and columns), steps relative to the weight (1804.04235)",
         "torch", _adafactor_size, {"beta2_decay": -0.8, "eps2": 1e-3, "clip_threshold": 1.0},
-        scratch=lambda shape, width: _value_count(shape) * width, not_divided=_WHOLE_MATRICES,
+        scratch=lambda shape, value_bytes: _value_count(shape) * value_bytes, not_divided=_WHOLE_MATRICES,
     ),
     "adan": OptimizerEntry(
         "Nesterov momentum from differences of gradients (2208.06677)",
@@ -280,7 +280,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "the rest",
         "apollo_torch", _apollo_size, {"rank": 256, "scale": 1.0, "scale_type": "channel", "update_proj_gap": 200},
         extra="optim", is_adam=True, adamw_for_rest=True,
-        scratch=lambda shape, width: 2 * _value_count(shape) * width, not_divided=_WHOLE_MATRICES,
+        scratch=lambda shape, value_bytes: 2 * _value_count(shape) * value_bytes, not_divided=_WHOLE_MATRICES,
     ),
     "badam": OptimizerEntry(
         "AdamW on one block of weights at a time; others are frozen, and the backward stops at the block (2404.02827)",
@@ -309,7 +309,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "lamb": OptimizerEntry(
         "AdamW with a trust ratio per weight, for large batches (1904.00962)",
-        "pytorch_optimizer", _moments_size(2, scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
+        "pytorch_optimizer", _moments_size(2, num_scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
         extra="optim", not_divided="its trust ratio uses norms of whole weights, and each rank has a part of them",
     ),
     "lion": OptimizerEntry(
@@ -360,22 +360,20 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
 assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
 
 
-def state_bytes(
-    name: str, shape: Shape, bytes_per_value: int, args: Mapping[str, Any], *, in_layer: bool = True
-) -> int:
+def state_bytes(name: str, shape: Shape, value_bytes: int, args: Mapping[str, Any], *, in_layer: bool = True) -> int:
     """Return how many bytes of state an optimizer keeps for a weight.
 
     Args:
         name: Key of :data:`OPTIMIZERS`.
         shape: Shape of the weight.
-        bytes_per_value: Bytes of a value of the weight.
+        value_bytes: Bytes of a value of the weight.
         args: ``optim_args``; missing options have their defaults.
         in_layer: Whether the weight is in a decoder layer.
     """
     entry = OPTIMIZERS[name]
     if entry.adamw_for_rest and not (in_layer and len(shape) == 2):
-        return _adamw_size(shape, bytes_per_value, {})
-    return entry.size(shape, bytes_per_value, {**entry.options, **args})
+        return _adamw_size(shape, value_bytes, {})
+    return entry.size(shape, value_bytes, {**entry.options, **args})
 
 
 def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
@@ -474,7 +472,7 @@ def _has_type_of(value: Any, default: Any) -> bool:
     if default == []:
         return isinstance(value, list) and all(isinstance(each, str) and each for each in value)
     if isinstance(default, list):
-        return isinstance(value, list) and len(value) == len(default) and all(map(_is_rate, value))
+        return isinstance(value, list) and len(value) == len(default) and all(map(_is_number_below_one, value))
     if isinstance(default, int):
         return isinstance(value, int) and value > 0
     if isinstance(default, float):
@@ -482,7 +480,7 @@ def _has_type_of(value: Any, default: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_rate(value: Any) -> bool:
+def _is_number_below_one(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 

@@ -171,7 +171,7 @@ class RowInspector:
         """
         shown: list[TokenRun | TokenGap] = []
         stop = 0
-        for start, end in shown_ranges(part.trained, max_tokens):
+        for start, end in ranges_to_show(part.trained, max_tokens):
             if start > stop:
                 shown.append(_make_gap(part, stop, start))
             shown += self._split_into_runs(part.input_ids[start:end], part.trained[start:end])
@@ -230,7 +230,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return text
 
 
-def shown_ranges(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> list[tuple[int, int]]:
+def ranges_to_show(trained: npt.NDArray[np.bool_], max_tokens: int | None) -> list[tuple[int, int]]:
     """Return the token ranges of a row to show, as (start, stop).
 
     A long row shows its two ends, and as many borders between masked and trained tokens as fit.

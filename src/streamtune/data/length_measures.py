@@ -192,14 +192,14 @@ def fewest_packs(lengths: Numbers, max_length: int) -> int:
 
 
 @with_default_style
-def draw_length_histogram(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
+def draw_length_histogram(bins: list[LengthBin], max_length: int, title: str, limit_name: str = "max_length") -> bytes:
     """Return the histogram as a PNG image, with the limit marked.
 
     Args:
         bins: Bins of the histogram.
-        limit: Maximum length.
+        max_length: Maximum length.
         title: Title of the image.
-        name: Name of the limit.
+        limit_name: Name of the limit.
     """
     from io import BytesIO
 
@@ -211,7 +211,7 @@ def draw_length_histogram(bins: list[LengthBin], limit: int, title: str, name: s
     axes = figure.subplots()
     edges = [each.shortest for each in bins] + [bins[-1].longest + 1]
     for each in bins:
-        over = each.shortest > limit
+        over = each.shortest > max_length
         axes.bar(
             each.shortest,
             each.rows,
@@ -223,16 +223,16 @@ def draw_length_histogram(bins: list[LengthBin], limit: int, title: str, name: s
             hatch="//" if over else None,
         )
     axes.set_xscale("log", base=2)
-    axes.axvline(limit + 0.5, color=INK, linestyle="--", linewidth=1.3)
-    over_rows = sum(each.rows for each in bins if each.shortest > limit)
-    text = f"{name} {limit:,}: {over_rows:,} row{'' if over_rows == 1 else 's'} over"
-    right = limit > math.sqrt(edges[0] * max(edges[-1], limit))
+    axes.axvline(max_length + 0.5, color=INK, linestyle="--", linewidth=1.3)
+    over_rows = sum(each.rows for each in bins if each.shortest > max_length)
+    text = f"{limit_name} {max_length:,}: {over_rows:,} row{'' if over_rows == 1 else 's'} over"
+    right = max_length > math.sqrt(edges[0] * max(edges[-1], max_length))
     axes.annotate(
-        text, (limit, 0.97), xycoords=("data", "axes fraction"), xytext=(-6 if right else 6, 0),
+        text, (max_length, 0.97), xycoords=("data", "axes fraction"), xytext=(-6 if right else 6, 0),
         textcoords="offset points", ha="right" if right else "left", va="top", color=INK, fontsize=10,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2},
     )  # fmt: skip
-    powers = [2**power for power in range(0, 60) if edges[0] * 0.7 <= 2**power <= max(edges[-1], limit) * 1.5]
+    powers = [2**power for power in range(0, 60) if edges[0] * 0.7 <= 2**power <= max(edges[-1], max_length) * 1.5]
     axes.set_xticks(powers, [f"{power:,}" for power in powers], rotation=35 if len(powers) > 9 else 0)
     axes.minorticks_off()
     axes.set_xlabel("tokens of a row, before any cut", color=INK)

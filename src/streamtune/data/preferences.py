@@ -25,11 +25,11 @@ from streamtune.data.reading.cells import (
     TextOrMessages,
     check_role_order,
     column_names,
+    read_template_variables,
+    read_tools,
     text_or_messages,
     texts_of,
     tools_and_form,
-    tools_of,
-    variables_of,
     with_system,
 )
 from streamtune.data.reading.readers import Row
@@ -128,7 +128,7 @@ def _parse_pair(row: Row) -> Answers:
             fix="write both as text, or both as messages",
         )
     identical = chosen == rejected
-    margin, tools = _read_margin(row), tools_of(row.columns.get("tools"), row.origin)
+    margin, tools = _read_margin(row), read_tools(row.columns.get("tools"), row.origin)
     if identical:
         return Answers(chosen, (), margin=margin, identical=True, tools=tools)
     prompt: TextOrMessages
@@ -161,23 +161,23 @@ def _refuse_differing_prompt(row: Row, *, is_text: bool) -> None:
 
 
 def _split_prompt(
-    row: Row, chosen: TextOrMessages, rejected: TextOrMessages, start: int
+    row: Row, chosen: TextOrMessages, rejected: TextOrMessages, prompt_length: int
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
-    if start == 0:
+    if prompt_length == 0:
         raise DataError(
             "the row has no column 'prompt', and 'chosen' and 'rejected' have no common beginning to use as prompt",
             where=row.origin,
             fix="add the column 'prompt'",
         )
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        left = answer[start:]
+        left = answer[prompt_length:]
         if not (left.strip() if isinstance(left, str) else left):
             raise DataError(
                 f"'{name}' is empty after the prompt, which is the common beginning of both answers",
                 where=row.origin,
                 fix="add the column 'prompt', or remove the row",
             )
-    return chosen[:start], chosen[start:], rejected[start:]
+    return chosen[:prompt_length], chosen[prompt_length:], rejected[prompt_length:]
 
 
 def _common_prompt_length(chosen: str, rejected: str) -> int:
@@ -280,7 +280,7 @@ def _parse_unpaired(row: Row) -> Answers:
     prompt, (answer,) = _unify_forms(
         row, prompt, {"completion": text_or_messages(row.columns, "completion", row.origin)}
     )
-    tools = tools_of(row.columns.get("tools"), row.origin)
+    tools = read_tools(row.columns.get("tools"), row.origin)
     return Answers(prompt, (_join_answer(row, prompt, answer, "completion", tools),), labels=(label,), tools=tools)
 
 
@@ -313,7 +313,7 @@ def _join_answer(
     check_role_order(answer, name, row.origin)
     if not any(_has_content(message) for message in answer):
         raise DataError(f"the assistant messages of '{name}' are empty", where=row.origin, fix="remove the row")
-    variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None
+    variables = read_template_variables(row.columns.get("chat_template_kwargs"), row.origin) or None
     wrapped = tools_and_form(row.columns.get("tools"), row.origin)[1]
     return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system, wrapped)
 

@@ -423,10 +423,10 @@ def prepare_unpaired(
             room for a completion.
     """
 
-    def labelled(answers: Answers) -> Answers:
+    def add_labels(answers: Answers) -> Answers:
         return answers if answers.labels else replace(answers, labels=(True, False))
 
-    read = partial(_read_answers, tokenizer, PREFERENCE_TYPES, labelled)
+    read = partial(_read_answers, tokenizer, PREFERENCE_TYPES, add_labels)
     kind = _tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
     prepared = prepare_kind(kind, sources, tokenizer, options, notify)
     label_names = list(prepared.report.completion_lengths)

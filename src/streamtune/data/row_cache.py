@@ -163,14 +163,14 @@ def load_or_fit_rows(
     """
     notes: list[str] = []
 
-    def note(message: str) -> None:
+    def record_note(message: str) -> None:
         notes.append(message)
         notify(message)
 
     def prepare(path: Path | None) -> tuple[FitT, MappedTable]:
         with open_record_table(inputs.record, path) as (writer, tables):
             fit = make_fit(writer)
-            fill_fit(fit, note)
+            fill_fit(fit, record_note)
         return fit, tables[0]
 
     entry_key_and_contents = None if cache is None else cache.key(inputs, notify)

@@ -96,7 +96,7 @@ class RowStream:
         log = RenderLog(self.options.chat, self._note)
         for number, source in enumerate(self.sources):
             bad = self._make_bad_rows()
-            if next(self._read(number, Reading(self.sources, self._make_fit()[0], log, bad)), None) is None:
+            if next(self._read_source_rows(number, Reading(self.sources, self._make_fit()[0], log, bad)), None) is None:
                 bad.raise_if_all_bad()
                 raise DataError(
                     f"'{source.path}' has no rows", where=source.place, fix="add rows, or remove the dataset"
@@ -219,16 +219,16 @@ class RowStream:
             return items
         return _shuffle(items, self.options.shuffle_buffer, seeded_random(self.options.seed, epoch, 0))
 
-    def _read(self, number: int, reading: Reading) -> Items:
-        for item in read_contents(self.tokenizer, reading, replace(self.sources[number], watch=self.files)):
-            item.source = number
+    def _read_source_rows(self, source_index: int, reading: Reading) -> Items:
+        for item in read_contents(self.tokenizer, reading, replace(self.sources[source_index], watch=self.files)):
+            item.source = source_index
             yield item
             del item  # frees the memory of a long row
 
     def _read_sources_in_turn(self, reading: Reading) -> Items:
         for number, source in enumerate(self.sources):
             for _ in range(source.repeat):
-                yield from self._read(number, reading)
+                yield from self._read_source_rows(number, reading)
 
     def _read_by_weight(self, epoch: int, reading: Reading) -> Items:
         """Yield rows, each of a source drawn by its weight.
@@ -241,7 +241,7 @@ class RowStream:
         chosen = [number for number, source in enumerate(self.sources) if source.weight]
         odds = np.cumsum([self.sources[number].weight for number in chosen])
         random = seeded_random(self.options.seed, epoch, 1)
-        reads, ended = [self._read(number, reading) for number in chosen], set[int]()
+        reads, ended = [self._read_source_rows(number, reading) for number in chosen], set[int]()
         while True:
             draw = min(int(np.searchsorted(odds, random.random_sample() * odds[-1], side="right")), len(odds) - 1)
             item = next(reads[draw], None)
@@ -249,7 +249,7 @@ class RowStream:
                 ended.add(draw)
                 if len(ended) == len(chosen):
                     return
-                reads[draw] = self._read(chosen[draw], reading)
+                reads[draw] = self._read_source_rows(chosen[draw], reading)
                 item = next(reads[draw], None)
             if item is None:
                 source = self.sources[chosen[draw]]

@@ -265,7 +265,7 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
     random = seeded_random(seed, len(sizes))
     drawn = random.permutation(len(sizes))
     order = drawn[np.argsort(-sizes[drawn], kind="stable")]
-    packs = _best_fit(order.tolist(), sizes, max_length)
+    packs = _pack_best_fit(order.tolist(), sizes, max_length)
     visited = [packs[index] for index in random.permutation(len(packs))]
     starts = np.cumsum([0, *(len(pack) for pack in visited)], dtype=np.int64)
     rows = np.fromiter((row for pack in visited for row in pack), dtype=np.int64, count=len(sizes))
@@ -291,7 +291,7 @@ def pack_parts(lengths: Numbers, part_bounds: Sequence[int], max_length: int, *,
     return Packs(np.concatenate(rows), np.concatenate(starts), int(lengths.sum())), firsts
 
 
-def _best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
+def _pack_best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
     """Pack rows in the given order, each into the fullest sequence that has room for it."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # free tokens -> packs

@@ -343,7 +343,7 @@ def _module_row(module: _Module) -> Row:
 
 def _definition_rows(module: _Module) -> Iterator[Row]:
     lines = [f"{line}\n" for line in module.source.split("\n")]  # splitlines() would count form feeds as line breaks
-    for qualified, node in _definitions(module.tree.body, ""):
+    for qualified, node in _iter_definitions(module.tree.body, ""):
         docstring = ast.get_docstring(node)
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         source = _dedent(lines[first - 1 : node.end_lineno])
@@ -355,12 +355,12 @@ def _definition_rows(module: _Module) -> Iterator[Row]:
         yield _make_row(f"stdlib:{module.file}:{first}", instruction, source)
 
 
-def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
+def _iter_definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
     for node in body:
         if isinstance(node, Definition):
             yield f"{prefix}{node.name}", node
             if isinstance(node, ast.ClassDef):
-                yield from _definitions(node.body, f"{prefix}{node.name}.")
+                yield from _iter_definitions(node.body, f"{prefix}{node.name}.")
 
 
 def _definition_header(node: Definition) -> str:

@@ -253,7 +253,7 @@ def has_roles(turns: Any) -> bool:
     return _first_item_has_key("role", parse_cell(turns))
 
 
-def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
+def read_tools(value: Any, origin: str) -> list[dict[str, Any]] | None:
     """Return the tools of a row in the form that chat templates read; None without tools.
 
     Raises:
@@ -302,7 +302,7 @@ def _has_added_nulls(schema: Any) -> bool:
     return isinstance(schema, list) and any(map(_has_added_nulls, schema))
 
 
-def variables_of(value: Any, origin: str) -> dict[str, Any]:
+def read_template_variables(value: Any, origin: str) -> dict[str, Any]:
     """Return the chat template variables in a row's ``chat_template_kwargs``, without nulls.
 
     Raises:

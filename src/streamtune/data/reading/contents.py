@@ -124,7 +124,7 @@ class StreamedFiles:
             DataError: A file was added, removed or replaced.
         """
         found = [(file.shown, file.version) for file in files]
-        before = self._versions.setdefault(_entry_key(source), found)
+        before = self._versions.setdefault(_source_key(source), found)
         if found != before:
             names = sorted({name for name, _ in {*found} ^ {*before}})
             raise _file_changed_error(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
@@ -135,9 +135,9 @@ class StreamedFiles:
         Raises:
             DataError: The file was changed, replaced or removed.
         """
-        self._reading.pop(_entry_key(source), None)
+        self._reading.pop(_source_key(source), None)
         if file.path is not None:
-            self._reading[_entry_key(source)] = (source, file.path)
+            self._reading[_source_key(source)] = (source, file.path)
             self._check_unchanged(source, file.path)
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class StreamedFiles:
             raise _file_changed_error(str(path), "was changed, replaced or removed", source)
 
 
-def _entry_key(source: Source) -> _Entry:
+def _source_key(source: Source) -> _Entry:
     return source.path, source.split, source.name, source.where
 
 
@@ -231,7 +231,7 @@ def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | 
 
 def _source_contents(source: Source, hashes: FileHashes) -> Any:
     if source.path in BUILT_IN:
-        return [sys.version, _library_files()] if source.path == STDLIB_PATH else []
+        return [sys.version, _hash_library_files()] if source.path == STDLIB_PATH else []
     find = remote_files if is_url(source.path) else local_files
     found = find(source.path, split=source.split, config=source.name, where=source.place)
     if found is None:
@@ -252,7 +252,7 @@ def _file_version(file: DataFile, hashes: FileHashes) -> str | None:
     return hashes.hash_of(file.path)
 
 
-def _library_files() -> str:
+def _hash_library_files() -> str:
     """Return a hash of the names, sizes and times of the standard library's files."""
     digest = hashlib.blake2b(digest_size=20)
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):

@@ -45,7 +45,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
     """
     local = Path(path).expanduser()
     if local.is_dir():
-        names = list(_walk(local, path, where))
+        names = list(_walk_files(local, path, where))
         chosen = choose_files(
             names, lambda name: _read_text(local_file(local / name, f"{path}/{name}")),
             split=split, config=config, shown_folder=path, where=where,
@@ -54,7 +54,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
     if os.path.lexists(local):  # True for a broken link and a pipe too: opening them raises the error
         files = [local_file(local, path)]
     elif re.search(r"[*?\[]", path):
-        files = [local_file(file, str(file)) for file in sorted(_glob(local)) if not file.is_dir()]
+        files = [local_file(file, str(file)) for file in sorted(_expand_glob(local)) if not file.is_dir()]
         if not files:
             raise DataError(f"no file matches the pattern '{path}'", where=where, fix="check the path")
     elif _looks_like_hub_name(path):
@@ -74,7 +74,7 @@ def _refuse_split(path: str, split: str, config: str | None, where: str) -> None
         )
 
 
-def _walk(folder: Path, shown_folder: str, where: str) -> Iterator[str]:
+def _walk_files(folder: Path, shown_folder: str, where: str) -> Iterator[str]:
     """Yield the files below a folder, relative to it. Links are followed; hidden files and folders are skipped."""
     seen: set[tuple[int, int]] = set()
     waiting, count = [folder], 0
@@ -112,7 +112,7 @@ def _read_text(file: DataFile) -> str:
         return opened.read(1 << 24).decode("utf-8", "replace")
 
 
-def _glob(pattern: Path) -> Iterator[Path]:
+def _expand_glob(pattern: Path) -> Iterator[Path]:
     """Yield the paths that match a glob pattern, which may be absolute."""
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return anchor.glob(str(pattern.relative_to(anchor) if pattern.is_absolute() else pattern))
@@ -284,7 +284,7 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
     """
     import datasets
 
-    _refuse_formats(name, where)
+    _refuse_format_names(name, where)
     with _quiet_without_terminal():
         try:
             return datasets.load_dataset(name, config, split=split, streaming=streamed)
@@ -311,7 +311,7 @@ def _hub_load_error(name: str, config: str | None, split: str, error: Exception,
     )
 
 
-def _refuse_formats(name: str, where: str) -> None:
+def _refuse_format_names(name: str, where: str) -> None:
     """Reject a path that is a file format's name: ``datasets`` would read files of the working directory instead.
 
     Raises:

@@ -101,7 +101,7 @@ def local_file(path: Path, shown_path: str) -> DataFile:
 
 def _open_local(path: Path, shown_path: str) -> IO[bytes]:
     try:
-        _check_regular(path.stat().st_mode, shown_path)  # before opening: opening a device may have an effect
+        _check_regular_file(path.stat().st_mode, shown_path)  # before opening: opening a device may have an effect
         file = open(path, "rb", opener=open_nonblocking)  # noqa: SIM115 - the reader closes it
     except OSError as error:
         raise_if_too_many_open_files(error)
@@ -116,14 +116,14 @@ def _open_local(path: Path, shown_path: str) -> IO[bytes]:
             f"cannot read the file: {error.strerror or error}", where=shown_path, fix=fix or _DOWNLOAD_AGAIN
         ) from error
     try:
-        _check_regular(os.fstat(file.fileno()).st_mode, shown_path)
+        _check_regular_file(os.fstat(file.fileno()).st_mode, shown_path)
     except DataError:
         file.close()
         raise
     return file
 
 
-def _check_regular(mode: int, shown_path: str) -> None:
+def _check_regular_file(mode: int, shown_path: str) -> None:
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         kind = kinds.get(stat.S_IFMT(mode), "a device")
@@ -145,10 +145,10 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
         suffix = PurePosixPath(file.name).suffix.lower()
         try:
             if suffix not in COMPRESSED:
-                _refuse_foreign(_peek(raw, 512), file, text=text)
+                _refuse_other_formats(_peek(raw, 512), file, text=text)
                 yield raw
                 return
-            _refuse_foreign(_peek(raw, 64), file, text=False)
+            _refuse_other_formats(_peek(raw, 64), file, text=False)
             with COMPRESSED[suffix][1](raw) as unpacked:
                 yield unpacked
         except OSError as error:
@@ -173,14 +173,14 @@ def _peek(raw: Any, size: int) -> bytes:
     return found
 
 
-def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
-    if start.startswith(_POINTER):
+def _refuse_other_formats(first_bytes: bytes, file: DataFile, *, text: bool) -> None:
+    if first_bytes.startswith(_POINTER):
         raise DataError(
             "the file is a Git LFS pointer: its content was not downloaded",
             where=f"{file.shown}:1",
             fix="run git lfs pull in the repository of the file",
         )
-    bare = start.removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    bare = first_bytes.removeprefix(codecs.BOM_UTF8).lstrip().lower()
     is_document = format_of(file.name) in (".txt", ".md")
     if bare.startswith(_HTML) and not is_document:
         raise DataError(
@@ -191,11 +191,11 @@ def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
     if not text:
         return
     for magic, (kind, fix) in _MAGIC.items():
-        if start.startswith(magic):
+        if first_bytes.startswith(magic):
             packed = kind in {name for name, _ in COMPRESSED.values()}
             what = f"the file is compressed ({kind}), but its extension is not" if packed else f"the file is {kind}"
             raise DataError(what, where=file.shown, fix=fix.format(name=file.name))
-    if start[257:262] == b"ustar":
+    if first_bytes[257:262] == b"ustar":
         raise DataError("the file is a tar archive", where=file.shown, fix="unpack it")
 
 
@@ -227,7 +227,11 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
                 fix=f"convert it: iconv -f UTF-16{order} -t UTF-8",
             )
         encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
-        lines = _utf8_lines(buffered, file, bad) if encoding is None else _marked_lines(buffered, encoding, file, bad)
+        lines = (
+            _utf8_lines(buffered, file, bad)
+            if encoding is None
+            else _lines_after_byte_order_mark(buffered, encoding, file, bad)
+        )
         yield from lines
 
 
@@ -256,7 +260,9 @@ def _utf8_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tuple[
         yield number, held.pop()  # keep no reference to a long line
 
 
-def _marked_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
+def _lines_after_byte_order_mark(
+    raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows
+) -> Iterator[tuple[int, str]]:
     number = 0
     wrapped = io.TextIOWrapper(cast(Any, raw), encoding=encoding, newline="\n")
     try:

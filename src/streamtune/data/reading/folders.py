@@ -133,8 +133,8 @@ def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
     """Return split -> files, by the first naming rule that finds a split; otherwise all files are ``train``."""
     for rule in (
         _split_of_shard,
-        lambda path: _split_of_names(path.parent.parts),
-        lambda path: _split_of_names([path.name]),
+        lambda path: _split_of_path_parts(path.parent.parts),
+        lambda path: _split_of_path_parts([path.name]),
     ):
         found: dict[str, list[str]] = {}
         for name in names:
@@ -151,7 +151,7 @@ def _split_of_shard(path: PurePosixPath) -> list[str]:
     return [match["split"]] if match else []
 
 
-def _split_of_names(parts: Sequence[str]) -> list[str]:
+def _split_of_path_parts(parts: Sequence[str]) -> list[str]:
     """Return a list with the split that the last matching name means; an empty list if no name matches."""
     for part in reversed(parts):
         for split, pattern in _WORD.items():
@@ -192,7 +192,7 @@ def _files_by_config(
         fix = did_you_mean(config, known) or f"use {', '.join(known)}"
         raise DataError(f"'{shown_folder}' has no configuration '{config}'", where=where, fix=fix)
     return {
-        split: [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+        split: [name for name in names if any(_matches_pattern(name, pattern) for pattern in patterns)]
         for split, patterns in configs[config]["splits"].items()
     }
 
@@ -213,14 +213,14 @@ def _read_configs(readme: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _read_patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
+def _read_patterns(config_entry: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return split -> file patterns of a configuration, relative to the folder (``data_dir`` is put before them)."""
-    files = entry.get("data_files")
+    files = config_entry.get("data_files")
     if isinstance(files, list) and any(isinstance(item, dict) for item in files):
         files = {item.get("split", "train"): item.get("path", ()) for item in files if isinstance(item, dict)}
     if not isinstance(files, dict):
         files = {"train": files} if files else {}
-    folder = str(entry.get("data_dir") or "").strip("/")
+    folder = str(config_entry.get("data_dir") or "").strip("/")
     return {
         str(split): [
             str(PurePosixPath(folder, str(pattern)))
@@ -230,7 +230,7 @@ def _read_patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     """Return True if a file name matches a pattern; ``*`` does not match a slash, ``**`` does."""
     parts = re.split(r"(\*\*/?|\*|\?)", pattern)
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -250,7 +250,9 @@ def _choose_saved_files(
     """
     folder = ""
     if "dataset_dict.json" in names:
-        splits = [str(item) for item in _read_object(read_text, "dataset_dict.json", shown_folder).get("splits") or ()]
+        splits = [
+            str(item) for item in _read_json_object(read_text, "dataset_dict.json", shown_folder).get("splits") or ()
+        ]
         if split not in splits:
             raise _unknown_split_error(split, splits, shown_folder, where)
         folder = f"{split}/"
@@ -258,7 +260,7 @@ def _choose_saved_files(
     if state_name not in names:
         what = f"'{shown_folder}' has no split '{split}', although its dataset_dict.json lists it"
         raise DataError(what, where=where, fix="save or download the dataset again")
-    state = _read_object(read_text, state_name, shown_folder)
+    state = _read_json_object(read_text, state_name, shown_folder)
     own = state.get("_split")
     if not folder and split != (own or "train"):
         raise _unknown_split_error(split, [own or "train"], shown_folder, where)
@@ -269,7 +271,7 @@ def _choose_saved_files(
     return ChosenFiles(files, [])
 
 
-def _read_object(read_text: Callable[[str], str], name: str, shown_folder: str) -> dict[str, Any]:
+def _read_json_object(read_text: Callable[[str], str], name: str, shown_folder: str) -> dict[str, Any]:
     try:
         found = json.loads(read_text(name))
     except ValueError as error:

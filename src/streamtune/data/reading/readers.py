@@ -473,14 +473,14 @@ def _have_same_keys(rows: Iterator[Row]) -> bool:
     return count > 1
 
 
-def _has_recorded_keys(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
+def _has_recorded_keys(value: Any, json_path: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
     """Return True if every object in a value has the keys that ``keys`` lists for its path; new paths are added."""
     if isinstance(value, list):
-        return all(_has_recorded_keys(item, (*place, "[]"), keys) for item in value)
+        return all(_has_recorded_keys(item, (*json_path, "[]"), keys) for item in value)
     if not isinstance(value, dict):
         return True
-    same = keys.setdefault(place, frozenset(value)) == value.keys()
-    return same and all(_has_recorded_keys(item, (*place, name), keys) for name, item in value.items())
+    same = keys.setdefault(json_path, frozenset(value)) == value.keys()
+    return same and all(_has_recorded_keys(item, (*json_path, name), keys) for name, item in value.items())
 
 
 def _remove_nulls(columns: Mapping[str, Any]) -> None:

@@ -425,15 +425,17 @@ class ChatRenderer:
         which = self._options.train_on_eos
         if not other_messages and which == "turn":
             return turns
-        enders = self._end_tokens(chat, turns)
+        end_tokens = self._end_tokens(chat, turns)
         text_ranges = [chat.text_range(index) for index in range(len(chat.messages))] if other_messages else []
         for index in other_messages:
             start, end = _printed_range(chat, text_ranges, index)
             _check_no_overlap(chat, text_ranges, index, ChatTurn(start, end))
-            turns = [*turns, ChatTurn(start, self._after_end_token(chat.text, end, enders))]
+            turns = [*turns, ChatTurn(start, self._position_after_end_token(chat.text, end, end_tokens))]
         if which != "turn":
-            turns = [ChatTurn(turn.start, self._before_end_token(chat.text, turn, enders)) for turn in turns]
-            ends = self._ends_of_turns(chat, enders) if which != "none" else []
+            turns = [
+                ChatTurn(turn.start, self._position_before_end_token(chat.text, turn, end_tokens)) for turn in turns
+            ]
+            ends = self._end_token_ranges(chat, end_tokens) if which != "none" else []
             turns += ends[-1:] if which == "last" else ends
         return _join_turns(turns)
 
@@ -443,44 +445,46 @@ class ChatRenderer:
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
         return (ends | {str(self._end or "")}) - {""}
 
-    def _after_end_token(self, text: str, position: int, enders: set[str]) -> int:
+    def _position_after_end_token(self, text: str, position: int, end_tokens: set[str]) -> int:
         """Return the position after an end token that follows ``position``; without one ``position`` itself."""
         following = self._special.match(text, _skip_blanks(text, position))
-        return following.end() if following is not None and following.group() in enders else position
+        return following.end() if following is not None and following.group() in end_tokens else position
 
-    def _before_end_token(self, text: str, turn: ChatTurn, enders: set[str]) -> int:
-        token = next((token for token in enders if text.endswith(token, turn.start, turn.end)), "")
+    def _position_before_end_token(self, text: str, turn: ChatTurn, end_tokens: set[str]) -> int:
+        token = next((token for token in end_tokens if text.endswith(token, turn.start, turn.end)), "")
         return turn.end - len(token)
 
-    def _ends_of_turns(self, chat: Renderings, enders: set[str]) -> list[ChatTurn]:
+    def _end_token_ranges(self, chat: Renderings, end_tokens: set[str]) -> list[ChatTurn]:
         """Return the character ranges of the end tokens of all messages, of every role."""
         ends = []
         turns = dict(zip(chat.answers(), self._locate_turns(chat, chat.answers()), strict=True))
         for index in range(len(chat.messages)):
             if index in turns:
-                ends.append(ChatTurn(self._before_end_token(chat.text, turns[index], enders), turns[index].end))
+                ends.append(
+                    ChatTurn(self._position_before_end_token(chat.text, turns[index], end_tokens), turns[index].end)
+                )
             elif (place := chat.text_range(index)) is not None and place != (0, 0):
                 start = _skip_blanks(chat.text, place[1])
-                ends.append(ChatTurn(start, self._after_end_token(chat.text, place[1], enders)))
+                ends.append(ChatTurn(start, self._position_after_end_token(chat.text, place[1], end_tokens)))
         return sorted((turn for turn in ends if turn.start < turn.end), key=lambda turn: turn.start)
 
     # ------------------------------------------------------------------ reasoning that was dropped
 
     def _restore_reasoning(
-        self, chat: Renderings, turns: Sequence[ChatTurn], dropped: Mapping[int, ChatTurn]
+        self, chat: Renderings, turns: Sequence[ChatTurn], dropped_turns: Mapping[int, ChatTurn]
     ) -> tuple[str, list[ChatTurn]]:
         """Restore reasoning that the template dropped.
 
         Args:
             chat: Conversation and its rendering.
             turns: Turns whose positions are adjusted.
-            dropped: Message index -> turn of an answer with dropped reasoning.
+            dropped_turns: Message index -> turn of an answer with dropped reasoning.
 
         Returns:
             The text with reasoning, and ``turns`` with their positions in it.
         """
         text, moved = chat.text, list(turns)
-        for index, turn in sorted(dropped.items(), reverse=True):  # from the end, so that earlier places stay
+        for index, turn in sorted(dropped_turns.items(), reverse=True):  # from the end, so that earlier places stay
             written = self._turn_with_reasoning(chat, index, text[turn.start : turn.end])
             text = text[: turn.start] + written + text[turn.end :]
             longer = len(written) - (turn.end - turn.start)
@@ -515,11 +519,11 @@ class ChatRenderer:
         return f"<think>\n{reasoning}\n</think>\n\n{_NO_REASONING.sub('', printed).lstrip()}"
 
 
-Places = Sequence[tuple[int, int] | None]
+TextRanges = Sequence[tuple[int, int] | None]
 """[messages] range of characters of each message, as :meth:`Renderings.place` returns it."""
 
 
-def _printed_range(chat: Renderings, text_ranges: Places, index: int) -> tuple[int, int]:
+def _printed_range(chat: Renderings, text_ranges: TextRanges, index: int) -> tuple[int, int]:
     """Return the range of characters of a message.
 
     Raises:
@@ -531,7 +535,7 @@ def _printed_range(chat: Renderings, text_ranges: Places, index: int) -> tuple[i
     return text_range
 
 
-def _check_no_overlap(chat: Renderings, text_ranges: Places, index: int, turn: ChatTurn) -> None:
+def _check_no_overlap(chat: Renderings, text_ranges: TextRanges, index: int, turn: ChatTurn) -> None:
     """Check that the turn of a message does not overlap the text of another message.
 
     Raises:

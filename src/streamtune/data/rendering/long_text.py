@@ -121,7 +121,7 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
         return CutRule(BORDER)
     if _splits_at_blanks(kind, normaliser, splitter):
         return CutRule(BORDER if kind == "WordPiece" else BLANK_BORDER)
-    if kind == "BPE" and _keeps_text_whole(splitter) and _merges_no_border(backend):
+    if kind == "BPE" and _keeps_text_whole(splitter) and _no_merge_crosses_blank(backend):
         return _blank_cut_rule(normaliser, splitter)
     return None
 
@@ -134,10 +134,10 @@ def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
         name: Key of a sequence's steps, ``normalizers`` or ``pretokenizers``.
     """
 
-    def flat(part: dict[str, Any]) -> list[dict[str, Any]]:
-        return [each for inner in part[name] for each in flat(inner)] if part["type"] == "Sequence" else [part]
+    def flatten(part: dict[str, Any]) -> list[dict[str, Any]]:
+        return [each for inner in part[name] for each in flatten(inner)] if part["type"] == "Sequence" else [part]
 
-    return [] if component is None else flat(json.loads(component.__getstate__()))
+    return [] if component is None else flatten(json.loads(component.__getstate__()))
 
 
 def _keeps_blanks(token: Any) -> bool:
@@ -145,10 +145,12 @@ def _keeps_blanks(token: Any) -> bool:
     text = token.content
     if re.search(r"\s", text):
         return False
-    return (not token.lstrip or _is_sign(text[:1])) and (not token.rstrip or _is_sign(text[-1:]))
+    return (not token.lstrip or _is_ascii_non_alphanumeric(text[:1])) and (
+        not token.rstrip or _is_ascii_non_alphanumeric(text[-1:])
+    )
 
 
-def _is_sign(character: str) -> bool:
+def _is_ascii_non_alphanumeric(character: str) -> bool:
     return character.isascii() and not character.isalnum()
 
 
@@ -229,7 +231,7 @@ def _keeps_text_whole(splitter: list[dict[str, Any]]) -> bool:
     return not splitter or splitter == [of_gemma] or (len(splitter) == 1 and splitter[0]["type"] == "Metaspace")
 
 
-def _merges_no_border(backend: Any) -> bool:
+def _no_merge_crosses_blank(backend: Any) -> bool:
     """Return True if no BPE token contains a letter followed by ``▁``, so that no merge crosses a blank."""
     model = backend.model
     if model.ignore_merges or model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -333,7 +335,7 @@ class LongTextTokenizer:
             return
         assert self.rule is not None, "a text is cut only by a rule"
         yield _make_added_part(0, around[0], offsets)
-        for start, stop in self._cuts(text, self.rule):
+        for start, stop in self._iter_cuts(text, self.rule):
             skip = self.rule.skip if start else 0
             yield self._encode(text[start + skip : stop], start, stop, skip, add_special_tokens=False, offsets=offsets)
         yield _make_added_part(len(text), around[1], offsets)
@@ -378,7 +380,7 @@ class LongTextTokenizer:
             )
         return TextPart(start, stop, ids, read if offsets else None)
 
-    def _cuts(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
+    def _iter_cuts(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
         """Yield start and stop of each part; a part ends at the first possible cut after 65,536 characters."""
         start = 0
         while len(text) - start > PART_CHARACTERS:

@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
-from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, tools_and_form, variables_of
+from streamtune.data.reading.cells import (
+    TextOrMessages,
+    has_system,
+    prompt_digest,
+    read_template_variables,
+    tools_and_form,
+)
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
@@ -112,7 +118,7 @@ class RowRenderer:
 
     def render_item(self, item: Item[Content]) -> Rendered | None:
         """Return the rendered row; None if it is dropped because of an empty answer."""
-        if self.drops_empty(item.row, item.origin):
+        if self.drops_empty_answer(item.row, item.origin):
             return None
         return replace(self(item.take(), item.origin), weight=item.weight)
 
@@ -152,7 +158,7 @@ class RowRenderer:
             )
         return rendered
 
-    def drops_empty(self, content: Content | None, origin: str) -> bool:
+    def drops_empty_answer(self, content: Content | None, origin: str) -> bool:
         """Count the empty trained answers of a row; return True if the row is dropped because of them."""
         if isinstance(content, Conversation):
             empty = sum(_is_empty_answer(content.messages[index]) for index in self._trained_indices(content))
@@ -236,11 +242,13 @@ class RowRenderer:
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
 
-        def ask(masks: MaskTokenizer, text: str) -> TextTokens:
+        def tokenise(masks: MaskTokenizer, text: str) -> TextTokens:
             return masks(MarkedText(text, turns, origin, add_special_tokens=True, border=border))
 
         splits = names and self._options.split_special_tokens
-        return self._specials.tokenise(text, ask, origin, rendered=False) if splits else ask(self._tokens, text)
+        return (
+            self._specials.tokenise(text, tokenise, origin, rendered=False) if splits else tokenise(self._tokens, text)
+        )
 
     def _system_prefix(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
         """Return how many characters the text takes up to the end of the system message.
@@ -396,7 +404,9 @@ class TurnRenderer:
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
         """Return one rendered example per turn; None if all turns are dropped because of empty answers."""
         turns = self._split_turns(item.take())
-        found = [self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty(turn, item.origin)]
+        found = [
+            self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty_answer(turn, item.origin)
+        ]
         return [replace(turn, weight=item.weight) for turn in found] or None
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
@@ -502,7 +512,7 @@ class PromptRenderer:
         (row, prompt), origin = item.take(), item.origin
         tools, wrapped = tools_and_form(row.columns.get("tools"), origin)
         self.log.current.wrapped_tools += wrapped
-        variables = variables_of(row.columns.get("chat_template_kwargs"), origin)
+        variables = read_template_variables(row.columns.get("chat_template_kwargs"), origin)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
 
@@ -542,7 +552,7 @@ class PromptRenderer:
         names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
-        ids = self._tokenise_ids(prompt, origin, add_special_tokens=True, splits=bool(names), rendered=False)
+        ids = self._tokenise_ids(prompt, origin, add_special_tokens=True, has_special_names=bool(names), rendered=False)
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
@@ -572,11 +582,11 @@ class PromptRenderer:
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
         return self._tokenise_ids(
-            text, origin, add_special_tokens=False, splits=shown[0] is not messages, rendered=True
+            text, origin, add_special_tokens=False, has_special_names=shown[0] is not messages, rendered=True
         )
 
     def _tokenise_ids(
-        self, text: str, origin: str, *, add_special_tokens: bool, splits: bool, rendered: bool
+        self, text: str, origin: str, *, add_special_tokens: bool, has_special_names: bool, rendered: bool
     ) -> list[int]:
         """Return the token ids of a text.
 
@@ -584,13 +594,13 @@ class PromptRenderer:
             text: Text to tokenise.
             origin: Place of the row, for errors.
             add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
-            splits: Whether the text contains names of special tokens.
+            has_special_names: Whether the text contains names of special tokens.
             rendered: Whether the text was rendered from shielded messages.
         """
-        if not splits or not self._options.split_special_tokens:
+        if not has_special_names or not self._options.split_special_tokens:
             return list(self._long_text.ids(text, add_special_tokens=add_special_tokens))
 
-        def ask(masks: MaskTokenizer, text: str) -> TextTokens:
+        def tokenise(masks: MaskTokenizer, text: str) -> TextTokens:
             return masks(MarkedText(text, None, origin, add_special_tokens=add_special_tokens))
 
-        return list(self._specials.tokenise(text, ask, origin, rendered=rendered).ids)
+        return list(self._specials.tokenise(text, tokenise, origin, rendered=rendered).ids)

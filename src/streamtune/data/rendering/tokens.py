@@ -310,13 +310,13 @@ def _border_ranges(border: re.Pattern[str], text: str, part: TextPart) -> npt.ND
     The first is after the last line break, the last is after the indentation that follows.
     """
 
-    def places() -> Iterator[int]:
+    def iter_positions() -> Iterator[int]:
         # A part may begin directly after a line break.
         for match in border.finditer(text, max(0, part.start - 1), part.stop):
             yield text.rindex("\n", match.start(), match.end()) + 1
             yield match.end()
 
-    return np.fromiter(places(), np.int64).reshape(-1, 2)
+    return np.fromiter(iter_positions(), np.int64).reshape(-1, 2)
 
 
 def _make_mask(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> Mask:
@@ -348,7 +348,7 @@ def _covers_text(extents: npt.NDArray[np.int64], length: int) -> bool:
 
 
 def _extents_with_blanks(
-    text: str, offsets: Sequence[tuple[int, int]], entries: Callable[[], list[str]]
+    text: str, offsets: Sequence[tuple[int, int]], vocabulary_entries: Callable[[], list[str]]
 ) -> Sequence[tuple[int, int]]:
     """Return the characters of each token, including blanks that ``offsets`` omit.
 
@@ -359,14 +359,14 @@ def _extents_with_blanks(
     Args:
         text: Text of the tokens.
         offsets: Start and end (exclusive) of each token, as the tokenizer reports them.
-        entries: Function that returns the tokens as in the vocabulary; called only if blanks are omitted.
+        vocabulary_entries: Function that returns the tokens as in the vocabulary; called only if blanks are omitted.
     """
     extents = [*offsets, (len(text), len(text))]  # a sentinel at the end of the text: blanks may precede it
     names: list[str] | None = None
     covered = 0  # characters before this one belong to a token already seen
     for index, (start, end) in enumerate(tuple(extents)):
         if covered < start and text[covered:start].isspace():
-            names = names or entries()
+            names = names or vocabulary_entries()
             if index and covered == extents[index - 1][1]:
                 covered += min(_unclaimed_blanks(names[index - 1], extents[index - 1]), start - covered)
                 extents[index - 1] = (extents[index - 1][0], covered)

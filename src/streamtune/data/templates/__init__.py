@@ -361,7 +361,7 @@ class _Worker:
             self.process.stdin.write(request)
             del request  # frees the memory of a long conversation
             self.process.stdin.flush()
-            if not _is_readable(self.process.stdout, timeout):
+            if not _becomes_readable(self.process.stdout, timeout):
                 return None
             header = self.process.stdout.read(ANSWER.size)
             return self.process.stdout.read(ANSWER.unpack(header)[0]) if len(header) == ANSWER.size else None
@@ -460,7 +460,7 @@ def _worker_error(code: int, seconds: float) -> TemplateLimitError | TemplateRef
     return _limit_error(f"killed the process that renders it (signal {-code})")
 
 
-def _is_readable(file: Any, seconds: float) -> bool:
+def _becomes_readable(file: Any, seconds: float) -> bool:
     if os.name == "nt":  # Windows cannot wait for a pipe
         return True
     return bool(select.select([file], [], [], seconds)[0])

@@ -83,7 +83,7 @@ def _answer_request(library: Any, request: dict[str, Any], date: str | None, max
     """Return the status byte and the text that answer a request."""
     try:
         if request.keys() == {"read"}:
-            return b"O", _variables(library, request["read"])
+            return b"O", _variable_names(library, request["read"])
         _set_date(library._compile_jinja_template(request["chat_template"]).environment, date)
         if "many" in request:
             found = json.dumps(list(_render_many(library, **request)))
@@ -98,10 +98,10 @@ def _answer_request(library: Any, request: dict[str, Any], date: str | None, max
     return (b"O", rendered[0]) if len(rendered[0]) <= max_characters else (b"L", OUTPUT)
 
 
-def _render_many(library: Any, many: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
+def _render_many(library: Any, requests: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
     """Yield ``[text, spans]`` for each conversation; None if the template rejects it."""
     marks = _marks_in_place(library, chat_template)
-    for own in many:
+    for own in requests:
         try:
             texts, spans = library.render_jinja_template(
                 chat_template=chat_template, return_assistant_tokens_mask=marks, **{**shared, **own}
@@ -133,7 +133,7 @@ def _marks_in_place(library: Any, template: str) -> bool:
     return bool(found) and not any(found)
 
 
-def _variables(library: Any, template: str) -> str:
+def _variable_names(library: Any, template: str) -> str:
     from jinja2 import meta
 
     environment = library._compile_jinja_template(template).environment
@@ -156,7 +156,7 @@ class _MemoryLimit:
     """Limits how much memory this process may add after its start; beyond the limit Python raises MemoryError."""
 
     def __init__(self) -> None:
-        self.base, self.now = _address_space(), 0
+        self.base, self.now = _address_space_bytes(), 0
 
     def set(self, memory_bytes: int) -> None:
         """Allow at least ``memory_bytes`` more; a limit of up to twice as much is kept, to save a system call."""
@@ -182,7 +182,7 @@ def _forbid_files() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _address_space() -> int:
+def _address_space_bytes() -> int:
     """Return the size of this process's address space in bytes; 2 GiB if the system does not report it."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (avoids importing pathlib)

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamtune.data.reading.cells import check_message, convert_sharegpt_turn, tools_of, variables_of, with_system
+from streamtune.data.reading.cells import (
+    check_message,
+    convert_sharegpt_turn,
+    read_template_variables,
+    read_tools,
+    with_system,
+)
 from streamtune.errors import DataError
 
 
@@ -111,7 +117,10 @@ def _with_columns(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Pro
     if not isinstance(prompt, list):
         return prompt
     messages, _ = with_system(prompt, columns, where)
-    tools, variables = tools_of(columns.get("tools"), where), variables_of(columns.get("chat_template_kwargs"), where)
+    tools, variables = (
+        read_tools(columns.get("tools"), where),
+        read_template_variables(columns.get("chat_template_kwargs"), where),
+    )
     return ToolPrompt(messages, tools, variables) if tools or variables else messages
 
 
