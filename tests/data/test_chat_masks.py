@@ -389,7 +389,7 @@ def test_marks_inside_of_a_recursive_loop_are_not_taken_for_places_in_the_text()
     )
     renderer = ListRenderer(tokenizer, train_on="assistant", notify=print)
     rows = [Conversation([answer("one two")])] * 9 + [Conversation([user("three four"), answer("one two")])]
-    renderer.request_templates_ahead(rows)
+    renderer.render_contents_ahead(rows)
     last = [renderer(row, "rows.jsonl:1") for row in rows][-1]
     trained = [token for token, label in zip(last.input_ids, last.labels, strict=True) if label != IGNORE_INDEX]
     assert tokenizer.decode(trained) == "one two<|im_end|>"

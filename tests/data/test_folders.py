@@ -31,9 +31,7 @@ def texts(path: str | Path, **options: Any) -> list[str]:
 
 
 def chosen(*names: str, split: str = "train", config: str | None = None, readme: str = "") -> list[str]:
-    found = choose_files(
-        names, lambda name: readme, split=split, config=config, shown_folder="data", where="recipe.yaml:3"
-    )
+    found = choose_files(names, lambda name: readme, split=split, config=config, shown="data", where="recipe.yaml:3")
     return found.names
 
 

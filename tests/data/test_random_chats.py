@@ -69,7 +69,7 @@ def compare(name: str, count: int) -> int:
         some = [random_row(chance, name) for _ in range(first, min(first + 32, count))]
         contents = [content for columns in some if (content := trained_chat(columns)) is not None]
         for render in renderers:
-            render.request_templates_ahead(contents)
+            render.render_contents_ahead(contents)
             for content in contents:
                 trained += compare_chat(render, marked, content)
     return trained

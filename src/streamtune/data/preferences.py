@@ -25,8 +25,8 @@ from streamtune.data.reading.cells import (
     TextOrMessages,
     check_role_order,
     column_names,
-    read_template_variables,
     read_tools,
+    read_variables,
     text_or_messages,
     texts_of,
     tools_and_form,
@@ -313,7 +313,7 @@ def _join_answer(
     check_role_order(answer, name, row.origin)
     if not any(_has_content(message) for message in answer):
         raise DataError(f"the assistant messages of '{name}' are empty", where=row.origin, fix="remove the row")
-    variables = read_template_variables(row.columns.get("chat_template_kwargs"), row.origin) or None
+    variables = read_variables(row.columns.get("chat_template_kwargs"), row.origin) or None
     wrapped = tools_and_form(row.columns.get("tools"), row.origin)[1]
     return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system, wrapped)
 

@@ -37,7 +37,7 @@ from streamtune.data.reading.cells import (
     json_type_of,
     parse_cell,
     parse_messages,
-    read_template_variables,
+    read_variables,
     text_field,
     text_or_messages,
     tools_and_form,
@@ -180,7 +180,7 @@ def _make_conversation(row: Row, messages: Sequence[Any], *, column: str, first_
         with_it,
         tools,
         first_answer + len(with_it) - len(checked) if first_answer else 0,
-        read_template_variables(row.columns.get("chat_template_kwargs"), row.origin) or None,
+        read_variables(row.columns.get("chat_template_kwargs"), row.origin) or None,
         other,
         wrapped,
     )

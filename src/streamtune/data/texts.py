@@ -12,7 +12,7 @@ from typing import Any
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.options import ChatOptions, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
-from streamtune.data.reading.cells import TextOrMessages, has_system, read_template_variables, read_tools, texts_of
+from streamtune.data.reading.cells import TextOrMessages, has_system, read_tools, read_variables, texts_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.rendering.renderings import REASONING_FIELDS
@@ -103,7 +103,7 @@ def first_chat_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
         tools: list[dict[str, Any]] | None = None
         with suppress(DataError):  # the next row may be sound
             messages = _prompt_or_messages(row, row_type)
-            row_variables = read_template_variables(row.columns.get("chat_template_kwargs"), row.origin)
+            row_variables = read_variables(row.columns.get("chat_template_kwargs"), row.origin)
             tools = read_tools(row.columns.get("tools"), row.origin)
         if isinstance(messages, str):
             continue

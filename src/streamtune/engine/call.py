@@ -145,7 +145,7 @@ class LayerCall:
         length = hidden.shape[along]
         _refuse_other_sequences(name, arguments, length)
         for key, value in arguments.items():
-            if not _has_dense_mask_shape(value, length):
+            if not _is_dense_mask(value, length):
                 continue
             if own_attention is None:
                 arguments[key] = lazy_from_dense(value)
@@ -210,7 +210,7 @@ class LayerCall:
             if (
                 isinstance(value, Tensor)
                 and value.dim() == 4
-                and (key.endswith("mask") or _has_dense_mask_shape(value, self.length))
+                and (key.endswith("mask") or _is_dense_mask(value, self.length))
             ):
                 refuse_past(f"{key!r} is a dense mask", name)
         for index, x in enumerate((past.keys, past.values)):
@@ -254,11 +254,11 @@ class LayerCall:
 
     def _change_masks(
         self,
-        change_lazy_mask: Callable[[LazyMask], LazyMask],
-        change_padding_mask: Callable[[Tensor], Tensor | None] = lambda mask: None,
+        change_mask: Callable[[LazyMask], LazyMask],
+        change_padding: Callable[[Tensor], Tensor | None] = lambda mask: None,
     ) -> None:
         self.arguments = {
-            key: _argument_with_masks(value, key.endswith("mask"), change_lazy_mask, change_padding_mask)
+            key: _argument_with_masks(value, key.endswith("mask"), change_mask, change_padding)
             for key, value in self.arguments.items()
         }
 
@@ -407,11 +407,11 @@ class LayerCall:
 
     def _sequence_dim(self, key: str, value: Tensor, length: int) -> Along:
         """Return the sequence dimension of an argument; None if the argument does not follow the sequence."""
-        if key in (*POSITIONS, *KEY_BIASES) and not _has_dense_mask_shape(value, length):
+        if key in (*POSITIONS, *KEY_BIASES) and not _is_dense_mask(value, length):
             dim = value.dim() - 1
         elif key == ROTATIONS:
             dim = value.dim() - 2
-        elif _has_dense_mask_shape(value, length) or (value.dim() == 4 and value.shape[1] == 1):
+        elif _is_dense_mask(value, length) or (value.dim() == 4 and value.shape[1] == 1):
             dim = 2
         elif value.dim() >= 2:
             dim = 1
@@ -422,7 +422,7 @@ class LayerCall:
     def _cut_to_chunk(self, key: str, value: Any, chunk: slice, first_key: int) -> Any:
         """Return an argument cut to a chunk, by the table in the module docstring."""
         if isinstance(value, Tensor):
-            if _has_dense_mask_shape(value, self.length):
+            if _is_dense_mask(value, self.length):
                 return value[..., chunk, first_key : chunk.stop]
             if key in KEY_BIASES and value.shape[-1] == self.key_positions(slice(0, self.length)).stop:
                 return value[..., first_key : self.key_positions(chunk).stop]
@@ -447,22 +447,20 @@ class LayerCall:
 def _argument_with_masks(
     value: Any,
     is_mask: bool,
-    change_lazy_mask: Callable[[LazyMask], LazyMask],
-    change_padding_mask: Callable[[Tensor], Tensor | None],
+    change_mask: Callable[[LazyMask], LazyMask],
+    change_padding: Callable[[Tensor], Tensor | None],
 ) -> Any:
     """Return an argument with lazy masks and padding masks replaced by the results of the two functions.
 
     Nested dictionaries are searched.
     """
     if isinstance(value, LazyMask):
-        return change_lazy_mask(value)
+        return change_mask(value)
     if isinstance(value, Tensor) and is_mask:
-        return value if (padding := change_padding_mask(value)) is None else padding
+        return value if (padding := change_padding(value)) is None else padding
     if not isinstance(value, dict):
         return value
-    return {
-        name: _argument_with_masks(item, is_mask, change_lazy_mask, change_padding_mask) for name, item in value.items()
-    }
+    return {name: _argument_with_masks(item, is_mask, change_mask, change_padding) for name, item in value.items()}
 
 
 def _hidden_sequence_dim(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
@@ -500,11 +498,7 @@ def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -
                 fix="train without streaming, or without the other sequence (images, an encoder)",
             )
     for key, value in arguments.items():
-        if (
-            key.endswith("mask")
-            and isinstance(value, Tensor)
-            and _has_dense_mask_shape(value, other := value.shape[-1])
-        ):
+        if key.endswith("mask") and isinstance(value, Tensor) and _is_dense_mask(value, other := value.shape[-1]):
             if other == length:
                 continue
             raise UnsupportedModelError(
@@ -520,6 +514,6 @@ def _holds_gradient(value: Any) -> bool:
     return any(_holds_gradient(item) for item in items)
 
 
-def _has_dense_mask_shape(value: Any, length: int) -> bool:
+def _is_dense_mask(value: Any, length: int) -> bool:
     """Return True if ``value`` has the shape of a dense mask ``[B, H, T, T]``."""
     return isinstance(value, Tensor) and value.dim() == 4 and tuple(value.shape[2:]) == (length, length)

@@ -91,10 +91,10 @@ class StepSampler:
         Raises:
             CheckpointError: The saved sampler had other units or other steps, or the position is invalid.
         """
-        for key, own_facts in self.facts.items():
-            if state.get(key) != own_facts:
+        for key, own_value in self.facts.items():
+            if state.get(key) != own_value:
                 raise CheckpointError(
-                    f"the checkpoint was made with {key} = {state.get(key)}, this run has {own_facts}",
+                    f"the checkpoint was made with {key} = {state.get(key)}, this run has {own_value}",
                     fix="resume with the data, seed and batching of the checkpoint",
                 )
         saved_position(state, sys.maxsize)  # checks that the epoch is a count before its steps are computed
@@ -153,7 +153,7 @@ def bucket_sampler(buckets: Numbers, token_budget: int, *, curriculum: str, cycl
 
 
 def _draw_bucket_epoch(
-    buckets: Numbers, token_budget: int, curriculum: str, cycles: int, seed: int, epoch: int
+    buckets: Numbers, budget: int, curriculum: str, cycles: int, seed: int, epoch: int
 ) -> EpochSteps:
     random = seeded_random(seed, epoch, len(buckets))
     sizes = [int(size) for size in np.unique(buckets)]
@@ -161,9 +161,7 @@ def _draw_bucket_epoch(
     for size in sizes:
         pieces = np.flatnonzero(buckets == size)
         pieces = pieces[random.permutation(len(pieces))]
-        batches = [
-            pieces[start : start + token_budget // size] for start in range(0, len(pieces), token_budget // size)
-        ]
+        batches = [pieces[start : start + budget // size] for start in range(0, len(pieces), budget // size)]
         by_cycle: list[list[Numbers]] = [[] for _ in range(cycles)]
         for index, batch in enumerate(batches):
             by_cycle[(2 * index + 1) * cycles // (2 * len(batches))].append(batch)
@@ -203,30 +201,30 @@ def assign_rows(
     """
     if ranks == 1:
         return [[list(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]]
-    time_by_row = {row: predict_time(row) for row in rows}
+    times = {row: predict_time(row) for row in rows}
     micro_steps = -(-len(rows) // (ranks * batch_size))
-    slowest_first = sorted(rows, key=lambda row: (-time_by_row[row], row))
+    slowest_first = sorted(rows, key=lambda row: (-times[row], row))
 
-    def seconds(batch: Sequence[int]) -> float:
+    def batch_time(batch: Sequence[int]) -> float:
         if not batch:
             return 0.0
-        return len(batch) * time_by_row[batch[0]] if padded else sum(time_by_row[row] for row in batch)
+        return len(batch) * times[batch[0]] if padded else sum(times[row] for row in batch)
 
     dealt = [
         [
-            _assign_micro_step(group, time_by_row, sizes, padded=padded)
+            _assign_micro_step(group, times, sizes, padded=padded)
             for group, sizes in _group_rows(slowest_first, sizes, ranks)
         ]
         for sizes in _batch_sizes(len(rows), ranks, micro_steps, batch_size)
     ]
-    steps = min(dealt, key=lambda steps: sum(max(map(seconds, at_once)) for at_once in steps))
+    steps = min(dealt, key=lambda steps: sum(max(map(batch_time, at_once)) for at_once in steps))
     shares: list[Batches] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for at_once in steps:
         least_first = sorted(range(ranks), key=lambda rank: loads[rank])
-        for rank, batch in zip(least_first, sorted(at_once, key=seconds, reverse=True), strict=True):
+        for rank, batch in zip(least_first, sorted(at_once, key=batch_time, reverse=True), strict=True):
             shares[rank].append(batch)
-            loads[rank] += seconds(batch)
+            loads[rank] += batch_time(batch)
     return shares
 
 
@@ -259,9 +257,7 @@ def _group_rows(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[t
     return groups
 
 
-def _assign_micro_step(
-    rows: Sequence[int], time_by_row: dict[int, float], sizes: Sequence[int], *, padded: bool
-) -> Batches:
+def _assign_micro_step(rows: Sequence[int], times: dict[int, float], sizes: Sequence[int], *, padded: bool) -> Batches:
     """Return the batches of one micro-step, one per rank.
 
     Padded rows stay sorted, so that a batch has little padding. Without padding each row, the slowest first, goes to
@@ -279,7 +275,7 @@ def _assign_micro_step(
         open_ = (index for index, batch in enumerate(batches) if len(batch) < sizes[index])
         index = min(open_, key=lambda index: loads[index])
         batches[index].append(row)
-        loads[index] += time_by_row[row]
+        loads[index] += times[row]
     return batches
 
 
@@ -311,7 +307,7 @@ def small_sources(row_counts: Sequence[int]) -> frozenset[int]:
 
 
 def choose_rows(
-    points: Points, sources: Sequence[int], count: int, small_source_indices: frozenset[int] = frozenset()
+    points: Points, sources: Sequence[int], count: int, kept_sources: frozenset[int] = frozenset()
 ) -> ChosenRows:
     """Choose ``count`` rows: all rows of small sources, and medoids of each other source in proportion to its size.
 
@@ -322,7 +318,7 @@ def choose_rows(
         points: [rows, dimensions] point of each row, such as its projected gradient.
         sources: [rows] source of each row.
         count: Number of rows to choose, at most the number of rows.
-        small_source_indices: Sources whose rows are all chosen.
+        kept_sources: Sources whose rows are all chosen.
     """
     rows = len(points)
     assert rows == len(sources) >= count > 0, "at least one row is chosen, at most all rows"
@@ -331,7 +327,7 @@ def choose_rows(
     if len(usable) < count:
         more = np.flatnonzero(~finite)[: count - len(usable)]
         return ChosenRows(tuple(sorted((*usable, *more.tolist()))), 0, 0.0, 0.0)
-    kept = [row for row in usable if sources[row] in small_source_indices]
+    kept = [row for row in usable if sources[row] in kept_sources]
     if len(kept) >= count:
         kept = []
     by_source: dict[int, list[int]] = {}

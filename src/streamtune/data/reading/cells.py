@@ -302,7 +302,7 @@ def _has_added_nulls(schema: Any) -> bool:
     return isinstance(schema, list) and any(map(_has_added_nulls, schema))
 
 
-def read_template_variables(value: Any, origin: str) -> dict[str, Any]:
+def read_variables(value: Any, origin: str) -> dict[str, Any]:
     """Return the chat template variables in a row's ``chat_template_kwargs``, without nulls.
 
     Raises:

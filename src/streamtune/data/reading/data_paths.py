@@ -48,7 +48,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
         names = list(_walk_files(local, path, where))
         chosen = choose_files(
             names, lambda name: _read_text(local_file(local / name, f"{path}/{name}")),
-            split=split, config=config, shown_folder=path, where=where,
+            split=split, config=config, shown=path, where=where,
         )  # fmt: skip
         return [local_file(local / name, str(local / name)) for name in chosen.names], chosen
     if os.path.lexists(local):  # True for a broken link and a pipe too: opening them raises the error
@@ -74,7 +74,7 @@ def _refuse_split(path: str, split: str, config: str | None, where: str) -> None
         )
 
 
-def _walk_files(folder: Path, shown_folder: str, where: str) -> Iterator[str]:
+def _walk_files(folder: Path, shown: str, where: str) -> Iterator[str]:
     """Yield the files below a folder, relative to it. Links are followed; hidden files and folders are skipped."""
     seen: set[tuple[int, int]] = set()
     waiting, count = [folder], 0
@@ -88,7 +88,7 @@ def _walk_files(folder: Path, shown_folder: str, where: str) -> Iterator[str]:
             count += 1
             if count > MOST_LISTED:
                 raise DataError(
-                    f"the folder '{shown_folder}' has more than {MOST_LISTED:,} files",
+                    f"the folder '{shown}' has more than {MOST_LISTED:,} files",
                     where=where,
                     fix="give the files themselves, or a smaller folder",
                 )
@@ -181,7 +181,7 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
             chosen = choose_files(
                 [name for name in names if not any(part.startswith(".") for part in name.split("/"))],
                 lambda name: _read_text(_remote_file(system, f"{root}/{name}", f"{address}/{name}")),
-                split=split, config=config, shown_folder=address, where=where,
+                split=split, config=config, shown=address, where=where,
             )  # fmt: skip
             base = address.rstrip("/")
             return [_remote_file(system, f"{root}/{name}", f"{base}/{name}") for name in chosen.names], chosen

@@ -74,13 +74,7 @@ def is_data_name(name: str) -> bool:
 
 
 def choose_files(
-    names: Iterable[str],
-    read_text: Callable[[str], str],
-    *,
-    split: str,
-    config: str | None,
-    shown_folder: str,
-    where: str,
+    names: Iterable[str], read_text: Callable[[str], str], *, split: str, config: str | None, shown: str, where: str
 ) -> ChosenFiles:
     """Return the files of a split in a folder.
 
@@ -89,7 +83,7 @@ def choose_files(
         read_text: Function that returns the text of one of these files.
         split: Split to read.
         config: Configuration of README.md; None for the default configuration.
-        shown_folder: Folder as messages name it.
+        shown: Folder as messages name it.
         where: Place in the recipe, for errors.
 
     Raises:
@@ -97,33 +91,33 @@ def choose_files(
     """
     every = sorted(names)
     if "dataset_dict.json" in every or "state.json" in every:
-        return _choose_saved_files(every, read_text, split, shown_folder, where)
+        return _choose_saved_files(every, read_text, split, shown, where)
     data = [name for name in every if is_data_name(name)]
     if any(format_of(name) != ".md" for name in data):
         data = [name for name in data if format_of(name) != ".md"]
-    splits = _files_by_config(every, read_text, config, shown_folder, where)
+    splits = _files_by_config(every, read_text, config, shown, where)
     if splits is None:
         if not data:
             fix = f"add a file with one of the extensions {', '.join(READERS)}"
-            raise DataError(f"the folder '{shown_folder}' has no data file", where=where, fix=fix)
+            raise DataError(f"the folder '{shown}' has no data file", where=where, fix=fix)
         splits = _split_names(data)
     if split not in splits:
-        raise _unknown_split_error(split, splits, shown_folder, where)
+        raise _unknown_split_error(split, splits, shown, where)
     chosen = splits[split]
     if not chosen:
         raise DataError(
-            f"no file in '{shown_folder}' matches the patterns of the split '{split}'",
+            f"no file in '{shown}' matches the patterns of the split '{split}'",
             where=where,
             fix="check the 'configs' in its README.md",
         )
     return ChosenFiles(chosen, [name for name in every if name not in set(chosen) and format_of(name) in READERS])
 
 
-def _unknown_split_error(split: str, splits: Iterable[str], shown_folder: str, where: str) -> DataError:
+def _unknown_split_error(split: str, splits: Iterable[str], shown: str, where: str) -> DataError:
     """Return the error for an unknown split; it lists the splits found."""
     names = list(splits)
     return DataError(
-        f"'{shown_folder}' has no split '{split}', found {', '.join(names)}",
+        f"'{shown}' has no split '{split}', found {', '.join(names)}",
         where=where,
         fix=did_you_mean(split, names) or f"write split: {names[0]}" if names else "",
     )
@@ -164,7 +158,7 @@ def _split_of_path_parts(parts: Sequence[str]) -> list[str]:
 
 
 def _files_by_config(
-    names: Sequence[str], read_text: Callable[[str], str], config: str | None, shown_folder: str, where: str
+    names: Sequence[str], read_text: Callable[[str], str], config: str | None, shown: str, where: str
 ) -> dict[str, list[str]] | None:
     """Return split -> files as the ``configs`` of README.md list them; None if README.md has no ``configs``.
 
@@ -175,9 +169,7 @@ def _files_by_config(
     if not configs:
         if config is not None:
             raise DataError(
-                f"the folder '{shown_folder}' has no configurations, found name: {config}",
-                where=where,
-                fix="remove 'name'",
+                f"the folder '{shown}' has no configurations, found name: {config}", where=where, fix="remove 'name'"
             )
         return None
     known = list(configs)
@@ -185,12 +177,12 @@ def _files_by_config(
         default = next((name for name in known if configs[name].get("default") or name == "default"), None)
         if default is None and len(known) > 1:
             fix = f"write name: {known[0]}"
-            what = f"'{shown_folder}' has several configurations: {', '.join(known)}"
+            what = f"'{shown}' has several configurations: {', '.join(known)}"
             raise DataError(what, where=where, fix=fix)
         config = default or known[0]
     if config not in configs:
         fix = did_you_mean(config, known) or f"use {', '.join(known)}"
-        raise DataError(f"'{shown_folder}' has no configuration '{config}'", where=where, fix=fix)
+        raise DataError(f"'{shown}' has no configuration '{config}'", where=where, fix=fix)
     return {
         split: [name for name in names if any(_matches_pattern(name, pattern) for pattern in patterns)]
         for split, patterns in configs[config]["splits"].items()
@@ -241,7 +233,7 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 
 
 def _choose_saved_files(
-    names: Sequence[str], read_text: Callable[[str], str], split: str, shown_folder: str, where: str
+    names: Sequence[str], read_text: Callable[[str], str], split: str, shown: str, where: str
 ) -> ChosenFiles:
     """Return the files that ``save_to_disk`` wrote for a split.
 
@@ -250,34 +242,30 @@ def _choose_saved_files(
     """
     folder = ""
     if "dataset_dict.json" in names:
-        splits = [
-            str(item) for item in _read_json_object(read_text, "dataset_dict.json", shown_folder).get("splits") or ()
-        ]
+        splits = [str(item) for item in _read_json_object(read_text, "dataset_dict.json", shown).get("splits") or ()]
         if split not in splits:
-            raise _unknown_split_error(split, splits, shown_folder, where)
+            raise _unknown_split_error(split, splits, shown, where)
         folder = f"{split}/"
     state_name = f"{folder}state.json"
     if state_name not in names:
-        what = f"'{shown_folder}' has no split '{split}', although its dataset_dict.json lists it"
+        what = f"'{shown}' has no split '{split}', although its dataset_dict.json lists it"
         raise DataError(what, where=where, fix="save or download the dataset again")
-    state = _read_json_object(read_text, state_name, shown_folder)
+    state = _read_json_object(read_text, state_name, shown)
     own = state.get("_split")
     if not folder and split != (own or "train"):
-        raise _unknown_split_error(split, [own or "train"], shown_folder, where)
+        raise _unknown_split_error(split, [own or "train"], shown, where)
     files = [folder + str(item.get("filename")) for item in state.get("_data_files") or () if isinstance(item, dict)]
     if missing := [name for name in files if name not in names]:
-        what = f"the file '{missing[0]}' is missing in '{shown_folder}', although {state_name} lists it"
+        what = f"the file '{missing[0]}' is missing in '{shown}', although {state_name} lists it"
         raise DataError(what, where=where, fix="save or download the dataset again")
     return ChosenFiles(files, [])
 
 
-def _read_json_object(read_text: Callable[[str], str], name: str, shown_folder: str) -> dict[str, Any]:
+def _read_json_object(read_text: Callable[[str], str], name: str, shown: str) -> dict[str, Any]:
     try:
         found = json.loads(read_text(name))
     except ValueError as error:
-        raise DataError(
-            f"malformed JSON: {error}", where=f"{shown_folder}/{name}", fix="save the dataset again"
-        ) from error
+        raise DataError(f"malformed JSON: {error}", where=f"{shown}/{name}", fix="save the dataset again") from error
     if not isinstance(found, dict):
-        raise DataError("expected a JSON object", where=f"{shown_folder}/{name}", fix="save the dataset again")
+        raise DataError("expected a JSON object", where=f"{shown}/{name}", fix="save the dataset again")
     return found

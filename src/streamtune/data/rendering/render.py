@@ -28,13 +28,7 @@ from typing import TYPE_CHECKING, Any
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
-from streamtune.data.reading.cells import (
-    TextOrMessages,
-    has_system,
-    prompt_digest,
-    read_template_variables,
-    tools_and_form,
-)
+from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, read_variables, tools_and_form
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
@@ -118,14 +112,14 @@ class RowRenderer:
 
     def render_item(self, item: Item[Content]) -> Rendered | None:
         """Return the rendered row; None if it is dropped because of an empty answer."""
-        if self.drops_empty_answer(item.row, item.origin):
+        if self.drops_empty_row(item.row, item.origin):
             return None
         return replace(self(item.take(), item.origin), weight=item.weight)
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
-        self.request_templates_ahead([item.row for item in items])
+        self.render_contents_ahead([item.row for item in items])
 
-    def request_templates_ahead(self, contents: Iterable[Content | None]) -> None:
+    def render_contents_ahead(self, contents: Iterable[Content | None]) -> None:
         """Render the chat templates of rows in one request, before each row is rendered."""
         if not self._renders_ahead:
             return
@@ -158,7 +152,7 @@ class RowRenderer:
             )
         return rendered
 
-    def drops_empty_answer(self, content: Content | None, origin: str) -> bool:
+    def drops_empty_row(self, content: Content | None, origin: str) -> bool:
         """Count the empty trained answers of a row; return True if the row is dropped because of them."""
         if isinstance(content, Conversation):
             empty = sum(_is_empty_answer(content.messages[index]) for index in self._trained_indices(content))
@@ -226,9 +220,7 @@ class RowRenderer:
         now, (row, seen) = self.log.current, self._counted
         if row != origin:
             self._counted = row, seen = origin, set()
-        found = [
-            (message, names) for message in messages if (names := self._specials.special_names_in_message(message))
-        ]
+        found = [(message, names) for message in messages if (names := self._specials.names_in_message(message))]
         for message, names in found:
             if id(message) not in seen:
                 now.add_special_names(message["role"], names, new_row=not seen)
@@ -242,13 +234,11 @@ class RowRenderer:
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
 
-        def tokenise(masks: MaskTokenizer, text: str) -> TextTokens:
+        def encode(masks: MaskTokenizer, text: str) -> TextTokens:
             return masks(MarkedText(text, turns, origin, add_special_tokens=True, border=border))
 
         splits = names and self._options.split_special_tokens
-        return (
-            self._specials.tokenise(text, tokenise, origin, rendered=False) if splits else tokenise(self._tokens, text)
-        )
+        return self._specials.tokenise(text, encode, origin, rendered=False) if splits else encode(self._tokens, text)
 
     def _system_prefix(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
         """Return how many characters the text takes up to the end of the system message.
@@ -404,14 +394,12 @@ class TurnRenderer:
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
         """Return one rendered example per turn; None if all turns are dropped because of empty answers."""
         turns = self._split_turns(item.take())
-        found = [
-            self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty_answer(turn, item.origin)
-        ]
+        found = [self._rows(turn, item.origin) for turn in turns if not self._rows.drops_empty_row(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
         contents = [item.row for item in items if item.row is not None]
-        self._rows.request_templates_ahead(turn for content in contents for turn in self._split_turns(content))
+        self._rows.render_contents_ahead(turn for content in contents for turn in self._split_turns(content))
 
     def _split_turns(self, content: Content) -> list[Content]:
         """Return one conversation per trained turn, each ending with that turn."""
@@ -450,7 +438,7 @@ class TreeRenderer:
         return self(answers, item.origin), prompt_digest(answers.prompt, answers.tools)
 
     def render_ahead(self, items: Sequence[Item[Answers]]) -> None:
-        self._render.request_templates_ahead(
+        self._render.render_contents_ahead(
             content for item in items if item.row is not None for content in item.row.contents
         )
 
@@ -512,7 +500,7 @@ class PromptRenderer:
         (row, prompt), origin = item.take(), item.origin
         tools, wrapped = tools_and_form(row.columns.get("tools"), origin)
         self.log.current.wrapped_tools += wrapped
-        variables = read_template_variables(row.columns.get("chat_template_kwargs"), origin)
+        variables = read_variables(row.columns.get("chat_template_kwargs"), origin)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
 
@@ -552,7 +540,7 @@ class PromptRenderer:
         names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.current.add_special_names("text", names, new_row=True)
-        ids = self._tokenise_ids(prompt, origin, add_special_tokens=True, has_special_names=bool(names), rendered=False)
+        ids = self._tokenise_ids(prompt, origin, add_special_tokens=True, has_names=bool(names), rendered=False)
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
@@ -568,9 +556,7 @@ class PromptRenderer:
         if self._options.default_system is not None and not has_system(messages):
             messages = [{"role": "system", "content": self._options.default_system}, *messages]
         spelled = [
-            (message["role"], names)
-            for message in messages
-            if (names := self._specials.special_names_in_message(message))
+            (message["role"], names) for message in messages if (names := self._specials.names_in_message(message))
         ]
         for number, (role, names) in enumerate(spelled):
             self.log.current.add_special_names(role, names, new_row=number == 0)
@@ -582,11 +568,11 @@ class PromptRenderer:
         text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
         return self._tokenise_ids(
-            text, origin, add_special_tokens=False, has_special_names=shown[0] is not messages, rendered=True
+            text, origin, add_special_tokens=False, has_names=shown[0] is not messages, rendered=True
         )
 
     def _tokenise_ids(
-        self, text: str, origin: str, *, add_special_tokens: bool, has_special_names: bool, rendered: bool
+        self, text: str, origin: str, *, add_special_tokens: bool, has_names: bool, rendered: bool
     ) -> list[int]:
         """Return the token ids of a text.
 
@@ -594,13 +580,13 @@ class PromptRenderer:
             text: Text to tokenise.
             origin: Place of the row, for errors.
             add_special_tokens: Whether to add the tokens that the tokenizer puts around a text.
-            has_special_names: Whether the text contains names of special tokens.
+            has_names: Whether the text contains names of special tokens.
             rendered: Whether the text was rendered from shielded messages.
         """
-        if not has_special_names or not self._options.split_special_tokens:
+        if not has_names or not self._options.split_special_tokens:
             return list(self._long_text.ids(text, add_special_tokens=add_special_tokens))
 
-        def tokenise(masks: MaskTokenizer, text: str) -> TextTokens:
+        def encode(masks: MaskTokenizer, text: str) -> TextTokens:
             return masks(MarkedText(text, None, origin, add_special_tokens=add_special_tokens))
 
-        return list(self._specials.tokenise(text, tokenise, origin, rendered=rendered).ids)
+        return list(self._specials.tokenise(text, encode, origin, rendered=rendered).ids)

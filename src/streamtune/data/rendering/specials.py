@@ -68,7 +68,7 @@ class SpecialText:
             return []
         return list(dict.fromkeys(self._pattern.findall(text)))
 
-    def special_names_in_message(self, message: Message) -> list[str]:
+    def names_in_message(self, message: Message) -> list[str]:
         """Return the names of special tokens that a message contains, each once."""
         return list(dict.fromkeys(name for text in _iter_texts(message) for name in self.found(text)))
 

@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamtune.data.reading.cells import (
-    check_message,
-    convert_sharegpt_turn,
-    read_template_variables,
-    read_tools,
-    with_system,
-)
+from streamtune.data.reading.cells import check_message, convert_sharegpt_turn, read_tools, read_variables, with_system
 from streamtune.errors import DataError
 
 
@@ -119,7 +113,7 @@ def _with_columns(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Pro
     messages, _ = with_system(prompt, columns, where)
     tools, variables = (
         read_tools(columns.get("tools"), where),
-        read_template_variables(columns.get("chat_template_kwargs"), where),
+        read_variables(columns.get("chat_template_kwargs"), where),
     )
     return ToolPrompt(messages, tools, variables) if tools or variables else messages
 
