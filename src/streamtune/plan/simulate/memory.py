@@ -31,8 +31,8 @@ class LiveBytes(TorchDispatchMode):
 
     A new storage counts as an *activation* until its kind is set. Other kinds are *layer input* (hidden states passed
     to a decoder layer), *gradient* (``parameter.grad``), *optimizer* (state, by :meth:`set_kind`), and the kinds that
-    the engine reports (:meth:`on_new_tensors`). Weights are not counted. Host memory is not counted if the model is on an
-    accelerator. Older storages are counted only if an operator returns a view of them.
+    the engine reports (:meth:`on_new_tensors`). Weights are not counted. Host memory is not counted if the model is on
+    an accelerator. Older storages are counted only if an operator returns a view of them.
 
     Args:
         model: Model that runs.
