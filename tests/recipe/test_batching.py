@@ -98,6 +98,12 @@ def test_what_is_right(tmp_path: Path) -> None:
             "delete",
         ),
         ("grpo", "batching: buckets\ntokens_per_batch: 4096\n", 8, "completions that the model writes", "delete"),
+        ("grpo", "tokens_per_batch: 4096\n", 8, "the completions of grpo are not written yet", "\ndelete the line"),
+        ("dpo", "buckets: {cycles: 4}\n", 5, "which is not for dpo", "\ndelete the line"),
+        ("dpo", "select_from: 4\n", 5, "'select_from' is not read by dpo", "\ndelete the line"),
+        ("dpo", "shuffle_buffer: 5\n", 5, "which is not for dpo", "\ndelete the line"),
+        ("dpo", "truncate_side: left\n", 5, "'truncate_side' is not read by dpo", "\ndelete the line"),
+        ("grpo", "split_at: line\n", 8, "which is not for grpo", "\ndelete the line"),
     ],
 )
 def test_what_is_wrong(tmp_path: Path, objective: str, text: str, line: int, said: str, fix: str) -> None:

@@ -44,66 +44,71 @@ class AdapterKeys(Spec):
     """Keys that choose full fine-tuning or adapters, and that configure the adapters."""
 
     finetuning_type: Literal["full", "lora", "qlora"] = "full"
-    """Weights to train. `full`: all weights. `lora`: adapters beside frozen weights. `qlora`: adapters beside frozen
-    weights that are quantised to 8 or 4 bits."""
+    """Weights to train. `full`: all weights. `lora`: adapters, while the model's weights are frozen. `qlora`: adapters,
+    while the model's weights are frozen and quantised to 4 or 8 bits, which takes less memory."""
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
-    """Quantisation of the frozen linear layers and experts with `finetuning_type: qlora`: `nf4` (4 bits, bitsandbytes)
-    or `int8` (torchao). `auto` is `nf4` on an accelerator or if ranks shard the weights (`zero3`, `fsdp`), else `int8`.
-    Embedding, norms and head keep their dtype."""
+    """With `finetuning_type: qlora`: number format of the frozen linear layers and experts. `nf4` has 4 bits
+    (bitsandbytes), `int8` has 8 bits (torchao). `auto` is `nf4` on an accelerator or if ranks shard the weights
+    (`deepspeed: zero3`, `fsdp`), else `int8`. Embedding, norms and head are not quantised."""
 
     adapter_type: AdapterName = "lora"
-    """Kind of adapters: `lora`, `rslora` (scaled by alpha / sqrt(r)) or `dora`. LoRA with another initialisation:
-    `pissa` and `olora` (from the leading part of each weight), `lora_ga` (from the leading part of each weight's
-    gradient), `loftq` (from each weight's quantisation error under `qlora`). Other kinds of peft: `vera`, `ia3`, `oft`,
-    `hra`, `loha`, `lokr`, `miss`. `paca` trains `lora_r` columns of each weight."""
+    """Kind of adapters. `lora`; `rslora`, scaled by alpha / sqrt(r); `dora`, which also trains the norms of weight
+    rows. LoRA with other initial values: `pissa` and `olora` (from each weight's SVD or QR), `lora_ga` (only `sft`;
+    from each weight's gradient), `loftq` (only `qlora`; from each weight's quantisation error). Other kinds of peft:
+    `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`. `paca` trains `lora_r` random columns of each weight."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
-    """Rank of the adapters."""
+    """Rank of the adapters. A higher rank trains more parameters."""
 
     lora_alpha: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """Scale of the adapters: their output is multiplied by lora_alpha / lora_r (`rslora`, `lora_ga`: lora_alpha /
-    sqrt(lora_r)). Default: 2 x `lora_r`."""
+    """Scale of the adapters: their output is multiplied by `lora_alpha` / `lora_r`, or by `lora_alpha` / sqrt(`lora_r`)
+    for `rslora` and `lora_ga`. Default: 2 x `lora_r`."""
 
     lora_dropout: Fraction = 0.0
-    """Dropout probability on the input of the adapters."""
+    """Dropout probability on the input of the adapters during training. 0 disables dropout."""
 
     lora_target: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Literal["all-linear"] = "all-linear"
-    """Modules that get an adapter, as ends of module names: `[q_proj, v_proj]`. Experts that are stored as one tensor
-    can be named too: `[gate_up_proj]`. `all-linear` is every linear layer except the head and routers."""
+    """List of the modules that get an adapter, as ends of module names: `[q_proj, v_proj]`. `all-linear`: every linear
+    layer except the head and routers. Experts that are stored as one tensor can be listed too: `[gate_up_proj]`."""
 
     lora_exclude: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Modules that get no adapter, as ends of module names: `[down_proj]`."""
+    """List of the modules that get no adapter although `lora_target` selects them, as ends of module names:
+    `[down_proj]`."""
 
     lora_rank_pattern: Annotated[dict[Text, Annotated[int, Field(ge=1), at_most(10**5)]], Field(default_factory=dict)]
-    """Ranks that differ from `lora_r`: pattern of the end of a module's name -> rank, as in `{o_proj: 4}`."""
+    """Ranks of single modules, which replace `lora_r`: pattern of the end of a module name -> rank, as in `{o_proj:
+    4}`."""
 
     lora_alpha_pattern: Annotated[
         dict[Text, Annotated[float, Field(gt=0), at_most(10**6)]], Field(default_factory=dict)
     ]
-    """Scales that differ from `lora_alpha`: pattern of the end of a module's name -> alpha, as in `{o_proj: 8}`."""
+    """Scales of single modules, which replace `lora_alpha`: pattern of the end of a module name -> alpha, as in
+    `{o_proj: 8}`."""
 
     lora_ga_rows: Annotated[int, Field(ge=1), at_most(10**4)] = 8
-    """`adapter_type: lora_ga`: number of training rows, drawn with `seed`, whose gradient initialises the adapters.
-    Gradients of several rows are summed in host memory."""
+    """With `adapter_type: lora_ga`: number of training rows, drawn with `seed`, whose gradient initialises the
+    adapters. Gradients of several rows are summed in host memory."""
 
     lora_ga_gamma: Annotated[float, Field(gt=0), at_most(10**9)] = 16.0
-    """`adapter_type: lora_ga`: number whose square root divides the initial values of the adapters."""
+    """With `adapter_type: lora_ga`: gamma; the initial values of the adapters are divided by sqrt(gamma). A larger
+    gamma gives smaller initial values."""
 
     loftq_iter: Annotated[int, Field(ge=1), at_most(100)] = 1
-    """`adapter_type: loftq`: number of LoftQ iterations. Each iteration quantises the weight minus the adapters'
-    product, and then recomputes the adapters. With 2 or more, the quantised base weights differ from the quantised
-    checkpoint, and the difference is saved with the adapters."""
+    """With `adapter_type: loftq`: number of LoftQ iterations. Each iteration quantises the weight minus the product of
+    the adapters, then recomputes the adapters. With 2 or more, the quantised base weights differ from plain
+    quantisation, and the difference is saved with the adapters."""
 
     oft_block_size: Annotated[int, Field(ge=2), at_most(10**5)] = 32
-    """`adapter_type: oft`: number of input features in each rotated block."""
+    """With `adapter_type: oft`: number of input features that each trained rotation acts on."""
 
     modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Modules whose full weights are trained and saved with the adapters, as ends of module names: `[lm_head]`."""
+    """List of modules whose full weights are trained next to the adapters and saved with them, as ends of module names:
+    `[lm_head]`."""
 
     adapter_name_or_path: Text | None = None
-    """Folder with adapters in peft's format from which training starts. It sets their kind, ranks and modules, so other
-    adapter keys are refused."""
+    """Folder with trained adapters in peft's format, from which training starts. The folder decides kind, rank and
+    modules, so other adapter keys are refused. Default: new adapters."""
 
     @property
     def starts_from_gradients(self) -> bool:

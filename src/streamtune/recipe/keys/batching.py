@@ -16,6 +16,7 @@ from streamtune.recipe.rules import (
     Count,
     Custom,
     Not,
+    OnlyFor,
     Refusal,
     Rows,
     Rules,
@@ -30,16 +31,16 @@ class BucketSpec(Spec):
     """Keys of ``batching: buckets``: the smallest length, and the order of lengths in an epoch."""
 
     curriculum: Literal["uniform", "grow-linear", "grow-p2"] = "grow-p2"
-    """Relative probability that a batch is drawn next, as a function of the length of its pieces. `uniform`: the same
-    for every length. `grow-p2`: halved each time the length doubles, so that short pieces come first in a cycle.
-    `grow-linear`: lowered by a constant each time the length doubles."""
+    """Order of piece lengths within a cycle: the relative probability that the next batch has a given length.
+    `uniform`: equal for all lengths. `grow-p2`: halved for each doubling of the length, so short pieces come first.
+    `grow-linear`: lowered by a constant for each doubling of the length."""
 
     cycles: Annotated[int, Field(ge=1), at_most(1000)] = 8
-    """Number of times in an epoch that lengths grow from short to long."""
+    """Number of times in an epoch that the lengths grow from short to long."""
 
     min_length: Annotated[int, Field(ge=2), at_most(10**6)] = 64
-    """Length of the pieces in the smallest bucket, in tokens; a power of two. Shorter ends of rows are in this bucket
-    too."""
+    """Length of the shortest bucket in tokens; must be a power of two. The ends of rows that are shorter are in this
+    bucket too."""
 
     @field_validator("min_length")
     @classmethod
@@ -58,34 +59,36 @@ class BatchKeys(Spec):
     """Keys of the rows in a batch, and of the rows held out for evaluation."""
 
     packing: bool = False
-    """Pack several rows into one sequence of at most `max_length` tokens, without attention between rows. Rows of a
-    sequence need no padding, and the gradient stays the same. `per_device_train_batch_size` then counts sequences."""
+    """Only for `sft`: pack several rows into one sequence of at most `max_length` tokens. Packed rows do not attend to
+    each other and need no padding; the gradient stays the same. Set it if most rows are much shorter than `max_length`.
+    `per_device_train_batch_size` then counts sequences."""
 
     batching: Literal["rows", "tokens", "buckets"] = "rows"
-    """Unit of an optimizer step. `rows`: a fixed number of rows. `tokens`: rows with at most `tokens_per_batch` tokens
-    in total. `buckets`: rows are cut into pieces of power-of-two length; a step has pieces of one length, as many as
-    `tokens_per_batch` holds."""
+    """Unit that limits the size of an optimizer step. `rows`: a fixed number of rows. `tokens` (`sft`, `dpo`): as many
+    rows as fit in `tokens_per_batch`. `buckets` (only `sft`): rows are cut into pieces of power-of-two length, and a
+    step has as many pieces of one length as fit in `tokens_per_batch`."""
 
     tokens_per_batch: Count | None = None
-    """`batching: tokens`, `batching: buckets`: maximum number of tokens in one optimizer step over all ranks."""
+    """Maximum number of tokens in one optimizer step over all ranks. Required with `batching: tokens` (`sft`, `dpo`)
+    and `batching: buckets` (`sft`), not allowed otherwise."""
 
     buckets: BucketSpec | None = None
-    """`batching: buckets`: order and smallest length of the pieces, such as `{curriculum: grow-p2, cycles: 8,
-    min_length: 64}` (dataset decomposition, arXiv 2405.13226)."""
+    """Only for `sft` with `batching: buckets` (dataset decomposition, arXiv 2405.13226): order and smallest length of
+    the pieces, such as `{curriculum: grow-p2, cycles: 8, min_length: 64}`."""
 
     select_rows: Literal["colm"] | None = None
-    """`sft`: choose the trained rows of each step by their gradients (`colm`, arXiv 2407.19580). A step draws
-    `select_from` times as many rows as it trains, and runs all of them forward. In each dataset it chooses the rows
-    whose gradients best represent the drawn rows. From a dataset with fewer rows than the datasets have on average, it
-    trains all drawn rows. `selected.jsonl` lists the chosen rows."""
+    """Only for `sft`: method that chooses the trained rows of each step. `colm` (arXiv 2407.19580) draws `select_from`
+    times as many rows as it trains, and runs all of them forward. From each dataset it trains the rows whose gradients
+    best represent the drawn rows. It trains all drawn rows of a dataset that has fewer rows than the average dataset.
+    `selected.jsonl` lists the chosen rows. Default: all rows are trained."""
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2
-    """`select_rows`: number of drawn rows for each trained row. An epoch draws each row once, and trains on one of
-    every `select_from` rows."""
+    """With `select_rows`: number of drawn rows for each trained row. With 4, an epoch draws every row once and trains a
+    quarter of the rows."""
 
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
-    """Rows of `datasets` held out for evaluation: a fraction below 1, or a number of rows. With `eval_datasets` they
-    are one more set, `held_out`."""
+    """Number of rows of `datasets` (from 1), or fraction of the rows (below 1), that are held out for evaluation. 0:
+    none. With `eval_datasets`, the held-out rows are one more set, named `held_out`."""
 
     @field_validator("val_size")
     @classmethod
@@ -106,20 +109,22 @@ class StepKeys(Spec):
     """Keys of the size of an optimizer step, and of the number of steps."""
 
     per_device_train_batch_size: Rows = 1
-    """Number of rows in one forward and backward of each rank. For `dpo`, a pair counts as one row."""
+    """Number of rows in one forward and backward of each rank. Counted are pairs for `dpo`, and sequences with
+    `packing`. More rows take more memory."""
 
     per_device_eval_batch_size: Rows = 1
-    """Number of rows in one forward of each rank during an evaluation."""
+    """Number of rows in one forward of each rank during an evaluation. More rows take more memory."""
 
     gradient_accumulation_steps: Rows = 1
-    """Number of micro-batches (one forward and backward each) in an optimizer step of each rank. The loss is the mean
-    over the tokens of all micro-batches."""
+    """Number of micro-batches (one forward and backward each) whose gradients each rank sums before an optimizer step.
+    For `sft`, the loss is the mean over the trained tokens of all micro-batches."""
 
     num_train_epochs: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
-    """Number of passes through the training data."""
+    """Number of passes through the training data; a fraction such as 0.5 is allowed."""
 
     max_steps: Literal[-1] | Count = -1
-    """Number of optimizer steps of the run, in place of `num_train_epochs`. -1: `num_train_epochs` decides."""
+    """Number of optimizer steps after which the run ends; replaces `num_train_epochs`. -1: `num_train_epochs`
+    decides."""
 
 
 def _row_exceeds_budget(recipe: Any) -> Iterator[Refusal]:
@@ -176,6 +181,11 @@ BATCH_RULES: Rules = (
         DELETE,
     ),
     Clash(
+        {"tokens_per_batch": GIVEN, "objective": "grpo"},
+        "'tokens_per_batch' counts the tokens of rows, and the completions of grpo are not written yet",
+        DELETE,
+    ),
+    Clash(
         {"tokens_per_batch": GIVEN, "batching": "rows"},
         "'tokens_per_batch' needs 'batching: tokens' or 'batching: buckets', and 'batching' is rows",
         "add batching: tokens, or delete the line",
@@ -193,6 +203,7 @@ BATCH_RULES: Rules = (
         ),
         Custom(_row_exceeds_budget),
     ),
+    OnlyFor("sft", "buckets", what="'buckets' needs 'batching: buckets', which is not for {objective}"),
     Clash(
         {"buckets": GIVEN, "batching": Not("buckets")},
         "'buckets' needs 'batching: buckets', and 'batching' is {batching}",
@@ -216,6 +227,7 @@ ADAMW = "write optim: adamw, or delete select_rows"
 DIVIDED = "ranks shard the weight whose gradients are compared, or its moments"
 
 SELECTION_RULES: Rules = (
+    OnlyFor("sft", "select_from"),
     Clash(
         {"select_from": GIVEN, "select_rows": None},
         "'select_from' needs 'select_rows', which chooses among the drawn rows",

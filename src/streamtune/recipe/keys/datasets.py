@@ -17,6 +17,7 @@ from streamtune.recipe.rules import (
     Count,
     Custom,
     Not,
+    OnlyFor,
     Refusal,
     Rules,
     Spec,
@@ -44,47 +45,49 @@ class DatasetSpec(Spec):
     """Keys of one entry of ``datasets``, which is a source of rows."""
 
     path: Text
-    """Source of the rows. Local: a .jsonl, .json, .parquet, .arrow, .csv or .txt file, compressed or not; a pattern
-    such as `data/*.jsonl`; or a folder. Paths are relative to the recipe's folder, then to the working directory.
-    Remote: a URL (`hf://datasets/...`, `s3://`, `gs://`, `https://`) or the name of a hub dataset. Built in:
-    `python-stdlib` (documented functions, classes and modules of the running Python); `demo-preferences` (pairs of
-    answers, of which one is polite and names the thing asked for); `demo-arithmetic` (tasks on digits); `demo-passkey`
-    (short to long logs, with a question about one line)."""
+    """Source of the rows: a local file or folder, a URL, a dataset of the Hugging Face Hub, or a built-in dataset.
+    Local files: .jsonl, .json, .parquet, .arrow, .csv or .txt, compressed or not, or a pattern such as `data/*.jsonl`.
+    Relative paths are searched in the recipe's folder, then in the working directory. URLs: `hf://datasets/...`,
+    `s3://`, `gs://`, `https://`. Built in: `python-stdlib` (documented functions, classes and modules of the running
+    Python); `demo-preferences` (pairs of a polite and another answer); `demo-arithmetic` (tasks on digits);
+    `demo-passkey` (short to long logs, with a question about one line)."""
 
     type: Literal[
         "auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference", "unpaired", "prompts"
     ] = "auto"
-    """Format of the rows. `auto` infers the format from the columns and prints it. `dpo` reads `preference` and
-    `unpaired` rows, `grpo` reads `prompts`, `sft` the other types."""
+    """Format of the rows. `auto` infers the format from the columns and prints it. `dpo` reads `preference` (pairs) and
+    `unpaired` (labelled completions), `grpo` reads `prompts`, `sft` reads the other formats."""
 
     split: Text = "train"
-    """Split of a hub dataset or of a folder. In a folder, the split is recognised by the names of files and
-    subfolders."""
+    """Split to read from a hub dataset or a folder, such as `train` or `test`. In a folder, the names of files and
+    subfolders tell their split."""
 
     name: Text | None = None
-    """Configuration (subset) of a hub dataset that has several. For `demo-arithmetic`, the task: `copy`, `sort` or
-    `add`."""
+    """Name of the configuration (subset) to read, for a hub dataset that has several. With `path: demo-arithmetic`: the
+    task `copy`, `sort` or `add`."""
 
     columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
-    """Column names: StreamTune's name -> name in the files, as in `{prompt: question}`. Other columns keep their
-    names."""
+    """Mapping from the column names that StreamTune reads to the column names in the files, such as `{prompt:
+    question}`. Set it if the names differ. Unlisted columns keep their names."""
 
     input_separator: str = "\n\n"
-    """Text between `instruction` and `input` of an `alpaca` row; by default a blank line. LLaMA-Factory and ms-swift
-    use one newline: `"\\n"`."""
+    """Text between `instruction` and `input` of an `alpaca` row. Default: a blank line. LLaMA-Factory and ms-swift use
+    one newline: `"\\n"`."""
 
     max_rows: Count | None = None
-    """Maximum number of rows to use: the first ones, or with `shuffle` a random choice."""
+    """Maximum number of rows to use from this entry: the first rows, or random rows with `shuffle: true`. Default: all
+    rows."""
 
     shuffle: bool = False
-    """Draw the `max_rows` rows at random from all rows of this entry, with the recipe's `seed`."""
+    """Choose the `max_rows` rows of this entry at random, with the recipe's `seed`, instead of the first rows."""
 
     repeat: Count = 1
     """Number of times that each training row of this entry is visited in an epoch. Held-out rows are evaluated once."""
 
     weight: Annotated[float, Field(ge=0), at_most(10**12)] | None = None
-    """Relative share of this entry in an epoch, counted in the unit `mix_by`: weights of 3 and 1 give 75% and 25%. Give
-    a weight to all entries or to none. An entry with weight 0 is not trained on."""
+    """Share of this entry in an epoch, relative to the weights of the other entries: weights 3 and 1 give 75% and 25%.
+    `mix_by` decides if rows or tokens are counted. Set a weight for all entries or for none; 0 excludes an entry from
+    training. Not for `grpo`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,41 +115,43 @@ class DataKeys(Spec):
     """Keys of the data sources, and of how rows are read."""
 
     datasets: Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]
-    """Sources of the rows. `[data/train.jsonl]` is short for `[{path: data/train.jsonl}]`."""
+    """List of the sources of training rows. `[data/train.jsonl]` is short for `[{path: data/train.jsonl}]`."""
 
     mix_by: Literal["rows", "tokens"] = "rows"
-    """Unit in which the share that `weight` gives a dataset is counted."""
+    """Unit in which the `weight` of a dataset counts its share of an epoch: `rows` or `tokens`. Set it if the datasets
+    have weights and rows of different lengths."""
 
     eval_datasets: Annotated[
         dict[Text, Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]], Field(default_factory=dict)
     ]
-    """Named sets of rows for evaluation, never trained on: `{code: data/code.jsonl, prose: [{path: ...}]}`. Each set
-    has its own loss, here `eval_code_loss`; `eval_loss` covers all held-out rows."""
+    """Named sets of rows for evaluation only: `{code: data/code.jsonl, prose: [{path: ...}]}`. Each set has its own
+    metrics, such as `eval_code_loss`; `eval_loss` covers the rows of all sets and of `val_size`."""
 
     on_bad_row: Literal["error", "skip"] = "error"
-    """Action on rows that are malformed or cannot be trained on. `error` refuses the data and lists the first ten such
-    rows; `skip` leaves the rows out and lists them in `bad_rows.json`."""
+    """Action on rows that are malformed or cannot be trained on. `error` ends the run before training and lists the
+    first ten such rows. `skip` leaves the rows out and lists them in `bad_rows.json`."""
 
     max_bad_rows: Steps = 100
-    """Maximum number of rows that `on_bad_row: skip` leaves out; one more is an error."""
+    """Maximum number of rows that `on_bad_row: skip` leaves out. With more bad rows the run ends with an error."""
 
     dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of processes that render and tokenise rows. It does not change the rows."""
+    """Number of processes that render and tokenise rows. It affects only the time, not the resulting rows."""
 
     streaming: bool = False
-    """`sft`: read, tokenise and cut rows during training instead of before, for data too large for the disk. It needs
-    `max_steps`. Prepared rows are not cached."""
+    """Only for `sft`: read, tokenise and cut rows during training instead of before. Set it for data too large for the
+    disk. It needs `max_steps`, and prepared rows are not cached."""
 
     shuffle_buffer: Count = 10_000
-    """`streaming`: number of rows in memory from which the next row is drawn at random; fewer if rows are long."""
+    """With `streaming: true`: number of rows in memory from which the next row is drawn at random. If rows are long,
+    the buffer has fewer rows."""
 
 
 class CacheKeys(Spec):
     """Key of the cache on disk."""
 
     cache: bool = True
-    """Cache prepared rows and a trained tokenizer on disk for later runs. The cache key is a hash of the files, the
-    tokenizer and the options."""
+    """Store prepared rows and a trained tokenizer on disk, and reuse them in later runs with the same files, tokenizer
+    and options."""
 
 
 def _partial_weights(recipe: Any) -> Iterator[Refusal]:
@@ -212,6 +217,7 @@ DATASET_RULES: Rules = (Custom(_partial_weights), Custom(_eval_sets))
 PREPARED = "delete this line, or streaming: true"
 
 STREAMING_RULES: Rules = (
+    OnlyFor("sft", "shuffle_buffer", what="'{key}' needs 'streaming: true', which is not for {objective}"),
     Clash(
         {"shuffle_buffer": GIVEN, "streaming": False},
         "'shuffle_buffer' needs 'streaming: true'; without it all rows are shuffled together",

@@ -74,96 +74,103 @@ class EngineSpec(Spec):
     in memory and time."""
 
     schedule: Literal["auto", "fixed"] = "auto"
-    """Choice of the keys below that the recipe does not set. `auto`: the planner picks the fastest schedule that fits
-    in memory. `fixed`: no planner; each key has its default with `fixed`, which its description names."""
+    """Source of the values of keys of this group that are `auto`. `auto`: the planner chooses the values that train
+    fastest and fit in memory. `fixed`: each key has a constant, which its description gives as the default with
+    `schedule: fixed`."""
 
     chunk_size: Count | Auto = "auto"
-    """Maximum number of tokens of the sequence that a layer processes at once. Default with `fixed`: 2048."""
+    """Maximum number of consecutive tokens of a sequence that a layer processes at once. Smaller chunks take less
+    memory for activations. Default with `schedule: fixed`: 2048."""
 
     head_chunk_size: Count | Auto = "auto"
-    """Maximum number of tokens whose logits exist at once in the loss. Default with `fixed`: 1024."""
+    """Maximum number of tokens whose logits are in memory at once while the loss is computed. Smaller chunks take less
+    memory. Default with `schedule: fixed`: 1024."""
 
     offload: Literal[Auto, Tier] = "auto"
-    """Memory that stores the layer inputs until the backward. The planner chooses `disk` only if `offload_dir` is set.
-    Default with `fixed`: device."""
+    """Memory that stores the input of each layer until the backward: `device` (GPU), `host` (CPU) or `disk`. With
+    `auto`, the planner chooses `disk` only if `offload_dir` is set. Default with `schedule: fixed`: device."""
 
     offload_dir: Text | None = None
-    """Directory for `offload: disk`, on a fast local disk. The file with the layer inputs is deleted when the run ends,
+    """Folder on a fast local disk for the layer inputs of `offload: disk`. The file there is deleted when the run ends,
     also after a crash."""
 
     device_layers: Steps | Auto = "auto"
-    """With `offload: host` or `offload: disk`: number of layer inputs that stay on the device. Default with `fixed`:
-    0."""
+    """With `offload: host` or `offload: disk`: number of layers whose input stays in device memory. A larger number
+    means fewer copies and more device memory. Default with `schedule: fixed`: 0."""
 
     levels: Annotated[int, Field(ge=1, le=2)] | Auto = "auto"
-    """Number of levels of stored layer inputs. `1`: the input of every layer is stored. `2`: only every
-    `segment_size`-th layer's input is stored. The backward recomputes the other inputs, which costs one more forward.
-    Default with `fixed`: 1."""
+    """Number of levels of activation checkpoints. `1`: the input of every layer is stored. `2`: only the input of every
+    `segment_size`-th layer is stored; the backward recomputes the other inputs. `2` takes less memory and costs one
+    more forward. Default with `schedule: fixed`: 1."""
 
     segment_size: Count | Auto = "auto"
-    """With `levels: 2`: number of layers in a segment. Default with `fixed`: the size that stores the fewest layer
-    inputs."""
+    """With `levels: 2`: number of consecutive layers of which only the first stores its input. Default with `schedule:
+    fixed`: the number that stores the fewest layer inputs."""
 
     keep_kv: bool | Literal[Auto, Kept] = "auto"
-    """Memory that keeps every layer's keys and values until the backward. With `no`, the backward projects them again.
-    `true` means `device`. Default with `fixed`: no."""
+    """Memory that stores the attention keys and values of every layer until the backward: `device` or `host`. `no`: the
+    backward projects them again, which takes time instead of memory. `true` means `device`. Default with `schedule:
+    fixed`: no."""
 
     keep_attention: Literal[Auto, Kept] = "auto"
-    """Memory that keeps the output of every attention until the backward. With `no`, the backward recomputes it.
-    Default with `fixed`: no."""
+    """Memory that stores the attention output of every layer until the backward: `device` or `host`. `no`: the backward
+    recomputes the attention, which takes time instead of memory. Default with `schedule: fixed`: no."""
 
     keep_layers: Steps | Auto = "auto"
-    """Number of layers, counted from the last, that keep all activations and recompute nothing. Default with `fixed`:
-    0."""
+    """Number of layers, counted from the last, that store all activations for the backward and recompute nothing. A
+    larger number is faster and takes more memory. Default with `schedule: fixed`: 0."""
 
     stream_grads: bool | Auto = "auto"
-    """Save memory for gradients of hidden states. Chunk by chunk, the gradient with respect to a layer's input
-    overwrites the gradient with respect to its output, in the memory of the layer inputs. Default with `fixed`:
-    false."""
+    """Overwrite the gradient of each layer's output with the gradient of its input, chunk by chunk, in the memory of
+    the layer inputs. It saves the memory of these gradients. Default with `schedule: fixed`: false."""
 
     grad_dtype: GradDtype = "float32"
-    """Dtype in which gradients are summed over chunks: float32, or the dtype of the parameter (`param`). It affects
+    """Dtype in which gradients are summed over chunks: `float32`, or `param` for the dtype of the parameter. It affects
     rounding, so the planner never changes it."""
 
     fuse: Literal[Auto, Fuse] = "auto"
-    """Implementation of norms and rotary embeddings on CUDA: torch's fused operators (`torch`), or the model's own code
-    (`none`). The choice affects rounding, so the planner never changes it. Default with `fixed`: torch."""
+    """Implementation of norms and rotary embeddings on CUDA: `torch` for torch's fused operators, `none` for the
+    model's own code. It affects rounding, so the planner never changes it. Default with `schedule: fixed`: torch."""
 
     order: Literal[Auto, Order] = "auto"
-    """Outer loop of the backward. `layer` processes all chunks of a layer, then the next layer; it stores the input of
-    every layer. `chunk` processes all layers of a chunk, then the next chunk. It stores the input of the first layer,
-    and every layer's keys and values (or recurrent states) with their gradients. With `chunk`, `keep_kv` is device or
-    host, and `offload` places the first layer's input. `levels: 2` then holds a chunk's activations for `segment_size`
-    layers at once (with `fixed`: 1) instead of all layers. Default with `fixed`: layer."""
+    """Outer loop of the backward. `layer`: all chunks of a layer, then the layer below; the input of every layer is
+    stored. `chunk`: all layers of a chunk, then the chunk before. `chunk` stores the input of the first layer (where
+    `offload` says) and every layer's keys and values or recurrent states (`keep_kv`: device or host). With `chunk`,
+    `levels: 2` stores the activations of `segment_size` layers at once (with `schedule: fixed`: 1) instead of all
+    layers. Default with `schedule: fixed`: layer."""
 
     weights: Literal[Auto, WeightTier] = "auto"
-    """Memory that holds weights while they are not in use. `host`: weights of layers, embedding and head are in host
-    memory. Each layer is copied to the device before it computes, and its gradient is copied back. The optimizer
-    updates these weights on the CPU; adapters stay on the device. One device only. The planner chooses `host` only if
-    no other schedule fits, and says so. Default with `fixed`: device."""
+    """Memory that stores the weights of layers, embedding and head while they are not in use: `device` or `host`. With
+    `host`, each layer is copied to the device before it computes, and its gradient is copied back. The optimizer
+    updates these weights on the CPU; adapters stay on the device. One device only. With `auto`, the planner chooses
+    `host` only if no other schedule fits, and reports it. Default with `schedule: fixed`: device."""
 
     fetch_dtype: Literal[Auto, FetchDtype] = "auto"
-    """With `weights: host`: dtype of the copies of weights on the device. `param` is the dtype of the weight. With
-    `bfloat16` the model computes in bfloat16; weights, gradient sums and optimizer stay in float32. This replaces
-    `bf16`, and halves the bytes of the layer inputs. The planner never changes it. Default with `fixed`: param."""
+    """With `weights: host`: dtype of the weights' copies on the device. `param`: the dtype of the stored weight.
+    `bfloat16`: the model computes in bfloat16, while stored weights, gradient sums and optimizer stay in float32.
+    `bfloat16` replaces the key `bf16` and halves the bytes of the layer inputs. The planner never changes it. Default
+    with `schedule: fixed`: param."""
 
     optimizer: Literal[Auto, "device", "host"] = "auto"
-    """Memory that holds the optimizer's states; the optimizer also runs there. `host` with weights on the device: each
-    gradient is copied to host memory, and the updated weight is copied back; with `optim_in_backward` the copies
-    overlap with the computation. `auto`: the memory of the weights. For full fine-tuning the planner chooses the host
-    if nothing else fits; adapters beside host weights stay on the device. One device only."""
+    """Memory that stores the optimizer's states; the optimizer also runs there: `device`, `host`, or `auto` for the
+    memory of the weights. `host` with weights on the device: each gradient is copied to host memory, and the updated
+    weight is copied back. With `optim_in_backward` these copies overlap with the computation. One device only. For full
+    fine-tuning, `auto` may become `host` if nothing else fits. Adapters of host weights stay on the device."""
 
     device_memory: Size | Auto = "auto"
-    """Device memory to plan with, such as `80GiB`. `auto` is the memory free at the start of the run."""
+    """Device memory that the planner may use, such as `80GiB`. `auto`: the memory that is free at the start of the
+    run."""
 
     host_memory: Size | Auto = "auto"
-    """Host memory to plan with. `auto` is the available memory, at most the limit of the container."""
+    """Host memory that the planner may use, such as `256GiB`. `auto`: the available memory, at most the limit of the
+    container."""
 
     disk_memory: Size | Auto = "auto"
-    """Disk space in `offload_dir` to plan with. `auto` is the free space."""
+    """Disk space in `offload_dir` that the planner may use, such as `1TiB`. `auto`: the free space."""
 
     margin: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Fraction of each memory budget that the planner leaves free."""
+    """Fraction of `device_memory`, `host_memory` and `disk_memory` that the planner leaves free. Raise it if a planned
+    run runs out of memory."""
 
     rules = (
         Custom(_contradictions),
@@ -209,18 +216,19 @@ class EngineKeys(Spec):
     """Keys of the streamed step, and of the device that computes it."""
 
     engine: EngineSpec = EngineSpec()
-    """Keys that decide how a step is streamed, and its memory budgets. The defaults suit most runs."""
+    """Group of keys that decide how a step is streamed, and how much memory it may use. The defaults suit most runs."""
 
     bf16: bool | None = None
-    """Compute in bfloat16 (autocast); the weights keep their dtype. Default: true if `dtype: auto` trains the weights
+    """Compute in bfloat16 (autocast); the weights keep their `dtype`. Default: true if `dtype: auto` trains the weights
     of a bfloat16 or float16 checkpoint in float32, else false."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on. `auto` uses an accelerator if one exists."""
+    """Device to train on: `cpu`, `cuda`, or `auto` for an accelerator if one exists, else the CPU."""
 
     peak_flops: Annotated[float, Field(gt=0), at_most(10**20)] | None = None
-    """Peak dense FLOP/s of one device, from which `mfu` is computed. Default: the bfloat16 figure in the data sheet of
-    a known device. For other devices and the CPU, `mfu` is not reported."""
+    """Peak dense FLOP/s of one device, from which `mfu` (model FLOPs utilisation) is computed. Set it if the device is
+    unknown to StreamTune. Default: the bfloat16 figure in the data sheet of a known device; otherwise `mfu` is not
+    reported."""
 
 
 ENGINE_RULES: Rules = (
@@ -272,25 +280,25 @@ class DeviceKeys(Spec):
     """Keys of training on several devices."""
 
     deepspeed: Text | None = None
-    """Shard optimizer states (`zero1`), also gradients (`zero2`), also weights (`zero3`) across ranks with DeepSpeed.
-    `zero3_offload` has weights and optimizer in host memory. The path of a DeepSpeed configuration is accepted too; its
-    `auto` values are filled from the recipe. Default: each rank has the whole model (DDP)."""
+    """State that DeepSpeed shards across ranks. `zero1`: optimizer states. `zero2`: also gradients. `zero3`: also
+    weights. `zero3_offload`: as `zero3`, with weights and optimizer in host memory. The path of a DeepSpeed
+    configuration is accepted too; its `auto` values are filled from the recipe. Default: nothing is sharded (DDP)."""
 
     fsdp: bool = False
-    """Shard weights, gradients and optimizer states across ranks with PyTorch's FSDP2, instead of DeepSpeed."""
+    """Shard weights, gradients and optimizer states across ranks with PyTorch's FSDP2. It excludes `deepspeed`."""
 
     sequence_parallel_size: Rows = 1
-    """Number of ranks that share each sequence; more ranks allow longer sequences. The number of all ranks must be a
-    multiple of it."""
+    """Number of ranks that share each sequence, so that longer sequences fit. The number of all ranks must be a
+    multiple of this number. 1: each rank has whole sequences."""
 
     sequence_parallel: Literal["auto", "ulysses", "ring"] = "auto"
-    """Method by which ranks share a sequence: `ulysses` exchanges attention heads for tokens, `ring` passes keys and
-    values from rank to rank. `auto` is `ulysses` if the number of query heads is divisible by `sequence_parallel_size`,
-    else `ring`."""
+    """With `sequence_parallel_size` above 1: method by which ranks share a sequence. `ulysses` exchanges attention
+    heads for tokens. `ring` passes keys and values from rank to rank. `auto` is `ulysses` if the number of query heads
+    is divisible by `sequence_parallel_size`, else `ring`."""
 
     train_batch_size: Rows | None = None
     """Number of rows in one optimizer step over all ranks. It replaces `gradient_accumulation_steps`, which is then
-    derived from the number of ranks. So a recipe trains the same on any number of ranks."""
+    derived from the number of ranks. Set it so that the recipe trains the same on any number of ranks."""
 
     @property
     def divides(self) -> str | None:

@@ -30,41 +30,44 @@ class LossKeys(Spec):
     """Keys of the loss of a trained token, and of distillation from a teacher."""
 
     loss_type: Literal["nll", "dft", "focal"] = "nll"
-    """`sft`: loss of a trained token with probability p. `nll` is -log p. `dft` multiplies -log p by p, without a
+    """Loss in `sft` of a trained token with probability p. `nll` is -log p. `dft` multiplies -log p by p, without a
     gradient through this factor (arXiv 2508.05629). `focal` multiplies it by (1 - p)^`focal_gamma`. Held-out rows are
     always evaluated with `nll`. If training uses another loss, `metrics.jsonl` has `nll` too."""
 
     focal_gamma: Annotated[float, Field(ge=0), at_most(100)] = 2.0
-    """`sft`: exponent of `loss_type: focal`. Larger values reduce the weight of tokens that are already predicted
-    well."""
+    """Only for `sft` with `loss_type: focal`: exponent of (1 - p). A larger exponent reduces the weight of tokens that
+    the model already predicts well."""
 
     label_smoothing_factor: Fraction = 0.0
-    """`sft`: fraction of a target's probability that is spread evenly over the vocabulary."""
+    """Only for `sft`: fraction of a target's probability that is spread evenly over the vocabulary. 0 disables label
+    smoothing."""
 
     z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """`sft`: coefficient of the z-loss. The z-loss is the squared log-sum-exp of a token's logits; added to the token's
-    loss, it keeps the log-sum-exp near 0."""
+    """Only for `sft`: coefficient of the z-loss, the squared log-sum-exp of a token's logits. It is added to the loss
+    and keeps the log-sum-exp near 0. 0 disables the z-loss."""
 
     teacher: Text | None = None
-    """Teacher for distillation, for `sft` and for `grpo` with `loss_type: gkd`: hub name or local folder of a model
-    with the same tokens. The model learns the teacher's distribution at each trained token. The teacher is in memory
-    beside the model and is not trained; full logits exist for neither. For `sft` the teacher can also be a file
-    `NAME.safetensors` with its top-k tokens, written by `streamtune teach`."""
+    """Teacher for distillation, in `sft` and in `grpo` with `loss_type: gkd`: hub name or local folder of a model with
+    the same tokens. The trained model learns the teacher's distribution at each trained token. The teacher is in memory
+    too, and is not trained. For `sft` the teacher can also be a file `NAME.safetensors` with its top-k tokens, written
+    by `streamtune teach`. Default: no distillation."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
-    """`teacher`: divergence of the distributions. `forward` is KL(teacher || model), `reverse` is KL(model || teacher).
-    `jsd` is the weighted sum of KL(teacher || mixture) and KL(model || mixture), arXiv 2306.13649."""
+    """With `teacher`: divergence between the distributions of teacher and model. `forward` is KL(teacher || model),
+    `reverse` is KL(model || teacher). `jsd` is the weighted sum of KL(teacher || mixture) and KL(model || mixture),
+    arXiv 2306.13649."""
 
     kd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """`kd_divergence: jsd`: share of the teacher in the mixture. Near 0, `jsd` behaves like `forward`, near 1 like
-    `reverse`."""
+    """With `kd_divergence: jsd`: share of the teacher in the mixture, between 0 and 1. Near 0, `jsd` behaves like
+    `forward`, near 1 like `reverse`."""
 
     kd_temperature: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
-    """`teacher`: temperature by which the logits of both models are divided in the divergence."""
+    """With `teacher`: temperature by which the logits of teacher and model are divided before the divergence is
+    computed."""
 
     kd_hard_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """`sft` with `teacher`: weight of the loss `loss_type` on the rows' own tokens. The divergence has the remaining
-    weight, 1 - `kd_hard_share`."""
+    """Only for `sft` with `teacher`: weight of the loss `loss_type` on the rows' own tokens. The divergence has the
+    remaining weight, 1 - `kd_hard_share`."""
 
     @property
     def teacher_file(self) -> str | None:
@@ -76,16 +79,18 @@ class RouterKeys(Spec):
     """Keys of the losses that are added for the routers of a mixture of experts."""
 
     router_aux_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
-    """Coefficient of the load-balancing loss, which is added to the loss. Default: the coefficient in the model's
-    configuration if that sets `output_router_logits`, else 0. `metrics.jsonl` reports this loss as `aux_loss`."""
+    """Coefficient of the load-balancing loss of a mixture of experts, which is added to the loss. Default: the
+    coefficient in the model's configuration if that sets `output_router_logits`, else 0. `metrics.jsonl` reports this
+    loss as `aux_loss`."""
 
     router_z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """Coefficient of the router z-loss: the mean squared log-sum-exp of the routers' logits."""
+    """Coefficient of the router z-loss of a mixture of experts: the mean squared log-sum-exp of the routers' logits. 0
+    disables it."""
 
     moe_balance: Literal["micro", "global"] = "micro"
-    """Tokens over which the load-balancing loss is computed. `micro`: the tokens of each forward; the losses of a step
-    are averaged, weighted by tokens. `global`: the tokens of the whole optimizer step; with several forwards in a step,
-    each forward runs twice."""
+    """Tokens over which the load-balancing loss of a mixture of experts is computed. `micro`: the tokens of each
+    forward; the losses of a step are averaged, weighted by tokens. `global`: the tokens of the whole optimizer step; if
+    a step has several forwards, each forward then runs twice."""
 
 
 OF_TEACHER = ("kd_divergence", "kd_beta", "kd_temperature", "kd_hard_share")

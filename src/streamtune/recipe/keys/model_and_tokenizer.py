@@ -18,7 +18,7 @@ class ModelInit(Spec):
         Field(json_schema_extra={"required": ["model_type"], "properties": {"model_type": {"type": "string"}}}),
     ]
     """Keys of the model's Hugging Face configuration. `model_type` is required: `{model_type: qwen3, hidden_size: 256,
-    ...}`."""
+    ...}`. Other keys have the defaults of transformers."""
 
     @field_validator("init")
     @classmethod
@@ -39,10 +39,11 @@ class TokenizerSpec(Spec):
     """Keys of the tokenizer: either `path` or `train`."""
 
     path: Text | None = None
-    """Hub name or local folder of a tokenizer."""
+    """Hub name or local folder of a tokenizer. Set either this key or `train`."""
 
     train: TokenizerTrain | None = None
-    """Train a byte-level BPE tokenizer on the rows of the recipe. Its chat template is ChatML."""
+    """Train a byte-level BPE tokenizer on the rows of the recipe: `{vocab_size: 4096}`. Its chat template is ChatML.
+    Set either this key or `path`."""
 
     rules = tuple(
         Clash(
@@ -59,19 +60,19 @@ class SpecialTokens(Spec):
     """Special tokens of the tokenizer, named as in `transformers`. A token that the tokenizer lacks is added."""
 
     bos_token: Text | None = None
-    """Token at the beginning of a text (BOS)."""
+    """Token at the beginning of a text (BOS). Default: the tokenizer's."""
 
     eos_token: Text | None = None
-    """Token that ends a text or a turn (EOS); generation stops at it."""
+    """Token that ends a text or a turn (EOS); generation stops at it. Default: the tokenizer's."""
 
     pad_token: Text | None = None
-    """Token that pads shorter rows."""
+    """Token that pads shorter rows of a batch. Default: the tokenizer's."""
 
     unk_token: Text | None = None
-    """Token for text that the vocabulary does not cover."""
+    """Token for text that the vocabulary does not cover. Default: the tokenizer's."""
 
     additional_special_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Further special tokens, such as the turn markers of a chat template: `["<|im_start|>"]`. Decoding with
+    """List of further special tokens, such as the turn markers of a chat template: `["<|im_start|>"]`. Decoding with
     `skip_special_tokens` leaves them out."""
 
 
@@ -83,44 +84,45 @@ class RopeScaling(Spec):
     """Scaling of the rotary positions (RoPE). Keys have the same names as in a model's Hugging Face configuration."""
 
     rope_type: Literal["yarn", "linear", "llama3", "dynamic", "longrope", "default"]
-    """Kind of scaling: `yarn` (arXiv 2309.00071), `linear` (position interpolation, arXiv 2306.15595), `llama3`,
-    `dynamic` (the rotary base depends on the length of the row) or `longrope` (arXiv 2402.13753). `default` leaves
-    positions unscaled: tokens beyond the pretraining length have positions that the model has never seen."""
+    """Kind of scaling. `yarn` (arXiv 2309.00071). `linear`: position interpolation (arXiv 2306.15595). `llama3`: the
+    scaling of Llama 3. `dynamic`: the rotary base depends on the length of the row. `longrope` (arXiv 2402.13753).
+    `default`: positions are not scaled, and tokens beyond the pretraining length have positions that the model has
+    never seen."""
 
     factor: Annotated[float, Field(ge=1), at_most(10**6)] | None = None
-    """Extended length divided by the pretraining length. Default: the smallest whole number that reaches
-    `max_length`."""
+    """Extended length divided by the pretraining length. Default: the smallest whole number with which `max_length`
+    fits."""
 
     original_max_position_embeddings: Count | None = None
     """Pretraining length in tokens. Default: the value in the model's configuration."""
 
     attention_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`yarn`, `longrope`: factor of the rotary cosines and sines, so attention scores change by its square. Default:
-    derived from `factor`."""
+    """With `yarn` and `longrope`: factor of the rotary cosines and sines. Attention scores are multiplied by its
+    square. Default: derived from `factor`."""
 
     beta_fast: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`yarn`: number of rotations within the pretraining length above which a rotary frequency is not scaled. Default:
-    32."""
+    """With `yarn`: number of rotations within the pretraining length above which a rotary frequency is not scaled.
+    Default: 32."""
 
     beta_slow: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`yarn`: number of rotations within the pretraining length below which a rotary frequency is divided by `factor`.
-    Default: 1."""
+    """With `yarn`: number of rotations within the pretraining length below which a rotary frequency is divided by
+    `factor`. Default: 1."""
 
     low_freq_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`llama3`: number of rotations within the pretraining length below which a rotary frequency is divided by
+    """With `llama3`: number of rotations within the pretraining length below which a rotary frequency is divided by
     `factor`. Default: 1."""
 
     high_freq_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`llama3`: number of rotations within the pretraining length above which a rotary frequency is not scaled.
+    """With `llama3`: number of rotations within the pretraining length above which a rotary frequency is not scaled.
     Default: 4."""
 
     short_factor: Factors | None = None
-    """`longrope`: divisors of the rotary frequencies for rows up to the pretraining length, one number for each
-    frequency."""
+    """With `longrope` (required): list of divisors of the rotary frequencies, one number per frequency, for rows up to
+    the pretraining length."""
 
     long_factor: Factors | None = None
-    """`longrope`: divisors of the rotary frequencies for rows longer than the pretraining length, one number for each
-    frequency."""
+    """With `longrope` (required): list of divisors of the rotary frequencies, one number per frequency, for rows longer
+    than the pretraining length."""
 
     @model_validator(mode="after")
     def _check_keys_of_type(self) -> RopeScaling:
@@ -171,50 +173,55 @@ class ModelKeys(Spec):
     """Keys of the model to fine-tune and its tokenizer, of dtypes, and of rotary positions."""
 
     model_name_or_path: Text | None = None
-    """Hub name or local folder of the model to fine-tune. Give either this key or `model`."""
+    """Hub name or local folder of the model to fine-tune. Set either this key or `model`."""
 
     model: ModelInit | None = None
-    """Model with random weights, built from a configuration: `{init: {model_type: qwen3, ...}}`. Give either this key
-    or `model_name_or_path`."""
+    """Configuration of a new model with random weights: `{init: {model_type: qwen3, ...}}`. Set either this key or
+    `model_name_or_path`."""
 
     tokenizer: TokenizerSpec | None = None
-    """Tokenizer to load or to train. Default: the tokenizer of `model_name_or_path`."""
+    """Tokenizer to load (`{path: NAME}`) or to train on the rows (`{train: {vocab_size: 4096}}`). Default: the
+    tokenizer of `model_name_or_path`."""
 
     special_tokens: SpecialTokens = SpecialTokens()
-    """Special tokens to use; tokens that the tokenizer lacks are added: `{eos_token: "<|im_end|>",
-    additional_special_tokens: ["<|im_start|>"]}`. The model's embedding gets a row for each new token."""
+    """Special tokens that replace or extend the tokenizer's: `{eos_token: "<|im_end|>", additional_special_tokens:
+    ["<|im_start|>"]}`. Tokens that the tokenizer lacks are added, and the model's embedding gets a row for each new
+    token."""
 
     added_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Tokens to add that decode as ordinary text: `["<think>", "</think>"]`. Their rows of the embedding and head
-    matrices start as the mean of the other rows, and are trained even with adapters."""
+    """List of tokens to add that decode as ordinary text: `["<think>", "</think>"]`. Their rows of the embedding and
+    head matrices start as the mean of the other rows, and are trained even with adapters."""
 
     chat_template: Text | None = None
     """Jinja chat template, as text or as the path of a file. Default: the template of the tokenizer."""
 
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Set it only for sources that you trust."""
+    """Run Python code that comes with the model. Set it only for models of a source that you trust."""
 
     allow_pickle: bool = False
-    """Also read weights from pickle files (`pytorch_model.bin`), tensors only. With false, only safetensors files are
+    """Read weights from pickle files (`pytorch_model.bin`) too, tensors only. With `false`, only safetensors files are
     read."""
 
     dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
-    """Dtype of the weights. `mixed`: frozen weights keep the checkpoint's dtype; trained weights are float32, so that
-    small steps are not lost by rounding. `auto`: `mixed` with `bf16` (see there); if that does not fit in memory,
-    bfloat16 with `weight_rounding: stochastic`, which the banner reports. A model built from a configuration is
+    """Dtype of the weights. `mixed`: trained weights are float32, so that small steps are not lost by rounding; frozen
+    weights keep the checkpoint's dtype. `auto`: `mixed` with `bf16`; if that does not fit in memory, bfloat16 with
+    `weight_rounding: stochastic`, which the banner reports. With `auto`, a model built from a configuration is
     float32."""
 
     weight_rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Rounding of bfloat16 weights after each optimizer step; the step is computed in float32. `nearest` loses changes
-    below half the distance between two bfloat16 numbers. `stochastic` rounds up or down at random (with `seed`), and
-    its mean is the unrounded weight. It needs `dtype: bfloat16`, or `modules_to_save` of a bfloat16 checkpoint."""
+    """Rounding of bfloat16 weights after each optimizer step, which is computed in float32. `nearest` loses changes
+    below half the distance between two bfloat16 numbers. `stochastic` rounds up or down at random (with `seed`), so
+    that the mean is the unrounded weight. `stochastic` needs `dtype: bfloat16`, or `modules_to_save` of a bfloat16
+    checkpoint."""
 
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary positions for rows longer than the pretraining length: `{rope_type: yarn, factor: 4}`. It
-    is saved in the model's configuration, which inference engines read."""
+    """Scaling of the rotary positions, for rows longer than the pretraining length: `{rope_type: yarn, factor: 4}`. It
+    is saved in the model's configuration, so inference engines apply it too. Default: as in the model's
+    configuration."""
 
     rope_theta: Annotated[float, Field(gt=1), at_most(10**15)] | None = None
-    """Base of the rotary frequencies. Default: the base in the model's configuration. A given base is saved there."""
+    """Base of the rotary frequencies, which is saved in the model's configuration. Default: the base in the model's
+    configuration."""
 
 
 MODEL_RULES: Rules = (

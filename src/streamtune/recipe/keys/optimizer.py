@@ -32,13 +32,15 @@ class LearningRateGroup(Spec):
 
     match: Text
     """Pattern of one or more complete components of a parameter name: `embed_tokens`, `layers.0`, `lora_B`,
-    `layers.*.mlp`. `*` matches any text, `?` one character. The first of several matching patterns applies."""
+    `layers.*.mlp`. `*` matches any text, `?` one character. If several patterns match, the first applies."""
 
     learning_rate: Annotated[float, Field(ge=0)] | None = None
-    """Peak learning rate of these parameters. It follows the same schedule as the recipe's `learning_rate`."""
+    """Peak learning rate of the matching parameters. It follows the schedule of the recipe. Default: the recipe's
+    `learning_rate`."""
 
     weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
-    """Weight decay of these parameters. It applies to vectors (biases, norms) too."""
+    """Weight decay of the matching parameters, applied to vectors (biases, norms) too. Default: the recipe's
+    `weight_decay` for matrices, 0 for vectors."""
 
     rules = (
         Clash(
@@ -54,53 +56,53 @@ class OptimizerKeys(Spec):
     """Keys of the optimizer, its rates by parameter, and gradient clipping."""
 
     optim: OptimizerName = "adamw"
-    """Name of the optimizer. `streamtune optim ls` lists all optimizers with their library, bytes of state, and
+    """Name of the optimizer. `streamtune optim ls` lists all optimizers with library, bytes of state per parameter, and
     unsupported combinations."""
 
     optim_args: Annotated[dict[str, Any], Field(default_factory=dict)]
-    """Options of the optimizer, such as `{momentum: 0.9}`; `streamtune optim ls` lists them. AdamW's options are keys:
-    `adam_beta1`, `adam_beta2`, `adam_epsilon`."""
+    """Options of the optimizer other than AdamW, such as `{momentum: 0.9}`; `streamtune optim ls` lists them. AdamW's
+    options are recipe keys: `adam_beta1`, `adam_beta2`, `adam_epsilon`."""
 
     lr_groups: Annotated[tuple[LearningRateGroup, ...], Field(strict=False)] = ()
-    """Groups of parameters with their own learning rate or weight decay, by name: `[{match: embed_tokens,
-    learning_rate: 1.0e-6}]`. LoRA+ is `[{match: lora_B, learning_rate: ...}]` with 16 times `learning_rate`."""
+    """List of parameter groups, by name, with their own learning rate or weight decay: `[{match: embed_tokens,
+    learning_rate: 1.0e-6}]`. For LoRA+, write `[{match: lora_B, learning_rate: ...}]` with 16 times `learning_rate`."""
 
     lr_layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor by which the learning rate changes from each layer to the layer below. The head has `learning_rate`, the
-    last layer `learning_rate` times this factor, and so on; the embeddings have the lowest rate. A rate in `lr_groups`
-    is not changed."""
+    """Factor between the learning rates of a layer and of the layer above. The head has `learning_rate`, the last layer
+    `learning_rate` times this factor, and so on down to the embeddings. A rate in `lr_groups` is not changed. 1: all
+    layers have the same rate."""
 
     optim_states: Literal["param", "float32", "bfloat16"] = "param"
-    """Dtype of AdamW's two moments. `param`: the dtype of the weight. `bfloat16` takes half the bytes of float32 and is
-    rounded stochastically, so that small changes add up; the step is computed in float32. Not with DeepSpeed or FSDP2,
-    which keep their own states."""
+    """Dtype of AdamW's two moments. `param`: the dtype of the weight. `bfloat16` takes half the bytes of float32; it is
+    rounded stochastically, and the step is computed in float32. Not with DeepSpeed or FSDP2, which decide the dtype
+    themselves."""
 
     weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """Decoupled weight decay, applied to matrices only."""
+    """Decoupled weight decay, applied to matrices but not to vectors (biases, norms). 0 disables it."""
 
     adam_beta1: Fraction = 0.9
-    """Decay rate of the running mean of the gradient, in AdamW and its variants."""
+    """Decay rate of the running mean of the gradient (beta1), in AdamW and its variants."""
 
     adam_beta2: Fraction = 0.999
-    """Decay rate of the running mean of the squared gradient, in AdamW and its variants."""
+    """Decay rate of the running mean of the squared gradient (beta2), in AdamW and its variants."""
 
     adam_epsilon: Annotated[float, Field(gt=0), at_most(10**9)] = 1e-8
-    """Number that AdamW adds to the denominator, which prevents division by zero."""
+    """Small number that AdamW and its variants add to the denominator of a step, to prevent division by zero."""
 
     max_grad_norm: Annotated[float, Field(ge=0), at_most(10**9)] = 1.0
-    """Maximum norm of the gradient; a gradient with a larger norm is scaled down. 0 disables clipping."""
+    """Maximum norm of the gradient; a gradient with a larger norm is scaled down to this norm. 0 disables clipping."""
 
     optim_in_backward: bool = False
     """Update each weight during the backward, as soon as its gradient is complete, and then free the gradient. The step
-    is the same, with gradients of two layers in memory instead of all. `max_grad_norm` needs a first backward that
-    measures the norm, which doubles the time. `max_grad_norm: 0` and `clip_norm: lagged` need only one backward. One
-    device only."""
+    is the same, and gradients of only two layers are in memory at once. Set it if all gradients do not fit. Clipping by
+    `max_grad_norm` then runs the backward twice, first to measure the norm, unless `clip_norm` is `lagged`. One device
+    only."""
 
     clip_norm: Literal["exact", "lagged"] = "exact"
-    """Norm by which `optim_in_backward` clips the gradient. `exact`: the norm of this step's gradient, which needs a
-    first backward. `lagged`: the norm of the previous step's gradient (in the first step, of its own), which takes half
-    the time, but changes the steps. `metrics.jsonl` then has both norms: `clip_norm`, which clips, and `grad_norm` of
-    this step."""
+    """With `optim_in_backward`: norm by which the gradient is clipped. `exact`: the norm of this step's gradient, which
+    needs a first backward. `lagged`: the norm of the previous step's gradient (in the first step, of its own), which
+    takes half the time but changes the steps. `metrics.jsonl` then has `clip_norm`, which clips, and `grad_norm`, the
+    norm of this step."""
 
 
 FORWARD_ONLY = having(OPTIMIZERS, {"step.gradients": "none"})

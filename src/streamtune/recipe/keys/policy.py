@@ -32,52 +32,53 @@ class PolicyKeys(LossKeys):
     """Keys of the policy-gradient loss and its reference, or of the divergence from a teacher."""
 
     loss_type: PolicyLossName = "dapo"  # type: ignore[assignment]
-    """Loss on completions. `grpo` averages over the tokens of a completion, then over completions; `dapo` over all
-    tokens of the step; `bnpo` over all tokens of a micro-batch. `dr_grpo` divides the sum by `max_completion_length`.
-    `gspo` has one probability ratio per completion. `rloo` and `remax` treat a completion as one action. `gkd` is
-    on-policy distillation (arXiv 2306.13649): the `kd_divergence` from the `teacher` at each token of a completion,
-    averaged over the completion."""
+    """Loss on the completions that the model writes. `grpo` averages over the tokens of a completion, then over
+    completions. `dapo` averages over all tokens of the step, `bnpo` over all tokens of a micro-batch. `dr_grpo` divides
+    the sum by `max_completion_length`. `gspo` has one probability ratio per completion. `rloo` and `remax` treat a
+    completion as one action. `gkd` is on-policy distillation (arXiv 2306.13649): the `kd_divergence` from the `teacher`
+    at each token, averaged over the completion."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None
-    """Unit with one ratio of new to old probability: each token, or the whole completion (`sequence`). Default: as
-    `loss_type` defines it; `gspo`, `rloo` and `remax` use `sequence`."""
+    """Level at which the ratio of new to old probability is computed: for each token, or for the whole completion
+    (`sequence`). Default: `sequence` for `loss_type` `gspo`, `rloo` and `remax`, else `token`."""
 
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Standard deviation by which advantages are divided: of the rewards of the group, of the batch, or none. Default:
-    as `loss_type` was published: `dr_grpo`, `rloo` and `remax` use none, the others `group`."""
+    """Standard deviation by which advantages are divided: of the rewards of the prompt's completions (`group`), of the
+    batch (`batch`), or none. Default: `none` for `loss_type` `dr_grpo`, `rloo` and `remax`, else `group`."""
 
     epsilon: Positive = 0.2
-    """Range of ratios of new to old probability: they are clipped at 1 - `epsilon`, and at 1 + `epsilon` unless
-    `epsilon_high` is given."""
+    """Clipping range of the ratio of new to old probability: from 1 - `epsilon` to 1 + `epsilon_high`."""
 
     epsilon_high: Positive | None = None
-    """Upper range of the ratios, which are clipped at 1 + `epsilon_high`. Default: `epsilon`."""
+    """Upper clipping range of the ratio of new to old probability, which is clipped at 1 + `epsilon_high`. Default:
+    `epsilon`."""
 
     delta: Positive | None = None
-    """Upper bound of the ratio if the advantage is negative (two-sided clipping). It must be above 1 +
-    `epsilon_high`."""
+    """Upper bound of the ratio of new to old probability for completions with a negative advantage (two-sided
+    clipping). It must be above 1 + `epsilon_high`. Default: no bound."""
 
     num_iterations: Rows = 1
-    """Number of times that training passes through each batch of completions."""
+    """Number of times that training passes through each batch of completions before new completions are written."""
 
     beta: NotNegative = 0.0
-    """Weight of the KL divergence from the reference. With 0 no reference is used."""
+    """Weight of the KL divergence from the reference model. 0: no divergence is computed, and no reference is in
+    memory."""
 
     use_bias_correction_kl: bool = False
     """Multiply the KL divergence by the ratio of new to old probability, which makes the gradient of the reverse KL
-    unbiased (arXiv 2512.02556, eq. 7). TRL 1.16 has it on by default."""
+    unbiased (arXiv 2512.02556, eq. 7). It needs `beta` above 0. TRL 1.16 has it on by default."""
 
     ref_model_name_or_path: Text | None = None
-    """Hub name or local folder of the reference model. Default: the model at the start of training, which takes no
-    extra memory with adapters."""
+    """Hub name or local folder of the reference model for `beta`. Default: the model at the start of training, which
+    takes no extra memory with adapters."""
 
     mask_truncated_completions: bool = False
-    """Do not train on completions that were truncated at `max_completion_length`."""
+    """Exclude completions from training that were cut off at `max_completion_length`."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Compute a prompt, and a prefix that its completions share, once in a micro-batch instead of once for each
-    completion. The gradient is the same, in less time and memory. `auto` does so if the model allows it; `never` gives
-    each completion its own copy."""
+    """Sharing of the tokens that several completions in a micro-batch have in common (the prompt, or more): they are
+    computed once instead of once for each completion. The gradient is the same, in less time and memory. `auto`: share
+    if the model allows it. `always`: end with an error if it does not. `never`: do not share."""
 
     @field_validator("scale_rewards", mode="before")
     @classmethod

@@ -113,65 +113,69 @@ class PreferenceKeys(LossKeys):
     # --- the loss ----------------------------------------------------------------------------------------------
 
     loss_type: PairedLoss | UnpairedLoss = "sigmoid"  # type: ignore[assignment]
-    """Loss of a pair (`sigmoid` is DPO's), or of single completions labelled desirable or undesirable (`kto`,
-    `apo_zero_unpaired`). `orpo`, `simpo` and `cpo` need no reference."""
+    """Preference loss. For pairs with a reference: `sigmoid` (DPO), `robust`, `hinge`, `ipo`, `exo_pair`, `sppo_hard`,
+    `apo_zero`, `apo_down`, `dpop`, `copg`. For pairs without a reference: `orpo`, `simpo`, `cpo`. For single
+    completions labelled desirable or undesirable: `kto`, `apo_zero_unpaired`."""
 
     beta: Annotated[float, Field(gt=0), at_most(10**9)] = 0.1
     """Factor of the log-ratios between model and reference. A larger factor keeps the model closer to the reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of pairs with swapped labels, for `sigmoid`, `robust`, `exo_pair`, `simpo` and `cpo`."""
+    """With `loss_type` `sigmoid`, `robust`, `exo_pair`, `simpo` or `cpo`: assumed fraction of pairs whose chosen and
+    rejected completions are swapped."""
 
     rpo_alpha: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
-    """Weight of the chosen completion's negative log-likelihood per token, which is added to the loss. Default: not
-    added."""
+    """Weight of the chosen completion's negative log-likelihood per token, which is added to the loss. Only for losses
+    of pairs. Default: not added."""
 
     simpo_gamma: Annotated[float, Field(ge=0), at_most(10**9)] = 0.5
-    """`simpo`: target margin between the rewards of the chosen and the rejected completion."""
+    """With `loss_type: simpo`: target margin between the rewards of the chosen and the rejected completion."""
 
     cpo_alpha: Annotated[float, Field(ge=0), at_most(10**9)] = 1.0
-    """`cpo`: weight of the chosen completion's negative log-likelihood."""
+    """With `loss_type: cpo`: weight of the chosen completion's negative log-likelihood."""
 
     dpop_lambda: Annotated[float, Field(ge=0), at_most(10**9)] = 50.0
-    """`dpop` (DPO-positive): weight of the penalty on a chosen completion that is less likely than under the
-    reference."""
+    """With `loss_type: dpop` (DPO-positive): weight of the penalty on a chosen completion that is less likely than
+    under the reference."""
 
     desirable_weight: Annotated[float, Field(gt=0), at_most(10**9)] = 1.0
-    """`kto`, `apo_zero_unpaired`: weight of desirable completions in the loss."""
+    """With `loss_type` `kto` or `apo_zero_unpaired`: weight of desirable completions in the loss."""
 
     undesirable_weight: Annotated[float, Field(gt=0), at_most(10**9)] = 1.0
-    """`kto`, `apo_zero_unpaired`: weight of undesirable completions in the loss."""
+    """With `loss_type` `kto` or `apo_zero_unpaired`: weight of undesirable completions in the loss."""
 
     length_normalization: bool = False
-    """Use mean log-probs per token instead of sums. `ipo`, `simpo` and `orpo` always use means."""
+    """Use the mean log-prob of a completion's tokens instead of the sum, so that length has less influence. `ipo`,
+    `simpo` and `orpo` always use the mean."""
 
     # --- the reference -----------------------------------------------------------------------------------------
 
     reference_free: bool = False
-    """Use no reference model: log-probs take the place of log-ratios, as if the reference were uniform."""
+    """Use no reference model: log-probs take the place of log-ratios, as if the reference were uniform. Only for losses
+    of pairs with a reference."""
 
     ref_model_name_or_path: Text | None = None
-    """Hub name or local folder of the reference model. Default: the model at the start of training; with adapters its
-    frozen weights, otherwise a copy."""
+    """Hub name or local folder of the reference model. Default: the model at the start of training, which is a copy, or
+    with adapters the frozen weights."""
 
     precompute_ref_log_probs: bool = False
-    """Compute the log-probs under the reference once before training, and cache them on disk. Later runs with the same
-    model and rows read them from there. The reference is not in memory during training."""
+    """Compute the log-probs under the reference once before training, so that the reference is not in memory during
+    training. They are cached on disk for later runs with the same model and rows."""
 
     # --- data --------------------------------------------------------------------------------------------------
 
     max_prompt_length: Count | None = None
-    """Maximum number of tokens of a prompt; `max_length` limits prompt and completion together. Default: no separate
-    limit."""
+    """Maximum number of tokens of a prompt; `overlength` is the action on longer prompts. `max_length` limits prompt
+    and completion together. Default: no separate limit."""
 
     identical_pairs: Literal["error", "drop"] = "error"
-    """Action on a pair whose chosen and rejected completions are equal. `error` refuses the data; `drop` leaves the
-    pair out and counts such pairs."""
+    """Action on a pair whose chosen and rejected completions are equal. `error` ends the run before training. `drop`
+    leaves the pair out and counts such pairs."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Compute a prompt, and a prefix that its completions share, once instead of once for each completion. The gradient
-    is the same, in less time and memory. `auto` does so if the model allows it; `never` gives each completion its own
-    copy."""
+    """Sharing of the tokens that the completions of a pair have in common (the prompt, or more): they are computed once
+    instead of once for each completion. The gradient is the same, in less time and memory. `auto`: share if the model
+    allows it. `always`: end with an error if it does not. `never`: do not share."""
 
     @property
     def unpaired(self) -> bool:

@@ -61,13 +61,14 @@ class ObjectiveKeys(Spec):
     """Keys that choose the training objective, and a preset of other keys."""
 
     objective: Literal["sft", "dpo", "grpo"] = "sft"
-    """Training objective: `sft` trains on the rows, `dpo` on preferences between completions, `grpo` on rewards of the
-    model's own completions. `streamtune sft`, `dpo` and `grpo` set the key if the recipe does not."""
+    """Training objective. `sft`: trains on the rows. `dpo`: on preferences between completions. `grpo`: on rewards of
+    the model's own completions, or with `loss_type: gkd` on a teacher's distribution. Default: the objective of the
+    command (`streamtune sft`, `dpo` or `grpo`)."""
 
     preset: Literal["small_sft"] | None = None
-    """`sft`: set of values for several keys; keys that the recipe sets take precedence. `small_sft`, for models of 3B
-    to 7B parameters (arXiv 2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`, `lr_scheduler_type:
-    constant`, no warm-up. The banner and `plan` show which values are used."""
+    """Only for `sft`: name of a set of values for several keys; keys in the recipe take precedence. `small_sft` is for
+    models of 3B to 7B parameters (arXiv 2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`,
+    `lr_scheduler_type: constant`, no warm-up. The banner and `plan` show which values are used."""
 
     @model_validator(mode="before")
     @classmethod

@@ -41,12 +41,11 @@ class RewardKeys(RunKeys):
 
     reward_funcs: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Functions that score a completion: names of built-in rewards; with `allow_code` also `module:function` or
-    `path.py:function`. At least one is required. With `loss_type: gkd` none is required, and rewards are only
-    reported."""
+    `path.py:function`. At least one is required, except with `loss_type: gkd`, where rewards are only reported."""
 
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
-    """Weights of the scores of `reward_funcs`, in the same order. The reward of a completion is the weighted sum.
-    Default: 1 for each."""
+    """List of the weights of `reward_funcs`, in the same order. The reward of a completion is the weighted sum of its
+    scores. Default: 1 for each."""
 
     @field_validator("reward_funcs", mode="before")
     @classmethod
@@ -58,57 +57,63 @@ class RolloutKeys(StepKeys):
     """Keys of completions: how many per prompt, which prompts, sampling, and how many are written at once."""
 
     num_generations: Rows = 8
-    """Number of completions for each prompt. They are the group in which advantages are computed."""
+    """Number of completions that are written for each prompt. They form a group: the advantage of a completion is
+    computed from the rewards in its group."""
 
     max_prompt_length: Count = 512
-    """Maximum number of tokens of a prompt; `overlength` is the action on longer prompts. `overlength: truncate` keeps
-    the end of a prompt, or with `truncate_side: middle` its beginning and end."""
+    """Maximum number of tokens of a prompt. With a longer prompt, `overlength: error` ends the run before training, and
+    `drop` leaves the row out. `truncate` keeps the end of the prompt, or with `truncate_side: middle` its beginning and
+    end."""
 
     max_completion_length: Count = 512
-    """Maximum number of tokens of a completion. A completion that reaches it without EOS is truncated."""
+    """Maximum number of tokens of a completion. A completion that reaches this length without EOS is cut off."""
 
     temperature: Positive = 1.0
-    """Temperature that divides the logits for sampling and for the trained log-probs. With `loss_type: gkd` the
-    divergence uses `kd_temperature` instead."""
+    """Temperature by which logits are divided, both for sampling and for the trained log-probs. With `loss_type: gkd`
+    the divergence uses `kd_temperature` instead."""
 
     top_p: UpToOne = 1.0
-    """Nucleus sampling: draw from the smallest set of tokens with this total probability."""
+    """Nucleus sampling: tokens are drawn from the smallest set with this total probability. 1 draws from all tokens."""
 
     top_k: Steps = 0
-    """Top-k sampling: draw from this number of most likely tokens. 0 draws from all tokens."""
+    """Top-k sampling: tokens are drawn from this number of most probable tokens. 0 draws from all tokens."""
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Min-p sampling: leave out tokens whose probability is below this fraction of the highest probability."""
+    """Min-p sampling: tokens are not drawn if their probability is below this fraction of the highest probability. 0
+    draws from all tokens."""
 
     repetition_penalty: Positive = 1.0
-    """Penalty on the logits of tokens that already occur in prompt or completion. 1 has no effect."""
+    """Penalty on the logits of tokens that already occur in prompt or completion. Above 1 they become less probable; 1
+    has no effect."""
 
     per_device_train_batch_size: Rows = 8
     """Number of completions in one forward and backward of each rank. Completions of the same prompt share the
-    computation of the prompt."""
+    computation of the prompt. More completions take more memory."""
 
     steps_per_generation: Rows | None = None
-    """Number of micro-batches made of one batch of completions. Default: `gradient_accumulation_steps`, so that each
-    optimizer step has new completions."""
+    """Number of micro-batches into which one batch of written completions is divided. Default:
+    `gradient_accumulation_steps`, so that each optimizer step has new completions. Set either this key or
+    `generation_batch_size`."""
 
     generation_batch_size: Rows | None = None
-    """Number of completions in a batch of completions: `steps_per_generation` times `per_device_train_batch_size`. Give
-    only one of this key and `steps_per_generation`."""
+    """Number of completions of a rank that are written before training on them. Default: `steps_per_generation` times
+    `per_device_train_batch_size`. Set either this key or `steps_per_generation`."""
 
     per_device_generation_batch_size: Rows | None = None
     """Number of completions whose keys and values are in memory at once during generation. Default:
     `per_device_train_batch_size`, which fits in memory if training on as many completions fits."""
 
     use_vllm: bool = False
-    """Generate completions with vLLM, which must be installed. vLLM keeps a copy of the model on the device."""
+    """Generate completions with vLLM, which must be installed, instead of transformers. vLLM keeps a copy of the model
+    on the device."""
 
     vllm_gpu_memory_utilization: UpToOne = 0.3
-    """Fraction of the device memory that vLLM uses."""
+    """With `use_vllm`: fraction of the device memory that vLLM uses, for its copy of the model, keys and values."""
 
     prompts: Literal["uniform", "pass_rate", "middle"] = "uniform"
-    """Choice of the next prompts. `uniform`: each once per epoch. `pass_rate`: prompts that the model solves only
-    sometimes are drawn more often. `middle`: mostly prompts that 25% to 75% of the completions solve (arXiv
-    2504.03380)."""
+    """Choice of the next prompts. `uniform`: each prompt once per epoch. `pass_rate`: more often prompts that the model
+    solves only sometimes. `middle`: mostly prompts of which 25% to 75% of the completions pass (arXiv 2504.03380).
+    `pass_reward` defines what passes."""
 
     allocation: Literal["equal", "gvm", "neyman"] = "equal"
     """Division of completions between prompts. `equal`: `num_generations` for each. `gvm` and `neyman`:
@@ -119,21 +124,22 @@ class RolloutKeys(StepKeys):
     counts the same."""
 
     pass_reward: float = 1.0
-    """Smallest reward of a completion that counts as solving its prompt, for `prompts: pass_rate` and `middle`, and for
-    `allocation`."""
+    """Smallest reward with which a completion passes, that is, solves its prompt. It is read by `prompts: pass_rate`,
+    `prompts: middle` and `allocation`."""
 
     skip_limit: Count = 20
     """Number of consecutive batches without any difference of rewards within a group after which the run ends with an
-    error. Such a batch teaches nothing, so it is counted and replaced by a new one."""
+    error. Such a batch has no gradient, so a new batch replaces it."""
 
     sft_steps: Steps = 0
-    """Number of optimizer steps of supervised fine-tuning before the first rollout, on completions in the rows."""
+    """Number of optimizer steps of supervised fine-tuning before the first completions are written. They train on the
+    completions in the rows. 0: none."""
 
     sft_batch_size: Rows = 32
-    """Number of rows in each of the `sft_steps`, packed into one sequence."""
+    """With `sft_steps`: number of rows in each of these steps, packed into one sequence."""
 
     sft_learning_rate: NotNegative | None = None
-    """Peak learning rate of the `sft_steps`. Default: `learning_rate`."""
+    """With `sft_steps`: peak learning rate of these steps. Default: `learning_rate`."""
 
     @model_validator(mode="before")
     @classmethod

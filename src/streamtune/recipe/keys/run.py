@@ -14,14 +14,15 @@ class SampleSpec(Spec):
     """Keys of the prompts that the model completes at the end of a run and, with `sample_steps`, during training."""
 
     prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text | None = None
-    """The user's message, or a list of messages. Without a chat template it is the beginning of the text."""
+    """Prompt to complete, or list of prompts. With a chat template a prompt is a user message, otherwise the beginning
+    of a text."""
 
     held_out: Steps = 0
-    """`sft`: number of held-out rows, the longest ones, whose prompts are completed too, with greedy decoding. Correct
-    answers are counted."""
+    """Only for `sft`: number of held-out rows, the longest ones, whose prompts are completed too, with greedy decoding.
+    Correct answers are counted."""
 
     max_new_tokens: Count = 64
-    """Maximum number of tokens to generate."""
+    """Maximum number of tokens to generate for each prompt."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -38,84 +39,90 @@ class RunKeys(Spec):
     """Seed of the random numbers for new weights, the order of the rows, and dropout."""
 
     shuffle: bool = True
-    """Visit the rows in a random order drawn from `seed`, a new one in each epoch. `false`: in the order of the
-    datasets, such as from easy to hard; with `packing`, packs in the order they were made."""
+    """Visit the rows in a random order drawn from `seed`, a new one in each epoch. `false` keeps the order of the
+    datasets, such as from easy to hard; with `packing`, the order in which packs were made."""
 
     output_dir: Annotated[Text, Field(default_factory=lambda: "runs/recipe")]
     """Folder of the run, relative to the working directory. Default: `runs/` and the name of the recipe file."""
 
     save_steps: Steps = 0
-    """Number of steps between checkpoints. 0 saves only at the end and when interrupted."""
+    """Number of steps between checkpoints. 0 saves a checkpoint only at the end and when the run is interrupted."""
 
     save_total_limit: Count = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep; older checkpoints are deleted. Checkpoints of `metric_for_best_model` are
+    kept in addition."""
 
     save_async: bool = True
     """Copy a checkpoint to host memory and write it while training continues, one checkpoint at a time. If the copy
-    needs more than half of the free memory, training waits instead."""
+    needs more than half of the free memory, training waits instead. `false`: training always waits."""
 
     metric_for_best_model: Text | None = None
-    """Name of the metric in `metrics.jsonl`, such as `eval_loss`, whose best checkpoints are kept besides the newest.
-    Checkpoints are ranked by the value of the metric when they were saved. If it is an evaluation metric (`eval_...`),
-    each evaluation among the best so far also saves a checkpoint, regardless of `save_steps`."""
+    """Name of the metric in `metrics.jsonl`, such as `eval_loss`, whose best checkpoints are kept in addition to the
+    newest. Checkpoints are ranked by the value of the metric when they were saved. If it is an evaluation metric
+    (`eval_...`), each evaluation among the best so far also saves a checkpoint, regardless of `save_steps`. Default:
+    only the newest checkpoints are kept."""
 
     greater_is_better: bool | None = None
-    """`true` if a higher value of `metric_for_best_model` is better. Default: true unless its name ends in `loss`."""
+    """Whether a higher value of `metric_for_best_model` is better. Default: true unless the name of the metric ends in
+    `loss`."""
 
     early_stopping_patience: Steps = 0
     """Number of consecutive evaluations without a better `metric_for_best_model` after which the run ends early; 0
     disables early stopping. The final model has the weights of the last step; the best weights are in a checkpoint."""
 
     early_stopping_threshold: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """`early_stopping_patience`: improvement that the metric must exceed to count as better."""
+    """With `early_stopping_patience`: amount that `metric_for_best_model` must improve by to count as better."""
 
     save_best_limit: Count = 1
-    """`metric_for_best_model`: number of best checkpoints to keep, besides the newest."""
+    """With `metric_for_best_model`: number of best checkpoints to keep, in addition to the newest."""
 
     on_nan: Literal["stop", "skip"] = "stop"
-    """Action on a NaN or infinite loss or gradient. `stop` ends the run before the weights change; `skip` drops the
+    """Action on a NaN or infinite loss or gradient. `stop` ends the run before the weights change. `skip` drops the
     step and continues."""
 
     max_skips: Steps = 10
-    """Maximum number of steps in the whole run that `on_nan: skip` may drop."""
+    """With `on_nan: skip`: maximum number of steps that may be dropped in the whole run. One more ends the run."""
 
     on_oom: Literal["stop", "replan"] = "stop"
     """Action if memory runs out in a step. `stop` ends the run and names the schedule that the planner would choose
-    next. `replan` switches to it and repeats the step, with the same gradient. With several ranks the run stops."""
+    next. `replan` switches to this schedule and repeats the step, with the same gradient. With several ranks the run
+    always stops."""
 
     deterministic: bool = False
-    """Refuse kernels whose results differ between runs. On accelerators this is slower, and makes a resumed run
-    bit-identical to an uninterrupted one. On the CPU training is always deterministic."""
+    """Refuse kernels whose results differ between runs. On accelerators training is then slower, and a resumed run is
+    bit-identical to an uninterrupted run. On the CPU training is always deterministic."""
 
     dataloader_num_workers: Annotated[int, Field(ge=0), at_most(1000)] = 0
     """Number of threads that prepare the batches of coming steps. 0 prepares each batch when it is needed. The batches
-    do not depend on the number of threads."""
+    do not depend on this number."""
 
     eval_steps: Steps = 0
-    """Number of steps between evaluations on the held-out rows. 0 evaluates only at the end."""
+    """Number of steps between evaluations on the held-out rows (`val_size`, `eval_datasets`). 0 evaluates only at the
+    end."""
 
     logging_steps: Count = 1
-    """Number of steps between printed lines when the output is not a terminal. `metrics.jsonl` always has every
-    step."""
+    """Number of steps between printed lines, if the output is not a terminal. `metrics.jsonl` always has every step."""
 
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], Field(strict=False)] = ()
-    """Experiment trackers that get everything in `metrics.jsonl`, through their own packages (`pip install
+    """List of experiment trackers that get everything in `metrics.jsonl`, through their own packages (`pip install
     'streamtune[trackers]'`). With `--offline` they write only local files."""
 
     sample: SampleSpec | None = None
-    """Prompts to complete at the end of the run, and with `sample_steps` during training."""
+    """Prompts that the model completes at the end of the run, and with `sample_steps` during training: `{prompt:
+    [...]}`. Default: none."""
 
     sample_steps: Steps = 0
     """Number of steps between completions of the `sample` prompts, which are written to `samples.jsonl`. 0 completes
     them only at the end. Sampling does not change losses or weights."""
 
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
-    """Your own classes, called during the run: `file.py:Name` or `module:Name`, with any of the methods `on_start`,
-    `on_step`, `on_evaluate`, `on_end`. They need `allow_code`."""
+    """List of your own classes that are called during the run: `file.py:Name` or `module:Name`, with any of the methods
+    `on_start`, `on_step`, `on_evaluate`, `on_end`. They need `allow_code`."""
 
     allow_code: bool = False
-    """Run code that the recipe names: `callbacks` and, in grpo, your reward functions. Also run code that the model
-    writes (`unit_tests`), in a subprocess with limits on time and memory. `--allow-code` does the same."""
+    """Allow running the code that the recipe names: `callbacks` and, in `grpo`, reward functions. Also allow running
+    code that the model writes (reward `unit_tests`), in a subprocess with limits on time and memory. `--allow-code`
+    does the same."""
 
     @field_validator("report_to")
     @classmethod

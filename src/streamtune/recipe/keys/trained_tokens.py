@@ -19,6 +19,7 @@ from streamtune.recipe.rules import (
     Rules,
     Spec,
     Text,
+    Where,
     at_most,
     show_value,
 )
@@ -31,58 +32,63 @@ class TrainedTokenKeys(Spec):
     """Keys of a row's length, and of its tokens that count in the loss."""
 
     max_length: Annotated[int, Field(ge=2), at_most(10**12)] = 2048
-    """Maximum number of tokens of a row; for `dpo` and `grpo`, of a prompt plus its longest completion."""
+    """Maximum number of tokens of a row; for `dpo` and `grpo`, of a prompt plus its longest completion. `grpo` has
+    `max_prompt_length` plus `max_completion_length` by default."""
 
     overlength: Literal["error", "truncate", "drop", "split"] = "error"
-    """Action on a row longer than `max_length`. `error` refuses the data, `truncate` cuts off a part of the row, `drop`
-    leaves the row out, `split` makes several rows of it."""
+    """Action on a row longer than `max_length`, and in `dpo` and `grpo` on a prompt longer than `max_prompt_length`.
+    `error` ends the run before training. `truncate` cuts off a part of the row. `drop` leaves the row out. `split`
+    (only `sft`) makes several rows of it."""
 
     truncate_side: Literal["auto", "left", "right", "middle"] = "auto"
-    """`overlength: truncate`: part of a row that is cut off. `auto` cuts off the end of a document; of other rows the
-    beginning of the prompt, except a system message, and the end of a last answer longer than `max_length`. For the
-    prompts of `grpo`, `auto` is `left`. `dpo` does not read this key."""
+    """With `overlength: truncate` in `sft` and `grpo`: part that is cut off. `left`: the beginning. `right` (only
+    `sft`): the end. `middle`: the middle. `auto`: the end of a document, the beginning of a `grpo` prompt. In other
+    rows `auto` cuts off the beginning of the prompt, except a system message, and the end of a last answer longer than
+    `max_length`."""
 
     split_at: Literal["turn", "paragraph", "line", "token"] = "turn"
-    """`overlength: split`: preferred place of a cut. `turn` is the start of an exchange in a chat. A row without such a
-    place is cut at a blank line, else at the end of a line, else at any token."""
+    """With `overlength: split` (only `sft`): preferred place of a cut. `turn`: the start of an exchange in a chat.
+    `paragraph`: a blank line. `line`: the end of a line. `token`: any token. A row without the preferred place is cut
+    at the next place in this order."""
 
     split_overlap: Annotated[int, Field(ge=0), at_most(10**12)] = 0
-    """`overlength: split`: number of tokens that each later piece repeats from the piece before, as context. Repeated
-    tokens are not trained twice."""
+    """With `overlength: split` (only `sft`): number of tokens of the previous piece that each later piece repeats as
+    context. Repeated tokens are not trained again."""
 
     train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
-    """Tokens that count in the loss. `assistant`: the assistant's turns. `completion`: the completion (in a chat, the
-    last turn). `last`: only the last turn. `all`: every token."""
+    """Only for `sft`: tokens that count in the loss. `assistant`: the assistant's turns. `completion`: the completion
+    (in a chat, the last turn). `last`: only the last turn. `all`: every token."""
 
     roles_to_train: Annotated[
         tuple[Literal["assistant", "user", "system", "developer", "tool"], ...], Field(min_length=1, strict=False)
     ] = ("assistant",)
-    """`sft`: roles whose messages are trained. A message with `train: false` is never trained."""
+    """Only for `sft`: list of the roles whose messages are trained. A message with `train: false` is never trained."""
 
     train_on_eos: Literal["turn", "all", "last", "none"] = "turn"
-    """`sft`: end-of-turn tokens that are trained. `turn`: at the end of trained turns. `all`: at the end of all turns.
-    `last`: only at the end of the chat. `none`: no end-of-turn token."""
+    """Only for `sft`: end-of-turn tokens that are trained. `turn`: at the end of trained turns. `all`: at the end of
+    all turns. `last`: only at the end of the chat. `none`: no end-of-turn token."""
 
     reasoning: Literal["template", "keep", "error", "per_turn"] = "template"
-    """Action on the reasoning of a trained answer (`<think>`, `reasoning_content`, `reasoning`, `thinking`) that the
-    chat template leaves out. `template` trains without this reasoning and reports how much is left out, `keep` adds the
-    reasoning to the text, `error` refuses the data. `per_turn` (`sft`) trains each turn with the context that the model
-    sees when it writes this turn; prefixes that turns share are computed once."""
+    """Action if the chat template leaves out the reasoning of a trained answer (`<think>`, `reasoning_content`,
+    `reasoning`, `thinking`). `template` trains without this reasoning and reports how much is left out. `keep` adds the
+    reasoning to the text. `error` ends the run before training. `per_turn` (only `sft`) trains each turn with the
+    context that the model sees when it writes this turn; a shared prefix is computed once."""
 
     on_empty: Literal["error", "drop", "train"] = "error"
-    """`sft`: action on a row whose answer is empty or only whitespace. `error` refuses the data, `drop` leaves the row
-    out, `train` trains the empty answer."""
+    """Only for `sft`: action on a row whose answer is empty or only whitespace. `error` ends the run before training.
+    `drop` leaves the row out. `train` trains the empty answer."""
 
     default_system: Text | None = None
-    """System message that conversations without a system message get."""
+    """Text of the system message that is added to conversations without a system message. Default: no message is
+    added."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
-    """Variables of the chat template, such as `{enable_thinking: false}`. A row's own column `chat_template_kwargs`
-    takes precedence."""
+    """Variables that are passed to the chat template, such as `{enable_thinking: false}`. The column
+    `chat_template_kwargs` of a row takes precedence."""
 
     split_special_tokens: bool = False
-    """Tokenise the text of special tokens in a row, such as `<|im_end|>` in an answer, as plain text. With false it
-    becomes special tokens, as in a request to an inference server, and rows with such text are counted."""
+    """Tokenise special tokens that are written in a row's text, such as `<|im_end|>` in an answer, as plain text. With
+    `false` they become special tokens, as in a request to an inference server, and such rows are counted."""
 
 
 def _reserved_variables(recipe: Any) -> Iterator[Refusal]:
@@ -114,7 +120,8 @@ def _overlap_too_long(recipe: Any) -> Iterator[Refusal]:
 
 
 LENGTH_RULES: Rules = (
-    Reads("truncate_side", "overlength", "truncate"),
+    Where({"objective": Not("dpo")}, Reads("truncate_side", "overlength", "truncate")),
+    OnlyFor("sft", "split_at", "split_overlap", what="'{key}' needs 'overlength: split', which is not for {objective}"),
     Reads("split_at", "overlength", "split"),
     Reads("split_overlap", "overlength", "split"),
     Custom(_overlap_too_long),
