@@ -26,7 +26,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _clear_cache(wanted: bool) -> None:
-    """Delete the cached rows and tokenizers of all recipes, and exit."""
+    "Delete the cached rows and tokenizers of all recipes on this machine, and exit."
     if not wanted:
         return
     from streamtune.data.row_cache import RowCache
@@ -50,15 +50,18 @@ def data(
     row: Annotated[
         str | None,
         option(
-            "N|FILE:LINE", "Show only this row, in full. Give its number, or its FILE:LINE as errors print it.", "--row"
+            "N|FILE:LINE", "Row to show, alone and in full: its number, or its FILE:LINE as errors print it.", "--row"
         ),
     ] = None,
-    ids: Annotated[bool, option(None, "With --row: print one token per line, with its id.", "--ids")] = False,
+    ids: Annotated[
+        bool, option(None, "With --row: print the row as one token per line, with token ids.", "--ids")
+    ] = False,
     worst: Annotated[
         bool,
         option(
             None,
-            "Show the longest rows, the rows with the fewest trained tokens, and the most truncated rows.",
+            "Show the longest rows, the rows with the fewest trained tokens and the most truncated rows, in "
+            "place of evenly spaced rows.",
             "--worst",
         ),
     ] = False,
@@ -66,7 +69,7 @@ def data(
         Path | None, option("FILE", "Write a histogram of the row lengths to this PNG file.", "--png")
     ] = None,
     html: Annotated[
-        Path | None, option("FILE", "Write a self-contained page of rows and counts to this HTML file.", "--html")
+        Path | None, option("FILE", "Write the rows and counts as a self-contained page to this HTML file.", "--html")
     ] = None,
     clear_cache: Annotated[
         bool,

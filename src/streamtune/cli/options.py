@@ -29,16 +29,28 @@ RecipeArgument = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    option("KEY=VALUE", "Override a recipe key, such as `--set max_length=4096`. Repeatable.", "--set"),
+    option(
+        "KEY=VALUE",
+        "Value for a key of the recipe, which replaces the value in the file, such as `--set max_length=4096`. "
+        "Repeatable.",
+        "--set",
+    ),
 ]
 NprocOption = Annotated[
-    int | None, option("N", "Number of ranks to start on this machine, or on each machine of --hostfile.", "--nproc")
+    int | None,
+    option(
+        "N",
+        "Number of ranks (processes with one device each) to start on this machine, or on each machine of "
+        "--hostfile. [default: the slots in --hostfile, otherwise one rank]",
+        "--nproc",
+    ),
 ]
 HostfileOption = Annotated[
     Path | None,
     option(
         "FILE",
-        "File that lists the machines to train on, reached over ssh: a line `HOST slots=N` for each.",
+        "File with the machines to train on, which are reached over ssh: one line `HOST slots=N` per machine,"
+        " for N ranks. [default: only this machine]",
         "--hostfile",
     ),
 ]
@@ -46,8 +58,8 @@ AllowCodeOption = Annotated[
     bool,
     typer.Option(
         "--allow-code",
-        help="Allow running the Python code that the recipe names (callbacks, reward functions), and code that the "
-        "model writes (reward `unit_tests`).",
+        help="Allow running Python code that the recipe names (callbacks, reward functions) and code that the "
+        "model writes (reward `unit_tests`). The same as `allow_code: true` in the recipe.",
         show_default=False,
     ),
 ]
@@ -55,7 +67,7 @@ RanksOption = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Number of devices to simulate, on all machines together. [default: sequence_parallel_size]",
+        help="Total number of devices to simulate, over all machines. [default: the recipe's sequence_parallel_size]",
         show_default=False,
     ),
 ]
@@ -63,11 +75,14 @@ NodesOption = Annotated[
     int | None,
     typer.Option(
         metavar="M",
-        help="Number of machines that the devices are on. [default: --ranks / 8 if that is a whole number, else 1]",
+        help="Number of machines to simulate, which share the --ranks evenly. [default: --ranks / 8 if that is a "
+        "whole number, else 1]",
         show_default=False,
     ),
 ]
-JsonOption = Annotated[bool, option(None, "Print one JSON document on stdout.", "--json")]
+JsonOption = Annotated[
+    bool, option(None, "Print the result as one JSON document on stdout, instead of text.", "--json")
+]
 
 
 class HelpCommand(TyperCommand):

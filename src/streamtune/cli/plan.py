@@ -27,33 +27,39 @@ if TYPE_CHECKING:
 def plan(
     recipe: RecipeArgument,
     device: Annotated[
-        str | None, option("NAME", "Device to plan for, such as h100-80gb. [default: this machine's device]")
+        str | None,
+        option(
+            "NAME",
+            "Name of the device to plan for, such as h100-80gb. [default: this machine's device; without a GPU, "
+            "the device with the nearest --device-memory]",
+        ),
     ] = None,
     device_memory: Annotated[
         str | None,
         option(
             "SIZE",
-            "Device memory to plan with, such as 80GiB. [default: engine.device_memory; if that is auto, all memory of "
-            "--device, or the free memory of this machine's device]",
+            "Device memory that the schedule may use, such as 80GiB. [default: engine.device_memory; if that "
+            "is auto, all memory of --device, or the free memory of this machine's device]",
         ),
     ] = None,
     host_memory: Annotated[
         str | None,
         option(
             "SIZE",
-            "Host memory to plan with. [default: engine.host_memory; if that is auto, this machine's free memory]",
+            "Host memory that the schedule may use, such as 256GiB. [default: engine.host_memory; if that is "
+            "auto, this machine's free memory]",
         ),
     ] = None,
     disk_memory: Annotated[
         str | None,
         option(
             "SIZE",
-            "Disk space to plan with. [default: engine.disk_memory; if that is auto, the free space in "
-            "engine.offload_dir]",
+            "Disk space that the schedule may use, such as 2TiB. [default: engine.disk_memory; if that is "
+            "auto, the free space in engine.offload_dir]",
         ),
     ] = None,
     length: Annotated[
-        int | None, option("N", "Row length to plan for, in tokens. [default: max_length]", least=2)
+        int | None, option("N", "Row length to plan for, in tokens. [default: the recipe's max_length]", least=2)
     ] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,

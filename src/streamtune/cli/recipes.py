@@ -62,7 +62,12 @@ STARTERS = {
 def list_recipes(
     device: Annotated[
         str | None,
-        option("SIZE", "Show only recipes for devices with this much memory, such as 24GB or 8x80GB.", "--device"),
+        option(
+            "SIZE",
+            "Device memory: only recipes made for it are listed, such as 24GB, or 8x80GB for eight devices. "
+            "[default: all recipes]",
+            "--device",
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -24,28 +24,37 @@ if TYPE_CHECKING:
 
 DryRunOption = Annotated[
     bool,
-    typer.Option("--dry-run", help="Load model and data, print what would run, and train nothing.", show_default=False),
+    typer.Option(
+        "--dry-run",
+        help="Load model and data, print the model, schedule and steps that would run, and end without training.",
+        show_default=False,
+    ),
 ]
 ResumeOption = Annotated[
     str,
     typer.Option(
         metavar="auto|never|PATH",
-        help="auto: resume the run in the output directory, if there is one. never: start a new run, and move an "
-        "earlier run aside. PATH: resume from this checkpoint.",
+        help="Handling of an earlier run in the output directory. auto: resume it, if one exists. never: move it "
+        "aside and start a new run. PATH: resume from this checkpoint.",
     ),
 ]
 OutputDirOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Directory of the run. [default: the recipe's output_dir]", show_default=False),
+    typer.Option(
+        metavar="DIR",
+        help="Directory for checkpoints, metrics and the final model. [default: the recipe's output_dir]",
+        show_default=False,
+    ),
 ]
 AllowChangeOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
-        help="Resume although KEY changed since the start of the run. KEY is a recipe key or one of these. `data`: the "
-        "rows. `base`: files of model_name_or_path. `adapter`: the base model recorded in model_name_or_path, if that "
-        "holds adapters. `start`: files of adapter_name_or_path. `reference`: files of the reference model, or a "
-        "teacher's file. `rewards`: source code of reward functions. Repeatable.",
+        help="What may have changed since the start of a run that is resumed; other changes are refused. KEY is a "
+        "recipe key or one of these names. `data`: the rows. `base`: files of model_name_or_path. `adapter`: "
+        "the base model recorded in model_name_or_path, if that contains adapters. `start`: files of "
+        "adapter_name_or_path. `reference`: files of the reference model, or a teacher's file. `rewards`: "
+        "source code of reward functions. Repeatable.",
         show_default=False,
     ),
 ]
@@ -78,9 +87,14 @@ def _make_command(objective: str, text: str) -> Callable[..., None]:
     return train
 
 
-sft = _make_command("sft", "Fine-tune a model on the rows of a recipe (SFT).")
-dpo = _make_command("dpo", "Train a model on preferences: chosen completions over rejected ones (DPO).")
-grpo = _make_command("grpo", "Train a model with rewards on its own completions (GRPO).")
+sft = _make_command("sft", "Train a model on the rows of a recipe: supervised fine-tuning (SFT).")
+dpo = _make_command(
+    "dpo", "Train a model to prefer chosen completions over rejected completions (DPO and related losses)."
+)
+grpo = _make_command(
+    "grpo",
+    "Train a model on completions that it writes itself and that reward functions score (GRPO and related losses).",
+)
 
 
 def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_run: bool) -> None:

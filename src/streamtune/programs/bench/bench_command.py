@@ -46,9 +46,11 @@ def bench(
         str,
         option(
             "NAME",
-            "Named table to measure. `bp-time`: forward and backward time. `max-length`: longest row that fits. "
-            "`memory`: bytes at the peak, by purpose. `ablation`: schedules that differ in one choice. "
-            "`prefix-sharing`: prompts shared by completions. A stopped table resumes with its missing rows.",
+            "Table to measure, in place of step times and peak memory of a few modes. `bp-time`: forward and "
+            "backward time. `max-length`: longest row that fits in memory. `memory`: bytes at the peak, by "
+            "purpose. `ablation`: schedules that differ in one choice. `prefix-sharing`: prompts computed "
+            "once for several completions. If the command is stopped, running it again measures only the "
+            "missing rows.",
         ),
     ] = "",
     lengths: Annotated[
@@ -72,37 +74,46 @@ def bench(
         int,
         typer.Option(
             metavar="N",
-            help="Also measure each length as N rows packed into one sequence, and as the same N rows one by one.",
+            help="Number of packed rows: also measure each length as N rows packed into one sequence, and as the "
+            "same N rows one by one. 0: do not.",
         ),
     ] = 0,
     repeats: Annotated[
-        int, typer.Option(metavar="N", help="Number of timed steps of each mode; steps of the modes alternate.")
+        int, typer.Option(metavar="N", help="Number of timed steps of each mode. The modes take turns, step by step.")
     ] = 3,
     method: Annotated[
         str,
         option(
             "measure|simulate",
-            "With --table max-length: run training steps on this device, or simulate a device with --device-memory. "
-            "[default: simulate if --device-memory is given, else measure]",
+            "With --table max-length: measure runs training steps on this device; simulate computes the "
+            "memory of steps for a device with --device-memory. [default: simulate if --device-memory is set,"
+            " else measure]",
         ),
     ] = "",
     device_memory: Annotated[
         str,
         option(
             "80GiB",
-            "With --table max-length: device memory that a step may take; must be given for simulation and on a CPU.",
+            "With --table max-length: device memory that a step may use, such as 80GiB. Required on a CPU and"
+            " with --method simulate.",
         ),
     ] = "",
     host_memory: Annotated[
         str,
-        option("128GiB", "With --table max-length: host memory that offloaded tensors may take. [default: no limit]"),
+        option(
+            "128GiB",
+            "With --table max-length: host memory that offloaded tensors may use, such as 128GiB. [default: no limit]",
+        ),
     ] = "",
     disk_memory: Annotated[
         str,
-        option("2TiB", "With --table max-length: disk space that offloaded tensors may take. [default: no limit]"),
+        option(
+            "2TiB",
+            "With --table max-length: disk space that offloaded tensors may use, such as 2TiB. [default: no limit]",
+        ),
     ] = "",
     output_dir: Annotated[
-        Path | None, option("DIR", "Folder for the results. [default: the recipe's output_dir]")
+        Path | None, option("DIR", "Folder for tables and plots. [default: the recipe's output_dir]")
     ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,

@@ -36,18 +36,30 @@ def evaluate(
     ] = None,
     split: Annotated[
         str,
-        option("held-out|train|all", "Rows to score: held-out rows, training rows, or both. [default: held-out]"),
+        option(
+            "held-out|train|all",
+            "Rows to score: held-out (val_size and eval_datasets), train, or all for both. [default: held-out]",
+        ),
     ] = "held-out",
-    max_rows: Annotated[int | None, option("N", "Score only the first N rows of each split.", least=1)] = None,
+    max_rows: Annotated[
+        int | None,
+        option("N", "Maximum number of rows to score in each split: the first rows. [default: all rows]", least=1),
+    ] = None,
     needle: Annotated[
         bool,
-        option(None, "Test retrieval: hide a random code in text from the rows, and ask the model for it.", "--needle"),
+        option(
+            None,
+            "Test retrieval too (needle in a haystack): hide a random code in text from the rows, and ask the "
+            "model for it.",
+            "--needle",
+        ),
     ] = False,
     needle_lengths: Annotated[
         str | None,
         option(
             "N,N,...",
-            "With --needle: lengths of prompt plus answer, in tokens. [default: powers of two up to max_length]",
+            "With --needle: lengths of prompt plus answer to test, in tokens. [default: powers of two up to "
+            "max_length]",
         ),
     ] = None,
     needle_depths: Annotated[
@@ -59,18 +71,22 @@ def evaluate(
     ] = DEPTHS,
     needle_trials: Annotated[
         int,
-        option("N", "With --needle: number of prompts for each length and depth. [default: 3]", least=1),
+        option("N", "With --needle: number of prompts to test for each length and depth. [default: 3]", least=1),
     ] = 3,
     lm_eval: Annotated[
         str | None,
         option(
-            "TASK,...", "Tasks of lm-evaluation-harness to run, by name or YAML file; the package must be installed."
+            "TASK,...",
+            "Tasks of lm-evaluation-harness to run too: names or YAML files, separated by commas. It must be "
+            "installed (pip install lm-eval).",
         ),
     ] = None,
     output: Annotated[
         Path | None,
         option(
-            "DIR", "Folder for eval.json and plots; must be new or empty. [default: RUN/eval, if the model is a run]"
+            "DIR",
+            "Folder for eval.json and plots, which must be new or empty. [default: RUN/eval, if the model is "
+            "a run; otherwise no files]",
         ),
     ] = None,
     set_: SetOption = None,
@@ -329,7 +345,11 @@ def teach(
     output: Annotated[Path, typer.Argument(metavar="OUT", help=f"File to write; its name must end in {TEACHER_FILE}.")],
     top_k: Annotated[
         int,
-        option("K", "Number of the teacher's most probable tokens saved per position. [default: 64]", least=1),
+        option(
+            "K",
+            "Number of most probable tokens of the teacher that are saved at each trained token. [default: 64]",
+            least=1,
+        ),
     ] = 64,
     set_: SetOption = None,
     as_json: JsonOption = False,

@@ -40,53 +40,67 @@ def export(
     ],
     checkpoint: Annotated[
         str | None,
-        option("NAME|STEP", "Checkpoint of the run to export, such as step-000100 or 100. [default: the final model]"),
+        option(
+            "NAME|STEP",
+            "Checkpoint of the run to export, by name or step: step-000100 or 100. [default: the final model]",
+        ),
     ] = None,
     merge: Annotated[
         bool,
         typer.Option(
-            "--merge/--no-merge", help="Merge adapters into their base model; else export the adapters alone."
+            "--merge/--no-merge",
+            help="Merge adapters into their base model and write the merged model. --no-merge writes the adapters "
+            "alone.",
         ),
     ] = True,
     onto: Annotated[
         Literal["trained", "original"],
         option(
             "trained|original",
-            "Base to merge QLoRA adapters into. trained: the quantised base of training, dequantised. original: the "
-            "base before quantisation, which gives a different model. [default: trained]",
+            "Base model to merge QLoRA adapters into. trained: the quantised base of training, dequantised, "
+            "which gives the trained model. original: the base before quantisation, which gives a different "
+            "model. [default: trained]",
         ),
     ] = "trained",
     base: Annotated[
         str | None,
-        option("PATH", "Base model of the adapters. [default: the one recorded in the run or with the adapters]"),
+        option(
+            "PATH",
+            "Folder or hub name of the adapters' base model. [default: the base model recorded in the run or with"
+            " the adapters]",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, option("float32|bfloat16|float16", "Dtype of the written weights. [default: the dtype of training]")
     ] = None,
-    max_shard_size: Annotated[str, option("SIZE", "Maximum size of a weight file. [default: 5GB]")] = "5GB",
+    max_shard_size: Annotated[str, option("SIZE", "Maximum size of each safetensors file. [default: 5GB]")] = "5GB",
     check: Annotated[
         bool,
         typer.Option(
             "--check/--no-check",
-            help="Compare logits and greedy output with the trained model; fail if they differ by more than rounding.",
+            help="Compare logits and greedy output of the written model with the trained model; exit with 1 if "
+            "they differ by more than rounding.",
         ),
     ] = True,
     device: Annotated[
-        Literal["cpu", "cuda"], option("cpu|cuda", "Device that runs the comparison. [default: cpu]")
+        Literal["cpu", "cuda"], option("cpu|cuda", "Device that runs the comparison of --check. [default: cpu]")
     ] = "cpu",
     gguf: Annotated[
         str | None,
         option(
             "TYPE",
-            "Also write a GGUF file of this type with llama.cpp's converter: f32, f16, bf16, q8_0, tq1_0, tq2_0, auto.",
+            "Weight type of a GGUF file to write too, with llama.cpp's converter: f32, f16, bf16, q8_0, "
+            "tq1_0, tq2_0 or auto. [default: no GGUF file]",
         ),
     ] = None,
     llama_cpp: Annotated[
-        Path | None, option("DIR", "Folder of llama.cpp's source, if its converter is not on PATH.")
+        Path | None, option("DIR", "Folder of llama.cpp's source, for --gguf. Set it if the converter is not on PATH.")
     ] = None,
-    push: Annotated[str | None, option("NAME/MODEL", "Hub repository to upload the model to.")] = None,
+    push: Annotated[
+        str | None, option("NAME/MODEL", "Hub repository to upload the written model to. [default: no upload]")
+    ] = None,
     public: Annotated[
-        bool, option(None, "Create the repository of --push as public. [default: private]", "--public")
+        bool, option(None, "Make the repository public if --push creates it. [default: private]", "--public")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

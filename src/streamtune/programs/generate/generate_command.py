@@ -38,63 +38,92 @@ def generate(
     ],
     prompt: Annotated[
         str | None,
-        option("TEXT", "Prompt to answer. Without --prompt and --file: piped text, or else a chat in the terminal."),
+        option(
+            "TEXT",
+            "Prompt to answer. [default, without --file: the text piped to stdin, otherwise a chat in the terminal]",
+        ),
     ] = None,
     file: Annotated[
         Path | None,
         option(
             "FILE",
-            "File with prompts to answer: one prompt as text, messages as .json, or a conversation per line as .jsonl.",
+            "File with prompts to answer. .json: messages. .jsonl: one conversation per line. Other endings: "
+            "the text is one prompt.",
         ),
     ] = None,
     system: Annotated[
         str | None,
         option(
-            "TEXT", "System message at the start of each conversation. [default: the recipe's, if the model is a run]"
+            "TEXT",
+            "System message at the start of each conversation. [default: the recipe's default_system, if the "
+            "model is a run; otherwise none]",
         ),
     ] = None,
     raw: Annotated[
-        bool, option(None, "Continue the prompt as plain text, without the model's chat template.", "--raw")
+        bool,
+        option(
+            None,
+            "Continue the prompt as plain text, without the model's chat template, such as for a base model.",
+            "--raw",
+        ),
     ] = False,
     max_new_tokens: Annotated[int, option("N", "Maximum number of tokens to generate. [default: 512]", least=1)] = 512,
     temperature: Annotated[
         float | None,
-        option("X", "Sampling temperature; 0 is greedy. [default: the model's generation config, otherwise 0.7]"),
+        option(
+            "X",
+            "Sampling temperature, from 0 (greedy decoding). [default: the model's generation config, otherwise 0.7]",
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
         option(
             "X",
-            "Nucleus sampling: sample from the smallest set of tokens with this total probability. [default: the "
-            "model's generation config, otherwise 1]",
+            "Nucleus sampling: total probability, up to 1, of the most probable tokens to sample from. "
+            "[default: the model's generation config, otherwise 1, which means all tokens]",
         ),
     ] = None,
     top_k: Annotated[
         int | None,
         option(
             "N",
-            "Sample from the N most probable tokens; 0 disables the limit. [default: the model's generation config, "
-            "otherwise 0]",
+            "Number of most probable tokens to sample from; 0 means all tokens. [default: the model's "
+            "generation config, otherwise 0]",
         ),
     ] = None,
-    seed: Annotated[int, option("N", "Sampling seed. [default: 0]")] = 0,
+    seed: Annotated[int, option("N", "Seed of the random numbers for sampling. [default: 0]")] = 0,
     checkpoint: Annotated[
         str | None,
-        option("NAME|STEP", "Checkpoint of the run to use, such as step-000100 or 100. [default: the final model]"),
+        option(
+            "NAME|STEP",
+            "Checkpoint of the run to load, by name or step: step-000100 or 100. [default: the final model]",
+        ),
     ] = None,
     base: Annotated[
         str | None,
-        option("PATH", "Base model of the adapters. [default: the one recorded in the run or with the adapters]"),
+        option(
+            "PATH",
+            "Folder or hub name of the adapters' base model. [default: the base model recorded in the run or with"
+            " the adapters]",
+        ),
     ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        option("auto|cpu|cuda", "Device to run on; auto is a GPU if there is one. [default: auto]"),
+        option("auto|cpu|cuda", "Device to run on; auto is a GPU if one exists, else the CPU. [default: auto]"),
     ] = "auto",
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        option("float32|bfloat16|float16", "Dtype of the weights. [default: the dtype of training]"),
+        option("float32|bfloat16|float16", "Dtype of the weights in memory. [default: the dtype of training]"),
     ] = None,
-    vllm: Annotated[bool, option(None, "Generate with vLLM, which must be installed.", "--vllm")] = False,
+    vllm: Annotated[
+        bool,
+        option(
+            None,
+            "Generate with vLLM, which must be installed, instead of StreamTune. It needs --prompt, --file or piped "
+            "text.",
+            "--vllm",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Generate with a trained model: one prompt, a file of prompts, or a chat in the terminal.

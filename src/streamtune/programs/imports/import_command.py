@@ -48,11 +48,18 @@ def import_recipe(
     objective: Annotated[
         str | None,
         option(
-            "NAME", "Objective of the new recipe: sft, dpo or grpo. [default: recognised by the fields]", "--objective"
+            "NAME",
+            "Training objective of the new recipe: sft, dpo or grpo. [default: recognised by the fields of FILE]",
+            "--objective",
         ),
     ] = None,
     strict: Annotated[
-        bool, option(None, "Fail and write nothing if a field that changes training cannot be converted.", "--strict")
+        bool,
+        option(
+            None,
+            "Exit with an error and write nothing if a field that changes training cannot be converted.",
+            "--strict",
+        ),
     ] = False,
     json: JsonOption = False,
 ) -> None:

@@ -33,58 +33,83 @@ def probe_max_len(
     method: Annotated[
         str,
         typer.Option(
-            metavar="measure|simulate", help="Run training steps on this device, or simulate steps on meta tensors."
+            metavar="measure|simulate",
+            help="Way to test a length: measure runs training steps on this device; simulate predicts their "
+            "memory, without a device or weights.",
         ),
     ] = "measure",
     device_memory: Annotated[
         str | None,
         option(
             "80GiB",
-            "Device memory that a step may take. [default: engine.device_memory; if that is auto, all memory of "
-            "--device, or the free memory of this machine's device]",
+            "Device memory that a step may use, such as 80GiB. [default: engine.device_memory; if that is "
+            "auto, all memory of --device, or the free memory of this machine's device]",
         ),
     ] = None,
     host_memory: Annotated[
         str | None,
-        option("128GiB", "Host memory that offloaded tensors may take. [default: engine.host_memory, or what is free]"),
+        option(
+            "128GiB",
+            "Host memory that offloaded tensors may use, such as 128GiB. [default: engine.host_memory; if that is"
+            " auto, the free memory]",
+        ),
     ] = None,
     disk_memory: Annotated[
         str | None,
-        option("2TiB", "Disk space that offloaded tensors may take. [default: engine.disk_memory, or what is free]"),
+        option(
+            "2TiB",
+            "Disk space that offloaded tensors may use, such as 2TiB. [default: engine.disk_memory; if that is "
+            "auto, the free space]",
+        ),
     ] = None,
     device: Annotated[
-        str | None, option("NAME", "With --method simulate: device to simulate, such as h100-80gb.")
+        str | None,
+        option(
+            "NAME",
+            "With --method simulate: name of the device to simulate, such as h100-80gb. [default: this "
+            "machine's device; without a GPU, the device with the nearest --device-memory]",
+        ),
     ] = None,
     baseline: Annotated[
         bool,
         option(
             None,
-            "Also search without streaming: gradient checkpointing, plain autograd and, for simulated sft, Liger's "
-            "fused loss.",
+            "Also search the longest sequence of training without streaming, for comparison: gradient "
+            "checkpointing, plain autograd and, for simulated sft, Liger's fused loss.",
             "--baseline",
         ),
     ] = False,
     batch_size: Annotated[
         bool,
-        option(None, "Find the largest batch of rows of one length, instead of the longest row.", "--batch-size"),
+        option(
+            None,
+            "Search the largest batch of rows of one length (--length), instead of the longest row.",
+            "--batch-size",
+        ),
     ] = False,
     length: Annotated[
-        int | None, option("N", "With --batch-size: length of the rows, in tokens. [default: max_length]")
+        int | None, option("N", "With --batch-size: length of the rows, in tokens. [default: the recipe's max_length]")
     ] = None,
     least: Annotated[
         int | None,
-        option("N", "Smallest length to try, in tokens; with --batch-size, smallest batch.", "--from"),
+        option("N", "Smallest length to try, in tokens; with --batch-size, smallest number of rows.", "--from"),
     ] = None,
     most: Annotated[
         int | None,
-        option("N", "Largest length to try, in tokens; with --batch-size, largest batch.", "--to"),
+        option("N", "Largest length to try, in tokens; with --batch-size, largest number of rows.", "--to"),
     ] = None,
     trial_timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Seconds after which a measured trial is stopped and counts as failed."),
+        typer.Option(
+            metavar="SECONDS", help="Number of seconds after which a measured trial is stopped and counts as failed."
+        ),
     ] = 1800,
     margin: Annotated[
-        float | None, option("FRACTION", "Fraction of each memory budget to leave free. [default: engine.margin]")
+        float | None,
+        option(
+            "FRACTION",
+            "Fraction of device, host and disk memory to leave free, from 0 to below 1. [default: engine.margin]",
+        ),
     ] = None,
     output_dir: Annotated[
         Path | None, option("DIR", "Folder for probe.json and probe.png. [default: the recipe's output_dir]")

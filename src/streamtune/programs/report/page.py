@@ -57,10 +57,12 @@ def report(
     output: Annotated[
         Path | None,
         option(
-            "FILE", "HTML file to write. [default: report.html in the run; for several runs, in the current folder]"
+            "FILE",
+            "HTML file to write. [default: report.html in the folder of the run; for several runs, in the "
+            "current folder]",
         ),
     ] = None,
-    open_: Annotated[bool, option(None, "Open the page in the browser.", "--open")] = False,
+    open_: Annotated[bool, option(None, "Open the written page in the browser.", "--open")] = False,
 ) -> None:
     """Write one self-contained HTML page about runs: curves, memory, speed, samples, events and recipes."""
     found = [read_run(run) for run in runs]

@@ -45,7 +45,12 @@ def verify(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, option("float32|bfloat16|float64", "Dtype to compute in. [default: the dtype of training]")
+        str | None,
+        option(
+            "float32|bfloat16|float64",
+            "Dtype of the compared computation; float64 shows errors that rounding hides. [default: the dtype of "
+            "training]",
+        ),
     ] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
