@@ -17,7 +17,7 @@ from tests.sft_kit import FIXED, RECIPE, write_recipe, write_rows
 
 from streamtune.cli import main
 from streamtune.cli.console import print_note, print_title
-from streamtune.cli.doctor import CheckResult, print_end, print_result
+from streamtune.cli.doctor import CheckResult, print_check_result, print_readiness
 from streamtune.cli.training_screens import print_banner, print_dry_run_end, print_outcome
 from streamtune.train import Progressed
 
@@ -140,8 +140,8 @@ def test_doctor(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
     def show() -> None:
         for finding in findings:
-            print_result(finding)
-        print_end(findings, accelerators=0)
+            print_check_result(finding)
+        print_readiness(findings, accelerators=0)
 
     check(f"doctor-{name}", show, capsys)
 

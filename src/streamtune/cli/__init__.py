@@ -12,8 +12,14 @@ from streamtune.base.libraries import pip_install_command, quiet_imports, untest
 from streamtune.base.patterns import tokenizer_panic_error
 from streamtune.base.privacy import disable_telemetry, go_offline, is_offline
 from streamtune.base.streams import lost_output_error, reader_is_gone, replace_standard_streams
-from streamtune.cli.console import is_output_needed, need_output, print_note
-from streamtune.cli.machine import check_directory, machine_error, name_locale, temporary_home, use_expandable_segments
+from streamtune.cli.console import is_output_needed, print_note, set_output_needed
+from streamtune.cli.machine import (
+    add_locale_to_fix,
+    check_current_directory,
+    machine_error,
+    use_expandable_segments,
+    using_temporary_home,
+)
 from streamtune.cli.rank_process import note_failure, remember_arguments, report_failure
 from streamtune.distributed.local_ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
@@ -35,40 +41,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ExitStack() as cleanup:
         cleanup.callback(replace_standard_streams())
         cleanup.callback(interrupts.install())
-        cleanup.enter_context(temporary_home())
-        _run(list(sys.argv[1:] if argv is None else argv))
+        cleanup.enter_context(using_temporary_home())
+        _run_command(list(sys.argv[1:] if argv is None else argv))
 
 
-def _run(given: list[str]) -> None:
+def _run_command(arguments_with_globals: list[str]) -> None:
     die_with_launcher()
     use_expandable_segments()
     disable_telemetry()
-    debug = "--debug" in given
+    debug = "--debug" in arguments_with_globals
     if not debug:
         quiet_imports()
-    remember_arguments(given)
-    need_output(True)
-    if "--offline" in given or is_offline():
+    remember_arguments(arguments_with_globals)
+    set_output_needed(True)
+    if "--offline" in arguments_with_globals or is_offline():
         go_offline()
-    arguments = [argument for argument in given if argument not in ("--debug", "--offline")]
+    arguments = [argument for argument in arguments_with_globals if argument not in ("--debug", "--offline")]
     # `deepspeed` adds the local rank, which is in its environment variables too.
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     try:
-        check_directory()
-        _note_versions(arguments)
+        check_current_directory()
+        _print_version_note(arguments)
         try:
             from streamtune.cli.app import app  # imported late: the commands import this package
 
             app(arguments, prog_name="streamtune")
         except SystemExit as ended:
             if not ended.code:
-                _check_output()
+                _check_output_written()
             raise
     except BaseException as error:
         if not isinstance(error, Exception) and tokenizer_panic_error(error) is None:
             raise
-        known = error if isinstance(error, StreamTuneError) else tokenizer_panic_error(error) or _unexpected(error)
-        name_locale(known)
+        known = error if isinstance(error, StreamTuneError) else tokenizer_panic_error(error) or _unexpected_error(error)
+        add_locale_to_fix(known)
         if debug:
             note_failure(known)
             raise
@@ -79,14 +85,14 @@ def _run(given: list[str]) -> None:
         sys.exit(known.exit_code)
 
 
-def _note_versions(arguments: list[str]) -> None:
+def _print_version_note(arguments: list[str]) -> None:
     """Print a note if torch or transformers is newer than the tested versions, before a command that computes."""
     computes = bool(arguments) and arguments[0] not in NO_VERSION_NOTE and "--help" not in arguments
     if computes and os.environ.get("RANK", "0") == "0" and (text := untested_note()):
         print_note(text)
 
 
-def _check_output() -> None:
+def _check_output_written() -> None:
     """Check that all needed output was written to stdout.
 
     Raises:
@@ -102,7 +108,7 @@ def _check_output() -> None:
         )
 
 
-def _unexpected(error: BaseException) -> StreamTuneError:
+def _unexpected_error(error: BaseException) -> StreamTuneError:
     """Return a StreamTune error for any other exception: a limit of the machine, or a bug."""
     known = machine_error(error)
     if known is not None:

@@ -59,9 +59,9 @@ def loading_libraries() -> Iterator[Status]:
             gc.enable()
 
 
-def need_output(needed: bool) -> None:
+def set_output_needed(is_needed: bool) -> None:
     """Set whether the running command fails if its output cannot be written; False if its results are files."""
-    _output_needed[:] = [needed]
+    _output_needed[:] = [is_needed]
 
 
 def is_output_needed() -> bool:
@@ -76,42 +76,42 @@ def print_json(document: Any) -> None:
     print(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", indent: str = "  ") -> None:
+def print_rows(names_and_values: Iterable[tuple[str, str]], *, name_style: str = "dim", indent: str = "  ") -> None:
     """Print names and values in two columns on stdout.
 
     On a terminal long values wrap at words. Elsewhere each value stays on one line.
     """
-    rows = [(plain(name), plain(value)) for name, value in rows]
-    width = max((len(name) for name, _ in rows), default=0)
+    names_and_values = [(plain(name), plain(value)) for name, value in names_and_values]
+    width = max((len(name) for name, _ in names_and_values), default=0)
     if not out.is_terminal or out.width < MIN_TABLE_WIDTH:
-        for name, value in rows:
+        for name, value in names_and_values:
             print(f"{indent}{name:<{width}}  {value}".rstrip(), flush=True)  # a log is read while it grows
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style=name_style, no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in rows:
+    for name, value in names_and_values:
         table.add_row(Text(f"{indent}{name}"), _bold_commands(value))  # a name may come from a file: no markup
     out.print(table)
 
 
-def print_hanging(label: Text, text: Text, to: Console = out) -> None:
+def print_hanging(label: Text, text: Text, console: Console = out) -> None:
     """Print a label and a text, by default on stdout.
 
     On a terminal the text wraps at words, and its further lines are indented by the width of the label. Elsewhere it
     stays on one line.
     """
-    if not to.is_terminal or to.width < MIN_TABLE_WIDTH:
-        to.print(Text.assemble(label, text), soft_wrap=True)
+    if not console.is_terminal or console.width < MIN_TABLE_WIDTH:
+        console.print(Text.assemble(label, text), soft_wrap=True)
         return
     if not label:
-        to.print(text)
+        console.print(text)
         return
     table = Table.grid()
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row(label, text)
-    to.print(table)
+    console.print(table)
 
 
 def print_text(text: Text, *, indent: int = 0) -> None:
@@ -142,9 +142,9 @@ def make_table(
     )
 
 
-def print_table(title: str, table: Table, *, apart: bool = True) -> None:
-    """Print a title and a table; ``apart`` puts an empty line before the title."""
-    if apart:
+def print_table(title: str, table: Table, *, blank_line_before: bool = True) -> None:
+    """Print a title and a table; ``blank_line_before`` puts an empty line before the title."""
+    if blank_line_before:
         out.print()
     print_hanging(Text(), Text(title, style="bold"))
     out.print(table)
@@ -164,12 +164,12 @@ def print_note(note: str) -> None:
     print_hanging(Text.assemble(("note", "yellow"), ": "), _bold_commands(plain(note)), err)
 
 
-def print_error(error: StreamTuneError, to: Console = err) -> None:
+def print_error(error: StreamTuneError, console: Console = err) -> None:
     """Print an error, by default on stderr: as a panel on a terminal, else as plain lines."""
-    if to.is_terminal and to.width >= MIN_TABLE_WIDTH:
-        to.print(error_panel(error))
+    if console.is_terminal and console.width >= MIN_TABLE_WIDTH:
+        console.print(error_panel(error))
     else:
-        to.print(Text(error_text(error)), soft_wrap=True)
+        console.print(Text(error_text(error)), soft_wrap=True)
 
 
 def error_text(error: StreamTuneError) -> str:
@@ -184,13 +184,13 @@ def error_panel(error: StreamTuneError) -> Panel:
     """Return an error as a panel: its ``what``, its ``where`` with the line of the recipe, and its ``fix``."""
     first, *others = plain(error.what).splitlines() or [""]
     parts: list[RenderableType] = [Text(first, style="bold")]
-    parts += [_list_item(line) for line in others]
+    parts += [_render_error_line(line) for line in others]
     details = Table.grid(padding=(0, 2))
     details.add_column(style="dim", no_wrap=True)
     details.add_column(overflow="fold")
     if error.where:
         details.add_row("where", Text(plain(error.where), style="cyan"))
-        if isinstance(error, RecipeError) and not others and (line := _source_line(error.where)):
+        if isinstance(error, RecipeError) and not others and (line := _recipe_line(error.where)):
             details.add_row("", Text(plain(line), style="dim", overflow="ellipsis", no_wrap=True))
     if error.fix:
         details.add_row("fix", _bold_commands(plain(error.fix)))
@@ -214,7 +214,7 @@ def _error_title(error: StreamTuneError) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).capitalize()
 
 
-def _list_item(line: str) -> RenderableType:
+def _render_error_line(line: str) -> RenderableType:
     """Return a line of an error after its first; a line that starts with a dash becomes a list item."""
     if not line.startswith("- "):
         return _bold_commands(line)
@@ -232,7 +232,7 @@ def _bold_commands(text: str) -> Text:
     return shown
 
 
-def _source_line(where: str) -> str:
+def _recipe_line(where: str) -> str:
     """Return the line of a recipe that ``file:line`` points to, or an empty string."""
     file, _, number = where.rpartition(":")
     if not (number.isdecimal() and file.endswith((".yaml", ".yml"))):
@@ -262,7 +262,7 @@ def replace_page(content: bytes, page: Path, option: str, *, signature: bytes = 
     from streamtune.train.staging import replace_file
 
     try:
-        if page.is_symlink() or (page.exists() and not _is_page(page, signature)):
+        if page.is_symlink() or (page.exists() and not _is_replaceable_page(page, signature)):
             what = "picture" if signature else "page"
             raise ArgumentError(
                 f"{page} exists and is not a {what} of this command; it is not overwritten",
@@ -276,7 +276,7 @@ def replace_page(content: bytes, page: Path, option: str, *, signature: bytes = 
         ) from error
 
 
-def _is_page(page: Path, signature: bytes) -> bool:
+def _is_replaceable_page(page: Path, signature: bytes) -> bool:
     """Return True if a file is empty, a page of this command, or a picture that starts with ``signature``."""
     if not page.is_file():
         return False

@@ -25,9 +25,9 @@ PAGE_ROWS = 40
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def _clear_cache(wanted: bool) -> None:
+def _clear_cache(is_requested: bool) -> None:
     "Delete the cached rows and tokenizers of all recipes on this machine, and exit."
-    if not wanted:
+    if not is_requested:
         return
     from streamtune.data.row_cache import RowCache
 
@@ -45,7 +45,7 @@ def _clear_cache(wanted: bool) -> None:
 def data(
     recipe: RecipeArgument,
     rows: Annotated[
-        int | None, option("N", "Number of rows to show, evenly spaced over the data. [default: 3]", least=0)
+        int | None, option("N", "Number of rows to show, evenly spaced over the data. [default: 3]", min_value=0)
     ] = None,
     row: Annotated[
         str | None,
@@ -99,7 +99,7 @@ def data(
     if ids and row is None:
         raise ArgumentError("--ids needs --row", where="--ids", fix="name the row: --row N --ids")
     with loading_libraries():
-        from streamtune.cli.data_screen import print_inspection, print_view
+        from streamtune.cli.data_screen import print_inspection, print_row_view
         from streamtune.run.build import inspect_recipe
     for note in loaded.notes:
         print_note(note)
@@ -114,32 +114,36 @@ def data(
         print_json({**found.to_json(), "samples": [_sample_document(found, *each, ids, row) for each in views]})
     elif row is not None:
         for _, view in views:
-            print_view(found, view, most=None, ids=ids)
+            print_row_view(found, view, max_tokens=None, ids=ids)
     else:
-        print_inspection(found, views, most=SHOWN_TOKENS)
+        print_inspection(found, views, max_tokens=SHOWN_TOKENS)
     for written in (png, html):
         if written is not None:
             err.print(f"wrote {written}  {written.stat().st_size / 1024:,.0f} KiB", soft_wrap=True, markup=False)
 
 
-def _choose_rows(found: Inspection, count: int, row: str | None, worst: bool) -> list[tuple[str, RowView]]:
+def _choose_rows(
+    inspection: Inspection, max_rows: int, row_name: str | None, is_worst: bool
+) -> list[tuple[str, RowView]]:
     """Return (reason, row) for each row to show; the reason is empty for evenly spaced rows.
 
     Raises:
         ArgumentError: The row does not exist.
     """
-    rows = found.rows
-    if row is None:
-        chosen = rows.most_extreme(count) if worst else [("", number) for number in rows.evenly_spaced(count)]
+    rows = inspection.rows
+    if row_name is None:
+        chosen = rows.most_extreme(max_rows) if is_worst else [("", number) for number in rows.evenly_spaced(max_rows)]
         return [(reason, rows.view(number)) for reason, number in chosen]
-    if row.isdecimal():
-        if not 0 < int(row) <= len(rows):
-            raise ArgumentError(f"row {row} does not exist", where="--row", fix=f"give a number from 1 to {len(rows)}")
-        return [("", rows.view(int(row)))]
-    numbers = rows.numbers_of(row)
+    if row_name.isdecimal():
+        if not 0 < int(row_name) <= len(rows):
+            raise ArgumentError(
+                f"row {row_name} does not exist", where="--row", fix=f"give a number from 1 to {len(rows)}"
+            )
+        return [("", rows.view(int(row_name)))]
+    numbers = rows.numbers_of(row_name)
     if not numbers:
         raise ArgumentError(
-            f"no row was prepared from '{row}'",
+            f"no row was prepared from '{row_name}'",
             where="--row",
             fix=f"give a number from 1 to {len(rows)}, or FILE:LINE such as {rows.view(1).origin}; dropped rows are "
             "not shown",
@@ -150,16 +154,18 @@ def _choose_rows(found: Inspection, count: int, row: str | None, worst: bool) ->
 # --- documents --------------------------------------------------------------------------------------------------------
 
 
-def _sample_document(found: Inspection, reason: str, view: RowView, ids: bool, row: str | None) -> dict[str, Any]:
+def _sample_document(
+    inspection: Inspection, reason: str, view: RowView, ids: bool, row_name: str | None
+) -> dict[str, Any]:
     parts = []
     for part in view.parts:
-        runs = found.rows.token_runs(part, SHOWN_TOKENS if row is None else None)
+        runs = inspection.rows.token_runs(part, SHOWN_TOKENS if row_name is None else None)
         parts.append(
             {
                 "name": part.name,
                 "tokens": len(part.input_ids),
                 "trained": int(part.trained.sum()),
-                "shown": [_run_document(each) for each in runs],
+                "shown": [_token_run_document(each) for each in runs],
                 **({"input_ids": part.input_ids} if ids else {}),
             }
         )
@@ -176,20 +182,20 @@ def _sample_document(found: Inspection, reason: str, view: RowView, ids: bool, r
     }
 
 
-def _run_document(run: TokenRun | TokenGap) -> dict[str, Any]:
+def _token_run_document(run: TokenRun | TokenGap) -> dict[str, Any]:
     return dict(vars(run)) if hasattr(run, "text") else {"text": None, **vars(run)}
 
 
-def _write_histogram(found: Inspection, path: Path) -> None:
+def _write_histogram(inspection: Inspection, path: Path) -> None:
     """Write a histogram of the row lengths; an earlier picture is replaced, any other file is an error."""
     from streamtune.data.length_measures import draw_length_histogram
 
-    report = found.prepared.report
-    title = f"{found.loaded.path.name}: {report.rows:,} rows, {report.tokens + report.tokens_lost:,} tokens"
-    picture = draw_length_histogram(found.histogram, found.limit, title, found.limit_name)
+    report = inspection.prepared.report
+    title = f"{inspection.loaded.path.name}: {report.rows:,} rows, {report.tokens + report.tokens_lost:,} tokens"
+    picture = draw_length_histogram(inspection.histogram, inspection.limit, title, inspection.limit_name)
     replace_page(picture, path, "--png", signature=PNG)
 
 
-def _write_page(found: Inspection, count: int, path: Path) -> None:
-    views = [*_choose_rows(found, 2, None, True), *_choose_rows(found, count, None, False)]
-    replace_page(load(PARTS["page of rows"])(found, views).encode("utf-8"), path, "--html")
+def _write_page(inspection: Inspection, max_rows: int, path: Path) -> None:
+    views = [*_choose_rows(inspection, 2, None, True), *_choose_rows(inspection, max_rows, None, False)]
+    replace_page(load(PARTS["page of rows"])(inspection, views).encode("utf-8"), path, "--html")

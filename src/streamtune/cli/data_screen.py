@@ -22,7 +22,7 @@ from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
 
 from .console import make_table, out, print_hanging, print_rows, print_table, print_text, print_title
 from .options import recipe_name
-from .plan_screen import bar
+from .plan_screen import draw_bar
 
 if TYPE_CHECKING:
     from streamtune.data import BatchFacts
@@ -34,57 +34,65 @@ OPTIONAL_COLUMNS = ("dropped", "split", "truncated", "tokens_lost", "supervised_
 """Columns of the table of datasets that are shown only if a dataset has a count other than zero."""
 
 
-def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], most: int) -> None:
+def print_inspection(inspection: Inspection, views: Sequence[tuple[str, RowView]], max_tokens: int) -> None:
     """Print the whole screen: problems, facts, datasets, lengths, other limits, and sample rows.
 
     Args:
-        found: Prepared rows of a recipe.
+        inspection: Prepared rows of a recipe.
         views: Rows to show, each with the reason why it was chosen.
-        most: Approximate number of tokens to show of each row.
+        max_tokens: Approximate number of tokens to show of each row.
     """
-    report = found.prepared.report
-    print_title(f"data {recipe_name(found.loaded.path)}")
-    facts = [("problems", "; ".join([*describe_problems(report), *_describe_duplicates(found)]) or "none found")]
-    facts += [*describe_rows(report, problems=False), ("limit", _describe_limit(found))]
-    facts += [("tokenizer", _describe_tokenizer(found)), *describe_batches(found.batches)]
+    report = inspection.prepared.report
+    print_title(f"data {recipe_name(inspection.loaded.path)}")
+    facts = [("problems", "; ".join([*describe_problems(report), *_describe_duplicates(inspection)]) or "none found")]
+    facts += [*describe_rows(report, with_problems=False), ("limit", _describe_length_limit(inspection))]
+    facts += [("tokenizer", _describe_tokenizer(inspection)), *describe_batches(inspection.batches)]
     print_rows(facts)
-    print_table("datasets", _sources_table(found))
-    if (epoch := _epoch_table(found)) is not None:
+    print_table("datasets", _sources_table(inspection))
+    if (epoch := _epoch_table(inspection)) is not None:
         print_table("one epoch of weighted datasets", epoch)
     compared = ", prompt and longest answer together" if report.to_json().get("completions") else ""
-    print_table(f"row lengths in tokens, before truncation{compared}: {report.rows:,} rows", _histogram_table(found))
-    batches = found.batches
+    print_table(
+        f"row lengths in tokens, before truncation{compared}: {report.rows:,} rows", _histogram_table(inspection)
+    )
+    batches = inspection.batches
     padded = f"; padding in batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
-    print_table(f"with another {found.limit_name}: longer rows and lost tokens{padded}", _choices_table(found))
+    print_table(
+        f"with another {inspection.limit_name}: longer rows and lost tokens{padded}", _length_limits_table(inspection)
+    )
     if views:
         out.print()
         print_text(_token_legend())
     for reason, view in views:
-        print_view(found, view, most=most, reason=reason)
+        print_row_view(inspection, view, max_tokens=max_tokens, reason=reason)
 
 
-def print_view(found: Inspection, view: RowView, most: int | None, *, reason: str = "", ids: bool = False) -> None:
+def print_row_view(
+    inspection: Inspection, view: RowView, max_tokens: int | None, *, reason: str = "", ids: bool = False
+) -> None:
     """Print one row: a line of facts, and its text.
 
     Args:
-        found: Prepared rows of a recipe.
+        inspection: Prepared rows of a recipe.
         view: Row to print.
-        most: Approximate number of tokens to show; None shows all.
+        max_tokens: Approximate number of tokens to show; None shows all.
         reason: Reason why the row is shown.
         ids: True to print each token on its own line, with its id.
     """
     out.print()
-    print_hanging(Text(f"row {view.number:,}  ", style="bold"), Text(describe_view(view, reason)))
+    print_hanging(Text(f"row {view.number:,}  ", style="bold"), Text(describe_row_view(view, reason)))
     for part in view.parts:
         if len(view.parts) > 1:
             trained = (
-                f", {_describe_trained(int(part.trained.sum()), len(part.input_ids))}" if part.trained.any() else ""
+                f", {_describe_trained_tokens(int(part.trained.sum()), len(part.input_ids))}"
+                if part.trained.any()
+                else ""
             )
             print_text(Text(f"{part.name}, {len(part.input_ids):,} tokens{trained}", style="dim"), indent=2)
         if ids:
-            _print_ids(found, part)
+            _print_token_ids(inspection, part)
             continue
-        text = tokens_text(found.rows.token_runs(part, most))
+        text = tokens_text(inspection.rows.token_runs(part, max_tokens))
         if text.plain.endswith("\n"):
             text.right_crop(1)  # printing ends the line
         if out.is_terminal:
@@ -93,17 +101,21 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
             out.print(text, soft_wrap=True)
 
 
-def describe_view(view: RowView, reason: str = "") -> str:
+def describe_row_view(view: RowView, reason: str = "") -> str:
     """Return the facts of a row in one line: origin, tokens, trained tokens, tokens cut off."""
     parts = [plain(view.origin), f"{view.tokens:,} tokens"]
-    parts += [_describe_trained(view.trained, view.tokens)] if [part.name for part in view.parts] != ["prompt"] else []
+    parts += (
+        [_describe_trained_tokens(view.trained, view.tokens)]
+        if [part.name for part in view.parts] != ["prompt"]
+        else []
+    )
     parts += ["held out"] if view.held_out else []
     parts += [f"{view.lost:,} cut off"] if view.lost else []
     return ", ".join([*parts, *([reason] if reason else [])])
 
 
-def _describe_trained(trained: int, tokens: int) -> str:
-    return f"{trained:,} trained ({trained / tokens:.1%})" if trained else "none trained"
+def _describe_trained_tokens(trained_tokens: int, all_tokens: int) -> str:
+    return f"{trained_tokens:,} trained ({trained_tokens / all_tokens:.1%})" if trained_tokens else "none trained"
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -121,7 +133,7 @@ def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
             before = trained
         if isinstance(run, TokenGap):
             line = "\n" if text.plain and not text.plain.endswith("\n") else ""
-            text.append(f"{line}... {describe_gap(run)} ...\n", style="yellow")
+            text.append(f"{line}... {describe_token_gap(run)} ...\n", style="yellow")
         else:
             shown = plain(run.text)
             # The sign makes the colour of a trained line break visible.
@@ -129,7 +141,7 @@ def tokens_text(runs: Sequence[TokenRun | TokenGap]) -> Text:
     return text.append(closes) if before else text
 
 
-def describe_gap(gap: TokenGap) -> str:
+def describe_token_gap(gap: TokenGap) -> str:
     """Return how many tokens a gap hides: ``14,203 tokens, 12 of them trained``."""
     return f"{gap.tokens:,} tokens" + (f", {gap.trained:,} of them trained" if gap.trained else "")
 
@@ -149,11 +161,11 @@ def _token_legend() -> Text:
     return Text.assemble(("rows as the model sees them", "bold"), ": ", Text(", ").join(shown))
 
 
-def _print_ids(found: Inspection, part: RowPart) -> None:
+def _print_token_ids(inspection: Inspection, part: RowPart) -> None:
     """Print position, id, kind and text of every token."""
-    special = found.rows.special_ids
+    special = inspection.rows.special_ids
     for position, (token, text, trained) in enumerate(
-        zip(part.input_ids, found.rows.token_texts(part), part.trained.tolist(), strict=True)
+        zip(part.input_ids, inspection.rows.token_texts(part), part.trained.tolist(), strict=True)
     ):
         run = TokenRun(text, 1, trained=trained, special=token in special)
         kind = ("trained" if trained else "masked") + (" special" if run.special else "")
@@ -165,12 +177,12 @@ def _print_ids(found: Inspection, part: RowPart) -> None:
 # --- facts ------------------------------------------------------------------------------------------------------------
 
 
-def describe_rows(report: Any, *, problems: bool = True) -> list[tuple[str, str]]:
+def describe_rows(report: Any, *, with_problems: bool = True) -> list[tuple[str, str]]:
     """Return lines (name, text) about the training and held-out rows: their number, lengths and tokens.
 
     Args:
         report: Report of the prepared rows. A report of streamed rows has one line, as their number is unknown.
-        problems: True to add a line with the problems, if there are any.
+        with_problems: True to add a line with the problems, if there are any.
     """
     if not isinstance(report, DataReport | CompletionReport):
         return [("data", report.describe())]
@@ -183,21 +195,24 @@ def describe_rows(report: Any, *, problems: bool = True) -> list[tuple[str, str]
         counts += f"; {sum(source.epoch_rows for source in report.sources):,} in a weighted epoch"
     if isinstance(report, DataReport):
         cut = " before truncation" if report.truncated or report.split else ""
-        lines = [("data", f"{counts}; {_describe_range(report.length_percentiles, ' tokens')}{cut}")]
+        lines = [("data", f"{counts}; {_describe_length_range(report.length_percentiles, ' tokens')}{cut}")]
         lines.append(
-            ("tokens", f"{report.tokens:,}, of which {_describe_trained(report.supervised_tokens, report.tokens)}")
+            (
+                "tokens",
+                f"{report.tokens:,}, of which {_describe_trained_tokens(report.supervised_tokens, report.tokens)}",
+            )
         )
         lines += _describe_sequences(report)
     else:
         lengths = {"prompts": report.prompt_lengths, **report.completion_lengths}
-        ranges = ", ".join(f"{name} {_describe_range(each)}" for name, each in lengths.items())
+        ranges = ", ".join(f"{name} {_describe_length_range(each)}" for name, each in lengths.items())
         lines = [("data", f"{counts}; tokens: {ranges}")]
         tokens = f"{report.tokens:,}"
         if report.completions:
             shared = f"{report.tree_tokens:,} with shared beginnings counted once"
             tokens += f"; {shared}; {report.supervised_tokens:,} trained"
         lines.append(("tokens", tokens))
-    found = describe_problems(report) if problems else []
+    found = describe_problems(report) if with_problems else []
     return [*lines, *([("problems", "; ".join(found))] if found else [])]
 
 
@@ -235,32 +250,32 @@ def describe_problems(report: DataReport | CompletionReport) -> list[str]:
     return found
 
 
-def _describe_range(lengths: dict[str, int], unit: str = "") -> str:
+def _describe_length_range(lengths: dict[str, int], unit: str = "") -> str:
     """Return the range of lengths: ``41-3,425 tokens (median 148)``."""
     return f"{lengths['min']:,}-{lengths['max']:,}{unit} (median {lengths['p50']:,})"
 
 
-def _describe_limit(found: Inspection) -> str:
-    recipe = found.loaded.recipe
+def _describe_length_limit(inspection: Inspection) -> str:
+    recipe = inspection.loaded.recipe
     longer = {"error": "an error", "truncate": "truncated", "drop": "dropped", "split": "split into pieces"}
     trained = f"; train_on: {recipe.train_on}" if recipe.objective == "sft" else ""
-    return f"{found.limit_name} {found.limit:,}; longer rows are {longer[recipe.overlength]}{trained}"
+    return f"{inspection.limit_name} {inspection.limit:,}; longer rows are {longer[recipe.overlength]}{trained}"
 
 
-def _describe_tokenizer(found: Inspection) -> str:
-    recipe = found.loaded.recipe
+def _describe_tokenizer(inspection: Inspection) -> str:
+    recipe = inspection.loaded.recipe
     source = "trained on these rows"
     if recipe.tokenizer is None or recipe.tokenizer.train is None:
         source = plain(str(recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path))
-    template = "with a chat template" if found.tokenizer.chat_template else "without a chat template"
-    return f"{source}, {len(found.tokenizer):,} entries, {template}"
+    template = "with a chat template" if inspection.tokenizer.chat_template else "without a chat template"
+    return f"{source}, {len(inspection.tokenizer):,} entries, {template}"
 
 
 def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
     """Return lines about padding, packing and attention, as (name, text); empty for trees and prompts."""
     if facts is None:
         return []
-    lines = [("batches", _describe_steps(facts))]
+    lines = [("batches", _describe_step_sizes(facts))]
     if facts.packs:
         packed = "" if facts.packing and facts.batching != "buckets" else "would be "
         sequences = "1 sequence" if facts.packs == 1 else f"{facts.packs:,} sequences"
@@ -268,7 +283,7 @@ def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
     return [*lines, ("attention", _describe_attention(facts))]
 
 
-def _describe_steps(facts: BatchFacts) -> str:
+def _describe_step_sizes(facts: BatchFacts) -> str:
     """Return what steps and batches hold: ``68 steps of 8,000 to 8,192 tokens; batches of 4 rows, 1.2% padding``."""
     unit = "packed sequences" if facts.packing else {"buckets": "pieces"}.get(facts.batching, "rows")
     padding = f"{facts.batch_size} {unit}, {facts.padding:.1%} of the positions are padding"
@@ -291,9 +306,9 @@ def _describe_attention(facts: BatchFacts) -> str:
     return f"{own}; rows concatenated and cut to max_length would have {times}"
 
 
-def _describe_duplicates(found: Inspection) -> list[str]:
+def _describe_duplicates(inspection: Inspection) -> list[str]:
     """Return the number of duplicate rows, and how many of them are also held out; empty if there are none."""
-    report = found.prepared.report
+    report = inspection.prepared.report
     total = report.train_examples + report.validation_examples
     if not report.duplicates:
         return []
@@ -306,17 +321,17 @@ def _describe_duplicates(found: Inspection) -> list[str]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _length_table(first: str, *names: str) -> Table:
+def _length_table(first_column: str, *number_columns: str) -> Table:
     return make_table(
-        Column(first, overflow="fold", min_width=12),
-        *(Column(name, justify="right", overflow="fold", no_wrap=True) for name in names),
+        Column(first_column, overflow="fold", min_width=12),
+        *(Column(name, justify="right", overflow="fold", no_wrap=True) for name in number_columns),
         header="dim",
     )
 
 
-def _sources_table(found: Inspection) -> Table:
+def _sources_table(inspection: Inspection) -> Table:
     """Return a table with a row for each dataset and a total; columns of zeros are left out."""
-    report = found.prepared.report
+    report = inspection.prepared.report
     counts = [name for name in OPTIONAL_COLUMNS if getattr(report, name)]
     trained = report.supervised_tokens > 0
     points = (
@@ -343,9 +358,9 @@ def _sources_table(found: Inspection) -> Table:
     return table
 
 
-def _epoch_table(found: Inspection) -> Table | None:
+def _epoch_table(inspection: Inspection) -> Table | None:
     """Return a table of each dataset's share of an epoch; None if no dataset has a weight."""
-    lines = epoch_table(found.prepared.report.sources)
+    lines = epoch_table(inspection.prepared.report.sources)
     if not lines:
         return None
     table = _length_table("  ", *EPOCH_COLUMNS)
@@ -354,38 +369,41 @@ def _epoch_table(found: Inspection) -> Table | None:
     return table
 
 
-def _histogram_table(found: Inspection) -> Table:
+def _histogram_table(inspection: Inspection) -> Table:
     """Return the histogram of row lengths: a line for each bin, and a line at the limit."""
     table = make_table("", "", Column(no_wrap=True), header=None)
-    most = max(each.rows for each in found.histogram)
-    wide = len(f"{found.histogram[-1].longest:,}")
+    most = max(each.rows for each in inspection.histogram)
+    wide = len(f"{inspection.histogram[-1].longest:,}")
     width = max(10, min(80, out.width - 2 * wide - len(f"{most:,}") - 12))
-    limit = Text(f"{found.limit_name} {found.limit:,} " + "╌" * 12, style="yellow")
+    limit = Text(f"{inspection.limit_name} {inspection.limit:,} " + "╌" * 12, style="yellow")
     marked = False
-    for each in found.histogram:
-        if each.shortest > found.limit and not marked:
+    for each in inspection.histogram:
+        if each.shortest > inspection.limit and not marked:
             table.add_row("", "", limit)
             marked = True
-        drawn = Text(bar(each.rows / most, width), style="red" if marked else "blue") if each.rows else Text()
+        drawn = Text(draw_bar(each.rows / most, width), style="red" if marked else "blue") if each.rows else Text()
         table.add_row(f"  {each.shortest:>{wide},} - {each.longest:>{wide},}", f"{each.rows:,}", drawn)
     if not marked:
         table.add_row("", "", limit)
     return table
 
 
-def _choices_table(found: Inspection) -> Table:
+def _length_limits_table(inspection: Inspection) -> Table:
     """Return a table of alternative length limits with what each would lose; the recipe's limit is bold."""
-    packed, padded = found.batches is not None, found.batches is not None and found.batches.batch_size > 1
-    cut = any(each.lost_if_truncated is not None for each in found.choices)
+    packed, padded = (
+        inspection.batches is not None,
+        inspection.batches is not None and inspection.batches.batch_size > 1,
+    )
+    cut = any(each.lost_if_truncated is not None for each in inspection.choices)
     columns = [*(["lost if cut"] if cut else []), "lost if dropped", *(["padding"] if padded else [])]
     columns += ["packs", "full"] if packed else []
-    table = _length_table(f"  {found.limit_name}", "over", *columns)
-    for each in found.choices:
+    table = _length_table(f"  {inspection.limit_name}", "over", *columns)
+    for each in inspection.choices:
         cells = [f"{each.lost_if_truncated or 0:,}"] if cut else []
         cells.append(f"{each.lost_if_dropped:,}")
         cells += [f"{each.padding or 0:.1%}"] if padded else []
         cells += [f"{each.packs or 0:,}", f"{each.pack_fill:.1%}" if each.packs else ""] if packed else []
-        now = each.max_length == found.limit
+        now = each.max_length == inspection.limit
         table.add_row(
             f"{'>' if now else ' '} {each.max_length:,}", f"{each.rows_over:,}", *cells, style="bold" if now else None
         )

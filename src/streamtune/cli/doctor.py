@@ -25,7 +25,7 @@ from streamtune.base.privacy import is_offline, plain
 from streamtune.base.text import show_size
 
 from .console import err, loading_libraries, print_hanging, print_json, print_text
-from .env import environment
+from .env import environment_facts
 from .options import JsonOption
 
 GIB = 1024**3
@@ -74,29 +74,29 @@ def doctor(
 ) -> None:
     """Check this machine for training, and print what to fix. Exits with 1 if a run would fail."""
     with loading_libraries():
-        found = environment()
+        found = environment_facts()
     findings = []
     for name, check in CHECKS.items():
         with err.status(name):
             made = list(check(found, directory))
         findings += made
         for finding in made if not json else ():
-            print_result(finding)
+            print_check_result(finding)
     problems = sum(finding.status == "problem" for finding in findings)
     if json:
         print_json({"checks": [finding.document() for finding in findings], "problems": problems})
     else:
         accelerators = sum(device["name"] != "cpu" for device in found["devices"])
-        print_end(findings, accelerators)
+        print_readiness(findings, accelerators)
     if problems:
         raise typer.Exit(1)
 
 
-def print_end(findings: list[CheckResult], accelerators: int) -> None:
+def print_readiness(results: list[CheckResult], accelerators: int) -> None:
     """Print whether the machine is ready, and the next command or the checks to fix first."""
-    problems = list(dict.fromkeys(each.check for each in findings if each.status == "problem"))
+    problems = list(dict.fromkeys(each.check for each in results if each.status == "problem"))
     if problems:
-        count = sum(each.status == "problem" for each in findings)
+        count = sum(each.status == "problem" for each in results)
         text = f"Not ready: {count} problem{'' if count == 1 else 's'}. Fix first: {', '.join(problems)}"
         print_text(Text(text, style="bold red"))
         return
@@ -105,19 +105,19 @@ def print_end(findings: list[CheckResult], accelerators: int) -> None:
     print_text(ready.append("streamtune sft quickstart", style="bold"))
 
 
-def print_result(finding: CheckResult) -> None:
+def print_check_result(result: CheckResult) -> None:
     """Print one result: its mark, its check, its text, and how to fix it."""
-    mark, style = STATUS_MARKS[finding.status]
-    print_hanging(Text.assemble((f"{mark:>3}", style), f"  {finding.check:<18}"), Text(plain(finding.found)))
-    if finding.fix:
-        print_hanging(Text(" " * 23), Text(finding.fix, style="dim"))
+    mark, style = STATUS_MARKS[result.status]
+    print_hanging(Text.assemble((f"{mark:>3}", style), f"  {result.check:<18}"), Text(plain(result.found)))
+    if result.fix:
+        print_hanging(Text(" " * 23), Text(result.fix, style="dim"))
 
 
-def _check_devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_devices(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     import torch
 
     build = f"torch {torch.__version__}"
-    accelerators = [device for device in found["devices"] if device["name"] != "cpu"]
+    accelerators = [device for device in environment["devices"] if device["name"] != "cpu"]
     nvidia = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
     if not accelerators:
         if torch.version.cuda and nvidia:
@@ -141,8 +141,8 @@ def _check_devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResu
             yield CheckResult("device", "ok", text)
 
 
-def _check_kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    for device, by_dtype in found["attention"].items():
+def _check_attention_kernels(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    for device, by_dtype in environment["attention"].items():
         for dtype, by_mask in by_dtype.items():
             names = ", ".join(f"{kernel} ({mask})" for mask, kernel in by_mask.items())
             tiled = "tiled" in by_mask.values() and device != "cpu"
@@ -152,7 +152,7 @@ def _check_kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResu
             yield CheckResult("attention", "advice" if tiled else "ok", f"{device} {dtype}: {names}", fix)
 
 
-def _check_exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_exact_gradient(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Compare the streamed gradient of a small model with plain autograd's, in fp32 on each device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -161,7 +161,7 @@ def _check_exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckRe
 
     config = LlamaConfig(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    for device in found["devices"]:
+    for device in environment["devices"]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = LlamaForCausalLM(config).to(device["name"])
@@ -189,11 +189,11 @@ def _check_exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckRe
             )
 
 
-def _check_copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_copy_speed(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Copy pinned memory to each accelerator, as `offload: host` does."""
     import torch
 
-    for device in found["devices"]:
+    for device in environment["devices"]:
         if device["name"] == "cpu":
             continue
         try:
@@ -216,8 +216,8 @@ def _check_copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResul
         yield CheckResult("pinned memory", "advice" if slow else "ok", text, fix)
 
 
-def _check_memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    memory = found["memory"]
+def _check_memory(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    memory = environment["memory"]
     limit = memory["container_limit_bytes"]
     text = f"{show_size(memory['available_bytes'])} of {show_size(memory['total_bytes'])} free"
     if limit is not None:
@@ -232,7 +232,7 @@ def _check_memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResul
         yield CheckResult("shared memory", "advice", f"/dev/shm has {show_size(shared)} free", fix)
 
 
-def _check_disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_disk(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     from streamtune.plan.calibrate import measure_disk
 
     for name, folder in (("disk", directory), ("temporary files", Path(tempfile.gettempdir()))):
@@ -252,7 +252,7 @@ def _check_disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]
             yield CheckResult(name, "ok", text)
 
 
-def _check_hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_hub(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Check that the hub answers and that its cache can be written."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
@@ -273,8 +273,8 @@ def _check_hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     yield CheckResult("hub", "ok", f"{ENDPOINT} answers")
 
 
-def _check_packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
-    versions = found["versions"]
+def _check_packages(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    versions = environment["versions"]
     for package, (extra, use) in OPTIONAL.items():
         if versions.get(package) is None:
             yield CheckResult(
@@ -285,9 +285,9 @@ def _check_packages(found: dict[str, Any], directory: Path) -> Iterator[CheckRes
         yield CheckResult("compiler", "advice", "no C++ compiler found", fix)
 
 
-def _check_versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+def _check_versions(environment: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     """Compare the versions of torch and transformers with the tested versions."""
-    shown = ", ".join(f"{name} {found['versions'][name]}" for name in TESTED)
+    shown = ", ".join(f"{name} {environment['versions'][name]}" for name in TESTED)
     tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
     if text := untested_note():
         yield CheckResult("versions", "advice", text, f"if something fails: {pip_install_command()}")
@@ -298,9 +298,9 @@ def _check_versions(found: dict[str, Any], directory: Path) -> Iterator[CheckRes
 CHECKS: dict[str, Callable[[dict[str, Any], Path], Iterator[CheckResult]]] = {
     "versions": _check_versions,
     "devices": _check_devices,
-    "attention kernels": _check_kernels,
-    "exactness": _check_exactness,
-    "pinned memory": _check_copies,
+    "attention kernels": _check_attention_kernels,
+    "exactness": _check_exact_gradient,
+    "pinned memory": _check_copy_speed,
     "host memory": _check_memory,
     "disk": _check_disk,
     "hub": _check_hub,

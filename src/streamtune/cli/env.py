@@ -22,7 +22,7 @@ GIB = 1024**3
 
 def env(json: JsonOption = False) -> None:
     """Show versions, devices, memory and the kernels that run on this machine."""
-    found = environment()
+    found = environment_facts()
     if json:
         print_json(found)
         return
@@ -41,7 +41,7 @@ def env(json: JsonOption = False) -> None:
     _print_section("allocator", {"setting": found["allocator"] or "default of torch"})
 
 
-def environment() -> dict[str, Any]:
+def environment_facts() -> dict[str, Any]:
     """Return the document of ``env --json``.
 
     Returns:

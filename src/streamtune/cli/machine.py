@@ -22,7 +22,7 @@ MEMORY_TEXTS = ("cannot allocate memory", "can't allocate memory", "out of memor
 TEMPORARY_VARIABLES = ("TMPDIR", "TEMP", "TMP")
 
 
-def check_directory() -> None:
+def check_current_directory() -> None:
     """Check that the current directory exists. In a deleted one, libraries that torch loads abort the process.
 
     Raises:
@@ -33,7 +33,7 @@ def check_directory() -> None:
 
 
 @contextmanager
-def temporary_home() -> Iterator[None]:
+def using_temporary_home() -> Iterator[None]:
     """Context manager: set HOME to a temporary directory if the user has no home, as in some containers.
 
     Libraries write settings and caches there; StreamTune writes nothing. The directory is removed at the end.
@@ -61,9 +61,9 @@ def machine_error(error: BaseException) -> StreamTuneError | None:
     Args:
         error: Exception that reached the command line.
     """
-    for each in _causes(error):
+    for each in _chained_errors(error):
         if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY_TEXTS):
-            return OutOfMemoryError(_memory_message(each), fix="close other programs, or raise the limit")
+            return OutOfMemoryError(_out_of_memory_message(each), fix="close other programs, or raise the limit")
         if isinstance(each, FileNotFoundError) and "No usable temporary directory" in str(each):
             named = [f"{name}={os.environ[name]}" for name in TEMPORARY_VARIABLES if os.environ.get(name)]
             return RunError(
@@ -87,7 +87,7 @@ def machine_error(error: BaseException) -> StreamTuneError | None:
             return RunError(
                 f"{each.strerror or DISK_ERRORS[each.errno]}" + (f": {each.filename}" if each.filename else ""),
                 where=str(each.filename or ""),
-                fix=f"free space, or raise the limit (ulimit); temporary files are in {_temporary_folder()}",
+                fix=f"free space, or raise the limit (ulimit); temporary files are in {_temporary_directory()}",
             )
         if isinstance(each, OSError) and each.errno in PATH_ERRORS and each.filename is not None:
             shown = str(each.filename)
@@ -98,7 +98,7 @@ def machine_error(error: BaseException) -> StreamTuneError | None:
     return None
 
 
-def name_locale(error: StreamTuneError) -> None:
+def add_locale_to_fix(error: StreamTuneError) -> None:
     """If an error has non-ASCII text and the locale is not UTF-8, name the locale's encoding in its fix."""
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not f"{error.what}{error.where}".isascii():
@@ -119,7 +119,7 @@ PATH_ERRORS = {
 }
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _chained_errors(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, then its causes (or contexts) in turn; at most 10 in all."""
     for _ in range(10):
         if error is None:
@@ -128,7 +128,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _memory_message(error: BaseException) -> str:
+def _out_of_memory_message(error: BaseException) -> str:
     """Return the message that memory ran out, with the memory limit of this process if there is one."""
     try:
         import resource  # not on Windows
@@ -151,7 +151,7 @@ def _is_directory_deleted() -> bool:
     return False
 
 
-def _temporary_folder() -> str:
+def _temporary_directory() -> str:
     return next((os.environ[name] for name in TEMPORARY_VARIABLES if os.environ.get(name)), "/tmp")
 
 
@@ -160,12 +160,12 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ALLOCATOR_SETTING = "expandable_segments:True"
 
 
-def use_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> None:
+def use_expandable_segments(variables: MutableMapping[str, str] = os.environ) -> None:
     """Set expandable segments for this process and its children, unless the user set the allocator. Linux only."""
-    if sys.platform == "linux" and not any(name in environment for name in ALLOCATOR_VARIABLES):
-        environment.update(dict.fromkeys(ALLOCATOR_VARIABLES, ALLOCATOR_SETTING))
+    if sys.platform == "linux" and not any(name in variables for name in ALLOCATOR_VARIABLES):
+        variables.update(dict.fromkeys(ALLOCATOR_VARIABLES, ALLOCATOR_SETTING))
 
 
-def allocator_setting(environment: MutableMapping[str, str] = os.environ) -> str:
+def allocator_setting(variables: MutableMapping[str, str] = os.environ) -> str:
     """Return the allocator's setting from the environment; an empty string if there is none."""
-    return next((environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name)), "")
+    return next((variables[name] for name in ALLOCATOR_VARIABLES if variables.get(name)), "")

@@ -18,9 +18,9 @@ from streamtune.recipe.aliases import ALIASES
 from streamtune.recipe.mistakes import leaf_paths
 
 
-def option(metavar: str | None, help: str, *names: str, least: int | None = None) -> Any:
+def option(metavar: str | None, help: str, *names: str, min_value: int | None = None) -> Any:
     """Return a typer option whose help shows no default. Without ``names`` it is named after the parameter."""
-    return typer.Option(*names, metavar=metavar, help=help, min=least, show_default=False)
+    return typer.Option(*names, metavar=metavar, help=help, min=min_value, show_default=False)
 
 
 RecipeArgument = Annotated[
@@ -90,7 +90,7 @@ class HelpCommand(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with an empty type for flags."""
-        return _without_flag_types(super().get_params(ctx))
+        return _remove_flag_types(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments.
@@ -114,7 +114,7 @@ class HelpCommand(TyperCommand):
             return ArgumentError(f"unknown option '{name}'", where=ctx.command_path, fix=fix)
         if kind == "BadParameter" and param is not None and "valid integer" in str(error):
             name = param.opts[0]
-            found = _value_of(name, arguments)
+            found = _option_value(name, arguments)
             return ArgumentError(f"{name} must be a whole number, found '{found}'", where=ctx.command_path)
         return None
 
@@ -124,7 +124,7 @@ class HelpGroup(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, with an empty type for flags."""
-        return _without_flag_types(super().get_params(ctx))
+        return _remove_flag_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the command that the arguments name.
@@ -155,17 +155,17 @@ def _nearest_option(name: str, options: Sequence[str], arguments: Sequence[str])
     keys = {key for kind in RECIPES.values() for key in leaf_paths(kind)} if "--set" in options else set()
     key = ALIASES.get(word, word)
     if key in keys:
-        return f"write --set {key}={_value_of(name, arguments)}"
+        return f"write --set {key}={_option_value(name, arguments)}"
     words = {each.lstrip("-").replace("-", "_"): each for each in options}
     nearest = get_close_matches(word, [*words, *sorted(keys), *(ALIASES if keys else ())], n=1)
     if not nearest:
         return f"the command has {', '.join(options)}"
     if nearest[0] in words:
         return f"did you mean '{words[nearest[0]]}'?"
-    return f"did you mean --set {ALIASES.get(nearest[0], nearest[0])}={_value_of(name, arguments)}?"
+    return f"did you mean --set {ALIASES.get(nearest[0], nearest[0])}={_option_value(name, arguments)}?"
 
 
-def _value_of(name: str, arguments: Sequence[str]) -> str:
+def _option_value(name: str, arguments: Sequence[str]) -> str:
     """Return the value that follows an option in the arguments, or ``...`` if there is none."""
     for argument, following in zip(arguments, [*arguments[1:], "-"], strict=False):
         if argument.startswith(f"{name}="):
@@ -175,7 +175,7 @@ def _value_of(name: str, arguments: Sequence[str]) -> str:
     return "..."
 
 
-def _without_flag_types(params: list[Any]) -> list[Any]:
+def _remove_flag_types(params: list[Any]) -> list[Any]:
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -183,21 +183,21 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
 
 
 def read_recipe(
-    path: Path, settings: Sequence[str] | None, objective: str | None = None, *, connects: bool = False
+    path: Path, overrides: Sequence[str] | None, objective: str | None = None, *, uses_hub: bool = False
 ) -> LoadedRecipe:
     """Return a recipe, and set the environment variables of libraries that are imported later.
 
     Args:
         path: Recipe file, or the name of a shipped recipe.
-        settings: Overrides of the recipe, each ``key=value``.
+        overrides: Overrides of the recipe, each ``key=value``.
         objective: Objective of the command; a recipe of another objective is refused.
-        connects: True if the command may use the hub although the recipe names nothing on it.
+        uses_hub: True if the command may use the hub although the recipe names nothing on it.
 
     Raises:
         RecipeError: The file or a setting is wrong.
     """
-    loaded = load_recipe(path, settings or [], objective)
-    if connects or names_a_hub(loaded.recipe):
+    loaded = load_recipe(path, overrides or [], objective)
+    if uses_hub or names_a_hub(loaded.recipe):
         use_hub_caches_if_unreachable()
     else:
         use_hub_caches_only()

@@ -13,7 +13,7 @@ from streamtune.base.libraries import hide_quantisers, is_command_process
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.base.result_cache import read_cached, versions, write_cached
 from streamtune.cli.options import read_recipe
-from streamtune.cli.plan_screen import print_page, screen_texts
+from streamtune.cli.plan_screen import plan_screen_texts, print_plan_page
 
 from .console import err, print_json, print_note
 from .options import JsonOption, NodesOption, RanksOption, RecipeArgument, SetOption, option
@@ -59,7 +59,7 @@ def plan(
         ),
     ] = None,
     length: Annotated[
-        int | None, option("N", "Row length to plan for, in tokens. [default: the recipe's max_length]", least=2)
+        int | None, option("N", "Row length to plan for, in tokens. [default: the recipe's max_length]", min_value=2)
     ] = None,
     ranks: RanksOption = None,
     nodes: NodesOption = None,
@@ -86,18 +86,18 @@ def plan(
     key = plan_key(loaded, options)
     page = read_cached(PLANS, key, print_note) if key is not None else None
     if page is None:
-        page = _plan(loaded, options)
+        page = _make_plan_page(loaded, options)
         if key is not None and plan_key(loaded, options) == key:  # a changed file would change the key
             write_cached(PLANS, key, page)
     if as_json:
         print_json(page["document"])
         return
-    print_page(page, loaded.path)
+    print_plan_page(page, loaded.path)
     for note in loaded.notes:
         print_note(note)
 
 
-def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
+def _make_plan_page(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     """Return the JSON document of a new plan (``document``) and the texts of its screen (``screen``)."""
     recipe = loaded.recipe
     quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].extra == "quant"
@@ -108,7 +108,7 @@ def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
         from streamtune.run.plan import plan_recipe
 
         planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else ProgressPrinter())
-    return {"document": _plan_document(planned), "screen": screen_texts(planned)}
+    return {"document": _plan_document(planned), "screen": plan_screen_texts(planned)}
 
 
 @contextmanager

@@ -30,7 +30,7 @@ ACCURACY = "+-25%"
 """Accuracy of predicted step times (docs/guide/limits.md)."""
 
 
-def screen_texts(planned: RecipePlan) -> dict[str, Any]:
+def plan_screen_texts(planned: RecipePlan) -> dict[str, Any]:
     """Return the texts and numbers of the screen that the JSON document lacks."""
     chosen = planned.plan
     return {
@@ -46,7 +46,7 @@ def screen_texts(planned: RecipePlan) -> dict[str, Any]:
             ("time", _describe_time(planned)),
             ("flop", _describe_flops(planned)),
             ("rates", chosen.rates.source),
-            ("limit", _describe_limit(chosen)),
+            ("limit", _describe_binding_limit(chosen)),
             *cluster_rows(planned),
         ],
         "ranks": planned.cluster.ranks,
@@ -56,11 +56,11 @@ def screen_texts(planned: RecipePlan) -> dict[str, Any]:
     }
 
 
-def print_page(page: dict[str, Any], path: Path) -> None:
+def print_plan_page(page: dict[str, Any], path: Path) -> None:
     """Print a plan: the verdict, the facts, memory by term, and the alternatives.
 
     Args:
-        page: ``document``, as ``plan --json`` prints it, and ``screen``, from :func:`screen_texts`.
+        page: ``document``, as ``plan --json`` prints it, and ``screen``, from :func:`plan_screen_texts`.
         path: Recipe file.
     """
     document, screen = page["document"], page["screen"]
@@ -85,15 +85,15 @@ def _describe_verdict(planned: RecipePlan) -> str:
     name = planned.device_name.removeprefix("NVIDIA ")
     devices = f"{ranks} x {name}" if ranks > 1 else name
     each = " each" if ranks > 1 else ""
-    sizes = _describe_share(chosen.simulation.peak_bytes, chosen.limits.device_bytes)
+    sizes = _describe_used_bytes(chosen.simulation.peak_bytes, chosen.limits.device_bytes)
     seconds = show_seconds(chosen.step_seconds + planned.select_seconds)
     return f"{planned.length:,} tokens on {devices}: {sizes}{each}, {seconds}/step (predicted, {ACCURACY})"
 
 
-def _describe_share(used: int, whole: int) -> str:
+def _describe_used_bytes(used_bytes: int, total_bytes: int) -> str:
     """Return ``70.6 of 79.1 GiB``, with the first unit left out if both sizes have the same unit."""
-    (number, _, unit), total = show_size(used).partition(" "), show_size(whole)
-    return f"{number} of {total}" if total.endswith(f" {unit}") else f"{show_size(used)} of {total}"
+    (number, _, unit), total = show_size(used_bytes).partition(" "), show_size(total_bytes)
+    return f"{number} of {total}" if total.endswith(f" {unit}") else f"{show_size(used_bytes)} of {total}"
 
 
 def _describe_fix(planned: RecipePlan) -> str:
@@ -119,7 +119,7 @@ def _describe_step(planned: RecipePlan) -> str:
     rows, micro = recipe.per_device_train_batch_size, planned.micro_batches * planned.cluster.data_size
     optimizer = describe_optimizer(recipe)
     if planned.scored is not None:
-        text = _describe_scored(planned.scored, recipe)
+        text = _describe_scored_batch(planned.scored, recipe)
         return f"{text}, {micro} times; {optimizer}" if micro > 1 else f"{text}; {optimizer}"
     text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {planned.length:,} tokens"
     if recipe.tokens_per_batch is not None:
@@ -131,7 +131,7 @@ def _describe_step(planned: RecipePlan) -> str:
     )
 
 
-def _describe_scored(scored: Scored, recipe: TrainingSettings) -> str:
+def _describe_scored_batch(scored: Scored, recipe: TrainingSettings) -> str:
     """Return the size of a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
     from streamtune.tasks import task_of
 
@@ -179,14 +179,14 @@ def _describe_flops(planned: RecipePlan) -> str:
     return f"{text}; MFU {planned.mfu:.0%} of {_show_flops(planned.peak_flops)}/s"
 
 
-def _show_flops(count: float) -> str:
+def _show_flops(flops: float) -> str:
     for size, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count / 1e6:.3g} MFLOP"
+        if flops >= size:
+            return f"{flops / size:.3g} {unit}"
+    return f"{flops / 1e6:.3g} MFLOP"
 
 
-def _describe_limit(chosen: Plan) -> str:
+def _describe_binding_limit(chosen: Plan) -> str:
     """Return what limits the schedule, and the fraction of the usable device memory that the step takes."""
     limits, simulation = chosen.limits, chosen.simulation
     used = simulation.peak_bytes + (simulation.host_bytes if limits.shared else 0)
@@ -210,7 +210,7 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
     for name, size in sorted(document["terms"].items(), key=lambda item: -item[1]):
         if size >= MIN_TERM_BYTES:
             style = "blue" if name in FIXED_TERMS else "cyan"
-            table.add_row(f"  {name}", show_size(size), Text(bar(size / whole, width), style=style))
+            table.add_row(f"  {name}", show_size(size), Text(draw_bar(size / whole, width), style=style))
     total = f"of {show_size(limits['device_bytes'])}, {show_size(limits['device_bytes'] - peak)} free"
     table.add_row("  device, total", show_size(peak), total, style="bold")
     ranks = screen["ranks_per_node"]
@@ -243,22 +243,22 @@ def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Tab
     return table
 
 
-def describe_memory(chosen: Plan, baselines: Mapping[str, int]) -> str:
+def describe_memory(plan: Plan, baseline_bytes: Mapping[str, int]) -> str:
     """Return the memory of a run's longest step in one line, beside the same step without streaming.
 
     Args:
-        chosen: Plan of the run.
-        baselines: Peak bytes of the same step with gradient checkpointing (key ``checkpoint``) and with plain autograd
+        plan: Plan of the run.
+        baseline_bytes: Peak bytes of the same step with gradient checkpointing (key ``checkpoint``) and with plain autograd
             (key ``plain``); empty if unknown.
     """
-    limits, simulation = chosen.limits, chosen.simulation
-    text = _describe_share(simulation.peak_bytes, limits.device_bytes)
+    limits, simulation = plan.limits, plan.simulation
+    text = _describe_used_bytes(simulation.peak_bytes, limits.device_bytes)
     if simulation.host_bytes and not limits.shared:
         text += f", {show_size(simulation.host_bytes)} on host"
     if simulation.disk_bytes:
         text += f", {show_size(simulation.disk_bytes)} on disk"
-    sizes = [f"{'checkpointing' if name == 'checkpoint' else name} {show_size(baselines[name])}"
-             for name in ("checkpoint", "plain") if name in baselines]  # fmt: skip
+    sizes = [f"{'checkpointing' if name == 'checkpoint' else name} {show_size(baseline_bytes[name])}"
+             for name in ("checkpoint", "plain") if name in baseline_bytes]  # fmt: skip
     return f"{text} ({', '.join([*sizes, 'simulated']) if len(sizes) < 2 else f'{sizes[0]}, {sizes[1]}; simulated'})"
 
 
@@ -282,9 +282,9 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"
 
 
-def bar(share: float, width: int) -> str:
+def draw_bar(fraction: float, width: int) -> str:
     """Return a bar for a share of 0 to 1: up to ``width`` block characters, at least an eighth of one."""
-    eighths = max(1, round(max(0.0, min(1.0, share)) * width * 8))
+    eighths = max(1, round(max(0.0, min(1.0, fraction)) * width * 8))
     return EIGHTHS[8] * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
@@ -301,7 +301,7 @@ def cluster_rows(planned: RecipePlan) -> list[tuple[str, str]]:
     return [
         ("ranks", cluster.describe()),
         ("sending", f"{share:.1%} of the step, assuming no overlap with computing"),
-        ("", f"one device sends {_describe_links(chosen.traffic.to_json())} per step"),
+        ("", f"one device sends {_describe_sent_bytes(chosen.traffic.to_json())} per step"),
         *(
             (
                 "longer",
@@ -312,7 +312,7 @@ def cluster_rows(planned: RecipePlan) -> list[tuple[str, str]]:
     ]
 
 
-def _describe_links(traffic: dict[str, Any]) -> str:
+def _describe_sent_bytes(traffic: dict[str, Any]) -> str:
     parts = [f"{show_size(traffic['node_bytes'])} over {traffic['node_link']}"]
     if traffic["network_bytes"]:
         parts.append(f"{show_size(traffic['network_bytes'])} over the {traffic['network_link']}")

@@ -90,7 +90,9 @@ def list_recipes(
     for objective, title in OBJECTIVES.items():
         rows = [(recipe, spec) for recipe, spec in shipped if recipe.device and spec.objective == objective]
         if rows:
-            print_table(f"{objective}: {title}", _recipes_table(rows), apart=bool(starters) or rows[0] != shipped[0])
+            print_table(
+                f"{objective}: {title}", _recipes_table(rows), blank_line_before=bool(starters) or rows[0] != shipped[0]
+            )
     out.print()
     print_text(Text.assemble("Next: ", ("streamtune recipes copy NAME my.yaml", "bold")))
 

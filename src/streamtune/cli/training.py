@@ -13,7 +13,7 @@ from streamtune.base.privacy import is_offline
 from streamtune.errors import ArgumentError
 from streamtune.recipe import LoadedRecipe
 
-from .console import err, loading_libraries, need_output, out, print_note, print_title
+from .console import err, loading_libraries, out, print_note, print_title, set_output_needed
 from .options import AllowCodeOption, HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe, recipe_name
 from .programs import PARTS, load
 from .rank_process import enter_rank, given_arguments, launch_ranks, make_watchdog, report_activity
@@ -77,7 +77,7 @@ def _make_command(objective: str, text: str) -> Callable[..., None]:
         settings = [*(set_ or []), *(["allow_code=true"] if allow_code else [])]
         settings += [f"output_dir={json.dumps(str(output_dir))}"] if output_dir else []
         loaded = read_recipe(recipe, settings, objective)
-        need_output(dry_run)  # a training run writes its results to files
+        set_output_needed(dry_run)  # a training run writes its results to files
         _check_trackers(loaded)
         if nproc is not None or hostfile is not None:
             raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))

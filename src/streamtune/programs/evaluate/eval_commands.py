@@ -16,7 +16,7 @@ from streamtune.base.privacy import plain
 from streamtune.base.text import show_size
 from streamtune.cli.console import err, loading_libraries, make_table, out, print_hanging, print_json, print_note
 from streamtune.cli.options import AllowCodeOption, JsonOption, RecipeArgument, SetOption, option, read_recipe
-from streamtune.cli.plan_screen import bar
+from streamtune.cli.plan_screen import draw_bar
 from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.loss import TEACHER_FILE
 
@@ -43,7 +43,7 @@ def evaluate(
     ] = "held-out",
     max_rows: Annotated[
         int | None,
-        option("N", "Maximum number of rows to score in each split: the first rows. [default: all rows]", least=1),
+        option("N", "Maximum number of rows to score in each split: the first rows. [default: all rows]", min_value=1),
     ] = None,
     needle: Annotated[
         bool,
@@ -71,7 +71,7 @@ def evaluate(
     ] = DEPTHS,
     needle_trials: Annotated[
         int,
-        option("N", "With --needle: number of prompts to test for each length and depth. [default: 3]", least=1),
+        option("N", "With --needle: number of prompts to test for each length and depth. [default: 3]", min_value=1),
     ] = 3,
     lm_eval: Annotated[
         str | None,
@@ -110,7 +110,7 @@ def evaluate(
     if path is None:
         raise ArgumentError(f"{model} is not a run with a recipe.yaml", fix="give a recipe as second argument")
     tasks = tuple(_split_commas(lm_eval))
-    loaded = read_recipe(path, [*(set_ or []), *(["allow_code=true"] if allow_code else [])], connects=bool(tasks))
+    loaded = read_recipe(path, [*(set_ or []), *(["allow_code=true"] if allow_code else [])], uses_hub=bool(tasks))
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArgumentError(f"{output} exists and is not empty", where="--output", fix="give a new folder")
     with loading_libraries():
@@ -329,7 +329,7 @@ def _bar(value: float, values: Sequence[float]) -> str:
     part = (1 + (BAR - 1) * (value - low) / ((high - low) or 1.0)) / BAR
     if not out.encoding.lower().startswith("utf"):
         return "#" * round(part * BAR)
-    return bar(part, BAR)
+    return draw_bar(part, BAR)
 
 
 def _loss_figures(row: Mapping[str, Any]) -> Sequence[float | None]:
@@ -348,7 +348,7 @@ def teach(
         option(
             "K",
             "Number of most probable tokens of the teacher that are saved at each trained token. [default: 64]",
-            least=1,
+            min_value=1,
         ),
     ] = 64,
     set_: SetOption = None,

@@ -67,7 +67,9 @@ def generate(
             "--raw",
         ),
     ] = False,
-    max_new_tokens: Annotated[int, option("N", "Maximum number of tokens to generate. [default: 512]", least=1)] = 512,
+    max_new_tokens: Annotated[
+        int, option("N", "Maximum number of tokens to generate. [default: 512]", min_value=1)
+    ] = 512,
     temperature: Annotated[
         float | None,
         option(
