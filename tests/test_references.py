@@ -69,7 +69,7 @@ def is_ours(path: str) -> bool:
 KINDS_OF_FILES = {".jsonl", ".json", ".csv", ".txt", ".parquet", ".yaml", ".md", ".html", ".png"}
 
 
-def code_of(page: Path) -> Iterator[str]:
+def third_party_code_of(page: Path) -> Iterator[str]:
     """Yield code spans and code blocks of a page."""
     text = page.read_text(encoding="utf-8")
     yield from (block for _, block in FENCE.findall(text))
@@ -78,7 +78,7 @@ def code_of(page: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in ELSEWHERE], ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    paths = {path for text in code_of(page) for path in PATH.findall(text) if is_ours(path)}
+    paths = {path for text in third_party_code_of(page) for path in PATH.findall(text) if is_ours(path)}
     assert {path for path in paths if not exists(path)} == set()
 
 

@@ -1,4 +1,4 @@
-"""``code_of``: Python code of a model is named if the model can bring any."""
+"""``third_party_code_of``: Python code of a model is named if the model can bring any."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamtune.recipe import Recipe, code_of
+from streamtune.recipe import Recipe, third_party_code_of
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_a_folder_without_python_runs_none(files: dict[str, object], said: bool,
     recipe = Recipe.model_validate(
         {"model_name_or_path": str(tmp_path), "trust_remote_code": True, "datasets": [{"path": "a"}]}
     )
-    assert bool(code_of(recipe)) is said
+    assert bool(third_party_code_of(recipe)) is said
 
 
 def test_a_configuration_in_other_letters_is_read(tmp_path: Path) -> None:
@@ -37,11 +37,11 @@ def test_a_configuration_in_other_letters_is_read(tmp_path: Path) -> None:
         recipe = Recipe.model_validate(
             {"model_name_or_path": str(tmp_path), "trust_remote_code": True, "datasets": [{"path": "a"}]}
         )
-        assert code_of(recipe)
+        assert third_party_code_of(recipe)
 
 
 def test_a_name_on_a_hub_may_bring_python() -> None:
     named = {"model_name_or_path": "own/model", "tokenizer": {"path": "own/tokenizer"}, "datasets": [{"path": "a"}]}
-    assert code_of(Recipe.model_validate(named)) == []
-    (said,) = code_of(Recipe.model_validate({**named, "trust_remote_code": True}))
+    assert third_party_code_of(Recipe.model_validate(named)) == []
+    (said,) = third_party_code_of(Recipe.model_validate({**named, "trust_remote_code": True}))
     assert said == "Python code of own/model and own/tokenizer (trust_remote_code)"

@@ -10,9 +10,9 @@ from typing import Any
 import pydantic
 import pytest
 
-from streamtune.recipe import RECIPES, Recipe, json_schema, schema_file, shipped_recipes, with_schema
+from streamtune.recipe import RECIPES, Recipe, find_schema_file, json_schema, shipped_recipes, with_schema_header
 from streamtune.recipe.keys.datasets import DatasetSpec
-from streamtune.recipe.mistakes import expected, field_at, leaf_paths
+from streamtune.recipe.mistakes import describe_accepted_values, leaf_paths, schema_at
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -64,9 +64,9 @@ def test_no_title_of_pydantics_is_left():
 def test_every_key_can_be_put_in_words(kind):
     for paths in leaf_paths(kind).values():
         for path in paths:
-            found, fragment = field_at(path, kind)
+            found, fragment = schema_at(path, kind)
             assert found == path
-            assert expected(fragment)
+            assert describe_accepted_values(fragment)
 
 
 @pytest.mark.parametrize("kind", RECIPES.values())
@@ -97,9 +97,9 @@ def test_a_shipped_recipe_points_an_editor_to_the_schema(shipped, tmp_path):
     header, _, _ = shipped.text.partition("\n")
     prefix = "# yaml-language-server: $schema="
     assert header.startswith(prefix)
-    assert (shipped.path.parent / header.removeprefix(prefix)).resolve() == schema_file()
-    copied, _, rest = with_schema(shipped.text, tmp_path).partition("\n")
-    assert (tmp_path / copied.removeprefix(prefix)).resolve() == schema_file()
+    assert (shipped.path.parent / header.removeprefix(prefix)).resolve() == find_schema_file()
+    copied, _, rest = with_schema_header(shipped.text, tmp_path).partition("\n")
+    assert (tmp_path / copied.removeprefix(prefix)).resolve() == find_schema_file()
     assert rest == shipped.text.partition("\n")[2]
     assert shipped.summary.endswith(".")
     assert max(len(line) for line in shipped.text.splitlines()) <= 120

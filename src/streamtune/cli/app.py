@@ -8,7 +8,7 @@ import typer
 
 from streamtune import __version__
 from streamtune.cli.options import HelpCommand, HelpGroup
-from streamtune.cli.programs import COMMANDS, load
+from streamtune.cli.programs import COMMANDS, import_object
 
 app = typer.Typer(
     name="streamtune",
@@ -55,7 +55,7 @@ def streamtune(
 groups = {"": app}
 for name, heading, entry in COMMANDS:
     group, _, last = name.rpartition(" ")
-    found = load(entry)
+    found = import_object(entry)
     if isinstance(found, typer.Typer):
         groups[name] = found
         groups[group].add_typer(found, name=last, rich_help_panel=heading)

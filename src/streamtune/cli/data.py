@@ -13,7 +13,7 @@ from streamtune.errors import ArgumentError
 
 from .console import err, loading_libraries, out, print_json, print_note, replace_page
 from .options import JsonOption, RecipeArgument, SetOption, option, read_recipe
-from .programs import PARTS, load
+from .programs import PARTS, import_object
 
 if TYPE_CHECKING:
     from streamtune.data.inspect_rows import RowView, TokenGap, TokenRun
@@ -198,4 +198,4 @@ def _write_histogram(inspection: Inspection, path: Path) -> None:
 
 def _write_page(inspection: Inspection, max_rows: int, path: Path) -> None:
     views = [*_choose_rows(inspection, 2, None, True), *_choose_rows(inspection, max_rows, None, False)]
-    replace_page(load(PARTS["page of rows"])(inspection, views).encode("utf-8"), path, "--html")
+    replace_page(import_object(PARTS["page of rows"])(inspection, views).encode("utf-8"), path, "--html")

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from streamtune.base.privacy import use_hub_caches_if_unreachable, use_hub_caches_only
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.recipe import RECIPES, LoadedRecipe, load_recipe, names_a_hub, shipped_names, shipped_recipes
+from streamtune.recipe import RECIPES, LoadedRecipe, load_recipe, may_name_hub, shipped_names, shipped_recipes
 from streamtune.recipe.aliases import ALIASES
 from streamtune.recipe.mistakes import leaf_paths
 
@@ -197,7 +197,7 @@ def read_recipe(
         RecipeError: The file or a setting is wrong.
     """
     loaded = load_recipe(path, overrides or [], objective)
-    if uses_hub or names_a_hub(loaded.recipe):
+    if uses_hub or may_name_hub(loaded.recipe):
         use_hub_caches_if_unreachable()
     else:
         use_hub_caches_only()

@@ -15,7 +15,7 @@ from streamtune.recipe.keys.preset import describe_preset
 
 from .console import make_table, out, print_hanging, print_rows, print_table
 from .options import recipe_name
-from .schedule_text import describe_difference, describe_schedule, short_dtype
+from .schedule_text import describe_schedule, describe_schedule_difference, short_dtype
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
@@ -231,7 +231,7 @@ def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Tab
     table = make_table(change, "step", "device", "host+disk", header="dim")
     for other in document["alternatives"]:
         away = other["host_bytes"] + other["disk_bytes"]
-        text = Text(describe_difference(document["schedule"], other["schedule"], screen["layers"]))
+        text = Text(describe_schedule_difference(document["schedule"], other["schedule"], screen["layers"]))
         if not other["fits"]:
             text.append(f" ({other['why_not']})", style="red")
         table.add_row(
@@ -248,8 +248,8 @@ def describe_memory(plan: Plan, baseline_bytes: Mapping[str, int]) -> str:
 
     Args:
         plan: Plan of the run.
-        baseline_bytes: Peak bytes of the same step with gradient checkpointing (key ``checkpoint``) and with plain autograd
-            (key ``plain``); empty if unknown.
+        baseline_bytes: Peak bytes of the same step with gradient checkpointing (key ``checkpoint``) and with plain
+            autograd (key ``plain``); empty if unknown.
     """
     limits, simulation = plan.limits, plan.simulation
     text = _describe_used_bytes(simulation.peak_bytes, limits.device_bytes)

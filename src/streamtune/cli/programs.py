@@ -39,7 +39,7 @@ PARTS = {
 """Part of a program -> its ``module:name``. Commands of the core load these parts when they need them."""
 
 
-def load(entry: str) -> Any:
+def import_object(entry: str) -> Any:
     """Import and return the object that an entry ``module:name`` names."""
     module, _, name = entry.partition(":")
     return getattr(import_module(module), name)

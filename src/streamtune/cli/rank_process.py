@@ -37,12 +37,12 @@ _terminal: list[int] = []
 """Descriptor of the terminal, in a rank whose output goes elsewhere; else empty."""
 
 
-def remember_arguments(given: Sequence[str]) -> None:
-    """Save the command's arguments for :func:`launch_ranks` and :func:`given_arguments`."""
-    _arguments[:] = given
+def remember_arguments(arguments: Sequence[str]) -> None:
+    """Save the command's arguments for :func:`launch_ranks` and :func:`command_arguments`."""
+    _arguments[:] = arguments
 
 
-def given_arguments() -> list[str]:
+def command_arguments() -> list[str]:
     """Return the arguments of the running command, without the program's name."""
     return list(_arguments)
 
@@ -67,12 +67,12 @@ def make_watchdog(environment: RankEnvironment) -> Watchdog:
     return Watchdog(environment, show=print_error)
 
 
-def report_activity(doing: Doing, watchdog: Watchdog) -> Doing:
-    """Return a wrapper of ``doing`` that also passes each text to the watchdog, which shows it to other ranks."""
+def report_activity(show_activity: Doing, watchdog: Watchdog) -> Doing:
+    """Return a wrapper of ``show_activity`` that also passes each text to the watchdog, for other ranks to show."""
 
     def reported(text: str) -> AbstractContextManager[Any]:
         watchdog.record_phase(0, text, waits_outside=True)
-        return doing(text)
+        return show_activity(text)
 
     return reported
 

@@ -21,13 +21,13 @@ from streamtune.recipe import (
     LoadedRecipe,
     Recipe,
     ShippedRecipe,
-    code_of,
     json_schema,
     load_recipe,
     path_exists,
     read_shipped,
     shipped_recipes,
-    with_schema,
+    third_party_code_of,
+    with_schema_header,
 )
 
 from .console import err, make_table, out, print_json, print_note, print_rows, print_table, print_text
@@ -74,7 +74,7 @@ def list_recipes(
     """List the shipped recipes: first general ones, then one for each combination of model and device."""
     shipped = [(recipe, load_recipe(recipe.path).recipe) for recipe in shipped_recipes()]
     if device is not None:
-        shipped = _made_for_device(device, shipped)
+        shipped = _recipes_for_device(device, shipped)
     if json:
         print_json([_recipe_document(recipe, spec) for recipe, spec in shipped])
         return
@@ -97,27 +97,27 @@ def list_recipes(
     print_text(Text.assemble("Next: ", ("streamtune recipes copy NAME my.yaml", "bold")))
 
 
-def _made_for_device(
-    device: str, shipped: Sequence[tuple[ShippedRecipe, Recipe]]
+def _recipes_for_device(
+    device_memory: str, recipes: Sequence[tuple[ShippedRecipe, Recipe]]
 ) -> list[tuple[ShippedRecipe, Recipe]]:
     """Return the recipes that are made for a device memory, such as ``24GB``, ``24`` or ``8x80GB``.
 
     Raises:
         ArgumentError: No recipe is made for it.
     """
-    wanted = f"{device.upper().replace(' ', '').removesuffix('GB').removesuffix('GIB')}GB"
-    found = [(recipe, spec) for recipe, spec in shipped if _device_without_blanks(recipe).upper() == wanted]
+    wanted = f"{device_memory.upper().replace(' ', '').removesuffix('GB').removesuffix('GIB')}GB"
+    found = [(recipe, spec) for recipe, spec in recipes if _compact_device_name(recipe).upper() == wanted]
     if not found:
         sizes = sorted(
-            {_device_without_blanks(recipe) for recipe, _ in shipped if recipe.device},
+            {_compact_device_name(recipe) for recipe, _ in recipes if recipe.device},
             key=lambda size: (len(size), size),
         )
         fix = f"choose one of: {', '.join(sizes)}"
-        raise ArgumentError(f"no recipe is made for a device of {device}", where="--device", fix=fix)
+        raise ArgumentError(f"no recipe is made for a device of {device_memory}", where="--device", fix=fix)
     return found
 
 
-def _device_without_blanks(recipe: ShippedRecipe) -> str:
+def _compact_device_name(recipe: ShippedRecipe) -> str:
     """Return the device of a recipe without blanks: ``24GB``, ``8x80GB``, or an empty string."""
     return recipe.device.replace(" ", "")
 
@@ -132,7 +132,7 @@ def _recipes_table(rows: Sequence[tuple[ShippedRecipe, Recipe]]) -> Table:
         table.add_row(
             Text(recipe.name, style="bold"),
             spec.finetuning_type,
-            _device_without_blanks(recipe),
+            _compact_device_name(recipe),
             f"{spec.max_length:,}",
             f" {str(spec.model_name_or_path).rpartition('/')[2]}",
         )
@@ -180,16 +180,18 @@ def copy_recipe(
     dest = dest or Path()
     if dest.is_dir():
         dest /= f"{recipe.name.replace('/', '-')}.yaml"
-    write_new(dest, with_schema(recipe.text, dest.parent), f"`streamtune recipes copy {recipe.name} OTHER.yaml`")
+    write_new_file(
+        dest, with_schema_header(recipe.text, dest.parent), f"`streamtune recipes copy {recipe.name} OTHER.yaml`"
+    )
     command = f"streamtune {load_recipe(recipe.path).recipe.objective} {dest}"
     err.print(Text.assemble("wrote ", (str(dest), "bold"), f"; train with `{command}`"), soft_wrap=True)
 
 
-def write_new(dest: Path, text: str, fix: str) -> None:
+def write_new_file(path: Path, text: str, fix: str) -> None:
     """Write a new file.
 
     Args:
-        dest: Path of the file.
+        path: Path of the file.
         text: Content of the file.
         fix: Text of the error's fix, if the file exists.
 
@@ -197,18 +199,18 @@ def write_new(dest: Path, text: str, fix: str) -> None:
         ArgumentError: The file exists, or cannot be written.
     """
     try:
-        with dest.open("x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise file_exists_error(dest, fix) from None
+        raise file_exists_error(path, fix) from None
     except OSError as error:
-        fix = f"make the folder first: `mkdir -p {dest.parent}`" if not dest.parent.is_dir() else ""
-        raise ArgumentError(f"cannot be written: {error.strerror}", where=str(dest), fix=fix) from None
+        fix = f"make the folder first: `mkdir -p {path.parent}`" if not path.parent.is_dir() else ""
+        raise ArgumentError(f"cannot be written: {error.strerror}", where=str(path), fix=fix) from None
 
 
-def file_exists_error(dest: Path, fix: str) -> ArgumentError:
+def file_exists_error(path: Path, fix: str) -> ArgumentError:
     """Return the error for a file that exists and is not overwritten."""
-    return ArgumentError("the file already exists; it is not overwritten", where=str(dest), fix=fix)
+    return ArgumentError("the file already exists; it is not overwritten", where=str(path), fix=fix)
 
 
 def schema() -> None:
@@ -239,10 +241,10 @@ def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = 
         values = loaded.recipe.model_dump(mode="json")
         print_json({"ok": True, "path": str(loaded.path), "notes": list(loaded.notes), "recipe": values})
         return
-    _print_facts(loaded)
+    _print_recipe_facts(loaded)
 
 
-def _print_facts(loaded: LoadedRecipe) -> None:
+def _print_recipe_facts(loaded: LoadedRecipe) -> None:
     out.print(Text.assemble(("OK", "bold green"), " ", (plain(str(loaded.path)), "bold")), soft_wrap=True)
     print_rows(recipe_facts(loaded.recipe))
     for note in loaded.notes:
@@ -256,7 +258,7 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("tokenizer", _describe_tokenizer(recipe)),
         ("objective", _describe_objective(recipe)),
         *method_facts(recipe),
-        ("training", _describe_training(recipe)),
+        ("training", _describe_trained_weights(recipe)),
         ("data", ", ".join(_describe_dataset(spec.path, spec.max_rows) for spec in recipe.datasets)),
         ("length", f"{recipe.max_length:,} tokens; longer rows are {OVERLENGTH[recipe.overlength]}"),
         *([("loss on", TRAIN_ON[recipe.train_on])] if recipe.objective == "sft" else []),
@@ -264,7 +266,7 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("optimizer", _describe_optimizer(recipe)),
         ("duration", _describe_duration(recipe)),
         ("output", recipe.output_dir),
-        *([("runs code", "; ".join(code))] if (code := code_of(recipe)) else []),
+        *([("runs code", "; ".join(code))] if (code := third_party_code_of(recipe)) else []),
     ]
 
 
@@ -309,7 +311,7 @@ def _describe_objective(recipe: Recipe) -> str:
     return f"{OBJECTIVES['dpo']}: {recipe.loss_type} loss on {compared}, beta {recipe.beta:g}"
 
 
-def _describe_training(recipe: Recipe) -> str:
+def _describe_trained_weights(recipe: Recipe) -> str:
     kind = "all weights"
     if recipe.finetuning_type != "full":
         target = recipe.lora_target if isinstance(recipe.lora_target, str) else ", ".join(recipe.lora_target)
@@ -399,21 +401,23 @@ def list_optimizers(json: JsonOption = False) -> None:
     for library, line in missing.items():
         out.print(Text.assemble(f"* {library} is not installed: ", (line, "bold")))
     out.print()
-    print_rows([(name, _describe_entry(entry)) for name, entry in OPTIMIZERS.items()], name_style="bold", indent="")
+    print_rows(
+        [(name, _describe_optimizer_entry(entry)) for name, entry in OPTIMIZERS.items()], name_style="bold", indent=""
+    )
 
 
-def _state_bytes_per_parameter(name: str, width: int) -> float:
-    return state_bytes(name, (SIZE, SIZE), width, {}) / SIZE**2
+def _state_bytes_per_parameter(optimizer_name: str, bytes_per_element: int) -> float:
+    return state_bytes(optimizer_name, (SIZE, SIZE), bytes_per_element, {}) / SIZE**2
 
 
-def _describe_entry(entry: OptimizerEntry) -> str:
+def _describe_optimizer_entry(entry: OptimizerEntry) -> str:
     """Return the description of an optimizer, with its options and their defaults."""
-    options = ", ".join(f"{key}: {_yaml_value(value)}" for key, value in entry.options.items())
+    options = ", ".join(f"{key}: {_show_yaml_value(value)}" for key, value in entry.options.items())
     only = f"; {entry.only_on} only" if entry.only_on else ""
     return f"{entry.text}{only}" + (f"; optim_args {{{options}}}" if options else "")
 
 
-def _yaml_value(value: Any) -> str:
+def _show_yaml_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -17,15 +17,15 @@ def short_dtype(name: str) -> str:
     return DTYPES.get(name, name)
 
 
-def describe_schedule(schedule: Schedule, layers: int) -> str:
+def describe_schedule(schedule: Schedule, num_layers: int) -> str:
     """Return a schedule in one line: ``1,024-token chunks, 256 in the head; keeps K/V and attention outputs``.
 
     Args:
         schedule: Schedule to describe.
-        layers: Number of decoder layers of the model.
+        num_layers: Number of decoder layers of the model.
     """
     parts = [f"{schedule.chunk_size:,}-token chunks, {schedule.head_chunk_size:,} in the head"]
-    if schedule.keep_layers >= layers:
+    if schedule.keep_layers >= num_layers:
         return f"{parts[0]}; keeps every layer's activations, recomputes nothing"
     by_chunk = schedule.order == "chunk"
     if by_chunk:
@@ -60,47 +60,51 @@ def describe_schedule(schedule: Schedule, layers: int) -> str:
     return "; ".join(parts)
 
 
-def describe_difference(chosen: Mapping[str, Any], other: Mapping[str, Any], layers: int) -> str:
+def describe_schedule_difference(
+    chosen_fields: Mapping[str, Any], other_fields: Mapping[str, Any], num_layers: int
+) -> str:
     """Return what another schedule does differently: ``attention outputs on host, two levels``.
 
     Args:
-        chosen: Fields of the chosen schedule.
-        other: Fields of the other schedule.
-        layers: Number of decoder layers of the model.
+        chosen_fields: Fields of the chosen schedule.
+        other_fields: Fields of the other schedule.
+        num_layers: Number of decoder layers of the model.
     """
-    if other["keep_layers"] >= layers > chosen["keep_layers"]:
+    if other_fields["keep_layers"] >= num_layers > chosen_fields["keep_layers"]:
         return "keep every layer's activations"
     texts: dict[str, str] = {
-        "keep_layers": _describe_kept_layers(chosen["keep_layers"], other["keep_layers"]),
-        "chunk_size": f"{other['chunk_size']:,}-token chunks",
-        "head_chunk_size": f"{other['head_chunk_size']:,} tokens in the head",
-        "order": f"order: {other['order']}",
-        "offload": f"layer inputs on {other['offload']}",
-        "device_layers": f"the last {other['device_layers']} layer inputs on device",
-        "levels": "two levels" if other["levels"] == 2 else "one level",
-        "segment_size": f"segments of {_show_layers(other['segment_size'] or 0)}",
-        "keep_kv": _describe_tier("K/V", other["keep_kv"]),
-        "keep_attention": _describe_tier("attention outputs", other["keep_attention"]),
-        "stream_grads": "hidden-state gradients streamed" if other["stream_grads"] else "whole hidden-state gradients",
-        "weights": f"weights on {other['weights']}",
+        "keep_layers": _describe_kept_layers(chosen_fields["keep_layers"], other_fields["keep_layers"]),
+        "chunk_size": f"{other_fields['chunk_size']:,}-token chunks",
+        "head_chunk_size": f"{other_fields['head_chunk_size']:,} tokens in the head",
+        "order": f"order: {other_fields['order']}",
+        "offload": f"layer inputs on {other_fields['offload']}",
+        "device_layers": f"the last {other_fields['device_layers']} layer inputs on device",
+        "levels": "two levels" if other_fields["levels"] == 2 else "one level",
+        "segment_size": f"segments of {_show_layers(other_fields['segment_size'] or 0)}",
+        "keep_kv": _describe_tier("K/V", other_fields["keep_kv"]),
+        "keep_attention": _describe_tier("attention outputs", other_fields["keep_attention"]),
+        "stream_grads": "hidden-state gradients streamed"
+        if other_fields["stream_grads"]
+        else "whole hidden-state gradients",
+        "weights": f"weights on {other_fields['weights']}",
     }
-    changed = [name for name in texts if chosen[name] != other[name]]
-    if "levels" in changed or other["segment_size"] is None:
+    changed = [name for name in texts if chosen_fields[name] != other_fields[name]]
+    if "levels" in changed or other_fields["segment_size"] is None:
         changed = [name for name in changed if name != "segment_size"]
-    if not other["device_layers"]:
+    if not other_fields["device_layers"]:
         changed = [name for name in changed if name != "device_layers"]
     return ", ".join(texts[name] for name in changed) or "same schedule"
 
 
-def _describe_kept_layers(chosen: int, other: int) -> str:
-    count = other or chosen
+def _describe_kept_layers(chosen_count: int, other_count: int) -> str:
+    count = other_count or chosen_count
     last = "last layer" if count == 1 else f"last {count} layers"
-    return f"{last} kept whole" if other else f"{last} not kept whole"
+    return f"{last} kept whole" if other_count else f"{last} not kept whole"
 
 
-def _describe_tier(name: str, tier: str) -> str:
-    return f"{name} not kept" if tier == "no" else f"{name} on {tier}"
+def _describe_tier(tensor_name: str, tier: str) -> str:
+    return f"{tensor_name} not kept" if tier == "no" else f"{tensor_name} on {tier}"
 
 
-def _show_layers(count: int) -> str:
-    return "1 layer" if count == 1 else f"{count} layers"
+def _show_layers(num_layers: int) -> str:
+    return "1 layer" if num_layers == 1 else f"{num_layers} layers"

@@ -15,8 +15,8 @@ from streamtune.recipe import LoadedRecipe
 
 from .console import err, loading_libraries, out, print_note, print_title, set_output_needed
 from .options import AllowCodeOption, HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe, recipe_name
-from .programs import PARTS, load
-from .rank_process import enter_rank, given_arguments, launch_ranks, make_watchdog, report_activity
+from .programs import PARTS, import_object
+from .rank_process import command_arguments, enter_rank, launch_ranks, make_watchdog, report_activity
 from .training_screens import print_banner, print_dry_run_end, print_outcome
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ AllowChangeOption = Annotated[
 ]
 
 
-def _make_command(objective: str, text: str) -> Callable[..., None]:
-    """Return the command that trains recipes of one objective and refuses other recipes; ``text`` is its help."""
+def _make_training_command(objective: str, help_text: str) -> Callable[..., None]:
+    """Return the command that trains recipes of one objective and refuses other recipes; ``help_text`` is its help."""
 
     def train(
         recipe: RecipeArgument,
@@ -83,15 +83,15 @@ def _make_command(objective: str, text: str) -> Callable[..., None]:
             raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
         _train(loaded, resume, allow_change or [], dry_run)
 
-    train.__doc__ = text
+    train.__doc__ = help_text
     return train
 
 
-sft = _make_command("sft", "Train a model on the rows of a recipe: supervised fine-tuning (SFT).")
-dpo = _make_command(
+sft = _make_training_command("sft", "Train a model on the rows of a recipe: supervised fine-tuning (SFT).")
+dpo = _make_training_command(
     "dpo", "Train a model to prefer chosen completions over rejected completions (DPO and related losses)."
 )
-grpo = _make_command(
+grpo = _make_training_command(
     "grpo",
     "Train a model on completions that it writes itself and that reward functions score (GRPO and related losses).",
 )
@@ -123,13 +123,13 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
                 outcome = None if dry_run else train_run(run, out, listeners)
             finally:
                 if not dry_run and run.world.is_main:
-                    load(PARTS["page of a run"])(run.directory.path)
+                    import_object(PARTS["page of a run"])(run.directory.path)
             leave_ranks()  # inside the watchdog, which names a rank that does not arrive
     except KeyboardInterrupt:
         err.print("Stopped.")
         raise typer.Exit(130) from None
     if outcome is None:
-        print_dry_run_end(run, given_arguments())
+        print_dry_run_end(run, command_arguments())
     else:
         print_outcome(run, outcome)
         if outcome.failure is not None:
@@ -146,23 +146,23 @@ def _check_trackers(loaded: LoadedRecipe) -> None:
     if not loaded.recipe.report_to:
         return
     try:
-        load(PARTS["check trackers"])(loaded.recipe.report_to)
+        import_object(PARTS["check trackers"])(loaded.recipe.report_to)
     except ArgumentError as error:
         error.where = loaded.where("report_to")
         raise
 
 
-def _load_callbacks(loaded: LoadedRecipe, main: bool) -> list[Listener]:
+def _load_callbacks(loaded: LoadedRecipe, is_main: bool) -> list[Listener]:
     """Return the recipe's callbacks on rank 0. Other ranks import their code and return an empty list."""
     recipe = loaded.recipe
     if not recipe.callbacks:
         return []
     from streamtune.run.listeners import load_callbacks
 
-    if recipe.allow_code and main:
+    if recipe.allow_code and is_main:
         print_note(f"running the code of {', '.join(recipe.callbacks)}")
     return load_callbacks(
-        recipe.callbacks, allow_code=recipe.allow_code, directory=loaded.path.parent.absolute(), main=main
+        recipe.callbacks, allow_code=recipe.allow_code, directory=loaded.path.parent.absolute(), main=is_main
     )
 
 
@@ -170,6 +170,6 @@ def _make_listeners(loaded: LoadedRecipe, callbacks: Sequence[Listener]) -> List
     """Return the listeners of the run: trackers, then callbacks."""
     from streamtune.train.progress import Listeners
 
-    make = load(PARTS["trackers"])
+    make = import_object(PARTS["trackers"])
     trackers = make(loaded.recipe.report_to, offline=is_offline(), notify=print_note, doing=err.status)
     return Listeners([trackers, *callbacks])

@@ -14,7 +14,7 @@ from rich.text import Text
 from streamtune.base.adapters import base_of
 from streamtune.base.privacy import plain
 from streamtune.base.text import show_size
-from streamtune.recipe import code_of
+from streamtune.recipe import third_party_code_of
 from streamtune.recipe.keys.preset import describe_preset
 
 from .console import out, print_rows, print_text
@@ -56,7 +56,7 @@ def print_banner(run: Run) -> None:
             *method_facts(run.recipe),
             *([("stops at", _describe_stop_tokens(run))] if run.added_stop_tokens else []),
             ("output", _describe_output(run)),
-            *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
+            *([("runs code", "; ".join(code))] if (code := third_party_code_of(run.recipe)) else []),
         ]
     )
 
@@ -91,7 +91,7 @@ def _describe_model(run: Run) -> str:
     autocast = ", computed in bf16" if run.recipe.bf16 else ""
     name, device = type(base).__name__.removesuffix("ForCausalLM"), str(run.device)
     where = "CPU" if device == "cpu" else device
-    return f"{name}, {_short_count(total)} parameters, {trained}; {dtype}{autocast}; {where}"
+    return f"{name}, {_show_count(total)} parameters, {trained}; {dtype}{autocast}; {where}"
 
 
 def _describe_positions(run: Run) -> str:
@@ -106,12 +106,12 @@ def _describe_positions(run: Run) -> str:
     return f"{theta}{kind}{models.pretrained_positions(config) or 0:,} to {models.position_limit(config) or 0:,} tokens"
 
 
-def _describe_time(run: Run, memory: Plan) -> str:
+def _describe_time(run: Run, plan: Plan) -> str:
     """Return the predicted time of the run and of its longest step: ``about 2 min; longest step 4.5 s (predicted)``."""
     from streamtune.run.run_time import predict_run_seconds
 
     seconds = predict_run_seconds(run)
-    step = f"longest step {show_seconds(memory.step_seconds)} (predicted)"
+    step = f"longest step {show_seconds(plan.step_seconds)} (predicted)"
     if run.recipe.objective == "grpo":
         step += "; excludes the rollout"
     if seconds is None:
@@ -195,7 +195,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
     state, folder = outcome.progressed, run.directory.path
     out.print()
     print_text(_outcome_title(run, outcome))
-    rows = [("trained", _describe_trained(run, outcome))] if outcome.tokens > 0 else []
+    rows = [("trained", _describe_trained_rows(run, outcome))] if outcome.tokens > 0 else []
     rows += _loss_rows(outcome)
     # A policy's loss stays near 0 whatever the policy learns, so the reward is drawn.
     rewards = [record["reward"] for record in outcome.records if "reward" in record]
@@ -209,7 +209,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
         since = " since the resume" if run.first_step else ""
         rows.append(("time", f"{show_seconds(outcome.seconds)} for {outcome.tokens:,} tokens{since}, {rate}"))
-        rows += _peak_rows(run, outcome)
+        rows += _peak_memory_rows(run, outcome)
     if outcome.moved_aside is not None:
         rows.append(("before", f"the run that was in {folder} is now in {outcome.moved_aside}"))
     names = ("report.html", "loss.png", "metrics.jsonl")
@@ -218,7 +218,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
     next_command = "run the same command again, which resumes"
     if outcome.finished:
         rows.append(("model", f"{run.directory.final}/"))
-        rows.append(("load", _load_call(run)))
+        rows.append(("load", _model_loading_call(run)))
         if (
             run.added_stop_tokens and run.recipe.finetuning_type != "full"
         ):  # PEFT takes the generation config of the base
@@ -239,14 +239,14 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
     print_text(Text.assemble("Next: ", (plain(next_command), "bold")))
 
 
-def _describe_trained(run: Run, outcome: RunOutcome) -> str:
+def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
     """Return what was trained on what: ``456,000 parameters of Qwen3 on 3,234 rows, 405 steps``."""
     name = type(base_of(run.model)).__name__.removesuffix("ForCausalLM")
     steps = outcome.progressed.step - run.first_step
     resumed = f" after a resume at step {run.first_step:,}" if run.first_step else ""
     number = getattr(run.prepared.report, "train_examples", None)
     rows = "streamed rows" if number is None else f"{number:,} training row{'' if number == 1 else 's'}"
-    count = _short_count(run.parameters.trainable)
+    count = _show_count(run.parameters.trainable)
     return f"{count} parameters of {name} on {rows}, {steps:,} step{'' if steps == 1 else 's'}{resumed}"
 
 
@@ -265,7 +265,7 @@ def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
     return rows
 
 
-def _peak_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
+def _peak_memory_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
     """Return a row with the measured peak memory, what it includes, and the planned peak."""
     peaks = [record["peak_mem_gib"] for record in outcome.records if "peak_mem_gib" in record]
     if not peaks:
@@ -292,7 +292,7 @@ def _outcome_title(run: Run, outcome: RunOutcome) -> Text:
     return Text("Done", style="bold green")
 
 
-def _load_call(run: Run) -> str:
+def _model_loading_call(run: Run) -> str:
     """Return the Python call that loads the final model, or the reason why it must be merged first."""
     from streamtune import models
 
@@ -318,7 +318,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(SPARK[round((mean - low) / ((high - low) or 1.0) * (len(SPARK) - 1))] for mean in means)
 
 
-def _short_count(count: int) -> str:
+def _show_count(count: int) -> str:
     """Return a count with its unit: ``4.2M``, ``8.19B``."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
@@ -349,7 +349,7 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
         return
     for sample in rows[:SHOWN_ANSWERS]:
         verdict = "right" if sample["right"] else f"wrong, expected {plain(' '.join(sample['expected'].split()))}"
-        prompt = plain(_last_line(str(sample["prompt"])))
+        prompt = plain(_last_prompt_line(str(sample["prompt"])))
         completion = plain(" ".join(sample["completion"].split())) or "(nothing)"
         print_text(Text(f"held-out prompt of {sample['prompt_tokens']:,} tokens: {prompt}", style="dim"), indent=2)
         style = "green" if sample["right"] else "red"
@@ -365,7 +365,7 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def _last_line(prompt: str) -> str:
+def _last_prompt_line(prompt: str) -> str:
     """Return the last line of a prompt, without a trailing role name such as ``assistant``."""
     lines = [line for line in prompt.split("\n") if line.strip()]
     if len(lines) > 1 and lines[-1].strip("<|>: ") in ("assistant", "model"):

@@ -7,15 +7,15 @@ from streamtune.recipe.keys.datasets import DatasetSpec
 from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.keys.model_and_tokenizer import ModelInit, TokenizerSpec, TokenizerTrain
 from streamtune.recipe.keys.run import SampleSpec
-from streamtune.recipe.loader import LoadedRecipe, code_of, load_recipe, names_a_hub, path_exists
+from streamtune.recipe.loader import LoadedRecipe, load_recipe, may_name_hub, path_exists, third_party_code_of
 from streamtune.recipe.schema import RECIPES, DpoRecipe, GrpoRecipe, Recipe, json_schema
 from streamtune.recipe.shipped import (
     ShippedRecipe,
+    find_schema_file,
     read_shipped,
-    schema_file,
     shipped_names,
     shipped_recipes,
-    with_schema,
+    with_schema_header,
 )
 from streamtune.recipe.yaml import dump_recipe
 
@@ -32,15 +32,15 @@ __all__ = [
     "ShippedRecipe",
     "TokenizerSpec",
     "TokenizerTrain",
-    "code_of",
     "dump_recipe",
+    "find_schema_file",
     "json_schema",
     "load_recipe",
-    "names_a_hub",
+    "may_name_hub",
     "path_exists",
     "read_shipped",
-    "schema_file",
     "shipped_names",
     "shipped_recipes",
-    "with_schema",
+    "third_party_code_of",
+    "with_schema_header",
 ]

@@ -28,7 +28,7 @@ from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .keys.datasets import DatasetSpec
 from .keys.run import RunKeys
-from .mistakes import find_mistakes, to_error, unknown_key
+from .mistakes import find_recipe_mistakes, mistakes_to_error, unknown_key
 from .schema import RECIPES, Recipe, objectives_with
 from .shipped import read_shipped, shipped_names
 
@@ -79,8 +79,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
         >>> loaded.recipe.max_steps
         20
     """
-    path = _shipped_or_file(Path(path))
-    tree, marks, mistakes = read_yaml(read_text(path), str(path))
+    path = _resolve_recipe_path(Path(path))
+    tree, marks, mistakes = read_yaml(read_recipe_text(path), str(path))
     if tree is None:
         raise RecipeError("the recipe is empty", where=str(path), fix="start from one of `streamtune recipes ls`")
     if not isinstance(tree, dict):
@@ -89,7 +89,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
                           fix="write 'key: value', with a space after the colon")  # fmt: skip
     notes, misnamed = apply_aliases(tree, marks)
     mistakes += misnamed
-    kind = _recipe_type(tree, overrides, objective)
+    kind = _recipe_class(tree, overrides, objective)
     if not mistakes:  # a setting may name a key that is a mistake in the file
         notes += apply_overrides(tree, marks, overrides, kind)
         renamed, misnamed = apply_aliases(tree, marks)  # values and later keys that came with a setting
@@ -101,14 +101,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     try:
         recipe = kind.model_validate(tree)
     except ValidationError:
-        raise to_error(mistakes + find_mistakes(tree, kind), marks) from None
+        raise mistakes_to_error(mistakes + find_recipe_mistakes(tree, kind), marks) from None
     if mistakes:
-        raise to_error(mistakes, marks)
+        raise mistakes_to_error(mistakes, marks)
     notes += _notes_on_unread_keys(recipe)
-    return LoadedRecipe(_find_files(recipe, path.parent, marks), path, tuple(notes), marks)
+    return LoadedRecipe(_resolve_local_paths(recipe, path.parent, marks), path, tuple(notes), marks)
 
 
-def _recipe_type(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
+def _recipe_class(tree: dict[str, Any], overrides: Sequence[str], objective: str | None) -> type[Recipe]:
     """Return the recipe's class, which decides what keys exist. It depends on the objective, in the recipe or in a
     setting."""
     named = tree.get("objective")
@@ -152,7 +152,7 @@ def _secret_error(kind: str, what: str, where: str) -> RecipeError:
     )
 
 
-def _shipped_or_file(path: Path) -> Path:
+def _resolve_recipe_path(path: Path) -> Path:
     """Return the path of the shipped recipe with this name. If a file with this name exists, or no recipe has it,
     return the path unchanged."""
     name = path.as_posix()
@@ -163,7 +163,7 @@ def _shipped_or_file(path: Path) -> Path:
     return read_shipped(name).path if is_name else path
 
 
-def read_text(path: Path) -> str:
+def read_recipe_text(path: Path) -> str:
     """Return the text of a recipe file, which is UTF-8 with or without a byte-order mark."""
     try:
         with open(path, "rb", opener=open_nonblocking) as file:
@@ -173,7 +173,7 @@ def read_text(path: Path) -> str:
                 )
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError("the file does not exist", where=str(path), fix=_nearest_file(path)) from None
+        raise RecipeError("the file does not exist", where=str(path), fix=_missing_file_fix(path)) from None
     except IsADirectoryError:
         inside = sorted(entry.name for entry in path.glob("*.y*ml"))
         fix = f"name a recipe in it, such as {path / inside[0]}" if inside else "name a YAML file"
@@ -191,7 +191,7 @@ def read_text(path: Path) -> str:
         raise RecipeError("the file is not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
 
 
-def _nearest_file(path: Path) -> str:
+def _missing_file_fix(path: Path) -> str:
     """Return a fix for a missing file: a similar name in the same folder, or a shipped recipe."""
     names, name = shipped_names(), path.as_posix().removesuffix(".yaml")
     if shipped := next((each for each in (name, path.stem) if each in names), None):
@@ -211,13 +211,13 @@ def _notes_on_unread_keys(recipe: Recipe) -> list[str]:
     return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
 
 
-def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
+def _resolve_local_paths(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
     """Return the recipe with its local paths resolved; other names stay unchanged."""
 
     def find(value: str, *key: str | int) -> str:
         beside = folder / _expand_home(value, marks.where(*key))
         of_rows = key[0] in ("datasets", "eval_datasets")
-        is_here = path_exists(beside, broken=True) or (of_rows and _has_match(folder, value))
+        is_here = path_exists(beside, broken_links=True) or (of_rows and _has_glob_match(folder, value))
         return str(beside) if value not in BUILT_IN and is_here else value
 
     def found(specs: Sequence[DatasetSpec], *key: str) -> tuple[DatasetSpec, ...]:
@@ -236,13 +236,13 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
         if value := getattr(recipe, key, None):
             changes[key] = find(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):
-        changes["reward_funcs"] = tuple(_find_code(spec, folder, marks, "reward_funcs") for spec in rewards)
+        changes["reward_funcs"] = tuple(_resolve_code_path(spec, folder, marks, "reward_funcs") for spec in rewards)
     if recipe.callbacks:
-        changes["callbacks"] = tuple(_find_code(spec, folder, marks, "callbacks") for spec in recipe.callbacks)
+        changes["callbacks"] = tuple(_resolve_code_path(spec, folder, marks, "callbacks") for spec in recipe.callbacks)
     return recipe.model_copy(update=changes)
 
 
-def _has_match(folder: Path, pattern: str) -> bool:
+def _has_glob_match(folder: Path, pattern: str) -> bool:
     """Return True if a file name pattern has a match below a folder."""
     if not re.search(r"[*?\[]", pattern) or "://" in pattern:
         return False
@@ -260,7 +260,7 @@ def _expand_home(path: str, where: str) -> Path:
                           fix="write the full path") from None  # fmt: skip
 
 
-def names_a_hub(recipe: Recipe) -> bool:
+def may_name_hub(recipe: Recipe) -> bool:
     """Return True if a recipe names a model, tokenizer or dataset that is not local, and so may be on a hub.
 
     Args:
@@ -273,7 +273,7 @@ def names_a_hub(recipe: Recipe) -> bool:
     return any(name is not None and not path_exists(Path(name).expanduser()) for name in names)
 
 
-def _find_code(spec: str, folder: Path, marks: Marks, key: str) -> str:
+def _resolve_code_path(spec: str, folder: Path, marks: Marks, key: str) -> str:
     """Return a reward or callback with the absolute path of its file: the run's copy of the recipe is in another
     folder."""
     file, suffix, function = spec.partition(".py:")
@@ -281,16 +281,16 @@ def _find_code(spec: str, folder: Path, marks: Marks, key: str) -> str:
     return f"{beside.absolute()}:{function}" if suffix and path_exists(beside) else spec
 
 
-def path_exists(path: Path, *, broken: bool = False) -> bool:
-    """Return True if a file or folder exists; with ``broken`` also for a link without a target, which is reported
+def path_exists(path: Path, *, broken_links: bool = False) -> bool:
+    """Return True if a file or folder exists; with ``broken_links`` also for a link without a target, which is reported
     later."""
     try:
-        return path.exists() or (broken and path.is_symlink())
+        return path.exists() or (broken_links and path.is_symlink())
     except (OSError, ValueError):  # an inline template is no file name: too long, or with a NUL
         return False
 
 
-def user_rewards(recipe: RunKeys) -> list[str]:
+def user_reward_functions(recipe: RunKeys) -> list[str]:
     """Return the reward functions that are the user's own code, without their options: ``path.py:function``,
     ``module:function``."""
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
@@ -299,7 +299,7 @@ def user_rewards(recipe: RunKeys) -> list[str]:
 CONFIGURATIONS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
-def _has_code(name: str) -> bool:
+def _may_have_code(name: str) -> bool:
     """Return True unless a model or tokenizer is a local folder without Python code. A hub name returns True."""
     try:
         folder = Path(name).expanduser()
@@ -319,14 +319,14 @@ def _names_remote_code(path: Path) -> bool:
         return True
 
 
-def code_of(recipe: Recipe) -> list[str]:
+def third_party_code_of(recipe: Recipe) -> list[str]:
     """Return one description for each kind of third-party code that a run executes; empty for most recipes."""
     found = []
     tokenizer = recipe.tokenizer.path if recipe.tokenizer is not None else None
     models = (recipe.model_name_or_path, tokenizer, getattr(recipe, "ref_model_name_or_path", None))
-    if recipe.trust_remote_code and (named := [name for name in models if name and _has_code(name)]):
+    if recipe.trust_remote_code and (named := [name for name in models if name and _may_have_code(name)]):
         found.append(f"Python code of {' and '.join(named)} (trust_remote_code)")
-    if own := user_rewards(recipe):
+    if own := user_reward_functions(recipe):
         found.append(f"{', '.join(own)} (reward_funcs)")
     if recipe.callbacks:
         found.append(f"{', '.join(recipe.callbacks)} (callbacks)")
@@ -365,16 +365,16 @@ def apply_overrides(
                 where=setting,
                 fix="write --set key=value, such as --set max_length=4096",
             )
-        value = _read_value(text, setting)
+        value = _parse_override_value(text, setting)
         if name in ALIASES:
             notes.append(f"'{name}' is read as '{ALIASES[name]}'")
             name = ALIASES[name]
-        path = _find_key(name, tree, setting, kind)
+        path = _find_key_path(name, tree, setting, kind)
         _set_value(tree, path, value, marks, setting)
     return notes
 
 
-def _read_value(text: str, setting: str) -> Any:
+def _parse_override_value(text: str, setting: str) -> Any:
     try:
         value, _, mistakes = read_yaml(text.strip(), "--set")
     except RecipeError as error:
@@ -384,7 +384,7 @@ def _read_value(text: str, setting: str) -> Any:
     return value
 
 
-def _find_key(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
+def _find_key_path(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> KeyPath:
     """Return the path of a key that is written in full, is at the top level, or has a unique last name."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
     leaves = leaf_paths(kind)

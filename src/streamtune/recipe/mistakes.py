@@ -25,23 +25,23 @@ from .schema import Recipe, objectives_with
 MOST_SHOWN = 20
 
 
-def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
+def mistakes_to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
     """Return one error about all mistakes, in the order of the file."""
     mistakes = sorted(mistakes, key=lambda mistake: mistake.line or marks.line(mistake.path))
     first, *others = mistakes
     if not others:
-        return RecipeError(first.what, where=_where(first, marks), fix=first.fix)
+        return RecipeError(first.what, where=_show_place(first, marks), fix=first.fix)
     lines = [f"{len(mistakes)} mistakes"]
     for mistake in mistakes[:MOST_SHOWN]:
-        where = _where(mistake, marks).removeprefix(f"{marks.file}:")
+        where = _show_place(mistake, marks).removeprefix(f"{marks.file}:")
         where = f"line {where}" if where.isdecimal() else where
         lines.append(f"- {where}: {mistake.what}" + (f"; {mistake.fix}" if mistake.fix else ""))
     if (left := len(mistakes) - MOST_SHOWN) > 0:
         lines.append(f"- and {left} more")
-    return RecipeError("\n".join(lines), where=_where(first, marks))
+    return RecipeError("\n".join(lines), where=_show_place(first, marks))
 
 
-def find_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
+def find_recipe_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
     """Return all mistakes in a recipe; empty if it is correct.
 
     Rules about several keys stop at their first mistake. So the key of each mistake is removed, and the rest is checked
@@ -53,7 +53,7 @@ def find_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
         try:
             kind.model_validate(tree)
         except ValidationError as error:
-            mistakes = explain(error, tree, kind)
+            mistakes = mistakes_of_validation(error, tree, kind)
         else:
             return found
         named = re.compile(rf"\b({'|'.join(re.escape(str(path[-1])) for path in gone) or '(?!)'})\b")
@@ -75,7 +75,7 @@ def _remove_key(tree: Any, path: KeyPath) -> bool:
     return True
 
 
-def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
+def mistakes_of_validation(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
     """Return pydantic's findings as mistakes, one for each key, with the expected and the found value."""
     found: dict[KeyPath, Mistake] = {}
     for detail in error.errors():
@@ -91,7 +91,7 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
             mistake = Mistake(loc, f"'{show_path(loc)}' is missing", fix)
         elif detail["type"] == TOO_LARGE:
             # The other branches of a union refuse the number too; only this one has the reason.
-            mistake = _size_mistake(loc, tree, kind, context["limit"])
+            mistake = _too_large_mistake(loc, tree, kind, context["limit"])
             found.pop(mistake.path, None)
         else:
             mistake = _value_mistake(loc, tree, kind)
@@ -104,7 +104,7 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
 def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     """Return the mistake of an unknown key, with the most similar known key."""
     parent, name = path[:-1], str(path[-1])
-    known = properties(parent, kind) + ([*ALIASES, *CHOICES, *SWITCHES] if not parent else [])
+    known = keys_at(parent, kind) + ([*ALIASES, *CHOICES, *SWITCHES] if not parent else [])
     if not parent and (others := objectives_with(name)):
         how = " or ".join(f"add objective: {other}, or run `streamtune {other}`" for other in others)
         return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes only", how)
@@ -122,27 +122,29 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     return Mistake(path, f"unknown key '{name}'{shown}", fix or "`streamtune schema` lists every key")
 
 
-def _where(mistake: Mistake, marks: Marks) -> str:
+def _show_place(mistake: Mistake, marks: Marks) -> str:
     return f"{marks.file}:{mistake.line}" if mistake.line else marks.where(*mistake.path)
 
 
-def _value_mistake(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mistake:
-    path, fragment = field_at(loc, kind)
+def _value_mistake(path_in_error: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mistake:
+    path, fragment = schema_at(path_in_error, kind)
     value = _value_at(path, tree)
     name = show_path(path)
     if value is None:
         return Mistake(
-            path, f"'{name}' has no value; it must be {expected(fragment)}", "write a value, or delete the line"
+            path,
+            f"'{name}' has no value; it must be {describe_accepted_values(fragment)}",
+            "write a value, or delete the line",
         )
-    what = f"'{name}' must be {expected(fragment)}; found {_describe_value(value)}"
+    what = f"'{name}' must be {describe_accepted_values(fragment)}; found {_describe_value(value)}"
     return Mistake(path, what, _suggest_fix(fragment, value))
 
 
-def _size_mistake(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe], limit: int) -> Mistake:
-    path, _ = field_at(loc, kind)
+def _too_large_mistake(path_in_error: KeyPath, tree: dict[str, Any], kind: type[Recipe], max_value: int) -> Mistake:
+    path, _ = schema_at(path_in_error, kind)
     return Mistake(
         path,
-        f"'{show_path(path)}' must be at most {limit:,}; found {_describe_value(_value_at(path, tree))}",
+        f"'{show_path(path)}' must be at most {max_value:,}; found {_describe_value(_value_at(path, tree))}",
         "write a smaller number",
     )
 
@@ -180,7 +182,7 @@ def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
         return f"write {number}"
     if "integer" in takes and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    if isinstance(value, str) and (fix := did_you_mean(value, options(fragment))):
+    if isinstance(value, str) and (fix := did_you_mean(value, accepted_words(fragment))):
         return fix
     if isinstance(value, str) and "path" in fragment.get("properties", {}):
         return f"write {{path: {value}}}"
@@ -190,7 +192,7 @@ def _suggest_fix(fragment: dict[str, Any], value: Any) -> str:
         return "delete the empty text"
     if "array" in takes and isinstance(value, dict):
         return "start each entry with '- '"
-    if takes == {"string"} and not options(fragment) and isinstance(value, (bool, int, float)):
+    if takes == {"string"} and not accepted_words(fragment) and isinstance(value, (bool, int, float)):
         return "put it in quotes"
     return ""
 
@@ -214,7 +216,7 @@ Fragment = dict[str, Any]
 
 
 @cache
-def _schema(kind: type[Recipe]) -> Fragment:
+def _inlined_schema(kind: type[Recipe]) -> Fragment:
     """Return the recipe's schema with every reference replaced by its definition."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
@@ -232,51 +234,51 @@ def _schema(kind: type[Recipe]) -> Fragment:
     return found
 
 
-def _resolve(fragment: Fragment) -> Fragment:
+def _without_null(fragment: Fragment) -> Fragment:
     """Return the schema of X for the schema "X or null"; other schemas unchanged."""
     while len(choices := [choice for choice in fragment.get("anyOf", []) if choice.get("type") != "null"]) == 1:
         fragment = choices[0]
     return fragment
 
 
-def field_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
+def schema_at(path: KeyPath, kind: type[Recipe] = Recipe) -> tuple[KeyPath, Fragment]:
     """Return the longest beginning of ``path`` that exists in the schema, and the schema of the value there.
 
     Pydantic also adds to a path the branch of a union that it tried; such parts are dropped.
     """
-    fragment = _schema(kind)
+    fragment = _inlined_schema(kind)
     for depth, part in enumerate(path):
         if isinstance(part, str) and part in fragment.get("properties", {}):
             fragment = fragment["properties"][part]
-        elif isinstance(part, int) and (items := _item_schema(fragment)) is not None:
+        elif isinstance(part, int) and (items := _list_item_schema(fragment)) is not None:
             fragment = items
-        elif isinstance(part, str) and (named := _value_schema(fragment)) is not None:
+        elif isinstance(part, str) and (named := _mapping_value_schema(fragment)) is not None:
             fragment = named
         else:
             return path[:depth], fragment
-        fragment = _resolve(fragment)
+        fragment = _without_null(fragment)
     return path, fragment
 
 
-def properties(path: KeyPath, kind: type[Recipe] = Recipe) -> list[str]:
+def keys_at(path: KeyPath, kind: type[Recipe] = Recipe) -> list[str]:
     """Return the keys allowed at ``path``."""
-    return list(field_at(path, kind)[1].get("properties", {}))
+    return list(schema_at(path, kind)[1].get("properties", {}))
 
 
-def options(fragment: Fragment) -> list[str]:
+def accepted_words(fragment: Fragment) -> list[str]:
     """Return the words that a key accepts; empty if it accepts other values."""
-    fragment = _resolve(fragment)
+    fragment = _without_null(fragment)
     if "anyOf" in fragment:
-        return [word for choice in fragment["anyOf"] for word in options(choice)]
+        return [word for choice in fragment["anyOf"] for word in accepted_words(choice)]
     words = fragment.get("enum", [fragment["const"]] if "const" in fragment else [])
     return [word for word in words if isinstance(word, str)]
 
 
-def expected(fragment: Fragment) -> str:
+def describe_accepted_values(fragment: Fragment) -> str:
     """Describe the values that a key accepts: ``a whole number of at least 1, or 'auto'``."""
-    fragment = _resolve(fragment)
+    fragment = _without_null(fragment)
     if "anyOf" in fragment:
-        return ", or ".join(dict.fromkeys(expected(choice) for choice in fragment["anyOf"]))
+        return ", or ".join(dict.fromkeys(describe_accepted_values(choice) for choice in fragment["anyOf"]))
     if "enum" in fragment:
         return _join_with_or([_quote(value) for value in fragment["enum"]])
     if "const" in fragment:
@@ -286,7 +288,7 @@ def expected(fragment: Fragment) -> str:
             keys = list(fragment.get("properties", {}))
             return f"a group of keys ({', '.join(keys)})" if keys else "a group of keys"
         case "array":
-            return f"a list of {'texts' if _resolve(fragment['items']).get('type') == 'string' else 'entries'}"
+            return f"a list of {'texts' if _without_null(fragment['items']).get('type') == 'string' else 'entries'}"
         case "boolean":
             return "true or false"
         case "integer":
@@ -305,17 +307,17 @@ def leaf_paths(kind: type[Recipe] = Recipe) -> dict[str, list[KeyPath]]:
 
     def walk(fragment: Fragment, path: KeyPath) -> None:
         for name, child in fragment["properties"].items():
-            inner = _resolve(child)
+            inner = _without_null(child)
             if "properties" in inner and inner.get("additionalProperties") is False:
                 walk(inner, (*path, name))
             else:
                 found.setdefault(name, []).append((*path, name))
 
-    walk(_schema(kind), ())
+    walk(_inlined_schema(kind), ())
     return found
 
 
-def _item_schema(fragment: Fragment) -> Fragment | None:
+def _list_item_schema(fragment: Fragment) -> Fragment | None:
     for choice in fragment.get("anyOf", [fragment]):
         if "items" in choice:
             items: Fragment = choice["items"]
@@ -323,7 +325,7 @@ def _item_schema(fragment: Fragment) -> Fragment | None:
     return None
 
 
-def _value_schema(fragment: Fragment) -> Fragment | None:
+def _mapping_value_schema(fragment: Fragment) -> Fragment | None:
     """Return the schema of the values of a mapping whose keys the user chooses; None for other schemas."""
     named = fragment.get("additionalProperties")
     return named if isinstance(named, dict) else None

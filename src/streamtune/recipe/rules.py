@@ -54,10 +54,10 @@ class OneOf:
         self.values = values
 
 
-def having(table: Mapping[str, object], when: Condition) -> OneOf:
-    """Return the test that the value of a key is the name of a table entry that meets a condition: ``having(OPTIMIZERS,
-    {"averages": True})``."""
-    return OneOf(*(name for name, row in table.items() if holds(row, when)))
+def names_having(table: Mapping[str, object], when: Condition) -> OneOf:
+    """Return the test that the value of a key is the name of a table entry that meets a condition:
+    ``names_having(OPTIMIZERS, {"averages": True})``."""
+    return OneOf(*(name for name, row in table.items() if condition_holds(row, when)))
 
 
 class Refusal(NamedTuple):
@@ -94,8 +94,10 @@ class Clash:
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
         """Yield the mistake if the condition holds."""
-        if holds(spec, self.when):
-            yield Refusal(self.key or next(iter(self.when)), fill(self.what, spec), fill(self.fix, spec))
+        if condition_holds(spec, self.when):
+            yield Refusal(
+                self.key or next(iter(self.when)), fill_placeholders(self.what, spec), fill_placeholders(self.fix, spec)
+            )
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class OnlyFor:
         if recipe.objective != self.objective:
             for key in self.keys:
                 if is_given(recipe, key):
-                    yield Refusal(key, fill(self.what.replace("{key}", key), recipe), DELETE)
+                    yield Refusal(key, fill_placeholders(self.what.replace("{key}", key), recipe), DELETE)
 
 
 class Where:
@@ -163,9 +165,9 @@ class Where:
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
         """Yield the mistakes that the rules find, each inserted into ``text``."""
-        if holds(spec, self.when):
-            head, tail = (fill(part, spec) for part in self.text.split("{}"))
-            for key, what, fix in refusals_of(spec, self.rows):
+        if condition_holds(spec, self.when):
+            head, tail = (fill_placeholders(part, spec) for part in self.text.split("{}"))
+            for key, what, fix in find_refusals(spec, self.rows):
                 yield Refusal(key, f"{head}{what}{tail}", fix)
 
 
@@ -184,27 +186,27 @@ Rules = tuple[KeyRule, ...]
 """A rule table."""
 
 
-def refusals_of(spec: Any, rules: Iterable[KeyRule]) -> Iterator[Refusal]:
+def find_refusals(spec: Any, rules: Iterable[KeyRule]) -> Iterator[Refusal]:
     """Yield the mistakes that the rules find, in their order."""
     for rule in rules:
         yield from rule.refusals(spec)
 
 
-def holds(spec: Any, when: Condition) -> bool:
+def condition_holds(spec: Any, condition: Condition) -> bool:
     """Return True if every key of a condition has the value, or passes the test."""
-    return all(_meets(spec, key, wanted) for key, wanted in when.items())
+    return all(_meets_test(spec, key, wanted) for key, wanted in condition.items())
 
 
-def _meets(spec: Any, key: str, wanted: object) -> bool:
-    match wanted:
+def _meets_test(spec: Any, key: str, test: object) -> bool:
+    match test:
         case Given():
             return is_given(spec, key)
         case Not():
-            return value_of(spec, key) not in wanted.values
+            return value_of(spec, key) not in test.values
         case OneOf():
-            return value_of(spec, key) in wanted.values
+            return value_of(spec, key) in test.values
         case _:
-            return bool(value_of(spec, key) == wanted)
+            return bool(value_of(spec, key) == test)
 
 
 def value_of(spec: Any, key: str) -> Any:
@@ -222,7 +224,7 @@ def is_given(spec: Any, key: str) -> bool:
     return bool(getattr(owner, last) != default)
 
 
-def fill(text: str, spec: Any) -> str:
+def fill_placeholders(text: str, spec: Any) -> str:
     """Return a text with each ``{key}`` replaced by the key's value."""
 
     def value(found: re.Match[str]) -> str:
@@ -294,7 +296,7 @@ class Spec(BaseModel):
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield the mistakes that the rules find, in the order of the tables."""
-        return refusals_of(self, self.rules)
+        return find_refusals(self, self.rules)
 
 
 def mistake(what: str, *, key: str, fix: str = "") -> PydanticCustomError:

@@ -39,7 +39,7 @@ from streamtune.recipe.keys.trained_tokens import (
     TURN_RULES,
     TrainedTokenKeys,
 )
-from streamtune.recipe.rules import Custom, Refusal, Rules, Steps, refusals_of
+from streamtune.recipe.rules import Custom, Refusal, Rules, Steps, find_refusals
 from streamtune.recipe.settings import (
     PreferenceSettings,
     RolloutSettings,
@@ -49,7 +49,7 @@ from streamtune.recipe.settings import (
 )
 
 
-def _unshareable_choices(recipe: Any) -> Iterator[Refusal]:
+def _refuse_unshareable_choices(recipe: Any) -> Iterator[Refusal]:
     if recipe.shares_weights:
         yield from recipe.needs_whole_weights()
 
@@ -97,7 +97,7 @@ class Recipe(
         *WARMUP_RULES,
         *QUANTIZATION_RULES,
         *EVALUATION_RULES,
-        Custom(_unshareable_choices),
+        Custom(_refuse_unshareable_choices),
         *ENGINE_RULES,
         *STATE_RULES,
     )
@@ -111,7 +111,7 @@ class Recipe(
 
     def needs_whole_weights(self) -> Iterator[Refusal]:
         """Yield the choices of this recipe that are refused if ranks shard the weights."""
-        return refusals_of(self, self.whole_weights)
+        return find_refusals(self, self.whole_weights)
 
     @property
     def evaluates(self) -> bool:

@@ -50,7 +50,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
         >>> "quickstart" in [recipe.name for recipe in shipped_recipes()]
         True
     """
-    return [_read_recipe(_recipe_path(name)) for name in shipped_names()]
+    return [_read_shipped_file(_recipe_path(name)) for name in shipped_names()]
 
 
 def shipped_names() -> list[str]:
@@ -60,7 +60,7 @@ def shipped_names() -> list[str]:
     """
     folder = _recipe_folder()
     paths = [*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]
-    return sorted((path.relative_to(folder).as_posix().removesuffix(".yaml") for path in paths), key=_sort_key)
+    return sorted((path.relative_to(folder).as_posix().removesuffix(".yaml") for path in paths), key=_recipe_sort_key)
 
 
 def read_shipped(name: str) -> ShippedRecipe:
@@ -74,23 +74,23 @@ def read_shipped(name: str) -> ShippedRecipe:
     if stem not in names:
         fix = did_you_mean(stem, names) or "`streamtune recipes ls` lists the shipped recipes"
         raise ArgumentError(f"unknown shipped recipe '{name}'", fix=fix)
-    return _read_recipe(_recipe_path(stem))
+    return _read_shipped_file(_recipe_path(stem))
 
 
-def with_schema(text: str, folder: Path) -> str:
+def with_schema_header(text: str, folder: Path) -> str:
     """Return the text of a shipped recipe, with the path of this installation's schema in its first line. The path is
     relative if the schema is below ``folder``, where the recipe is written. Without a schema the line is dropped."""
     first, _, rest = text.partition("\n")
     if not first.startswith(HEADER):
         return text
-    schema = schema_file()
+    schema = find_schema_file()
     if schema is None:
         return rest
     nearby = schema.is_relative_to(folder.resolve())
     return f"{HEADER}{schema.relative_to(folder.resolve()) if nearby else schema}\n{rest}"
 
 
-def schema_file() -> Path | None:
+def find_schema_file() -> Path | None:
     """Return the path of the JSON schema for editors; None if this installation lacks it."""
     for path in (_PACKAGE / "_recipes" / "recipe.schema.json", _SOURCE_TREE / "docs" / "recipe.schema.json"):
         if path.is_file():
@@ -103,7 +103,7 @@ def _recipe_folder() -> Path:
     return installed if installed.is_dir() else _SOURCE_TREE / "recipes"
 
 
-def _sort_key(name: str) -> tuple[bool, list[tuple[float, str]]]:
+def _recipe_sort_key(name: str) -> tuple[bool, list[tuple[float, str]]]:
     all_devices = DEVICE.sub(lambda found: f"-{int(found[1] or 1) * int(found[2])}gb", name)
     return "/" in name, list(_split_numbers(all_devices))
 
@@ -117,7 +117,7 @@ def _recipe_path(name: str) -> Path:
     return _recipe_folder() / f"{name}.yaml"
 
 
-def _read_recipe(path: Path) -> ShippedRecipe:
+def _read_shipped_file(path: Path) -> ShippedRecipe:
     text = path.read_text(encoding="utf-8")
     comments = (line for line in text.splitlines() if line.startswith("# ") and not line.startswith(HEADER))
     name = path.relative_to(_recipe_folder()).as_posix().removesuffix(".yaml")

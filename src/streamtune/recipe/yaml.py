@@ -211,7 +211,7 @@ class _Reader:
     def mapping(self, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
-            line = _line(event.start_mark)
+            line = _line_number(event.start_mark)
             if not isinstance(event, yaml.ScalarEvent):
                 raise self.error_at(event, "a key must be plain text", "write braces and brackets after 'key: '")
             self.value(event, path)  # refuses an anchor or a tag on the key
@@ -233,15 +233,15 @@ class _Reader:
     def sequence(self, path: KeyPath) -> list[Any]:
         found: list[Any] = []
         while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-            self.marks.lines.setdefault((*path, len(found)), _line(event.start_mark))
+            self.marks.lines.setdefault((*path, len(found)), _line_number(event.start_mark))
             found.append(self.value(event, (*path, len(found))))
         return found
 
     def error_at(self, event: yaml.Event, what: str, fix: str) -> RecipeError:
-        return RecipeError(what, where=f"{self.file}:{_line(event.start_mark)}", fix=fix)
+        return RecipeError(what, where=f"{self.file}:{_line_number(event.start_mark)}", fix=fix)
 
 
-def _line(mark: Any) -> int:
+def _line_number(mark: Any) -> int:
     """Return the line of a mark, counted from 1; PyYAML counts from 0."""
     assert mark is not None, "the pure-Python reader marks every event"
     return int(mark.line) + 1
@@ -250,7 +250,7 @@ def _line(mark: Any) -> int:
 def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
     """Return a readable error for PyYAML's error, with a fix for common slips."""
     problem = error.problem or error.context or "cannot be read"
-    where = f"{file}:{_line(error.problem_mark or error.context_mark)}"
+    where = f"{file}:{_line_number(error.problem_mark or error.context_mark)}"
     if "'\\t'" in problem:
         return RecipeError("YAML does not allow tabs as indentation", where=where, fix="indent with spaces")
     if "mapping values are not allowed" in problem:
@@ -268,7 +268,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
             where=where,
             fix="indent keys of one level equally, and close every quote",
         )
-    opened = f"{file}:{_line(error.context_mark)}" if error.context_mark else where
+    opened = f"{file}:{_line_number(error.context_mark)}" if error.context_mark else where
     if error.context == "while scanning a quoted scalar":
         return RecipeError(
             "the quote opened here is not closed", where=opened, fix="close it; write '' for a quote inside"
@@ -298,10 +298,10 @@ def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     # mode="json" turns tuples into lists.
     values = recipe.model_dump(mode="json", exclude_none=True)
-    return head + dump_values(values)
+    return head + dump_yaml(values)
 
 
-def dump_values(values: dict[str, Any]) -> str:
+def dump_yaml(values: dict[str, Any]) -> str:
     """Return keys and values as YAML that ``read_yaml`` reads as equal values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.aliases import ALIASES, VALUES
-from streamtune.recipe.mistakes import expected, field_at
+from streamtune.recipe.mistakes import describe_accepted_values, schema_at
 from streamtune.recipe.schema import RECIPES, Recipe, objectives_with
 from streamtune.recipe.yaml import KeyPath, Marks
 
@@ -245,8 +245,8 @@ class Conversion:
         try:
             _type_adapter(self.kind, key).validate_python(value)
         except ValidationError:
-            path, fragment = field_at((key,), self.kind)
-            return f"StreamTune's '{path[0]}' must be {expected(fragment)}"
+            path, fragment = schema_at((key,), self.kind)
+            return f"StreamTune's '{path[0]}' must be {describe_accepted_values(fragment)}"
         return ""
 
     def _add(self, kind: Kind, path: KeyPath, ours: str = "", note: str = "", trains: bool = False) -> None:

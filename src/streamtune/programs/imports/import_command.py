@@ -14,7 +14,7 @@ from streamtune.base.interrupts import temporary_directory
 from streamtune.base.privacy import plain
 from streamtune.cli.console import err, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
-from streamtune.cli.recipes import file_exists_error, write_new
+from streamtune.cli.recipes import file_exists_error, write_new_file
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.programs.imports.conversion import FieldFinding
 from streamtune.programs.imports.importing import TRAINERS, ImportedRecipe
@@ -102,7 +102,7 @@ def import_recipe(
 
 def _write_checked(dest: Path, text: str, fix: str) -> None:
     """Write the recipe and check that it loads; remove it if it does not."""
-    write_new(dest, text, fix)
+    write_new_file(dest, text, fix)
     try:
         load_recipe(dest)
     except RecipeError:

@@ -8,9 +8,9 @@ from typing import Any
 
 from streamtune.base.privacy import redact
 from streamtune.errors import ArgumentError, RecipeError
-from streamtune.recipe.mistakes import find_mistakes, to_error
+from streamtune.recipe.mistakes import find_recipe_mistakes, mistakes_to_error
 from streamtune.recipe.schema import RECIPES, Recipe
-from streamtune.recipe.yaml import dump_values
+from streamtune.recipe.yaml import dump_yaml
 
 from .axolotl import AXOLOTL
 from .conversion import Conversion, FieldFinding, PeerTrainer
@@ -125,8 +125,8 @@ def _check_converted(conversion: Conversion) -> None:
     tree: dict[str, Any] = {**conversion.ours}
     tree.setdefault("output_dir", "runs/imported")
     marks = conversion.marks()
-    if mistakes := find_mistakes(tree, conversion.kind):
-        found = to_error(mistakes, marks)
+    if mistakes := find_recipe_mistakes(tree, conversion.kind):
+        found = mistakes_to_error(mistakes, marks)
         what = found.what.replace(f"{len(mistakes)} mistakes", "", 1) if len(mistakes) > 1 else f" {found.what}"
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
         raise RecipeError(f"the converted recipe has {count}:{what}", where=found.where, fix=found.fix)
@@ -139,7 +139,7 @@ def _recipe_text(conversion: Conversion) -> str:
     for key in conversion.kind.model_fields:
         if key not in conversion.ours:
             continue
-        text = dump_values({key: conversion.ours[key]}).rstrip("\n")
+        text = dump_yaml({key: conversion.ours[key]}).rstrip("\n")
         note = redact(" ".join(conversion.notes.get(key, "").split()))
         if not note:
             lines.append(text)

@@ -21,7 +21,7 @@ from streamtune.recipe.rules import (
     Text,
     Where,
     at_most,
-    having,
+    names_having,
 )
 
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
@@ -123,7 +123,7 @@ class AdapterKeys(Spec):
         return qlora and ADAPTERS[self.adapter_type].start == "quantisation"
 
 
-def _decided_by_a_folder(recipe: Any) -> Iterator[Refusal]:
+def _refuse_keys_of_adapter_folder(recipe: Any) -> Iterator[Refusal]:
     for key in ADAPTER_KEYS:
         if key in recipe.model_fields_set and key != "adapter_name_or_path":
             what = f"'{key}' has no effect: the adapters in {recipe.adapter_name_or_path} decide it"
@@ -135,19 +135,19 @@ LORA = "write adapter_type: lora, or "
 
 ADAPTER_RULES: Rules = (
     Clash(
-        {"adapter_type": having(ADAPTERS, {"on_quantised": False}), "finetuning_type": "qlora"},
+        {"adapter_type": names_having(ADAPTERS, {"on_quantised": False}), "finetuning_type": "qlora"},
         "'adapter_type: {adapter_type}' needs unquantised weights, and 'finetuning_type: qlora' quantises them to 4 or "
         "8 bits",
         f"write finetuning_type: lora, or one of: {OTHERS}",
     ),
     Clash(
-        {"adapter_type": having(ADAPTERS, {"start": "quantisation"}), "finetuning_type": "lora"},
+        {"adapter_type": names_having(ADAPTERS, {"start": "quantisation"}), "finetuning_type": "lora"},
         "'adapter_type: {adapter_type}' starts from the quantisation error of the weights, and 'finetuning_type: lora' "
         "does not quantise them",
         "write finetuning_type: qlora, or adapter_type: pissa, which starts from the weights",
     ),
     Where(
-        {"finetuning_type": Not("full"), "adapter_type": having(ADAPTERS, {"start": "gradient"})},
+        {"finetuning_type": Not("full"), "adapter_type": names_having(ADAPTERS, {"start": "gradient"})},
         Clash(
             {"objective": Not("sft")},
             "is initialised from gradients of training rows, and gradients of {objective} need a reference or "
@@ -170,7 +170,7 @@ ADAPTER_RULES: Rules = (
     ),
     Where(
         {"finetuning_type": Not("full"), "adapter_name_or_path": Not(None)},
-        Custom(_decided_by_a_folder),
+        Custom(_refuse_keys_of_adapter_folder),
     ),
 )
 
@@ -189,7 +189,7 @@ NEEDS_WHOLE_WEIGHTS: Rules = (
         "write quantization: nf4, or deepspeed: zero2 (each rank keeps the quantised base)",
     ),
     Clash(
-        {"adapter_type": having(ADAPTERS, {"on_shared": False}), "finetuning_type": Not("full")},
+        {"adapter_type": names_having(ADAPTERS, {"on_shared": False}), "finetuning_type": Not("full")},
         "adapters of kind {adapter_type} need unsharded weights or have values besides parameters, and here ranks "
         "shard the weights",
         "write deepspeed: zero2, or adapter_type: lora or rslora",

@@ -127,7 +127,7 @@ class StepKeys(Spec):
     decides."""
 
 
-def _row_exceeds_budget(recipe: Any) -> Iterator[Refusal]:
+def _refuse_rows_above_budget(recipe: Any) -> Iterator[Refusal]:
     tokens, rows = recipe.tokens_per_batch, 2 if recipe.objective == "dpo" else 1
     if tokens < rows * recipe.max_length:
         what = "a pair of two answers" if rows == 2 else "a row"
@@ -139,12 +139,12 @@ def _row_exceeds_budget(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _missing_budget(recipe: Any) -> Iterator[Refusal]:
+def _refuse_missing_budget(recipe: Any) -> Iterator[Refusal]:
     what = f"'batching: {recipe.batching}' needs 'tokens_per_batch', the tokens of an optimizer step"
     yield Refusal("batching", what, f"add tokens_per_batch: {8 * recipe.max_length}")
 
 
-def _bucket_too_long(recipe: Any) -> Iterator[Refusal]:
+def _refuse_long_buckets(recipe: Any) -> Iterator[Refusal]:
     least = (recipe.buckets or BucketSpec()).min_length
     if least > recipe.max_length:
         yield Refusal(
@@ -154,7 +154,7 @@ def _bucket_too_long(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _weighted_buckets(recipe: Any) -> Iterator[Refusal]:
+def _refuse_weighted_buckets(recipe: Any) -> Iterator[Refusal]:
     weighted = [index for index, source in enumerate(recipe.datasets) if source.weight is not None]
     if weighted:
         yield Refusal(
@@ -190,7 +190,7 @@ BATCH_RULES: Rules = (
         "'tokens_per_batch' needs 'batching: tokens' or 'batching: buckets', and 'batching' is rows",
         "add batching: tokens, or delete the line",
     ),
-    Where({"batching": Not("rows"), "tokens_per_batch": None}, Custom(_missing_budget)),
+    Where({"batching": Not("rows"), "tokens_per_batch": None}, Custom(_refuse_missing_budget)),
     Where(
         {"batching": Not("rows"), "tokens_per_batch": GIVEN},
         *(
@@ -201,7 +201,7 @@ BATCH_RULES: Rules = (
             )
             for key in ("gradient_accumulation_steps", "train_batch_size")
         ),
-        Custom(_row_exceeds_budget),
+        Custom(_refuse_rows_above_budget),
     ),
     OnlyFor("sft", "buckets", what="'buckets' needs 'batching: buckets', which is not for {objective}"),
     Clash(
@@ -211,8 +211,8 @@ BATCH_RULES: Rules = (
     ),
     Where(
         {"batching": "buckets"},
-        Custom(_bucket_too_long),
-        Custom(_weighted_buckets),
+        Custom(_refuse_long_buckets),
+        Custom(_refuse_weighted_buckets),
         Clash(
             {"shuffle": False},
             "'batching: buckets' orders pieces by length, and 'shuffle: false' keeps the order of the rows",

@@ -35,7 +35,7 @@ RESERVED = {"held_out": "the rows that val_size holds out", "nll": "a loss of pr
 """Name that an eval set cannot have -> what already has this name."""
 
 
-def _duplicate_columns(spec: Any) -> Iterator[Refusal]:
+def _refuse_duplicate_columns(spec: Any) -> Iterator[Refusal]:
     theirs = list((spec.columns or {}).values())
     if twice := next((name for name in theirs if theirs.count(name) > 1), None):
         yield Refusal("datasets", f"'columns' reads the column '{twice}' twice", "delete one of the two entries")
@@ -107,7 +107,7 @@ class DatasetSpec(Spec):
             DELETE,
             key="datasets",
         ),
-        Custom(_duplicate_columns),
+        Custom(_refuse_duplicate_columns),
     )
 
 
@@ -154,7 +154,7 @@ class CacheKeys(Spec):
     and options."""
 
 
-def _partial_weights(recipe: Any) -> Iterator[Refusal]:
+def _refuse_partial_weights(recipe: Any) -> Iterator[Refusal]:
     datasets, mix_by = recipe.datasets, recipe.mix_by
     without = [number for number, dataset in enumerate(datasets) if dataset.weight is None]
     if len(without) == len(datasets):
@@ -180,7 +180,7 @@ def _partial_weights(recipe: Any) -> Iterator[Refusal]:
             yield Refusal(f"datasets.{number}.repeat", what, KEEP_ONE)
 
 
-def _eval_sets(recipe: Any) -> Iterator[Refusal]:
+def _refuse_wrong_eval_sets(recipe: Any) -> Iterator[Refusal]:
     for name, datasets in recipe.eval_datasets.items():
         if not SET_NAME.fullmatch(name):
             yield Refusal(
@@ -198,21 +198,21 @@ def _eval_sets(recipe: Any) -> Iterator[Refusal]:
                     yield Refusal(f"eval_datasets.{name}.{number}.{key}", what, "delete it")
 
 
-def _shuffled_datasets(recipe: Any) -> Iterator[Refusal]:
+def _refuse_shuffled_datasets(recipe: Any) -> Iterator[Refusal]:
     for number, dataset in enumerate(recipe.datasets):
         if dataset.shuffle:
             what = "'shuffle' of a dataset draws from all of its rows"
             yield Refusal(f"datasets.{number}.shuffle", what, "delete the line; max_rows takes the first rows")
 
 
-def _overlength_error(recipe: Any) -> Iterator[Refusal]:
+def _refuse_overlength_error(recipe: Any) -> Iterator[Refusal]:
     if recipe.overlength == "error":
         key = "overlength" if "overlength" in recipe.model_fields_set else "streaming"
         what = "'overlength: error' checks all rows before training begins"
         yield Refusal(key, what, "write overlength: drop, truncate or split")
 
 
-DATASET_RULES: Rules = (Custom(_partial_weights), Custom(_eval_sets))
+DATASET_RULES: Rules = (Custom(_refuse_partial_weights), Custom(_refuse_wrong_eval_sets))
 
 PREPARED = "delete this line, or streaming: true"
 
@@ -235,7 +235,7 @@ STREAMING_RULES: Rules = (
     ),
     Where(
         {"streaming": True},
-        Custom(_overlength_error),
+        Custom(_refuse_overlength_error),
         Clash({"packing": True}, "'packing' packs all rows before training begins", PREPARED),
         Clash(
             {"batching": "buckets"},
@@ -262,7 +262,7 @@ STREAMING_RULES: Rules = (
             "'tokenizer.train' reads all texts before training begins",
             "write tokenizer: {path: NAME}",
         ),
-        Custom(_shuffled_datasets),
+        Custom(_refuse_shuffled_datasets),
         text="{}, and 'streaming' reads rows only during training",
     ),
     Clash(

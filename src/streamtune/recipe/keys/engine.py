@@ -39,15 +39,15 @@ from streamtune.schedule import (
 Auto = Literal["auto"]
 
 
-def _open_choices(spec: Any) -> dict[str, Any]:
+def _choices_with_defaults(spec: Any) -> dict[str, Any]:
     """Return the value of every schedule choice. A choice that the recipe does not set has its default with ``schedule:
     fixed``, and is None (open) with ``auto``."""
     return {**(DEFAULTS if spec.schedule == "fixed" else dict.fromkeys(DEFAULTS)), **spec.choices()}
 
 
-def _contradictions(spec: Any) -> Iterator[Refusal]:
+def _refuse_contradictions(spec: Any) -> Iterator[Refusal]:
     """Yield a refusal for each pair of choices that exclude each other."""
-    choices = _open_choices(spec)
+    choices = _choices_with_defaults(spec)
     if choices["order"] == "chunk" and spec.keep_kv == "auto":
         choices["keep_kv"] = None  # order: chunk keeps keys and values in any case
     for field, what, (other, value) in contradictions(choices, _quote_choice):
@@ -55,8 +55,8 @@ def _contradictions(spec: Any) -> Iterator[Refusal]:
         yield Refusal(f"engine.{field}", what, fix)
 
 
-def _unused_offload_dir(spec: Any) -> Iterator[Refusal]:
-    offload = _open_choices(spec)["offload"]
+def _refuse_unused_offload_dir(spec: Any) -> Iterator[Refusal]:
+    offload = _choices_with_defaults(spec)["offload"]
     if spec.offload_dir is not None and offload in ("device", "host"):
         yield Refusal(
             "engine.offload_dir",
@@ -173,7 +173,7 @@ class EngineSpec(Spec):
     run runs out of memory."""
 
     rules = (
-        Custom(_contradictions),
+        Custom(_refuse_contradictions),
         Clash(
             {"fetch_dtype": "bfloat16", "weights": "auto"},
             "'engine.fetch_dtype: bfloat16' needs 'weights: host', and 'weights' is left to the planner",
@@ -186,7 +186,7 @@ class EngineSpec(Spec):
             "write optimizer: auto, or delete the line",
             key="engine.optimizer",
         ),
-        Custom(_unused_offload_dir),
+        Custom(_refuse_unused_offload_dir),
     )
 
     @property
@@ -238,9 +238,9 @@ ENGINE_RULES: Rules = (
         "write order: layer, or delete the line; or sequence_parallel_size: 1",
     ),
     Clash(
-        {"engine.optimizer": GIVEN, "divides": Not(None)},
-        "'engine.optimizer' places StreamTune's own optimizer, and '{divides}' brings another one",
-        "delete '{divides}', or this line; with deepspeed: zero3_offload the optimizer steps on the host",
+        {"engine.optimizer": GIVEN, "sharding_key": Not(None)},
+        "'engine.optimizer' places StreamTune's own optimizer, and '{sharding_key}' brings another one",
+        "delete '{sharding_key}', or this line; with deepspeed: zero3_offload the optimizer steps on the host",
     ),
     *(
         Clash(
@@ -301,7 +301,7 @@ class DeviceKeys(Spec):
     derived from the number of ranks. Set it so that the recipe trains the same on any number of ranks."""
 
     @property
-    def divides(self) -> str | None:
+    def sharding_key(self) -> str | None:
         """The key that shards the optimizer or the weights across ranks; None if each rank has both whole."""
         return "fsdp" if self.fsdp else "deepspeed" if self.deepspeed is not None else None
 

@@ -96,17 +96,17 @@ class LearningRateKeys(Spec):
     this key or `warmup_ratio`."""
 
 
-def _value_error(value: Any, known: Range) -> str | None:
+def _option_value_error(value: Any, allowed: Range) -> str | None:
     """Return the error about an option's value; None if the value is allowed."""
-    if isinstance(known[0], str):
-        return None if value in known else f"must be one of {', '.join(map(str, known))}; found {value!r}"
-    least, most = float(known[0]), float(known[1])
+    if isinstance(allowed[0], str):
+        return None if value in allowed else f"must be one of {', '.join(map(str, allowed))}; found {value!r}"
+    least, most = float(allowed[0]), float(allowed[1])
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return f"must be a number; found {value!r}"
     return None if least <= value <= most else f"must be from {least:g} to {most:g}; found {value!r}"
 
 
-def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
+def _refuse_wrong_scheduler_options(recipe: Any) -> Iterator[Refusal]:
     name, given = recipe.lr_scheduler_type, recipe.lr_scheduler_kwargs
     known = OPTIONS[name]
     for option, value in given.items():
@@ -114,7 +114,7 @@ def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
             takes = f"options: {', '.join(known)}" if known else "delete the line; this schedule has no options"
             fix = did_you_mean(option, known) or takes
             yield Refusal(KEY, f"the schedule '{name}' has no option '{option}'", fix)
-        elif (wrong := _value_error(value, known[option])) is not None:
+        elif (wrong := _option_value_error(value, known[option])) is not None:
             fix = did_you_mean(str(value), [word for word in known[option] if isinstance(word, str)])
             yield Refusal(KEY, f"'{option}' of the schedule '{name}' {wrong}", fix)
     both = [option for option in ONE_OF.get(name, ()) if option in given]
@@ -143,7 +143,7 @@ NEED_EACH_OTHER = (
 WRITE_BOTH = "write both, such as lr_scaling: sqrt and lr_scaling_base: 32, or none"
 
 LEARNING_RATE_RULES: Rules = (
-    Custom(_scheduler_options),
+    Custom(_refuse_wrong_scheduler_options),
     Clash({"lr_scaling_base": GIVEN, "lr_scaling": "none"}, NEED_EACH_OTHER, WRITE_BOTH),
     Clash({"lr_scaling": GIVEN, "lr_scaling_base": None}, NEED_EACH_OTHER, WRITE_BOTH),
 )

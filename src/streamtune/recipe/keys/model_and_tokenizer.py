@@ -243,10 +243,10 @@ MODEL_RULES: Rules = (
 )
 
 
-def _token_added_twice(recipe: Any) -> Iterator[Refusal]:
+def _refuse_duplicate_tokens(recipe: Any) -> Iterator[Refusal]:
     named = [*recipe.special_tokens.additional_special_tokens, *recipe.added_tokens]
     if twice := next((token for token in named if named.count(token) > 1), None):
         yield Refusal("added_tokens", f"the token '{twice}' is added twice", "keep one of the two")
 
 
-TOKEN_RULES: Rules = (Custom(_token_added_twice),)
+TOKEN_RULES: Rules = (Custom(_refuse_duplicate_tokens),)

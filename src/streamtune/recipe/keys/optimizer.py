@@ -22,8 +22,8 @@ from streamtune.recipe.rules import (
     Text,
     Where,
     at_most,
-    having,
     is_given,
+    names_having,
 )
 
 
@@ -105,20 +105,20 @@ class OptimizerKeys(Spec):
     norm of this step."""
 
 
-FORWARD_ONLY = having(OPTIMIZERS, {"step.gradients": "none"})
-ONE_BLOCK = having(OPTIMIZERS, {"step.gradients": "block"})
-AVERAGING = having(OPTIMIZERS, {"averages": True})
+FORWARD_ONLY = names_having(OPTIMIZERS, {"step.gradients": "none"})
+ONE_BLOCK = names_having(OPTIMIZERS, {"step.gradients": "block"})
+AVERAGING = names_having(OPTIMIZERS, {"averages": True})
 
 USE_ADAMW = "write optim: adamw"
 
 
-def _wrong_options(recipe: Any) -> Iterator[Refusal]:
+def _refuse_wrong_options(recipe: Any) -> Iterator[Refusal]:
     if found := find_argument_mistake(recipe.optim, recipe.optim_args):
         option, what, fix = found
         yield Refusal(f"optim_args.{option}", what, fix)
 
 
-def _unread_adam_keys(recipe: Any) -> Iterator[Refusal]:
+def _refuse_unread_adam_keys(recipe: Any) -> Iterator[Refusal]:
     name, options = recipe.optim, OPTIMIZERS[recipe.optim].options
     for key in ADAM_KEYS:
         if is_given(recipe, key):
@@ -126,21 +126,23 @@ def _unread_adam_keys(recipe: Any) -> Iterator[Refusal]:
             yield Refusal(key, f"'{key}' is an option of AdamW, and 'optim' is {name}", fix)
 
 
-def _sharded_optimizer(recipe: Any) -> Iterator[Refusal]:
-    name, divides = recipe.optim, recipe.divides
-    if divides and (why := OPTIMIZERS[name].not_divided):
-        what = f"'optim: {name}' does not combine with '{divides}', which shards the optimizer between ranks: {why}"
-        yield Refusal("optim", what, f"write optim: adamw, or delete '{divides}'")
+def _refuse_sharded_optimizer(recipe: Any) -> Iterator[Refusal]:
+    name, sharding_key = recipe.optim, recipe.sharding_key
+    if sharding_key and (why := OPTIMIZERS[name].not_divided):
+        what = (
+            f"'optim: {name}' does not combine with '{sharding_key}', which shards the optimizer between ranks: {why}"
+        )
+        yield Refusal("optim", what, f"write optim: adamw, or delete '{sharding_key}'")
 
 
-def _steps_on_host(recipe: Any) -> Iterator[Refusal]:
+def _refuse_steps_on_host(recipe: Any) -> Iterator[Refusal]:
     name, key = recipe.optim, recipe.engine.host_key
     if key and (only := OPTIMIZERS[name].only_on):
         what = f"'optim: {name}' runs only on {only}, and 'engine.{key}: host' steps on the host"
         yield Refusal("optim", what, f"write optim: {name.removeprefix('paged_')}, or delete 'engine.{key}'")
 
 
-def _no_bfloat16_weights(recipe: Any) -> Iterator[Refusal]:
+def _refuse_rounding_without_bfloat16(recipe: Any) -> Iterator[Refusal]:
     trains_modules = recipe.finetuning_type != "full" and (recipe.modules_to_save or recipe.adapter_name_or_path)
     if recipe.dtype != "bfloat16" and not trains_modules:
         yield Refusal(
@@ -150,7 +152,7 @@ def _no_bfloat16_weights(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _conflicting_blocks(recipe: Any) -> Iterator[Refusal]:
+def _refuse_conflicting_blocks(recipe: Any) -> Iterator[Refusal]:
     args = recipe.optim_args
     if args.get("blocks") and any(
         args.get(key) for key in ("include_embedding", "include_lm_head", "layers_per_block")
@@ -162,7 +164,7 @@ def _conflicting_blocks(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _decaying_schedule(recipe: Any) -> Iterator[Refusal]:
+def _refuse_decaying_schedule(recipe: Any) -> Iterator[Refusal]:
     yield Refusal(
         "lr_scheduler_type" if "lr_scheduler_type" in recipe.model_fields_set else "optim",
         f"'optim: {recipe.optim}' averages weights instead of decaying the learning rate, and 'lr_scheduler_type' is "
@@ -171,7 +173,7 @@ def _decaying_schedule(recipe: Any) -> Iterator[Refusal]:
     )
 
 
-def _groups_without_rate(recipe: Any) -> Iterator[Refusal]:
+def _refuse_groups_without_rate(recipe: Any) -> Iterator[Refusal]:
     if any(group.learning_rate is not None for group in recipe.lr_groups):
         yield Refusal(
             "lr_groups",
@@ -182,12 +184,12 @@ def _groups_without_rate(recipe: Any) -> Iterator[Refusal]:
 
 ROUNDING_RULES: Rules = (
     Clash(
-        {"weight_rounding": GIVEN, "divides": "deepspeed"},
+        {"weight_rounding": GIVEN, "sharding_key": "deepspeed"},
         "'weight_rounding: stochastic' needs whole bfloat16 weights, and 'deepspeed' keeps a float32 copy of them",
         "delete the line, or delete 'deepspeed'",
     ),
     Clash(
-        {"weight_rounding": GIVEN, "divides": "fsdp"},
+        {"weight_rounding": GIVEN, "sharding_key": "fsdp"},
         "'weight_rounding: stochastic' needs whole weights, and 'fsdp' shards them",
         "delete the line, or delete 'fsdp'",
     ),
@@ -202,7 +204,7 @@ ROUNDING_RULES: Rules = (
         "would change the direction",
         "delete the line, or write another optim",
     ),
-    Where({"weight_rounding": GIVEN}, Custom(_no_bfloat16_weights)),
+    Where({"weight_rounding": GIVEN}, Custom(_refuse_rounding_without_bfloat16)),
 )
 
 BLOCK_RULES = Where(
@@ -225,7 +227,7 @@ BLOCK_RULES = Where(
         "write optim: adamw, or sequence_parallel_size: 1",
         key="optim",
     ),
-    Custom(_conflicting_blocks),
+    Custom(_refuse_conflicting_blocks),
 )
 
 FORWARD_RULES = Where(
@@ -264,34 +266,38 @@ FORWARD_RULES = Where(
 )
 
 OPTIMIZER_RULES: Rules = (
-    Custom(_wrong_options),
-    Where({"optim": having(OPTIMIZERS, {"is_adam": False, "adamw_for_rest": False})}, Custom(_unread_adam_keys)),
+    Custom(_refuse_wrong_options),
+    Where(
+        {"optim": names_having(OPTIMIZERS, {"is_adam": False, "adamw_for_rest": False})},
+        Custom(_refuse_unread_adam_keys),
+    ),
     Clash(
         {"optim_states": GIVEN, "optim": Not("adamw")},
         "'optim_states' sets the dtype of AdamW's moments, and 'optim' is {optim}",
         "delete the line, or write optim: adamw",
     ),
     *ROUNDING_RULES,
-    Custom(_sharded_optimizer),
-    Custom(_steps_on_host),
+    Custom(_refuse_sharded_optimizer),
+    Custom(_refuse_steps_on_host),
     BLOCK_RULES,
     FORWARD_RULES,
     Where(
-        {"optim": AVERAGING, "lr_scheduler_type": Not("constant", "constant_with_warmup")}, Custom(_decaying_schedule)
+        {"optim": AVERAGING, "lr_scheduler_type": Not("constant", "constant_with_warmup")},
+        Custom(_refuse_decaying_schedule),
     ),
     Clash(
         {"optim": AVERAGING, "objective": "grpo"},
         "'optim: {optim}' evaluates an average of the weights, and grpo writes completions with the trained weights",
         USE_ADAMW,
     ),
-    Where({"learning_rate": 0}, Custom(_groups_without_rate)),
+    Where({"learning_rate": 0}, Custom(_refuse_groups_without_rate)),
 )
 
 STATE_RULES: Rules = (
     Clash(
-        {"optim_states": GIVEN, "divides": Not(None)},
-        "'optim_states' needs whole optimizer states on each rank, and '{divides}' shards them in its own dtype",
-        "delete the line, or delete '{divides}'",
+        {"optim_states": GIVEN, "sharding_key": Not(None)},
+        "'optim_states' needs whole optimizer states on each rank, and '{sharding_key}' shards them in its own dtype",
+        "delete the line, or delete '{sharding_key}'",
     ),
     Clash(
         {"clip_norm": "lagged", "optim_in_backward": False},
@@ -304,9 +310,9 @@ STATE_RULES: Rules = (
         "delete the line, or write max_grad_norm: 1.0",
     ),
     Clash(
-        {"optim_in_backward": True, "divides": Not(None)},
-        "'optim_in_backward' needs a single device, and '{divides}' brings its own optimizer",
-        "delete the line, or delete '{divides}'",
+        {"optim_in_backward": True, "sharding_key": Not(None)},
+        "'optim_in_backward' needs a single device, and '{sharding_key}' brings its own optimizer",
+        "delete the line, or delete '{sharding_key}'",
     ),
     *(
         Clash(

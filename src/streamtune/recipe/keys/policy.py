@@ -92,7 +92,7 @@ class PolicyKeys(LossKeys):
         return self.loss_type == "gkd"
 
 
-def _delta_too_small(recipe: Any) -> Iterator[Refusal]:
+def _refuse_small_delta(recipe: Any) -> Iterator[Refusal]:
     high = recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high
     if recipe.delta is not None and recipe.delta <= 1 + high:
         yield Refusal(
@@ -103,7 +103,7 @@ def _delta_too_small(recipe: Any) -> Iterator[Refusal]:
 
 
 POLICY_RULES: Rules = (
-    Custom(_delta_too_small),
+    Custom(_refuse_small_delta),
     Clash(
         {"sft_steps": GIVEN, "beta": GIVEN, "ref_model_name_or_path": None},
         "'sft_steps' changes the model first, and 'beta' compares it with the model before these steps",

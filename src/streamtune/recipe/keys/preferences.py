@@ -72,7 +72,7 @@ ROW_RULES: Rules = (
 """Rules for objectives whose rows are prompts with completions: dpo and grpo."""
 
 
-def _prompt_too_long(recipe: Any) -> Iterator[Refusal]:
+def _refuse_long_prompt_limit(recipe: Any) -> Iterator[Refusal]:
     if recipe.max_prompt_length is not None and recipe.max_prompt_length >= recipe.max_length:
         what = (
             f"'max_prompt_length' must be below 'max_length' ({recipe.max_length:,}): no token is left for a completion"
@@ -81,7 +81,7 @@ def _prompt_too_long(recipe: Any) -> Iterator[Refusal]:
 
 
 DPO_RULES: Rules = (
-    Custom(_prompt_too_long),
+    Custom(_refuse_long_prompt_limit),
     *(
         Where(
             setting,

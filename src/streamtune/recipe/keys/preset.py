@@ -30,18 +30,18 @@ REPLACED_BY = {
 apply."""
 
 
-def with_preset(given: Any) -> Any:
+def add_preset_keys(recipe_keys: Any) -> Any:
     """Return the keys of a recipe, completed with the keys of its preset. Keys of the recipe take precedence. A value
     that is not a recipe with a preset is returned unchanged."""
-    name = given.get("preset") if isinstance(given, dict) else None
+    name = recipe_keys.get("preset") if isinstance(recipe_keys, dict) else None
     if not isinstance(name, str) or name not in PRESETS:
-        return given
+        return recipe_keys
     added = {
         key: value
         for key, value in PRESETS[name].items()
-        if key not in given and not any(other in given for other in REPLACED_BY.get(key, ()))
+        if key not in recipe_keys and not any(other in recipe_keys for other in REPLACED_BY.get(key, ()))
     }
-    return {**given, **added}
+    return {**recipe_keys, **added}
 
 
 def describe_preset(recipe: Any) -> str | None:
@@ -73,7 +73,7 @@ class ObjectiveKeys(Spec):
     @model_validator(mode="before")
     @classmethod
     def _add_preset_keys(cls, given: Any) -> Any:
-        return with_preset(given)
+        return add_preset_keys(given)
 
 
 PRESET_RULES: Rules = (

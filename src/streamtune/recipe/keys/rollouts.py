@@ -173,7 +173,7 @@ class RolloutKeys(StepKeys):
         return self.completions_per_generation // self.completions_per_step
 
 
-def _weighted_datasets(recipe: Any) -> Iterator[Refusal]:
+def _refuse_weighted_datasets(recipe: Any) -> Iterator[Refusal]:
     if any(dataset.weight is not None for dataset in recipe.datasets):
         yield Refusal(
             "datasets.0.weight",
@@ -182,7 +182,7 @@ def _weighted_datasets(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _mismatched_weights(recipe: Any) -> Iterator[Refusal]:
+def _refuse_mismatched_weights(recipe: Any) -> Iterator[Refusal]:
     weights, rewards = recipe.reward_weights, recipe.reward_funcs
     if weights is not None and len(weights) != len(rewards):
         what = f"'reward_weights' must have a weight for each of 'reward_funcs': {len(rewards)}; found {len(weights)}"
@@ -190,7 +190,7 @@ def _mismatched_weights(recipe: Any) -> Iterator[Refusal]:
 
 
 REWARD_RULES: Rules = (
-    Custom(_weighted_datasets),
+    Custom(_refuse_weighted_datasets),
     Clash(
         {"reward_funcs": (), "loss_type": Not("gkd")},
         "'reward_funcs' is missing: '{loss_type}' trains on rewards",
@@ -210,7 +210,7 @@ REWARD_RULES: Rules = (
         )
         for key in ("reward_weights", "prompts", "pass_reward")
     ),
-    Custom(_mismatched_weights),
+    Custom(_refuse_mismatched_weights),
     Clash(
         {"num_generations": 1, "loss_type": Not("remax", "gkd")},
         "'num_generations: 1' gives no advantage: a completion is compared with the mean of its group",
@@ -219,7 +219,7 @@ REWARD_RULES: Rules = (
 )
 
 
-def _max_length_too_short(recipe: Any) -> Iterator[Refusal]:
+def _refuse_short_max_length(recipe: Any) -> Iterator[Refusal]:
     together = recipe.max_prompt_length + recipe.max_completion_length
     if recipe.max_length < together:
         yield Refusal(
@@ -230,7 +230,7 @@ def _max_length_too_short(recipe: Any) -> Iterator[Refusal]:
         )
 
 
-def _partial_groups_or_steps(recipe: Any) -> Iterator[Refusal]:
+def _refuse_partial_groups_or_steps(recipe: Any) -> Iterator[Refusal]:
     written, a_step, group = recipe.completions_per_generation, recipe.completions_per_step, recipe.num_generations
     if written % group:
         yield Refusal(
@@ -263,8 +263,8 @@ ALLOCATION_RULES: Rules = (
         ),
         *(
             Clash(
-                {"divides": key},
-                "computes gradients of single completions with whole weights, and '{divides}' shards them",
+                {"sharding_key": key},
+                "computes gradients of single completions with whole weights, and '{sharding_key}' shards them",
                 f"delete '{key}'",
                 key,
             )
@@ -285,7 +285,7 @@ ALLOCATION_RULES: Rules = (
 )
 
 
-ROLLOUT_LENGTH_RULES: Rules = (Custom(_max_length_too_short), *ROW_RULES)
+ROLLOUT_LENGTH_RULES: Rules = (Custom(_refuse_short_max_length), *ROW_RULES)
 
 ROLLOUT_BATCH_RULES: Rules = (
     Clash(
@@ -293,5 +293,5 @@ ROLLOUT_BATCH_RULES: Rules = (
         "'generation_batch_size' and 'steps_per_generation' exclude each other",
         KEEP_ONE,
     ),
-    Custom(_partial_groups_or_steps),
+    Custom(_refuse_partial_groups_or_steps),
 )

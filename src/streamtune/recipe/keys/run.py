@@ -130,7 +130,7 @@ class RunKeys(Spec):
         return tuple(dict.fromkeys(report_to))
 
 
-def _patience_without_metric(recipe: Any) -> Iterator[Refusal]:
+def _refuse_patience_without_metric(recipe: Any) -> Iterator[Refusal]:
     metric = recipe.metric_for_best_model
     if metric is None or not metric.startswith("eval_"):
         yield Refusal(
@@ -153,11 +153,11 @@ EARLY_STOPPING_RULES: Rules = (
         "'early_stopping_threshold' needs 'early_stopping_patience'",
         "add early_stopping_patience: 3, or delete the line",
     ),
-    Where({"early_stopping_patience": GIVEN}, Custom(_patience_without_metric)),
+    Where({"early_stopping_patience": GIVEN}, Custom(_refuse_patience_without_metric)),
 )
 
 
-def _metric_without_rows(recipe: Any) -> Iterator[Refusal]:
+def _refuse_metric_without_rows(recipe: Any) -> Iterator[Refusal]:
     metric = recipe.metric_for_best_model
     if metric is not None and metric.startswith("eval_"):
         yield Refusal("metric_for_best_model", f"'metric_for_best_model: {metric}' needs rows to evaluate on", HOLD_OUT)
@@ -186,6 +186,6 @@ EVALUATION_RULES: Rules = (
         "'held_out' needs held-out rows",
         "set val_size, such as 0.02",
     ),
-    Where({"evaluates": False}, Custom(_metric_without_rows)),
+    Where({"evaluates": False}, Custom(_refuse_metric_without_rows)),
     Clash({"eval_steps": GIVEN, "evaluates": False}, "'eval_steps' needs rows to evaluate on", HOLD_OUT),
 )

@@ -91,14 +91,14 @@ class TrainedTokenKeys(Spec):
     `false` they become special tokens, as in a request to an inference server, and such rows are counted."""
 
 
-def _reserved_variables(recipe: Any) -> Iterator[Refusal]:
+def _refuse_reserved_variables(recipe: Any) -> Iterator[Refusal]:
     given = [name for name in RESERVED_VARIABLES if name in recipe.chat_template_kwargs]
     if given:
         what = f"'chat_template_kwargs' cannot set '{given[0]}': rendering sets it"
         yield Refusal("chat_template_kwargs", what, "delete it")
 
 
-TEMPLATE_RULES: Rules = (Custom(_reserved_variables),)
+TEMPLATE_RULES: Rules = (Custom(_refuse_reserved_variables),)
 
 CHAT_RULES: Rules = (
     *(
@@ -113,7 +113,7 @@ CHAT_RULES: Rules = (
 )
 
 
-def _overlap_too_long(recipe: Any) -> Iterator[Refusal]:
+def _refuse_long_overlap(recipe: Any) -> Iterator[Refusal]:
     if recipe.split_overlap >= recipe.max_length:
         what = f"'split_overlap' must be below 'max_length' ({recipe.max_length:,}): no token is left after the overlap"
         yield Refusal("split_overlap", what, "lower it, or raise max_length")
@@ -124,7 +124,7 @@ LENGTH_RULES: Rules = (
     OnlyFor("sft", "split_at", "split_overlap", what="'{key}' needs 'overlength: split', which is not for {objective}"),
     Reads("split_at", "overlength", "split"),
     Reads("split_overlap", "overlength", "split"),
-    Custom(_overlap_too_long),
+    Custom(_refuse_long_overlap),
 )
 
 TURN_RULES: Rules = (

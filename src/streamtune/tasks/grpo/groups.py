@@ -18,7 +18,7 @@ import torch
 from streamtune import data, train
 from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.rollouts import RewardKeys
-from streamtune.recipe.loader import user_rewards
+from streamtune.recipe.loader import user_reward_functions
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
@@ -291,7 +291,7 @@ def load_functions(
     """
     if not recipe.reward_funcs:
         return rewards.Rewards({}, ())
-    own = user_rewards(recipe)
+    own = user_reward_functions(recipe)
     if own and not recipe.allow_code:
         raise ArgumentError(
             f"the recipe names the reward '{own[0]}', which is Python code that would run on this machine",
