@@ -23,9 +23,14 @@ from streamtune.plan.budget import Budget, Range
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.programs.bench import measure_table
 from streamtune.programs.bench.bench_recipe import fingerprints
-from streamtune.programs.bench.measure_table import TableOptions, measure_missing_rows, run_table, search_longest
+from streamtune.programs.bench.measure_table import (
+    TableOptions,
+    measure_missing_rows,
+    measure_table_steps,
+    search_longest,
+)
 from streamtune.programs.bench.modes import MODE_SETUPS
-from streamtune.programs.bench.named_tables import draw_table, markdown
+from streamtune.programs.bench.named_tables import draw_table, table_markdown
 from streamtune.programs.bench.subject import SHARING, Case, Job, MeasuredModel
 from streamtune.programs.bench.table_rows import (
     DEFAULT,
@@ -137,7 +142,7 @@ def test_an_ablation_changes_one_choice_at_a_time_and_repeats_none(tmp_path: Pat
 
 @pytest.mark.full
 def test_every_layout_of_a_prompt_has_the_same_loss_and_gradient(tmp_path: Path) -> None:
-    report = run_table(
+    report = measure_table_steps(
         "prefix-sharing",
         Job(partial(build, "llama", max_position_embeddings=512)),
         SCHEDULE,
@@ -158,7 +163,7 @@ def test_every_layout_of_a_prompt_has_the_same_loss_and_gradient(tmp_path: Path)
     assert shared.peak_bytes is not None
     assert batch.peak_bytes is not None
     assert shared.peak_bytes < batch.peak_bytes
-    page = markdown(report)
+    page = table_markdown(report)
     assert "| prompt | rows |" in page
     assert f"{shared.peak_bytes / batch.peak_bytes:.2f}x" in page
     with Image.open(BytesIO(draw_table(report))) as picture:
@@ -259,7 +264,7 @@ def test_a_row_that_is_not_asked_for_is_not_in_the_table(tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def ablation(tmp_path_factory: pytest.TempPathFactory) -> TableReport:
-    return run_table(
+    return measure_table_steps(
         "ablation",
         Job(partial(build, "llama", max_position_embeddings=512)),
         SCHEDULE,
@@ -292,14 +297,14 @@ def test_an_ablation_shows_where_bytes_went(ablation: TableReport) -> None:
 
 @pytest.mark.full
 def test_a_page_and_a_picture_show_all_rows(ablation: TableReport) -> None:
-    page = markdown(ablation)
+    page = table_markdown(ablation)
     assert page.count("| on disk |") == 1
     assert "| **two levels** |" in page
     assert "![" in page
     rows = [*ablation.rows[:-1], replace(ablation.rows[-1], error="out of memory", to_checkpoint=None, loss=None)]
     for table in ("ablation", "bp-time", "memory"):
         report = replace(ablation, table=table, rows=rows)  # type: ignore[arg-type]
-        assert "out of memory" in markdown(report)
+        assert "out of memory" in table_markdown(report)
         with Image.open(BytesIO(draw_table(report))) as image:
             assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
 
@@ -373,7 +378,7 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
         assert row.max_length is not None
         assert limit - 320 <= row.max_length <= limit
         assert row.peak_bytes == per_token[row.label] * row.max_length
-    page = markdown(report)
+    page = table_markdown(report)
     assert f"| gradient checkpointing | {report.rows[1].max_length:,} | 1.0x |" in page
     assert draw_table(report).startswith(b"\x89PNG")
 

@@ -13,8 +13,8 @@ from streamtune import Schedule
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.plan.simulate.workload import LABELS
 from streamtune.programs.bench.bench import BenchReport, BenchRow
-from streamtune.programs.bench.bench_command import print_bench, table_screen
-from streamtune.programs.bench.named_tables import markdown
+from streamtune.programs.bench.bench_command import print_bench, print_table_screen
+from streamtune.programs.bench.named_tables import table_markdown
 from streamtune.programs.bench.subject import SHARING
 from streamtune.programs.bench.table_rows import (
     Entry,
@@ -101,8 +101,8 @@ def report_of(table: TableName) -> TableReport:
 def test_a_table(table: TableName, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(table)
     for width in WIDTHS:
-        check_golden(GOLDEN / f"{table}-{width}.txt", screen(width, lambda: table_screen(report), capsys))
-    check_golden(GOLDEN / f"{table}.md", markdown(report))
+        check_golden(GOLDEN / f"{table}-{width}.txt", screen(width, lambda: print_table_screen(report), capsys))
+    check_golden(GOLDEN / f"{table}.md", table_markdown(report))
     check_golden(GOLDEN / f"{table}.json", json.dumps(report.to_json(), indent=1) + "\n")
 
 
@@ -113,8 +113,8 @@ def test_a_table_of_rows_that_all_failed(table: TableName, capsys: pytest.Captur
         TableRow(row.mode, row.length, row.label, row.section, error=f"out of memory {place}")
         for place, row in enumerate(report.rows)
     ]
-    shown = screen(200, lambda: table_screen(report), capsys)
-    for text in (shown, markdown(report)):
+    shown = screen(200, lambda: print_table_screen(report), capsys)
+    for text in (shown, table_markdown(report)):
         assert all(text.count(f"out of memory {place}") >= 1 for place in range(len(report.rows)))
 
 

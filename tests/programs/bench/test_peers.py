@@ -61,7 +61,7 @@ def assert_same_step(found: tuple[float, dict[str, Tensor]], plain: tuple[float,
 def test_what_is_replaced_inside_is_put_back(model: Any) -> None:
     before, plain = held(model), step(model)
     own = modeling_llama.LlamaForCausalLM.forward
-    with modes.restored(model):
+    with modes.restoring_model(model):
         model.forward = lambda **given: None
         model.lm_head.register_forward_hook(lambda *given: None)
         model.model.norm.new = 1

@@ -139,26 +139,28 @@ def _measure_length(
         for worker in workers.values():
             worker.close()
     timed = {case: steps for case, steps in times.items() if steps and not rows[case].error}
-    return [_with_times(row, case, timed, job) if case in timed else row for case, row in rows.items()]
+    return [_add_times_to_row(row, case, timed, job) if case in timed else row for case, row in rows.items()]
 
 
 def _describe_case(case: Case) -> str:
     return case.mode if case.layout == "row" else f"{case.mode}, rows {case.layout}"
 
 
-def _with_times(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, float]]], job: Job) -> BenchRow:
-    own = times[case]
+def _add_times_to_row(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, float]]], job: Job) -> BenchRow:
+    case_times = times[case]
     return replace(
         row,
-        forward_s=statistics.median(forward for forward, _ in own),
-        backward_s=statistics.median(backward for _, backward in own),
-        tokens_per_s=job.tokens(case.length) / statistics.median(map(sum, own)),
-        ratio=median_ratio(own, times.get(replace(case, mode=BASELINE), [])),
-        row_ratio=median_ratio(own, times.get(replace(case, layout="row"), [])),
+        forward_s=statistics.median(forward for forward, _ in case_times),
+        backward_s=statistics.median(backward for _, backward in case_times),
+        tokens_per_s=job.tokens(case.length) / statistics.median(map(sum, case_times)),
+        ratio=median_ratio(case_times, times.get(replace(case, mode=BASELINE), [])),
+        row_ratio=median_ratio(case_times, times.get(replace(case, layout="row"), [])),
     )
 
 
-def median_ratio(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
+def median_ratio(
+    step_times: Sequence[tuple[float, float]], reference_times: Sequence[tuple[float, float]]
+) -> float | None:
     """Return the median of ``ours / theirs`` over paired step times (forward + backward); None without steps."""
-    ratios = [sum(our) / sum(their) for our, their in zip(ours, theirs, strict=False)]
+    ratios = [sum(our) / sum(their) for our, their in zip(step_times, reference_times, strict=False)]
     return statistics.median(ratios) if ratios else None

@@ -155,7 +155,7 @@ def bench(
         from streamtune.plan.simulate import ALL_MODES
         from streamtune.programs.bench.bench_recipe import table_recipe
         from streamtune.programs.bench.measure_table import TableOptions
-        from streamtune.programs.bench.named_tables import draw_table, markdown
+        from streamtune.programs.bench.named_tables import draw_table, table_markdown
         from streamtune.train.staging import check_outputs, write_output
 
         check_outputs(folder, [])  # file names are known once the device is
@@ -172,12 +172,12 @@ def bench(
         with interrupts.print_on_signal("Stopped. Finished rows are saved; the same command resumes."):
             notify = status.update if err.is_terminal else err.print
             report = table_recipe(loaded, cast(Any, table), options, notify=notify)
-    write_output(folder / f"{report.stem}.md", markdown(report).encode("utf-8"))
+    write_output(folder / f"{report.stem}.md", table_markdown(report).encode("utf-8"))
     write_output(folder / f"{report.stem}.png", draw_table(report))
     if as_json:
         print_json(report.to_json())
         return
-    table_screen(report)
+    print_table_screen(report)
     written = ", ".join(str(folder / f"{report.stem}.{ending}") for ending in ("md", "json", "png"))
     _print_written(written, recipe, set_)
 
@@ -237,12 +237,12 @@ LABEL_WIDTH = 30
 """Width at which the labels of an ablation wrap."""
 
 
-def table_screen(report: TableReport) -> None:
+def print_table_screen(report: TableReport) -> None:
     """Print a named table; columns that do not fit the terminal follow below, with the names repeated."""
-    from streamtune.programs.bench.named_tables import cells, columns, notes  # imports torch
+    from streamtune.programs.bench.named_tables import row_cells, table_columns, table_notes  # imports torch
 
-    shown = [column for column in columns(report) if not column.page]
-    rows = [cells(shown, row) for row in report.rows]
+    shown = [column for column in table_columns(report) if not column.page]
+    rows = [row_cells(shown, row) for row in report.rows]
     names = sum(1 for column in shown if column.name in ("tokens", "prompt", "mode", "schedule", "rows"))
     if report.table == "max-length":
         names = 1
@@ -255,15 +255,15 @@ def table_screen(report: TableReport) -> None:
     label = next(i for i, column in enumerate(shown) if not column.right)
     widths[label] = max(widths[label], *(len(row.section) for row in report.rows), 0)
     out.print(Text(report.describe(), style="bold"), soft_wrap=not out.is_terminal)
-    for group in _column_groups(widths, names):
+    for group in _split_columns_by_width(widths, names):
         out.print()
-        out.print(_table_of_columns(report, shown, rows, group, widths if wraps else None))
+        out.print(_render_columns(report, shown, rows, group, widths if wraps else None))
     out.print()
-    for note in notes(report):
+    for note in table_notes(report):
         out.print(Text(note, style="dim"), soft_wrap=not out.is_terminal)
 
 
-def _column_groups(widths: Sequence[int], names: int) -> list[list[int]]:
+def _split_columns_by_width(widths: Sequence[int], names: int) -> list[list[int]]:
     """Return groups of columns that fit the terminal, by number; each group begins with the columns of names."""
     first = list(range(names))
     room = out.width - sum(widths[:names]) - names
@@ -278,7 +278,7 @@ def _column_groups(widths: Sequence[int], names: int) -> list[list[int]]:
     return groups or [first]
 
 
-def _table_of_columns(
+def _render_columns(
     report: TableReport,
     shown: Sequence[Any],
     rows: Sequence[Sequence[str]],
@@ -313,10 +313,10 @@ def _table_of_columns(
 
 def print_bench(report: BenchReport) -> None:
     """Print the comparison: its result in one line, the tables, and what the figures are."""
-    if answer := _describe_result(report):
+    if answer := _describe_bench_result(report):
         out.print(Text(answer, style="bold"), soft_wrap=not out.is_terminal)
     out.print(Text(describe_bench(report)), soft_wrap=not out.is_terminal)
-    for table in bench_screen(report):
+    for table in bench_tables(report):
         out.print()
         out.print(table)
     out.print()
@@ -333,7 +333,7 @@ def print_bench(report: BenchReport) -> None:
         out.print(Text(text, style="dim"), soft_wrap=not out.is_terminal)
 
 
-def _describe_result(report: BenchReport) -> str:
+def _describe_bench_result(report: BenchReport) -> str:
     """Return how streaming compares with checkpointing at the longest length that both ran; empty if none."""
     for length in sorted({row.length for row in report.rows}, reverse=True):
         found = {row.mode: row for row in report.rows if row.length == length and row.layout == "row"}
@@ -355,7 +355,7 @@ def describe_bench(report: BenchReport) -> str:
     return f"{size}; chunks of {report.schedule.chunk_size:,}; {machine}"
 
 
-def bench_screen(report: BenchReport) -> list[Table]:
+def bench_tables(report: BenchReport) -> list[Table]:
     """Return the comparison as tables with a row for each length, layout and mode; as many as the terminal needs.
 
     Ratios are relative to gradient checkpointing in the same run; in ``to 1 row``, to the same tokens as one row.
@@ -381,7 +381,7 @@ def bench_screen(report: BenchReport) -> list[Table]:
         lines.append((cells, begins, row.mode == "stream"))
     widths = [max(len(header), *(len(cells[i]) for cells, *_ in lines), 0) for i, header in enumerate(headers)]
     tables = []
-    for group in _column_groups(widths, names):
+    for group in _split_columns_by_width(widths, names):
         table = make_table(
             *(Column(headers[i], justify="left" if 0 < i < names else "right", no_wrap=True) for i in group),
             padding=ONE_BLANK,
@@ -399,8 +399,8 @@ def _bench_cells(row: BenchRow, base: BenchRow | None) -> list[str]:
         return [row.error] + [""] * 6
     return [
         _show_mib(row.peak_bytes),
-        _with_ratio(row, base, "activation_bytes"),
-        _with_ratio(row, base, "layer_activation_bytes"),
+        _add_ratio(row, base, "activation_bytes"),
+        _add_ratio(row, base, "layer_activation_bytes"),
         f"{row.forward_s:.2f}" if row.forward_s is not None else "",
         f"{row.backward_s:.2f}" if row.backward_s is not None else "",
         f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else "",
@@ -408,7 +408,7 @@ def _bench_cells(row: BenchRow, base: BenchRow | None) -> list[str]:
     ]
 
 
-def _with_ratio(row: BenchRow, base: BenchRow | None, name: str) -> str:
+def _add_ratio(row: BenchRow, base: BenchRow | None, name: str) -> str:
     value: Any = getattr(row, name)
     reference: Any = getattr(base, name) if base is not None else None
     if value is None:

@@ -14,7 +14,7 @@ from streamtune import __version__, models
 from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.workload import ALL_MODES, Mode
 from streamtune.programs.bench.bench import BenchReport, run_bench
-from streamtune.programs.bench.measure_table import TableOptions, lengths_report, run_table
+from streamtune.programs.bench.measure_table import TableOptions, measure_longest_lengths, measure_table_steps
 from streamtune.programs.bench.subject import Job
 from streamtune.programs.bench.table_rows import TableName, TableReport
 from streamtune.recipe.loader import LoadedRecipe
@@ -144,7 +144,7 @@ def table_recipe(
     schedule = make_schedule(recipe.engine)
     settings: dict[str, Any] = {
         "streamtune": __version__,
-        "recipe": decisive_settings(recipe),
+        "recipe": settings_of_figures(recipe),
         "schedule_in_words": schedule.describe(),
     }
     if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
@@ -161,11 +161,11 @@ def table_recipe(
         if files := fingerprints(recipe, weights=not simulated):
             settings["files"] = files
     if table == "max-length":
-        return lengths_report(recipe, job, options, settings, notify)
-    return run_table(table, job, schedule, options, {**settings, "repeats": options.repeats}, notify)
+        return measure_longest_lengths(recipe, job, options, settings, notify)
+    return measure_table_steps(table, job, schedule, options, {**settings, "repeats": options.repeats}, notify)
 
 
-def decisive_settings(recipe: Recipe) -> dict[str, Any]:
+def settings_of_figures(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe settings on which the figures depend."""
     written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECISIVE_KEYS}
     if recipe.objective == "sft":  # older files have neither key

@@ -70,12 +70,12 @@ class TableOptions:
     sizes: Sequence[int | None] = (None, None, None)
 
 
-def run_table(
+def measure_table_steps(
     table: TableName,
     job: Job,
     schedule: Schedule,
     options: TableOptions,
-    asked: dict[str, Any],
+    settings: dict[str, Any],
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
     """Measure a table other than ``max-length``; rows that its file already has are not measured again.
@@ -85,14 +85,14 @@ def run_table(
         job: The model and its batch size.
         schedule: Schedule of streamed steps.
         options: Options of the command line.
-        asked: Settings on which the figures depend, as JSON values.
+        settings: Settings on which the figures depend, as JSON values.
         notify: Called with text about the current measurement.
     """
     declared, worker = TABLES[table], Worker(job)
     try:
         notify("building the model")
-        env = _worker_env(worker)
-        report = TableReport(table, options.command, asked, env)
+        env = _worker_environment(worker)
+        report = TableReport(table, options.command, settings, env)
         with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
             report.absent = declared.absent(options.modes, env["device_type"])
             here = [mode for mode in options.modes if mode not in report.absent]
@@ -107,7 +107,7 @@ def run_table(
     return report
 
 
-def _worker_env(worker: Worker) -> dict[str, Any]:
+def _worker_environment(worker: Worker) -> dict[str, Any]:
     env = worker.ask("env")
     if worker.failed:
         raise RunError(f"the model cannot be built: {worker.failed}")
@@ -177,24 +177,24 @@ def _measure_steps(worker: Worker, repeats: int, memory: bool, notify: Callable[
             if entry in failed:
                 yield replace(entry.new_row(), error=failed[entry])
             else:
-                yield _with_times(row, steps[entry], references, steps) if entry in steps else row
+                yield _add_times_to_row(row, steps[entry], references, steps) if entry in steps else row
 
     return measure
 
 
-def _with_times(
+def _add_times_to_row(
     row: TableRow,
-    own: list[tuple[float, float]],
+    row_times: list[tuple[float, float]],
     references: Sequence[Entry],
-    steps: dict[Entry, list[tuple[float, float]]],
+    times_of_entries: dict[Entry, list[tuple[float, float]]],
 ) -> TableRow:
     compared: dict[str, Any] = {
-        name: median_ratio(own, steps.get(entry, []))
+        name: median_ratio(row_times, times_of_entries.get(entry, []))
         for name in ("to_checkpoint", "to_default")
         for entry in references
         if getattr(entry, name)
     }
-    forward, backward = (statistics.median(part) for part in zip(*own, strict=True))
+    forward, backward = (statistics.median(part) for part in zip(*row_times, strict=True))
     return replace(row, forward_s=forward, backward_s=backward, **compared)
 
 
@@ -208,8 +208,8 @@ TRIAL_SECONDS = 1800.0
 """Time limit of a measured trial, in seconds."""
 
 
-def lengths_report(
-    recipe: TrainingSettings, job: Job, options: TableOptions, asked: dict[str, Any], notify: Callable[[str], None]
+def measure_longest_lengths(
+    recipe: TrainingSettings, job: Job, options: TableOptions, settings: dict[str, Any], notify: Callable[[str], None]
 ) -> TableReport:
     """Return the table of longest sequences, from whole training steps of the recipe with its optimizer.
 
@@ -217,7 +217,7 @@ def lengths_report(
         recipe: The recipe; each row of the table changes the schedule fields that its label names.
         job: Model of the recipe and its batch size.
         options: Options of the command line.
-        asked: Settings on which the figures depend, as JSON values.
+        settings: Settings on which the figures depend, as JSON values.
         notify: Called with text about the current trial.
 
     Raises:
@@ -230,9 +230,9 @@ def lengths_report(
             "--table max-length needs a device memory budget here", fix="add --device-memory, such as 80GiB"
         )
     notify("building the model")
-    env, attempt = (_simulated_lengths if simulates else _measured_lengths)(recipe, job, budget)
-    asked = {**asked, "budget": str(budget), "method": options.method}
-    report = TableReport("max-length", options.command, asked, env)
+    env, attempt = (_prepare_simulated_lengths if simulates else _prepare_measured_lengths)(recipe, job, budget)
+    settings = {**settings, "budget": str(budget), "method": options.method}
+    report = TableReport("max-length", options.command, settings, env)
     with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
         entries = length_entries(make_schedule(recipe.engine), scratch)
         groups = [[entry] for entry in entries if entry.case.mode in options.modes]
@@ -240,10 +240,10 @@ def lengths_report(
     return report
 
 
-def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+def _prepare_measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     worker = Worker(job)
     try:
-        env = _worker_env(worker)
+        env = _worker_environment(worker)
     finally:
         worker.close()
 
@@ -257,7 +257,7 @@ def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tup
     return env, attempt
 
 
-def _simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     prepare_libraries(kernels)
     recipe = with_best_precision(recipe)
@@ -280,23 +280,23 @@ TryLength = Callable[[Entry, int], Outcome]
 """``(entry, length) -> outcome``: runs or simulates a step."""
 
 
-def search_longest(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
+def search_longest(try_length: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
     """Return a function that searches the longest length for each row of the table."""
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
         for entry in todo:
-            yield _longest_row(entry, attempt, budget, notify)
+            yield _search_longest_row(entry, try_length, budget, notify)
 
     return measure
 
 
-def _longest_row(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> TableRow:
+def _search_longest_row(entry: Entry, try_length: TryLength, budget: Budget, notify: Callable[[str], None]) -> TableRow:
     fitted: dict[int, Outcome] = {}
     failed: dict[int, Outcome] = {}
 
     def tried(length: int) -> Attempt:
         notify(f"{entry.label}: {length:,} tokens")
-        outcome = attempt(entry, length)
+        outcome = try_length(entry, length)
         (fitted if outcome.fits else failed)[length] = outcome
         return Attempt(outcome.fits, budget.used_fraction(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
 

@@ -89,13 +89,13 @@ def _prepare_mode(
     @contextmanager
     def prepare(model: Any, schedule: Schedule) -> Iterator[Ready]:
         with prepared(model) as tiers:
-            yield Ready((loss_of or _model_loss)(model), tiers)
+            yield Ready((loss_of or _make_model_loss)(model), tiers)
 
     return prepare
 
 
 @contextmanager
-def _offloading_inputs(model: Any) -> Iterator[Tiers | None]:
+def _offload_layer_inputs(model: Any) -> Iterator[Tiers | None]:
     """Context manager: while active, checkpointing offloads layer inputs with torch's ``save_on_cpu``.
 
     On a GPU, inputs go to pinned host memory. On a CPU, ``save_on_cpu`` would copy nothing: there, layer inputs are
@@ -115,17 +115,17 @@ def _offloading_inputs(model: Any) -> Iterator[Tiers | None]:
 
 
 @contextmanager
-def _tiling(model: Any, schedule: Schedule) -> Iterator[Ready]:
+def _prepare_tiling(model: Any, schedule: Schedule) -> Iterator[Ready]:
     """Context manager: checkpointing with DeepSpeed's ALST on one device while active; MLP and loss run tile by tile.
 
     An MLP tile has as many tokens as the model has channels, as in ALST's documentation. A loss tile is as long as a
     chunk of the streamed head.
     """
-    with _tiling_mlps(decoder_layers(model)), checkpointing(model):
+    with _tile_mlps(decoder_layers(model)), checkpointing(model):
         yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
 
 
-def _liger_loss(model: Any) -> Loss:
+def _make_liger_loss(model: Any) -> Loss:
     def loss(batch: Batch) -> Tensor:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -147,23 +147,23 @@ def _prepare_peer(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> Pr
 
 
 @contextmanager
-def _streaming(model: Any, schedule: Schedule) -> Iterator[Ready]:
+def _prepare_streaming(model: Any, schedule: Schedule) -> Iterator[Ready]:
     handle = stream(model, schedule=schedule)
     try:
-        yield Ready(_scored_loss(model, handle), handle.tiers)
+        yield Ready(_make_scored_loss(model, handle), handle.tiers)
     finally:
         handle.remove()
 
 
-def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager[Ready]:
-    return _streaming(model, replace(schedule, keep_attention="device"))
+def _prepare_streaming_keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager[Ready]:
+    return _prepare_streaming(model, replace(schedule, keep_attention="device"))
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def restoring_model(model: nn.Module) -> Iterator[None]:
     """Context manager: restore attributes and hooks of modules, and the names and classes of their source files."""
     modules = [vars(module) for module in model.modules()]
     names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
@@ -189,7 +189,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def importing(name: str) -> Iterator[None]:
+def importing_peer(name: str) -> Iterator[None]:
     """Context manager: turn a failed import into an UnsupportedModelError; versions may be incompatible."""
     try:
         yield
@@ -200,14 +200,14 @@ def importing(name: str) -> Iterator[None]:
 @contextmanager
 def liger(model: Any) -> Iterator[Loss]:
     """Context manager: checkpointing with all Liger kernels while active: RMSNorm, RoPE, SwiGLU and fused loss."""
-    with importing("Liger"):
+    with importing_peer("Liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     causal = base_of(model)
     if causal.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UnsupportedModelError(f"Liger has no kernels for {causal.config.model_type}")
-    with restored(causal), checkpointing(model):
+    with restoring_model(causal), checkpointing(model):
         _apply_liger_kernel_to_instance(model=causal)
         yield lambda batch: model(**batch, labels=batch["input_ids"], use_cache=False).loss
 
@@ -215,12 +215,12 @@ def liger(model: Any) -> Iterator[Loss]:
 @contextmanager
 def trl(model: Any) -> Iterator[Loss]:
     """Context manager: checkpointing as in TRL's SFT trainer while active, with its offloading and fused LM head."""
-    with importing("TRL"):  # older versions have no such head
+    with importing_peer("TRL"):  # older versions have no such head
         from trl.models import activation_offloading
         from trl.trainer.utils import add_fused_lm_head
 
     causal = base_of(model)
-    with restored(causal), checkpointing(model):
+    with restoring_model(causal), checkpointing(model):
         add_fused_lm_head(causal)
         offloaded = activation_offloading.get_act_offloading_ctx_manager(model=model)
 
@@ -238,7 +238,7 @@ def unsloth(model: Any) -> Iterator[Loss]:
 
     Importing Unsloth changes ``transformers`` for the rest of the process; only later changes are undone.
     """
-    with importing("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
+    with importing_peer("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
         __import__("unsloth")
         from unsloth_zoo import gradient_checkpointing
         from unsloth_zoo.fused_losses import unsloth_fused_ce_loss
@@ -253,7 +253,7 @@ def unsloth(model: Any) -> Iterator[Loss]:
 
     gradient_checkpointing.patch_unsloth_smart_gradient_checkpointing(embeddings.weight.dtype)
     try:
-        with restored(causal), checkpointing(model, gradient_checkpointing.unsloth_checkpoint):
+        with restoring_model(causal), checkpointing(model, gradient_checkpointing.unsloth_checkpoint):
             # like torch's reentrant checkpointing, it needs an input that requires a gradient
             embeddings.register_forward_hook(lambda module, inputs, out: out.requires_grad_(True))
             yield loss
@@ -269,19 +269,19 @@ UNSLOTH_ALONE = "it changes transformers in its process; measure it with --modes
 MODE_SETUPS: dict[Mode, ModeSetup] = {
     "plain": ModeSetup(_prepare_mode(lambda model: nullcontext())),
     "checkpoint": ModeSetup(_prepare_mode(checkpointing)),
-    "checkpoint-offload": ModeSetup(_prepare_mode(_offloading_inputs)),
-    "deepspeed-tiled": ModeSetup(_tiling, package="deepspeed"),
+    "checkpoint-offload": ModeSetup(_prepare_mode(_offload_layer_inputs)),
+    "deepspeed-tiled": ModeSetup(_prepare_tiling, package="deepspeed"),
     "liger-loss": ModeSetup(
-        _prepare_mode(checkpointing, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
+        _prepare_mode(checkpointing, _make_liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
     ),
     "liger-loss-offload": ModeSetup(
-        _prepare_mode(_offloading_inputs, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
+        _prepare_mode(_offload_layer_inputs, _make_liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
     ),
     "liger": ModeSetup(_prepare_peer(liger), "liger_kernel", "Liger's kernels need an accelerator"),
     "trl": ModeSetup(_prepare_peer(trl), "trl", "TRL's offloading needs an accelerator"),
     "unsloth": ModeSetup(_prepare_peer(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
-    "stream": ModeSetup(_streaming),
-    "stream-keep-attention": ModeSetup(_keeping_attention),
+    "stream": ModeSetup(_prepare_streaming),
+    "stream-keep-attention": ModeSetup(_prepare_streaming_keeping_attention),
 }
 
 
@@ -301,7 +301,7 @@ def last_hidden_state(model: Any, batch: Batch) -> Tensor:
     return hidden
 
 
-def _model_loss(model: Any) -> Loss:
+def _make_model_loss(model: Any) -> Loss:
     def loss(batch: Batch) -> Tensor:
         labels = {"labels": batch["input_ids"]}
         if "targets" in batch:
@@ -317,9 +317,9 @@ def _model_loss(model: Any) -> Loss:
     return loss
 
 
-def _scored_loss(model: Any, handle: StreamHandle) -> Loss:
+def _make_scored_loss(model: Any, handle: StreamHandle) -> Loss:
     """Return a function that computes the loss of the streamed model; completions are scored as in an objective."""
-    own = _model_loss(model)
+    own = _make_model_loss(model)
 
     def loss(batch: Batch) -> Tensor:
         if "targets" not in batch:
@@ -331,7 +331,7 @@ def _scored_loss(model: Any, handle: StreamHandle) -> Loss:
 
 
 @contextmanager
-def _tiling_mlps(layers: list[nn.Module]) -> Iterator[None]:
+def _tile_mlps(layers: list[nn.Module]) -> Iterator[None]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     mlps: list[Any] = [layer.mlp for layer in layers if hasattr(layer, "mlp")]
@@ -357,7 +357,7 @@ def _tiling_mlps(layers: list[nn.Module]) -> Iterator[None]:
             del mlp.forward
 
 
-def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
+def _tiled_loss(model: Any, batch: Batch, tile_tokens: int) -> Tensor:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
     hidden, labels = last_hidden_state(model, batch), _next_token_labels(batch)
@@ -366,7 +366,7 @@ def _tiled_loss(model: Any, batch: Batch, tile: int) -> Tensor:
     def tile_loss(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
         return cross_entropy(head(x_NC).float(), labels_N, ignore_index=IGNORE_INDEX, reduction="sum") / count
 
-    tiles = math.ceil(labels.numel() / tile)
+    tiles = math.ceil(labels.numel() / tile_tokens)
     loss: Tensor = TiledFusedLogitsLoss.apply(
         tile_loss, head, hidden, labels, None, tiles, list(head.parameters()), "sum"
     )

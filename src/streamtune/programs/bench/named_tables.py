@@ -102,7 +102,7 @@ class Table:
         return absent(modes, device_type) if self.compares_modes else {}
 
 
-def columns(report: TableReport) -> list[Column]:
+def table_columns(report: TableReport) -> list[Column]:
     """Return the columns of a table that have at least one cell with text."""
     table, lengths = TABLES[report.table], {row.length for row in report.rows}
     names = [Column(table.rows, lambda row: row.mode if table.compares_modes else row.label, right=False)]
@@ -202,7 +202,7 @@ def _offload_columns(report: TableReport) -> list[Column]:
     ]
 
 
-def notes(report: TableReport) -> list[str]:
+def table_notes(report: TableReport) -> list[str]:
     """Return the notes of a table: what its columns mean, what its peers are, and which modes are absent."""
     table = TABLES[report.table]
     lines = [table.note(report)]
@@ -254,9 +254,9 @@ def _sharing_note(report: TableReport) -> str:
     )
 
 
-def markdown(report: TableReport) -> str:
+def table_markdown(report: TableReport) -> str:
     """Return the Markdown page of a table: command, model, machine, table, notes and plot."""
-    env, shown = report.env, columns(report)
+    env, shown = report.env, table_columns(report)
     lines = [f"# {TABLES[report.table].title}", "", "```", report.command, "```", "", f"{report.describe()}."]
     lines += [f"transformers {env['transformers']}, Python {env['python']}."]
     lines += [f"The recipe's schedule: {report.asked['schedule_in_words']}.", ""]
@@ -267,10 +267,10 @@ def markdown(report: TableReport) -> str:
         if row.section != section:
             section = row.section
             lines.append(f"| **{section}** |" + " |" * (len(shown) - 1))
-        lines.append("| " + " | ".join(cells(shown, row)) + " |")
+        lines.append("| " + " | ".join(row_cells(shown, row)) + " |")
     lines += [
         "",
-        *(f"- {note}" for note in notes(report)),
+        *(f"- {note}" for note in table_notes(report)),
         "",
         f"Figures: [{report.stem}.json]({report.stem}.json).",
         "",
@@ -279,11 +279,11 @@ def markdown(report: TableReport) -> str:
     return "\n".join(lines)
 
 
-def cells(shown: list[Column], row: TableRow) -> list[str]:
+def row_cells(columns: list[Column], row: TableRow) -> list[str]:
     """Return the texts of a row's cells; an error is in the column after the name."""
-    found = [column.cell(row) for column in shown]
+    found = [column.cell(row) for column in columns]
     if row.error:
-        found[next(i for i, column in enumerate(shown) if not column.right) + 1] = row.error
+        found[next(i for i, column in enumerate(columns) if not column.right) + 1] = row.error
     return found
 
 
@@ -313,17 +313,17 @@ def _byte_format(report: TableReport) -> Callable[[int | None], str]:
 # --- all tables -------------------------------------------------------------------------------------------------------
 
 
-def _mode_groups(wanted: TableInputs) -> list[list[Entry]]:
-    return [mode_entries(wanted.modes, length, wanted.schedule) for length in wanted.lengths]
+def _group_mode_entries(inputs: TableInputs) -> list[list[Entry]]:
+    return [mode_entries(inputs.modes, length, inputs.schedule) for length in inputs.lengths]
 
 
-def _ablation_groups(wanted: TableInputs) -> list[list[Entry]]:
-    rows = [ablation_entries(wanted.schedule, length, wanted.layers, wanted.folder) for length in wanted.lengths]
+def _group_ablation_entries(inputs: TableInputs) -> list[list[Entry]]:
+    rows = [ablation_entries(inputs.schedule, length, inputs.layers, inputs.folder) for length in inputs.lengths]
     return [part[start : start + GROUP_SIZE] for part in rows for start in range(0, len(part), GROUP_SIZE)]
 
 
-def _sharing_groups(wanted: TableInputs) -> list[list[Entry]]:
-    return [sharing_entries(length, wanted.schedule) for length in wanted.lengths]
+def _group_sharing_entries(inputs: TableInputs) -> list[list[Entry]]:
+    return [sharing_entries(length, inputs.schedule) for length in inputs.lengths]
 
 
 TABLES: dict[TableName, Table] = {
@@ -332,7 +332,7 @@ TABLES: dict[TableName, Table] = {
         _time_columns,
         _time_note,
         plots.draw_time,
-        _mode_groups,
+        _group_mode_entries,
         rows="mode",
         lengths="tokens",
         compares_modes=True,
@@ -344,7 +344,7 @@ TABLES: dict[TableName, Table] = {
         _memory_columns,
         _memory_note,
         plots.draw_memory,
-        _mode_groups,
+        _group_mode_entries,
         rows="mode",
         lengths="tokens",
         compares_modes=True,
@@ -355,14 +355,14 @@ TABLES: dict[TableName, Table] = {
         _ablation_columns,
         _ablation_note,
         plots.draw_ablation,
-        _ablation_groups,
+        _group_ablation_entries,
     ),
     "prefix-sharing": Table(
         "A prompt with several completions, streamed once or once for each",
         _sharing_columns,
         _sharing_note,
         plots.draw_sharing,
-        _sharing_groups,
+        _group_sharing_entries,
         rows="rows",
         lengths="prompt",
     ),

@@ -258,37 +258,37 @@ SHARING = {
 """Labels of the layouts of a shared prompt."""
 
 
-def completion_length(prompt: int) -> int:
+def completion_length(prompt_length: int) -> int:
     """Return how many tokens a completion has: a fourth of its prompt, at least 2."""
-    return max(2, prompt // 4)
+    return max(2, prompt_length // 4)
 
 
-def sharing_tokens(prompt: int) -> int:
+def sharing_tokens(prompt_length: int) -> int:
     """Return how many tokens a prompt has together with its completions."""
-    return prompt + COMPLETIONS * completion_length(prompt)
+    return prompt_length + COMPLETIONS * completion_length(prompt_length)
 
 
-def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, Any]]:
+def sharing_batches(ids_T: Tensor, prompt_length: int, layout: str) -> list[dict[str, Any]]:
     """Return the batches of a step.
 
     Args:
         ids_T: Token ids of the prompt, then of the completions, ``[sharing_tokens(prompt)]``.
-        prompt: Number of prompt tokens.
+        prompt_length: Number of prompt tokens.
         layout: Layout: ``shared``, ``batch`` or ``turns``.
     """
-    shared, last = ids_T[: prompt - 1], ids_T[prompt - 1 : prompt]
-    branches = [torch.cat([last, part]) for part in ids_T[prompt:].split(completion_length(prompt))]
+    shared, last = ids_T[: prompt_length - 1], ids_T[prompt_length - 1 : prompt_length]
+    branches = [torch.cat([last, part]) for part in ids_T[prompt_length:].split(completion_length(prompt_length))]
     count = sum(len(branch) - 1 for branch in branches)
     nothing = ids_T.new_full((1,), IGNORE_INDEX)
     if layout == "shared":
         targets = [shared.new_full(shared.shape, IGNORE_INDEX)]
         targets += [torch.cat([branch[1:], nothing]) for branch in branches]
-        tree = Branches.of([(prompt - 1, [len(branch) for branch in branches])])
+        tree = Branches.of([(prompt_length - 1, [len(branch) for branch in branches])])
         ids = torch.cat([shared, *branches])
         return [{"input_ids": ids[None], "targets": torch.cat(targets)[None], "count": count, "branches": tree}]
     rows = torch.stack([torch.cat([shared, branch]) for branch in branches])
     targets_BT = torch.cat([rows[:, 1:], nothing.expand(len(rows), 1)], 1)
-    targets_BT[:, : prompt - 1] = IGNORE_INDEX
+    targets_BT[:, : prompt_length - 1] = IGNORE_INDEX
     if layout == "batch":
         return [{"input_ids": rows, "targets": targets_BT, "count": count}]
     return [
@@ -310,7 +310,7 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        self._child = Child(_serve, self.job)
+        self._child = Child(_serve_requests, self.job)
         self._busy = False
 
     def ask(self, request: str, *args: Any) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Worker:
         self._child.close(seconds=0 if self._busy else 10)
 
 
-def _serve(connection: Connection, job: Job) -> None:
+def _serve_requests(connection: Connection, job: Job) -> None:
     """Run in the worker process: build the model once, then measure on request until the connection closes."""
     subject: MeasuredModel | None = None
     answer: dict[str, Any]
@@ -357,7 +357,7 @@ def _serve(connection: Connection, job: Job) -> None:
             subject = subject or MeasuredModel(job)
             answer = getattr(subject, request)(*args)
         except Exception as error:
-            answer = _describe_failure(
+            answer = _failure_answer(
                 error, any(isinstance(arg, Case) and MODE_SETUPS[arg.mode].package for arg in args)
             )
         if subject is not None and "error" in answer:  # not in the handler, whose frames reference tensors
@@ -369,13 +369,13 @@ def _serve(connection: Connection, job: Job) -> None:
             return
 
 
-def _describe_failure(error: Exception, of_peer: bool) -> dict[str, Any]:
+def _failure_answer(error: Exception, is_peer: bool) -> dict[str, Any]:
     """Return the reason of a failure as ``error``; a bug, unless in a peer, is returned as ``fault``."""
     text = str(error)
     if isinstance(error, StreamTuneError):  # the mode refuses this model, or a disk is full
         return {"error": error.what}
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return {"error": "out of memory"}
-    if of_peer:
+    if is_peer:
         return {"error": f"failed: {type(error).__name__}: {text.strip().partition(chr(10))[0][:120]}"}
     return {"fault": traceback.format_exc()}

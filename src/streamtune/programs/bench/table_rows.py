@@ -180,13 +180,13 @@ class TableReport:
 # --- the rows of each table -------------------------------------------------------------------------------------------
 
 
-def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) -> list[Entry]:
+def ablation_entries(schedule: Schedule, length: int, num_layers: int, folder: str) -> list[Entry]:
     """Return the entries of an ablation: baselines, schedules that differ in one choice, and a few combinations.
 
     Args:
         schedule: Schedule with which the others are compared.
         length: Number of tokens in a row.
-        layers: Number of decoder layers of the model.
+        num_layers: Number of decoder layers of the model.
         folder: Folder for schedules that offload to disk.
     """
     entries = [
@@ -195,7 +195,7 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
         Entry(Case("stream", length, schedule), DEFAULT, "compared with", to_default=True),
     ]
     seen = {schedule}
-    for section, label, changes in _changed_schedules(schedule, length, layers, folder):
+    for section, label, changes in _changed_schedules(schedule, length, num_layers, folder):
         changed = replace(schedule, **changes)
         if changed not in seen:
             entries.append(Entry(Case("stream", length, changed), label, section))
@@ -204,29 +204,29 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
 
 
 def _changed_schedules(
-    schedule: Schedule, length: int, layers: int, folder: str
+    schedule: Schedule, length: int, num_layers: int, folder: str
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (section, label, changed fields) of each schedule of an ablation."""
     disk = {"offload": "disk", "offload_dir": folder}
-    half = max(1, layers // 2)
-    for size in _nearby_sizes(schedule.chunk_size, length):
+    half = max(1, num_layers // 2)
+    for size in _nearby_chunk_sizes(schedule.chunk_size, length):
         yield "chunk of a layer", f"{size:,} tokens", {"chunk_size": size}
-    for size in _nearby_sizes(schedule.head_chunk_size, length):
+    for size in _nearby_chunk_sizes(schedule.head_chunk_size, length):
         yield "chunk of the head", f"{size:,} tokens of the head", {"head_chunk_size": size}
     yield "layer inputs", "on host", {"offload": "host"}
     yield "layer inputs", "on disk", disk
     yield "layer inputs", f"on host, the last {half} on the device", {"offload": "host", "device_layers": half}
     yield "layer inputs", "on host, gradients streamed with them", {"offload": "host", "stream_grads": True}
     yield "layer inputs", "gradients streamed in their place", {"stream_grads": True}
-    yield "two levels", f"segments of {best_segment_size(layers)}, the best size", {"levels": 2}
-    for size in sorted({2, half} - {1, best_segment_size(layers)}):
+    yield "two levels", f"segments of {best_segment_size(num_layers)}, the best size", {"levels": 2}
+    for size in sorted({2, half} - {1, best_segment_size(num_layers)}):
         yield "two levels", f"segments of {size}", {"levels": 2, "segment_size": size}
     yield "two levels", "inputs of segments on host", {"levels": 2, "offload": "host"}
     yield "kept", "keys and values on device", {"keep_kv": "device"}
     yield "kept", "keys and values on host", {"keep_kv": "host"}
     yield "kept", "attention outputs on device", {"keep_attention": "device"}
     yield "kept", "attention outputs on host", {"keep_attention": "host"}
-    for count in sorted({1, half, layers}):
+    for count in sorted({1, half, num_layers}):
         yield "kept", f"the last {count} layers whole" if count > 1 else "the last layer whole", {"keep_layers": count}
     fastest = {"keep_attention": "device", "keep_kv": "device", "keep_layers": half}
     yield "together", "keys, values, attention and half the layers kept", fastest
@@ -237,9 +237,12 @@ def _changed_schedules(
     yield "together", "least memory: two levels, disk, small chunks", least
 
 
-def _nearby_sizes(size: int, length: int) -> list[int]:
+def _nearby_chunk_sizes(chunk_size: int, length: int) -> list[int]:
     """Return 1/4, 1/2, 2 and 4 times a size, at most ``length`` and without the size itself."""
-    return sorted({min(length, max(1, s)) for s in (size // 4, size // 2, 2 * size, 4 * size)} - {size})
+    return sorted(
+        {min(length, max(1, s)) for s in (chunk_size // 4, chunk_size // 2, 2 * chunk_size, 4 * chunk_size)}
+        - {chunk_size}
+    )
 
 
 def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
@@ -280,12 +283,14 @@ def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list
     ]
 
 
-def sharing_entries(prompt: int, schedule: Schedule) -> list[Entry]:
+def sharing_entries(prompt_length: int, schedule: Schedule) -> list[Entry]:
     """Return the entries of one shared prompt: each layout streamed, and rows run in turn with checkpointing."""
     layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
     rows = [
-        Entry(Case("stream", prompt, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch")
+        Entry(
+            Case("stream", prompt_length, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch"
+        )
         for layout in layouts
     ]
-    last = Case("checkpoint", prompt, layout="turns")
+    last = Case("checkpoint", prompt_length, layout="turns")
     return [*rows, Entry(last, SHARING["turns"], LABELS["checkpoint"], to_checkpoint=True)]

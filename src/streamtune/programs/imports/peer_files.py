@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.errors import RecipeError
-from streamtune.recipe.loader import read_text
+from streamtune.recipe.loader import read_recipe_text
 from streamtune.recipe.yaml import Marks, parse_scalar, read_yaml
 
 from .field_rules import UnconvertedError
@@ -60,7 +60,7 @@ def read_peer_file(path: Path) -> PeerFile:
     Raises:
         RecipeError: The file has no keys and no training command, or cannot be read.
     """
-    text = read_text(path)
+    text = read_recipe_text(path)
     named_otherwise = path.suffix not in (".yaml", ".yml", ".json")
     if path.suffix in (".sh", ".bash") or (named_otherwise and _commands(text)):
         return _read_script(text, path)
