@@ -21,8 +21,8 @@ from streamtune.recipe.rules import (
     Refusal,
     Spec,
     Where,
-    fill,
-    refusals_of,
+    fill_placeholders,
+    find_refusals,
 )
 
 KINDS: tuple[type[Spec], ...] = (*RECIPES.values(), DatasetSpec, EngineSpec, TokenizerSpec, LearningRateGroup)
@@ -78,7 +78,7 @@ def test_rows_name_keys_that_are_there(kind: type[Spec]) -> None:
 
 
 def found(*rules: KeyRule, **keys: Any) -> list[Refusal]:
-    return list(refusals_of(Lunch.model_validate(keys), rules))
+    return list(find_refusals(Lunch.model_validate(keys), rules))
 
 
 def test_a_clash_is_reported_at_its_first_key_with_the_values_of_the_recipe() -> None:
@@ -114,4 +114,4 @@ def test_rows_below_a_condition_share_a_sentence() -> None:
 
 @pytest.mark.parametrize("text", ["add sample: {prompt: ...}", "{path: NAME}", "{", "{}"])
 def test_braces_of_yaml_are_text(text: str) -> None:
-    assert fill(text, Lunch()) == text
+    assert fill_placeholders(text, Lunch()) == text

@@ -15,7 +15,7 @@ from streamtune.cli import main
 from streamtune.data import ChatOptions, Source, first_chat_frame
 from streamtune.errors import ArgumentError
 from streamtune.models import load_tokenizer
-from streamtune.programs.evaluate.needle import Haystack, _draw_trial, default_lengths, gather_hay
+from streamtune.programs.evaluate.needle import Haystack, _draw_trial, default_lengths, gather_haystack
 from tests.programs.export.cases import tokenizer as make_tokenizer
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
@@ -53,7 +53,7 @@ def test_figures_equal_those_of_transformers(
     model = AutoModelForCausalLM.from_pretrained("runs/tiny/final").eval()
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     texts = [m["content"] for row in rows for m in row["messages"]] if chat else [row["text"] for row in rows]
-    stack = gather_hay(texts, tokenizer, chat=chat, tokens=640, notify=lambda text: None)
+    stack = gather_haystack(texts, tokenizer, chat=chat, tokens=640, notify=lambda text: None)
     for cell in found["cells"]:
         gains, matched = [], 0
         for number in range(2):
@@ -122,7 +122,7 @@ class _Letters:
 
 
 def haystack() -> Haystack:
-    return gather_hay(["straw " * 50], _Letters(), chat=True, tokens=400, notify=lambda text: None)
+    return gather_haystack(["straw " * 50], _Letters(), chat=True, tokens=400, notify=lambda text: None)
 
 
 def test_the_needle_is_where_its_depth_says() -> None:
@@ -155,7 +155,7 @@ def test_default_lengths() -> None:
     assert default_lengths(8192) == (1024, 2048, 4096, 8192)
     assert default_lengths(300) == (64, 128, 256)
     with pytest.raises(ArgumentError):
-        gather_hay([], _Letters(), chat=False, tokens=9, notify=lambda text: None)
+        gather_haystack([], _Letters(), chat=False, tokens=9, notify=lambda text: None)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,6 @@ def test_needles_are_asked_as_the_first_conversation_is(tmp_path: Path) -> None:
         if "messages" not in row:
             (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
         frame = first_chat_frame(sources, chat)
-        stack = gather_hay(["hay " * 9], tokenizer, chat=True, tokens=9, notify=print, frame=frame)
+        stack = gather_haystack(["hay " * 9], tokenizer, chat=True, tokens=9, notify=print, frame=frame)
         assert tokenizer.decode(stack.head) == want[name]
         assert tokenizer.decode(stack.tail) == "<a>"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export import write
-from streamtune.programs.export.check import compare, measure
+from streamtune.programs.export.check import compare_with_trained, measure_trained
 from streamtune.programs.export.export import ExportOptions, ExportReport, export_model
-from streamtune.programs.export.merge import widened
+from streamtune.programs.export.merge import computing_in_fp32
 
 from .cases import adapt, ids, make_base, write_run
 
@@ -37,12 +37,12 @@ def merged(model: Any, scale: float = 1.0, dtype: torch.dtype = BF16) -> Any:
 def trained() -> tuple[Any, Any]:
     model = adapt(make_base("llama", BF16))
     rows = [row[None] for row in ids()]
-    return model, measure(model, rows, rows[0][:, :8], dtype=BF16, new_tokens=8)
+    return model, measure_trained(model, rows, rows[0][:, :8], dtype=BF16, new_tokens=8)
 
 
 def test_a_right_merge_passes(trained: tuple[Any, Any]) -> None:
     model, kept = trained
-    found = compare(kept, merged(model))
+    found = compare_with_trained(kept, merged(model))
     assert found.passes
     assert found.why_not == ""
     assert 0.2 * found.allowed_median < 3 * found.median  # the yardstick is of the size of what it measures
@@ -77,7 +77,7 @@ def test_a_wrong_one_does_not(trained: tuple[Any, Any], wrong: str) -> None:
     model, kept = trained
     base = merged(model)
     WRONG[wrong](base)
-    found = compare(kept, base)
+    found = compare_with_trained(kept, base)
     assert not found.passes
     assert found.why_not
 
@@ -85,7 +85,7 @@ def test_a_wrong_one_does_not(trained: tuple[Any, Any], wrong: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, 0.9, 1.1, 2.0])
 def test_nor_does_another_scale(trained: tuple[Any, Any], scale: float) -> None:
     model, kept = trained
-    assert not compare(kept, merged(model, scale)).passes
+    assert not compare_with_trained(kept, merged(model, scale)).passes
 
 
 def test_a_model_is_widened_for_a_call_and_then_as_before() -> None:
@@ -93,7 +93,7 @@ def test_a_model_is_widened_for_a_call_and_then_as_before() -> None:
     before = {name: (x.dtype, x.data_ptr()) for name, x in model.named_parameters()}
     with torch.no_grad():
         want = make_base("llama").to(BF16).float()(ids()).logits
-        with widened(model):
+        with computing_in_fp32(model):
             found = model(ids()).logits
     assert found.dtype == torch.float32
     assert torch.equal(found, want)

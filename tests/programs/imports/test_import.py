@@ -229,7 +229,10 @@ def test_defaults_that_differ_are_written_with_their_reason(theirs: dict[str, Pa
     imported = import_recipe(theirs["llamafactory"])
     assert "learning_rate: 5.0e-06" in imported.text
     assert "per_device_train_batch_size: 8  # default of LLaMA-Factory" in imported.text
-    assert {found.ours for found in imported.of_kind("default")} >= {"num_train_epochs: 3.0", "overlength: truncate"}
+    assert {found.ours for found in imported.findings_of_kind("default")} >= {
+        "num_train_epochs: 3.0",
+        "overlength: truncate",
+    }
 
 
 def test_a_token_goes_nowhere(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,7 +343,7 @@ def test_preferences_of_axolotl(rl: str, loss: str, tmp_path: Path) -> None:
     text = f"base_model: a\nrl: {rl}\nsequence_len: 64\ndatasets: [{{path: b, type: {kind}}}]\nsample_packing: true\n"
     imported = convert(tmp_path, text)
     assert (imported.objective, f"loss_type: {loss}  # rl" in imported.text) == ("dpo", True)
-    assert any(found.theirs == "sample_packing: true" for found in imported.of_kind("not_needed"))
+    assert any(found.theirs == "sample_packing: true" for found in imported.findings_of_kind("not_needed"))
 
 
 @pytest.mark.parametrize(
@@ -410,7 +413,7 @@ def test_commands_of_trl_and_llamafactory(tmp_path: Path) -> None:
 
 def test_a_field_of_another_stage_is_not_lost(tmp_path: Path) -> None:
     imported = convert(tmp_path, "base_model: a\nsequence_len: 64\nrl_beta: 0.1\ndatasets: [{path: r.jsonl}]\n")
-    assert [(found.theirs, found.note) for found in imported.of_kind("not_needed")] == [
+    assert [(found.theirs, found.note) for found in imported.findings_of_kind("not_needed")] == [
         ("rl_beta: 0.1", "read by dpo and grpo only")
     ]
 
@@ -447,7 +450,7 @@ def test_a_file_of_dataset_info_that_is_missing(tmp_path: Path) -> None:
 def test_an_optimizer_with_our_name_and_other_steps_is_lost(theirs: str, ours: str | None, tmp_path: Path) -> None:
     text = f"base_model: a\nsequence_len: 64\noptimizer: {theirs}\ndatasets: [{{path: r.jsonl}}]\n"
     imported = convert(tmp_path, text)
-    lost = [found.theirs for found in imported.of_kind("lost")]
+    lost = [found.theirs for found in imported.findings_of_kind("lost")]
     assert lost == ([] if ours else [f"optimizer: {theirs}"])
     assert (f"optim: {ours}" in imported.text) is (ours is not None)
 

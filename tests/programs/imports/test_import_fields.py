@@ -72,7 +72,7 @@ def answers(trainer: str, name: str) -> list[FieldFinding]:
     objective = conversion.trainer.objective(conversion)
     conversion.kind = RECIPES[objective]
     conversion.trainer.special(conversion)
-    conversion.apply()
+    conversion.apply_rules()
     assert conversion.left == {}
     return [found for found in conversion.findings if found.theirs.partition(":")[0].startswith(group)]
 

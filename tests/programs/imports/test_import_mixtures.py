@@ -39,7 +39,7 @@ def imported(text: str, name: str = "theirs.yaml") -> tuple[ImportedRecipe, Reci
 
 
 def lost(found: ImportedRecipe) -> list[str]:
-    return [each.theirs.partition(":")[0] for each in found.of_kind("lost")]
+    return [each.theirs.partition(":")[0] for each in found.findings_of_kind("lost")]
 
 
 def test_llamafactory() -> None:

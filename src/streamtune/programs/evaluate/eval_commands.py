@@ -114,7 +114,7 @@ def evaluate(
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArgumentError(f"{output} exists and is not empty", where="--output", fix="give a new folder")
     with loading_libraries():
-        from streamtune.programs.evaluate.eval_files import check_folder, write_results
+        from streamtune.programs.evaluate.eval_files import check_output_folder, write_results
         from streamtune.programs.evaluate.evaluate import EvalOptions, Feedback, evaluate_model
         from streamtune.programs.evaluate.needle import NeedleOptions
         from streamtune.programs.export.source import find_trained
@@ -125,7 +125,7 @@ def evaluate(
     if folder is None and (model / "run.json").is_file():
         folder = model / "eval" if checkpoint is None else model / "eval" / f"step-{trained.step:06d}"
     if folder is not None:
-        check_folder(folder)
+        check_output_folder(folder)
     options = EvalOptions(
         split=split,
         max_rows=max_rows,
@@ -193,95 +193,105 @@ BAR = 16
 """Width of the longest bar, in columns."""
 
 
-def print_evaluation(found: Mapping[str, Any]) -> None:
+def print_evaluation(results: Mapping[str, Any]) -> None:
     """Print an evaluation: one line with the result of each part, then their tables.
 
     Args:
-        found: The document from :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
+        results: The document from :func:`streamtune.programs.evaluate.evaluate.evaluate_model`.
     """
-    for split, part in found["splits"].items():
+    for split, part in results["splits"].items():
         print_hanging(Text(f"{split}: ", style="bold"), Text(_describe_split(part)))
-    if found.get("needle"):
-        print_hanging(Text("needle: ", style="bold"), Text(_describe_needles(found["needle"])))
+    if results.get("needle"):
+        print_hanging(Text("needle: ", style="bold"), Text(_describe_needles(results["needle"])))
     out.print()
-    for split, part in found["splits"].items():
+    for split, part in results["splits"].items():
         if "positions" in part:
             _print_losses(split, part)
         else:
             _print_metrics(split, part)
-    if found.get("needle"):
-        _print_needles(found["needle"])
-    if found.get("lm_eval"):
-        _print_harness(found["lm_eval"])
+    if results.get("needle"):
+        _print_needles(results["needle"])
+    if results.get("lm_eval"):
+        _print_harness(results["lm_eval"])
 
 
-def _describe_split(part: Mapping[str, Any]) -> str:
+def _describe_split(split_results: Mapping[str, Any]) -> str:
     """Return the result of a split in one line."""
-    if "positions" in part:
-        error = "" if part["standard_error"] is None else f" +- {_show_number(part['standard_error'])} (standard error)"
-        tokens = f"{part['tokens']:,} trained tokens of {part['rows']:,} rows"
-        loss = f"loss {_show_number(part['loss'])}{error} nats per token"
-        return f"{loss}, perplexity {_show_number(part['perplexity'])}; {tokens}"
+    if "positions" in split_results:
+        error = (
+            ""
+            if split_results["standard_error"] is None
+            else f" +- {_show_number(split_results['standard_error'])} (standard error)"
+        )
+        tokens = f"{split_results['tokens']:,} trained tokens of {split_results['rows']:,} rows"
+        loss = f"loss {_show_number(split_results['loss'])}{error} nats per token"
+        return f"{loss}, perplexity {_show_number(split_results['perplexity'])}; {tokens}"
     means = [
-        f"{name} {_show_number(part['metrics'][name]['mean'])}"
+        f"{name} {_show_number(split_results['metrics'][name]['mean'])}"
         for name in ("loss", "rewards/accuracies", "reward")
-        if name in part["metrics"]
+        if name in split_results["metrics"]
     ]
-    return f"{', '.join(means)}; {part['rows']:,} rows"
+    return f"{', '.join(means)}; {split_results['rows']:,} rows"
 
 
-def _describe_needles(found: Mapping[str, Any]) -> str:
+def _describe_needles(needle_results: Mapping[str, Any]) -> str:
     """Return the result of the needle probe in one line."""
-    cells = found["cells"]
+    cells = needle_results["cells"]
     matched, trials = sum(cell["matched"] for cell in cells), sum(cell["trials"] for cell in cells)
-    lengths = f"{min(found['lengths']):,} to {max(found['lengths']):,} tokens"
+    lengths = f"{min(needle_results['lengths']):,} to {max(needle_results['lengths']):,} tokens"
     return f"{matched:,} of {trials:,} codes found by greedy decoding, in prompts of {lengths}"
 
 
-def _print_losses(split: str, part: Mapping[str, Any]) -> None:
+def _print_losses(split: str, split_results: Mapping[str, Any]) -> None:
     from streamtune.programs.evaluate.eval_scores import context_sentence
 
     columns = ("tokens", "loss", "+-", "perplexity")
-    table = _table(f"{split}, by set", *columns)
-    for row in [*part["sets"], {"name": "all", **part}]:
+    table = _make_table(f"{split}, by set", *columns)
+    for row in [*split_results["sets"], {"name": "all", **split_results}]:
         table.add_row(plain(row["name"]), f"{row['tokens']:,}", *map(_show_number, _loss_figures(row)))
-    _show(table)
-    table = _table(f"{split}, by position", *columns, Column("lowest to highest", no_wrap=True))
-    losses = [row["loss"] for row in part["positions"]]
-    for row in part["positions"]:
+    _print_indented_table(table)
+    table = _make_table(f"{split}, by position", *columns, Column("lowest to highest", no_wrap=True))
+    losses = [row["loss"] for row in split_results["positions"]]
+    for row in split_results["positions"]:
         name = f"{row['from']:,} to {row['to'] - 1:,}"
-        table.add_row(name, f"{row['tokens']:,}", *map(_show_number, _loss_figures(row)), _bar(row["loss"], losses))
-    _show(table)
-    out.print(Text(context_sentence(part["context"])))
+        table.add_row(
+            name, f"{row['tokens']:,}", *map(_show_number, _loss_figures(row)), _draw_value_bar(row["loss"], losses)
+        )
+    _print_indented_table(table)
+    out.print(Text(context_sentence(split_results["context"])))
     out.print()
 
 
-def _print_metrics(split: str, part: Mapping[str, Any]) -> None:
+def _print_metrics(split: str, split_results: Mapping[str, Any]) -> None:
     """Print the mean and standard error of each metric, and its mean in each of several sets."""
-    sets = part["sets"] if len(part["sets"]) > 1 else []
-    first = max([len(plain(name)) for name in part["metrics"]] + [20]) + 24  # also the columns of mean and error
-    for number, group in enumerate(_fitting_groups([plain(each["name"]) for each in sets], first) or [range(0)]):
+    sets = split_results["sets"] if len(split_results["sets"]) > 1 else []
+    first = (
+        max([len(plain(name)) for name in split_results["metrics"]] + [20]) + 24
+    )  # also the columns of mean and error
+    for number, group in enumerate(_group_fitting_columns([plain(each["name"]) for each in sets], first) or [range(0)]):
         shown = [sets[index] for index in group]
         totals = ("mean", "+-") if number == 0 else ()
-        table = _table(f"{split}, {part['rows']:,} rows", *totals, *(plain(each["name"]) for each in shown))
-        for name, figure in part["metrics"].items():
+        table = _make_table(
+            f"{split}, {split_results['rows']:,} rows", *totals, *(plain(each["name"]) for each in shown)
+        )
+        for name, figure in split_results["metrics"].items():
             own = [_show_number(each["metrics"].get(name, {}).get("mean")) for each in shown]
             total = [_show_number(figure["mean"]), _show_number(figure["standard_error"])] if number == 0 else []
             table.add_row(plain(name), *total, *own)
-        _show(table)
+        _print_indented_table(table)
 
 
-def _print_needles(found: Mapping[str, Any]) -> None:
-    cells = {(cell["length"], cell["depth"]): cell for cell in found["cells"]}
-    names = [f"{length:,} tokens" for length in found["lengths"]]
-    for group in _fitting_groups(names, len(NEEDLE_TITLE)):
-        lengths = [found["lengths"][index] for index in group]
-        table = _table(NEEDLE_TITLE, *(names[index] for index in group))
-        for depth in found["depths"]:
+def _print_needles(needle_results: Mapping[str, Any]) -> None:
+    cells = {(cell["length"], cell["depth"]): cell for cell in needle_results["cells"]}
+    names = [f"{length:,} tokens" for length in needle_results["lengths"]]
+    for group in _group_fitting_columns(names, len(NEEDLE_TITLE)):
+        lengths = [needle_results["lengths"][index] for index in group]
+        table = _make_table(NEEDLE_TITLE, *(names[index] for index in group))
+        for depth in needle_results["depths"]:
             row = [cells[length, depth] for length in lengths]
             shown = [f"{each['matched']}/{each['trials']} {round(each['gain'], 2) + 0.0:+.2f}" for each in row]
             table.add_row(f"{depth:g}%", *shown)
-        _show(table)
+        _print_indented_table(table)
     out.print(
         Text(
             "Each cell: trials whose greedy answer begins with the code, then how many nats the needle adds to the "
@@ -291,39 +301,39 @@ def _print_needles(found: Mapping[str, Any]) -> None:
     out.print()
 
 
-def _fitting_groups(names: Sequence[str], first: int) -> list[range]:
-    """Return consecutive groups of columns, each as many as fit beside a first column of ``first`` characters."""
+def _group_fitting_columns(column_names: Sequence[str], first_width: int) -> list[range]:
+    """Return consecutive groups of columns, each as many as fit beside a first column of ``first_width`` characters."""
     groups: list[range] = []
-    start, used = 0, first
-    for index, name in enumerate(names):
+    start, used = 0, first_width
+    for index, name in enumerate(column_names):
         width = max(len(name), 10) + 2
         if index > start and used + width > out.width:
             groups.append(range(start, index))
-            start, used = index, first
+            start, used = index, first_width
         used += width
-    return [*groups, range(start, len(names))] if names else groups
+    return [*groups, range(start, len(column_names))] if column_names else groups
 
 
-def _print_harness(found: Mapping[str, Any]) -> None:
-    table = _table("lm-evaluation-harness", "figure", "value")
-    for task, figures in found.items():
+def _print_harness(harness_results: Mapping[str, Any]) -> None:
+    table = _make_table("lm-evaluation-harness", "figure", "value")
+    for task, figures in harness_results.items():
         for name, value in figures.items():
             table.add_row(
                 plain(task), plain(name), _show_number(value) if isinstance(value, float) else json.dumps(value)
             )
-    _show(table)
+    _print_indented_table(table)
 
 
-def _table(title: str, *columns: Column | str) -> Table:
+def _make_table(title: str, *columns: Column | str) -> Table:
     return make_table(Column(title, overflow="fold"), *columns)
 
 
-def _show(table: Table) -> None:
+def _print_indented_table(table: Table) -> None:
     out.print(table)
     out.print()
 
 
-def _bar(value: float, values: Sequence[float]) -> str:
+def _draw_value_bar(value: float, values: Sequence[float]) -> str:
     """Return a bar: one column wide for the lowest of ``values``, :data:`BAR` columns for the highest."""
     low, high = min(values), max(values)
     part = (1 + (BAR - 1) * (value - low) / ((high - low) or 1.0)) / BAR

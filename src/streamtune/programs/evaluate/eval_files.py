@@ -24,7 +24,7 @@ NAMES = (DOCUMENT, POSITIONS, NEEDLES)
 FIX = "give another --output DIR"
 
 
-def check_folder(folder: Path) -> None:
+def check_output_folder(folder: Path) -> None:
     """Create the folder for results and check that it is writable, before hours are spent on the evaluation.
 
     Raises:
@@ -58,32 +58,32 @@ def _earlier_file_names(folder: Path) -> set[str]:
     return set()
 
 
-def write_results(folder: Path, found: dict[str, Any], *, title: str) -> list[Path]:
+def write_results(folder: Path, results: dict[str, Any], *, title: str) -> list[Path]:
     """Write the document and its pictures, remove pictures of an earlier evaluation, and return the written paths.
 
     Args:
-        folder: Folder that :func:`check_folder` has checked.
-        found: Document of the evaluation; its entry ``files`` is set.
+        folder: Folder that :func:`check_output_folder` has checked.
+        results: Document of the evaluation; its entry ``files`` is set.
         title: Name of the model, shown on the pictures.
 
     Raises:
         RunError: A file cannot be written.
     """
-    pictures = {POSITIONS: draw_positions(found["splits"], title=title)}
-    if found.get("needle") is not None:
-        pictures[NEEDLES] = draw_needles(found["needle"], title=title)
+    pictures = {POSITIONS: draw_positions(results["splits"], title=title)}
+    if results.get("needle") is not None:
+        pictures[NEEDLES] = draw_needles(results["needle"], title=title)
     drawn = {name: picture for name, picture in pictures.items() if picture is not None}
     stale = _earlier_file_names(folder) - {DOCUMENT, *drawn}
-    found["files"] = [DOCUMENT, *drawn]
+    results["files"] = [DOCUMENT, *drawn]
     try:
         for name, picture in drawn.items():
             replace_file(folder / name, picture, durably=False)
-        write_durably(folder / DOCUMENT, json.dumps(found, indent=2) + "\n")
+        write_durably(folder / DOCUMENT, json.dumps(results, indent=2) + "\n")
         for name in stale:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"cannot write the result to {folder}: {error.strerror or error}", fix=FIX) from error
-    return [folder / name for name in found["files"]]
+    return [folder / name for name in results["files"]]
 
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
@@ -124,12 +124,12 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
     axes.set_ylabel("loss per trained token (nats)", color=INK)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, labelcolor=INK)
-    _plain_frame(axes)
+    _hide_frame(axes)
     return _render_png(figure, axes, title)
 
 
 @with_default_style
-def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
+def draw_needles(needle_results: Mapping[str, Any], *, title: str) -> bytes:
     """Return a PNG of the needle probe: a row for each depth, a column for each length.
 
     A cell shows how many trials matched, and the gain in nats per answer token. Its shade is the probability of an
@@ -137,8 +137,8 @@ def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
     """
     from matplotlib.figure import Figure
 
-    lengths, depths = found["lengths"], found["depths"]
-    cells = {(cell["length"], cell["depth"]): cell for cell in found["cells"]}
+    lengths, depths = needle_results["lengths"], needle_results["depths"]
+    cells = {(cell["length"], cell["depth"]): cell for cell in needle_results["cells"]}
     shade = [[math.exp(cells[length, depth]["logprob"]) for length in lengths] for depth in depths]
     figure = Figure(
         figsize=(max(5.0, 2.2 + 1.05 * len(lengths)), max(3.0, 1.6 + 0.62 * len(depths))),
@@ -172,7 +172,7 @@ def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
     return _render_png(figure, axes, title)
 
 
-def _plain_frame(axes: Any) -> None:
+def _hide_frame(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
 

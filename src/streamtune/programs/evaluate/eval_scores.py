@@ -93,7 +93,7 @@ class LossSums:
         self.rows[name] = self.rows.get(name, 0) + 1
         self.sets.setdefault(name, LossSum()).add(losses_K)
         self.whole.add(losses_K)
-        for bucket, first, last in _buckets(int(positions_K.max()) + 1 if len(positions_K) else 0):
+        for bucket, first, last in _position_buckets(int(positions_K.max()) + 1 if len(positions_K) else 0):
             inside = (positions_K >= first) & (positions_K < last)
             if bool(inside.any()):
                 self.buckets.setdefault(bucket, LossSum()).add(losses_K[inside])
@@ -104,7 +104,7 @@ class LossSums:
 
     def to_json(self) -> dict[str, Any]:
         """Return the part of eval.json about one split."""
-        bounds = list(_buckets(1 << 62))
+        bounds = list(_position_buckets(1 << 62))
         return {
             "rows": sum(self.rows.values()),
             **self.whole.to_json(),
@@ -183,29 +183,29 @@ def score_rows(
     with train.evaluating(model), streamed.handle.routers.silenced(), streamed.autocast():
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
-            batch = _collate(part, pad_token_id).to(streamed.device)
+            batch = _collate_rows(part, pad_token_id).to(streamed.device)
             losses_BT = -streamed.handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments).logprobs
             for place, row in enumerate(part):
                 trained = batch.shift_labels[place].ne(IGNORE_INDEX).nonzero()[:, 0]
-                name = name_of_set(row.origin) if names is None else names[start + place]
+                name = set_name_of_origin(row.origin) if names is None else names[start + place]
                 sums.add(name, losses_BT[place][trained].cpu(), trained.cpu())
             rows_done(min(start + batch_size, len(rows)), len(rows))
     return sums
 
 
-def _collate(rows: Sequence[data.Example], pad_token_id: int) -> train.MicroBatch:
+def _collate_rows(rows: Sequence[data.Example], pad_token_id: int) -> train.MicroBatch:
     batch = data.collate(rows, pad_token_id=pad_token_id)
     return train.MicroBatch(**batch, origins=tuple(row.origin for row in rows))
 
 
-def name_of_set(origin: str) -> str:
+def set_name_of_origin(origin: str) -> str:
     """Return the file or dataset of an origin ``file:row``; files of the standard library count as one dataset."""
     if origin.startswith("stdlib:"):
         return "python-stdlib"
     return origin.rpartition(":")[0] or origin
 
 
-def _buckets(length: int) -> Iterator[tuple[int, int, int]]:
+def _position_buckets(length: int) -> Iterator[tuple[int, int, int]]:
     """Yield ``(number, first, end)`` of each position bucket below ``length``: 0 to 15, then by powers of two."""
     first, last, number = 0, 16, 0
     while first < length:
@@ -277,12 +277,12 @@ def measure_rows(
     """
     groups: dict[str, list[Any]] = {}
     for place, row in enumerate(rows):
-        groups.setdefault(name_of_set(row.origin) if names is None else names[place], []).append(row)
+        groups.setdefault(set_name_of_origin(row.origin) if names is None else names[place], []).append(row)
     found = {name: MetricSums(rows=len(group)) for name, group in groups.items()}
     done = 0
     for name, group in groups.items():
         built = make_built(group)
-        for metrics, size in _measure(task, built, bf16=bf16):
+        for metrics, size in _measure_batches(task, built, bf16=bf16):
             found[name].add(metrics)
             done += size
             rows_done(done, len(rows))
@@ -293,7 +293,7 @@ def measure_rows(
 
 
 @torch.no_grad()
-def _measure(task: Task[Any], built: Built, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
+def _measure_batches(task: Task[Any], built: Built, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
     """Yield the metrics of each batch, including the loss, and its number of rows."""
     training = task.training(built)
     (make_batches,) = training.held_out.values()  # all rows are of one set

@@ -27,7 +27,7 @@ from streamtune.programs.evaluate.model import (
     make_scored_reference,
     plan_evaluation,
 )
-from streamtune.programs.evaluate.needle import NeedleOptions, default_lengths, gather_hay, probe_needles
+from streamtune.programs.evaluate.needle import NeedleOptions, default_lengths, gather_haystack, probe_needles
 from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -92,7 +92,7 @@ def evaluate_model(
     if options.lm_eval:
         check_harness(options.lm_eval)
     with blame_recipe(loaded):
-        recipe = _for_single_process(with_saved_precision(loaded.recipe, trained.settings), notify)
+        recipe = _adapt_to_single_process(with_saved_precision(loaded.recipe, trained.settings), notify)
         task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
         device = choose_device(recipe.device)
         prepare_libraries(device)
@@ -213,7 +213,7 @@ class _Evaluation:
     def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
         """Run the needle probe and return its part of eval.json."""
         recipe = self.task.recipe
-        stack = gather_hay(
+        stack = gather_haystack(
             data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
             self.tokenizer,
             chat=bool(self.tokenizer.chat_template) and data.holds_messages(sources),
@@ -236,7 +236,7 @@ def _explain_out_of_memory(doing: str, fix: str) -> Iterator[None]:
         raise OutOfMemoryError(f"out of memory while {doing}", fix=fix) from error
 
 
-def _for_single_process(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
+def _adapt_to_single_process(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
     """Return the recipe for a single process, in which transformers (not vLLM) generates completions."""
     changes: dict[str, Any] = {"train_batch_size": None, "dataloader_num_workers": 0}
     if getattr(recipe, "use_vllm", False):

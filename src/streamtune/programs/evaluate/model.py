@@ -110,7 +110,7 @@ def _base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> 
                 "the recipe's model is another one: the adapters are evaluated on the base model they were trained on"
             )
         return None, False
-    if recipe_base is not None and _same_model(named, recipe_base):
+    if recipe_base is not None and _is_same_model(named, recipe_base):
         return None, False
     if recipe_base is not None and Path(named).is_absolute() and not models.is_folder(named):
         notify(f"the adapters' base model {named} does not exist here: the recipe's model, {recipe_base}, is used")
@@ -120,16 +120,16 @@ def _base_override(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> 
     return None, False
 
 
-def _same_model(one: str, other: str) -> bool:
-    if models.is_folder(one) and models.is_folder(other):
-        return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
-    return one == other
+def _is_same_model(first: str, second: str) -> bool:
+    if models.is_folder(first) and models.is_folder(second):
+        return Path(first).expanduser().resolve() == Path(second).expanduser().resolve()
+    return first == second
 
 
 # --- references -----------------------------------------------------------------------------------------------------
 
 
-def load_second_model(task: Task[Any], found: EvaluatedModel, tokenizer: Any, device: torch.device) -> Any | None:
+def load_second_model(task: Task[Any], evaluated: EvaluatedModel, tokenizer: Any, device: torch.device) -> Any | None:
     """Load the reference as a second model; None without a reference, or if it is the model without its adapters.
 
     The reference is the model that the recipe names, otherwise the model before training.
@@ -137,9 +137,9 @@ def load_second_model(task: Task[Any], found: EvaluatedModel, tokenizer: Any, de
     Raises:
         ArgumentError: The reference model does not exist, or its vocabulary differs.
     """
-    if not task.compares or not task.scores or (found.adapters and task.reference_name is None):
+    if not task.compares or not task.scores or (evaluated.adapters and task.reference_name is None):
         return None
-    second_model = load_reference(task, found.model, tokenizer, device)
+    second_model = load_reference(task, evaluated.model, tokenizer, device)
     if second_model is None:  # the recipe trains adapters, but this model has none: it may be merged
         second_model = make_reference_model(task.recipe, tokenizer, device).requires_grad_(False).eval()
     return second_model
@@ -176,13 +176,13 @@ def plan_evaluation(
     """
     if recipe.engine.schedule != "auto":
         return None
-    with _one_weight_trainable(model):
+    with _make_one_weight_trainable(model):
         found = plan_model(recipe, model, LongestStep(length, completions, reference_bytes), device)
     return found.schedule
 
 
 @contextmanager
-def _one_weight_trainable(model: Any) -> Iterator[None]:
+def _make_one_weight_trainable(model: Any) -> Iterator[None]:
     """Context manager: the first layer's smallest weight is trainable while active, as a planned step requires."""
     layer = decoder_layers(base_of(model))[0]
     weights = [each for each in layer.parameters() if each.is_floating_point()]

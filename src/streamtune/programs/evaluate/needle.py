@@ -111,7 +111,7 @@ def default_lengths(max_length: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(first.bit_length() - 1, max_length.bit_length()))
 
 
-def gather_hay(
+def gather_haystack(
     texts: Iterable[str],
     tokenizer: Any,
     *,
@@ -166,20 +166,20 @@ def _frame_tokens(
     return first if begins else [], [], False
 
 
-def _draw_trial(stack: Haystack, length: int, seed: int, number: int) -> _NeedleTrial | None:
+def _draw_trial(haystack: Haystack, length: int, seed: int, trial_index: int) -> _NeedleTrial | None:
     """Return a random trial; None if it does not fit into ``length`` tokens."""
-    draw = random.Random(f"needle {seed} {length} {number}")
+    draw = random.Random(f"needle {seed} {length} {trial_index}")
     key, code = f"{draw.choice(KEY_ADJECTIVES)} {draw.choice(KEY_ANIMALS)}", str(draw.randrange(10**6, 10**7))
-    needle, question, answer = stack.trial(key, code)
-    hay = length - sum(map(len, (stack.head, needle, question, stack.tail, answer)))
+    needle, question, answer = haystack.trial(key, code)
+    hay = length - sum(map(len, (haystack.head, needle, question, haystack.tail, answer)))
     if hay < MIN_HAY:
         return None
-    return _NeedleTrial(needle, question, answer, code, draw.randrange(len(stack.hay)), hay)
+    return _NeedleTrial(needle, question, answer, code, draw.randrange(len(haystack.hay)), hay)
 
 
 def probe_needles(
     streamed: ScoringModel,
-    stack: Haystack,
+    haystack: Haystack,
     options: NeedleOptions,
     lengths: Sequence[int],
     *,
@@ -190,7 +190,7 @@ def probe_needles(
 
     Args:
         streamed: Model to probe.
-        stack: Parts of the prompts.
+        haystack: Parts of the prompts.
         options: Lengths, depths and number of trials. Default lengths that are too short are left out.
         lengths: Numbers of tokens in prompt plus answer, from the options or by default.
         seed: Seed of keys, codes and hay.
@@ -200,7 +200,7 @@ def probe_needles(
         ArgumentError: A length in ``options`` is too short for a trial, or every length is.
     """
     drawn = {
-        length: [_draw_trial(stack, length, seed, number) for number in range(options.trials)] for length in lengths
+        length: [_draw_trial(haystack, length, seed, number) for number in range(options.trials)] for length in lengths
     }
     fitting = {length: [each for each in found if each] for length, found in drawn.items() if all(found)}
     if not fitting or (options.lengths and len(fitting) < len(lengths)):
@@ -210,7 +210,7 @@ def probe_needles(
             where="--needle-lengths",
             fix="give larger lengths",
         )
-    model, handle, tokenizer = streamed.model, streamed.handle, stack.tokenizer
+    model, handle, tokenizer = streamed.model, streamed.handle, haystack.tokenizer
     writer = TransformersWriter(
         model,
         end_token_ids=end_tokens(model, tokenizer),
@@ -225,20 +225,20 @@ def probe_needles(
         for length, trials in fitting.items():
             without = []
             for each in trials:
-                plain = stack.prompt([], each.question, each.start, each.hay + len(each.needle), 0.0)
+                plain = haystack.prompt([], each.question, each.start, each.hay + len(each.needle), 0.0)
                 without.append(_mean_logprob(streamed, plain, each.answer))
             for depth in options.depths:
-                prompts = [stack.prompt(each.needle, each.question, each.start, each.hay, depth) for each in trials]
+                prompts = [haystack.prompt(each.needle, each.question, each.start, each.hay, depth) for each in trials]
                 pairs = list(zip(prompts, trials, strict=True))
                 found = [_mean_logprob(streamed, prompt, each.answer) for prompt, each in pairs]
                 matched = [_finds_code(writer, tokenizer, prompt, each) for prompt, each in pairs]
-                cells.append({"length": length, "depth": depth, **_cell_figures(matched, found, without)})
+                cells.append({"length": length, "depth": depth, **_summarise_cell(matched, found, without)})
                 cells_done(len(cells), total)
     return {
         "lengths": list(fitting),
         "depths": list(options.depths),
         "trials": options.trials,
-        "chat": stack.chat,
+        "chat": haystack.chat,
         "seed": seed,
         "cells": cells,
     }
@@ -261,14 +261,18 @@ def _finds_code(writer: TransformersWriter, tokenizer: Any, prompt: list[int], t
     return bool(words) and words[0].strip(".,:;!?\"'`*()") == trial.code
 
 
-def _cell_figures(matched: Sequence[bool], found: Sequence[float], without: Sequence[float]) -> dict[str, Any]:
+def _summarise_cell(
+    matches: Sequence[bool], logprobs_with_needle: Sequence[float], logprobs_without: Sequence[float]
+) -> dict[str, Any]:
     """Return the figures of a cell, from each trial's mean log-probability with and without the needle."""
-    gain, error = mean_and_error([one - other for one, other in zip(found, without, strict=True)])
+    gain, error = mean_and_error(
+        [one - other for one, other in zip(logprobs_with_needle, logprobs_without, strict=True)]
+    )
     return {
-        "matched": sum(matched),
-        "trials": len(found),
-        "logprob": math.fsum(found) / len(found),
-        "logprob_without": math.fsum(without) / len(found),
+        "matched": sum(matches),
+        "trials": len(logprobs_with_needle),
+        "logprob": math.fsum(logprobs_with_needle) / len(logprobs_with_needle),
+        "logprob_without": math.fsum(logprobs_without) / len(logprobs_with_needle),
         "gain": gain,
         "standard_error": error,
     }

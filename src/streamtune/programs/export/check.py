@@ -3,7 +3,7 @@
 Merging may change each merged weight by one rounding. No fixed bound on the effect of such roundings fits all models,
 dtypes and depths, so the bound is measured. The yardstick is the trained model, adapters unmerged, with each of these
 weights moved at random by one rounding of the written dtype. All logits are computed in fp32
-(:func:`streamtune.programs.export.merge.widened`), because bfloat16 arithmetic would hide differences.
+(:func:`streamtune.programs.export.merge.computing_in_fp32`), because bfloat16 arithmetic would hide differences.
 
     R     logits of the trained model, in fp32                   [tokens, vocabulary]
     N     logits with one random rounding of the weights         the yardstick
@@ -37,7 +37,7 @@ from streamtune.base.model_facts import model_device
 from streamtune.data.templates import fix_date
 from streamtune.errors import StreamTuneError
 from streamtune.models import with_generation
-from streamtune.programs.export.merge import Rounding, widened
+from streamtune.programs.export.merge import Rounding, computing_in_fp32
 from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.data import make_sources
@@ -145,13 +145,13 @@ class Differences:
 
 
 @torch.no_grad()
-def measure(
+def measure_trained(
     model: Any,
     rows: Sequence[Tensor],
     prompt: Tensor,
     *,
     dtype: torch.dtype | None,
-    everything: bool = False,
+    all_weights: bool = False,
     new_tokens: int = 24,
     doing: Doing = lambda text: nullcontext(),
 ) -> AsTrained:
@@ -162,12 +162,12 @@ def measure(
         rows: Token ids of each row, ``[1, T]``.
         prompt: Token ids to continue, ``[1, P]``.
         dtype: Dtype of the written weights; None if writing does not round them.
-        everything: True to round all weights, not only the weights that adapters change.
+        all_weights: True to round all weights, not only the weights that adapters change.
         new_tokens: Number of greedy tokens.
         doing: Returns a context manager that shows a message during slow work.
     """
     with doing("logits of the trained model"):
-        with widened(model):
+        with computing_in_fp32(model):
             logits = [row_logits(model, row) for row in rows]
         size = _total_norm(logits)
         own = [row_logits(model, row) for row in rows]
@@ -176,19 +176,19 @@ def measure(
     del own
     effect = 0.0
     if hasattr(model, "disable_adapter"):
-        with doing("logits without the adapters"), model.disable_adapter(), widened(model):
+        with doing("logits without the adapters"), model.disable_adapter(), computing_in_fp32(model):
             effect = _relative_difference((row_logits(model, row) for row in rows), logits) / size
     yardstick, margin = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN), 0.0
     for seed in range(ROUNDING_DRAWS if dtype is not None else 0):
         assert dtype is not None
         with (
             doing(f"logits with the weights rounded at random, {seed + 1} of {ROUNDING_DRAWS}"),
-            widened(model, Rounding(model, dtype, everything=everything, seed=seed)),
+            computing_in_fp32(model, Rounding(model, dtype, everything=all_weights, seed=seed)),
         ):
-            errors, largest = row_errors(model, rows, logits)
+            errors, largest = relative_row_errors(model, rows, logits)
         yardstick, margin = torch.maximum(yardstick, errors), max(margin, largest)
     with doing("greedy text of the trained model"):
-        written, scores = _greedy(model, prompt, new_tokens)
+        written, scores = _generate_greedily(model, prompt, new_tokens)
     return AsTrained(
         list(rows),
         logits,
@@ -200,17 +200,19 @@ def measure(
         written,
         scores,
         prompt,
-        _is_mixture(model),
+        _has_experts(model),
     )
 
 
 @torch.no_grad()
-def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text: nullcontext()) -> Differences:
-    """Compare the written model, loaded in evaluation mode, with the result of :func:`measure`."""
+def compare_with_trained(
+    trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text: nullcontext()
+) -> Differences:
+    """Compare the written model, loaded in evaluation mode, with the result of :func:`measure_trained`."""
     rows = trained.rows
     with doing("logits of the written model"):
-        with widened(model):
-            errors, largest_logit = row_errors(model, rows, trained.logits)
+        with computing_in_fp32(model):
+            errors, largest_logit = relative_row_errors(model, rows, trained.logits)
         sizes = torch.cat([each.norm(dim=-1) for each in trained.logits])
         size = _total_norm(trained.logits)
         after = [row_logits(model, row) for row in rows]
@@ -221,7 +223,7 @@ def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text:
         del after
     allowed = ALLOWED_LARGEST * float(trained.yardstick.max())
     with doing("greedy text of the written model"):
-        written, _ = _greedy(model, trained.prompt, len(trained.scores))
+        written, _ = _generate_greedily(model, trained.prompt, len(trained.scores))
     parts = next(
         (at for at, pair in enumerate(zip(trained.written, written, strict=False)) if pair[0] != pair[1]), None
     )
@@ -243,18 +245,18 @@ def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text:
         text_parts_at=parts,
         text_tokens=len(trained.written),
         text_tie=parts is not None
-        and _is_tie(trained, written, parts, ALLOWED_LARGEST * (trained.own_margin + own_margin)),
+        and _is_near_tie(trained, written, parts, ALLOWED_LARGEST * (trained.own_margin + own_margin)),
         before=trained.written,
         after=written,
     )
 
 
-def _is_tie(trained: AsTrained, written: list[int], at: int, margin: float) -> bool:
+def _is_near_tie(trained: AsTrained, written_tokens: list[int], position: int, margin: float) -> bool:
     """Return True if the trained model's logits for the two tokens differ by no more than roundings change them."""
-    if at >= len(trained.written) or at >= len(written):
+    if position >= len(trained.written) or position >= len(written_tokens):
         return False
-    scores = trained.scores[at]
-    return float(scores[trained.written[at]] - scores[written[at]]) <= margin + 1e-5
+    scores = trained.scores[position]
+    return float(scores[trained.written[position]] - scores[written_tokens[position]]) <= margin + 1e-5
 
 
 def row_logits(model: Any, row: Tensor) -> Tensor:
@@ -264,7 +266,7 @@ def row_logits(model: Any, row: Tensor) -> Tensor:
     return found[0].float().cpu()
 
 
-def row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
+def relative_row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
     """Return the relative error of each token, ``[tokens]``, and the largest difference of one logit."""
     errors, largest = [], 0.0
     for row, want in zip(rows, logits, strict=True):
@@ -274,19 +276,19 @@ def row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor
     return torch.cat(errors), largest
 
 
-def _relative_difference(found: Iterator[Tensor] | Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    return sum(float((a - b).norm()) ** 2 for a, b in zip(found, want, strict=True)) ** 0.5
+def _relative_difference(actual: Iterator[Tensor] | Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return sum(float((a - b).norm()) ** 2 for a, b in zip(actual, expected, strict=True)) ** 0.5
 
 
 def _total_norm(logits: Sequence[Tensor]) -> float:
     return sum(float(each.norm()) ** 2 for each in logits) ** 0.5 or 1.0
 
 
-def _largest_difference(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
+def _largest_difference(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
 
 
-def _greedy(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
+def _generate_greedily(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
     """Return the greedy tokens after a prompt, and their logits ``[N, vocabulary]``."""
     base = base_of(model)
     # Ignore the checkpoint's generation settings: penalties and temperatures are not weights.
@@ -303,7 +305,7 @@ def _greedy(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Ten
     return output.sequences[0, prompt.shape[1] :].tolist(), torch.cat([each.float().cpu() for each in output.logits])
 
 
-def _is_mixture(model: nn.Module) -> bool:
+def _has_experts(model: nn.Module) -> bool:
     config = base_of(model).config.get_text_config(decoder=True)
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any(isinstance(getattr(config, name, None), int) and getattr(config, name) > 1 for name in names)
@@ -352,7 +354,7 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
             found = [each for each in _run_rows(trained, tokenizer) if max(each[0]) < vocabulary]
             why = "the run's data has no rows"
         except (StreamTuneError, OSError, ValueError) as error:
-            why = f"the run's data cannot be read any more ({_first_line(error)})"
+            why = f"the run's data cannot be read any more ({_first_error_line(error)})"
     if found:
         left = at_most
         rows: list[Tensor] = []
@@ -403,5 +405,5 @@ def _encode(tokenizer: Any, prompt: str, recipe: TrainedTokenKeys) -> list[int]:
     return models.encode_prompt(tokenizer, prompt, chat_options(recipe))
 
 
-def _first_line(error: Exception) -> str:
+def _first_error_line(error: Exception) -> str:
     return str(getattr(error, "what", error)).splitlines()[0][:200]

@@ -18,7 +18,14 @@ import torch
 from streamtune import models
 from streamtune.base.adapters import ADAPTERS, base_of
 from streamtune.errors import ArgumentError, RunError
-from streamtune.programs.export.check import AsTrained, Differences, Doing, choose_rows, compare, measure
+from streamtune.programs.export.check import (
+    AsTrained,
+    Differences,
+    Doing,
+    choose_rows,
+    compare_with_trained,
+    measure_trained,
+)
 from streamtune.programs.export.gguf_and_hub import check_convertible, check_gguf, check_push, push_folder, write_gguf
 from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
 from streamtune.programs.export.source import (
@@ -34,7 +41,7 @@ from streamtune.programs.export.write import (
     describe_check,
     keep_failed,
     model_card,
-    staged,
+    staging_export,
     write_adapters,
     write_merged,
     written_bytes,
@@ -114,7 +121,7 @@ class ExportReport:
 
 
 def export_model(
-    given: str,
+    model_name_or_path: str,
     out: Path,
     options: ExportOptions,
     *,
@@ -124,7 +131,7 @@ def export_model(
     """Write the model of a run, a checkpoint or a folder to ``out``.
 
     Args:
-        given: Run, checkpoint or folder.
+        model_name_or_path: Run, checkpoint or folder.
         out: Folder to write; new or empty.
         options: Options of the export.
         notify: Called with each note for the user, one sentence.
@@ -140,7 +147,7 @@ def export_model(
     if options.push:
         check_push(options.push)
     with doing("reading the run"):
-        trained = find_trained(given, checkpoint=options.checkpoint, notify=notify)
+        trained = find_trained(model_name_or_path, checkpoint=options.checkpoint, notify=notify)
     _check_options(trained, options, notify)
     base = resolve_base(trained, options.base, notify)
     same_base = is_trained_base(trained, options.base)
@@ -160,10 +167,12 @@ def export_model(
     rows = choose_rows(trained, model, tokenizer, notify) if options.check else None
     as_trained = None
     if rows is not None:
-        as_trained = measure(model, rows.rows, rows.prompt, dtype=rounded_to, everything=dtype is not None, doing=doing)
+        as_trained = measure_trained(
+            model, rows.rows, rows.prompt, dtype=rounded_to, all_weights=dtype is not None, doing=doing
+        )
         _warn_lost_adapters(as_trained, notify)
     needed = written_bytes(model, dtype) if merges or not trained.adapters else 0
-    with staged(out, needed) as partial:
+    with staging_export(out, needed) as partial:
         with doing(f"writing {out}"):
             if trained.adapters and not merges:
                 write_adapters(Path(trained.folder), tokenizer, partial, base)
@@ -173,7 +182,7 @@ def export_model(
         gc.collect()
         check = None
         if as_trained is not None:
-            check = _compare(as_trained, partial, trained, options, quantization, doing)
+            check = _compare_written(as_trained, partial, trained, options, quantization, doing)
             if not check.passes:
                 failed = keep_failed(partial, out)
                 raise RunError(
@@ -187,7 +196,7 @@ def export_model(
         card = model_card(
             trained,
             name=out.resolve().name,
-            base=base or _start_model(trained),
+            base=base or _initial_model_name(trained),
             weights=weights,
             checked=describe_check(check, rows.origin if rows is not None else ""),
             adapters=trained.adapters and not merges,
@@ -307,7 +316,7 @@ def _warn_lost_adapters(as_trained: AsTrained, notify: Notify) -> None:
         )
 
 
-def _compare(
+def _compare_written(
     as_trained: AsTrained,
     folder: Path,
     trained: TrainedModel,
@@ -323,7 +332,7 @@ def _compare(
             written, _ = load_trained(copy, device=options.device, base=options.base, quantization=quantization)
         else:
             written = _load_written(folder, options.device)
-    return compare(as_trained, written, doing=doing)
+    return compare_with_trained(as_trained, written, doing=doing)
 
 
 def _load_written(folder: Path, device: str) -> Any:
@@ -378,7 +387,7 @@ def _describe_weights(
     return f"adapters merged into their base, {name}"
 
 
-def _start_model(trained: TrainedModel) -> str | None:
+def _initial_model_name(trained: TrainedModel) -> str | None:
     """Return the model from which full fine-tuning started; None for adapters or if unknown."""
     if trained.adapters or trained.loaded is None:
         return None

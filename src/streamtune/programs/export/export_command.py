@@ -135,7 +135,7 @@ def export(
 
 def _print_report(report: ExportReport) -> None:
     print_title(f"export {report.source}")
-    out.print(_verdict(report), soft_wrap=not out.is_terminal)
+    out.print(_describe_verdict(report), soft_wrap=not out.is_terminal)
     shards = sum(name.endswith(".safetensors") for name in report.files)
     files = f"{shards} weight file{'s' if shards > 1 else ''}, {show_size(report.bytes)} in total"
     rows = [
@@ -151,7 +151,7 @@ def _print_report(report: ExportReport) -> None:
     print_hanging(Text("Next: ", style="bold"), Text(shlex.join(["streamtune", "generate", str(report.out)])))
 
 
-def _verdict(report: ExportReport) -> Text:
+def _describe_verdict(report: ExportReport) -> Text:
     """Return the answer of the comparison as one sentence."""
     if report.check is None:
         return Text.assemble(("not checked", "bold yellow"), ": --no-check")

@@ -33,10 +33,10 @@ from streamtune.programs.export.check import (
     FLOOR,
     ROUNDING_DRAWS,
     Doing,
-    row_errors,
+    relative_row_errors,
     row_logits,
 )
-from streamtune.programs.export.merge import widened
+from streamtune.programs.export.merge import computing_in_fp32
 
 CONFIG_KEYS = {
     "embedding_length": "hidden_size",
@@ -104,51 +104,51 @@ def compare_gguf(
     return found
 
 
-def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) -> None:
+def _compare_weights(file: GgufFile, model: nn.Module, comparison: GgufComparison) -> None:
     used: set[str] = set()
     for name, own in weights_of(model):
         tensor_names = file.tensor_names(name)
         used.update(tensor_names)
         if not tensor_names:
-            found.problems.append(f"the weight {name} is missing")
+            comparison.problems.append(f"the weight {name} is missing")
             continue
         try:
             values, allowed = file.values(name)
         except ValueError as error:
-            found.problems.append(f"{name} is {error}")
+            comparison.problems.append(f"{name} is {error}")
             continue
         weight = own.detach().float().cpu()
         part = _relative_difference(values, weight, allowed)
         if not part <= 1 and not file.known and _is_reordered(values, weight, allowed):
             flat = _relative_difference(values.flatten().sort().values, weight.flatten().sort().values, allowed.max())
             if flat <= 1:
-                found.reordered.append(name)
+                comparison.reordered.append(name)
                 continue
-        found.compared += 1
-        if not part <= found.worst_part:  # NaN as well
-            found.worst, found.worst_part = name, part
+        comparison.compared += 1
+        if not part <= comparison.worst_part:  # NaN as well
+            comparison.worst, comparison.worst_part = name, part
         if not part <= 1:
             shape = "" if values.shape == weight.shape else f": its shape is {list(values.shape)}"
-            found.problems.append(
+            comparison.problems.append(
                 f"{name} differs by {part:.3g} times the rounding of {file.type_of(tensor_names[0])}{shape}"
                 + ("" if file.known else ", or llama.cpp stores it in an unknown form")
             )
-    found.not_compared = sorted(file.tensors.keys() - used)
+    comparison.not_compared = sorted(file.tensors.keys() - used)
 
 
-def _relative_difference(values: Tensor, own: Tensor, allowed: Tensor) -> float:
+def _relative_difference(file_values: Tensor, model_values: Tensor, allowed: Tensor) -> float:
     """Return the largest difference, divided by its allowed value; infinity if the shapes differ."""
-    if values.shape != own.shape:
+    if file_values.shape != model_values.shape:
         return float("inf")
-    difference = (values - own).abs()
+    difference = (file_values - model_values).abs()
     return float(torch.where(difference == 0, 0.0, difference / allowed.clamp_min(1e-38)).max())
 
 
-def _is_reordered(values: Tensor, own: Tensor, allowed: Tensor) -> bool:
+def _is_reordered(file_values: Tensor, model_values: Tensor, allowed: Tensor) -> bool:
     """Return True if so many numbers differ that they must be in another order."""
-    if values.shape != own.shape:
-        return values.numel() == own.numel()
-    return float(((values - own).abs() > allowed).float().mean()) > REORDERED_FRACTION
+    if file_values.shape != model_values.shape:
+        return file_values.numel() == model_values.numel()
+    return float(((file_values - model_values).abs() > allowed).float().mean()) > REORDERED_FRACTION
 
 
 def _config_differences(file: GgufFile, model: Any) -> list[str]:
@@ -229,22 +229,24 @@ class _FileValues:
         return size
 
 
-def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], found: GgufComparison) -> None:
-    with widened(model):
+def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], comparison: GgufComparison) -> None:
+    with computing_in_fp32(model):
         logits = [row_logits(model, row) for row in rows]
     yardstick = torch.full((sum(each.shape[0] for each in logits),), FLOOR / ALLOWED_MEDIAN)
     for seed in range(ROUNDING_DRAWS):
-        with widened(model, _FileValues(file, model, found.reordered, seed)):
-            yardstick = torch.maximum(yardstick, row_errors(model, rows, logits)[0])
-    with widened(model, _FileValues(file, model, found.reordered, None)):
-        errors, _ = row_errors(model, rows, logits)
-    found.median, found.largest = float(errors.median()), float(errors.max())
-    found.allowed_median = ALLOWED_MEDIAN * float(yardstick.median())
-    found.allowed_largest = ALLOWED_LARGEST * float(yardstick.max())
-    if not (found.median <= found.allowed_median and found.largest <= found.allowed_largest):  # NaN as well
-        found.problems.append(
-            f"the median error of its logits is {found.median:.1e} (allowed {found.allowed_median:.1e}), the largest "
-            f"{found.largest:.1e} (allowed {found.allowed_largest:.1e})"
+        with computing_in_fp32(model, _FileValues(file, model, comparison.reordered, seed)):
+            yardstick = torch.maximum(yardstick, relative_row_errors(model, rows, logits)[0])
+    with computing_in_fp32(model, _FileValues(file, model, comparison.reordered, None)):
+        errors, _ = relative_row_errors(model, rows, logits)
+    comparison.median, comparison.largest = float(errors.median()), float(errors.max())
+    comparison.allowed_median = ALLOWED_MEDIAN * float(yardstick.median())
+    comparison.allowed_largest = ALLOWED_LARGEST * float(yardstick.max())
+    if not (
+        comparison.median <= comparison.allowed_median and comparison.largest <= comparison.allowed_largest
+    ):  # NaN as well
+        comparison.problems.append(
+            f"the median error of its logits is {comparison.median:.1e} (allowed {comparison.allowed_median:.1e}), "
+            f"the largest {comparison.largest:.1e} (allowed {comparison.allowed_largest:.1e})"
         )
 
 

@@ -6,9 +6,10 @@ module's weights. The copy is rounded once, to the written dtype. The model is n
 
     for name, weight in merged_weights(model):      # "model.layers.0.self_attn.q_proj.weight", [out, in]
 
-A comparison in bfloat16 would not show differences below the rounding of its arithmetic. In fp32 (:func:`widened`) only
-the rounding of the weights remains. It needs memory for one more layer, because weights are widened during the call of
-their layer. A random rounding may change them as well, for the yardstick of :mod:`streamtune.programs.export.check`.
+A comparison in bfloat16 would not show differences below the rounding of its arithmetic. In fp32
+(:func:`computing_in_fp32`) only the rounding of the weights remains. It needs memory for one more layer, because
+weights are widened during the call of their layer. A random rounding may change them as well, for the yardstick of
+:mod:`streamtune.programs.export.check`.
 """
 
 from __future__ import annotations
@@ -69,19 +70,19 @@ def _iterate_weights(
         like = originals._parameters.get(key)
         like = x if like is None else like
         # The dtype of a quantised weight cannot be written.
-        yield f"{prefix}{key}", _value_maker(x, merged.get(key), dtype if is_quantised(like) else like.dtype), x
+        yield f"{prefix}{key}", _make_value_function(x, merged.get(key), dtype if is_quantised(like) else like.dtype), x
     for key, buffer in inner._buffers.items():
         if buffer is not None and key not in inner._non_persistent_buffers_set:
-            yield f"{prefix}{key}", _value_maker(buffer, None, buffer.dtype), buffer
+            yield f"{prefix}{key}", _make_value_function(buffer, None, buffer.dtype), buffer
     for key, child in inner.named_children():
         yield from _iterate_weights(child, originals._modules.get(key, child), f"{prefix}{key}.", dtype)
 
 
-def _value_maker(own: Tensor, merged: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _make_value_function(own_value: Tensor, merged_value: Tensor | None, dtype: torch.dtype) -> Callable[[], Tensor]:
     def make() -> Tensor:
-        if merged is not None:
-            return merged.to(dtype)
-        return (dequantised(own) if is_quantised(own) else own.detach()).to(dtype)
+        if merged_value is not None:
+            return merged_value.to(dtype)
+        return (dequantised(own_value) if is_quantised(own_value) else own_value.detach()).to(dtype)
 
     return make
 
@@ -99,16 +100,16 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
                 where="RUN",
                 fix="--no-merge exports the adapters alone",
             )
-    return dict(_adapted_inside(base_of(model), ""))
+    return dict(_iterate_adapted_modules(base_of(model), ""))
 
 
-def _adapted_inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_adapted_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of each wrapped module in a module, itself included."""
     inner, chain = inner_module(module)
     if chain or inner is not module:
         yield prefix, module
     for key, child in inner.named_children():
-        yield from _adapted_inside(child, f"{prefix}.{key}" if prefix else key)
+        yield from _iterate_adapted_modules(child, f"{prefix}.{key}" if prefix else key)
 
 
 def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
@@ -136,7 +137,7 @@ def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
 def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
     """Return a wrapped module's own parameters in fp32, with the adapters of all its wrappers merged."""
     inner, chain = inner_module(wrapper)
-    with _in_fp32(inner, chain), torch.no_grad():
+    with _using_fp32_parameters(inner, chain), torch.no_grad():
         for layer in reversed(chain):  # adapters on adapters: merge the inner ones first
             _merge_adapters(layer)
         return {key: x.data for key, x in inner._parameters.items() if x is not None}
@@ -172,22 +173,22 @@ def _merge_adapters(layer: Any) -> None:
 
 
 @contextmanager
-def _in_fp32(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
+def _using_fp32_parameters(module: nn.Module, wrappers: list[Any]) -> Iterator[None]:
     """Context manager: replace a module's parameters by fp32 copies, and widen 16-bit adapters."""
-    before = dict(inner._parameters)
-    below = {id(x) for x in inner.parameters()}
-    narrow = [x for layer in chain for x in layer.parameters() if id(x) not in below and x.dtype.itemsize == 2]
+    before = dict(module._parameters)
+    below = {id(x) for x in module.parameters()}
+    narrow = [x for layer in wrappers for x in layer.parameters() if id(x) not in below and x.dtype.itemsize == 2]
     held = [(x, x.data) for x in narrow]
     for key, x in before.items():
         if x is not None:
             plain = dequantised(x) if is_quantised(x) else x.detach().to(torch.float32, copy=True)
-            inner._parameters[key] = nn.Parameter(plain, requires_grad=False)
+            module._parameters[key] = nn.Parameter(plain, requires_grad=False)
     for x, values in held:
         x.data = values.float()
     try:
         yield
     finally:
-        inner._parameters.update(before)
+        module._parameters.update(before)
         for x, values in held:
             x.data = values
 
@@ -287,19 +288,19 @@ class Rounding:
 
 
 @contextmanager
-def widened(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[None]:
+def computing_in_fp32(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[None]:
     """Context manager: a model in evaluation mode computes in fp32, with the weight change ``rounding`` if given."""
     base = base_of(model)
     layers = decoder_layers(base)
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = [module for module in base.modules() if id(module) not in inside]
     with ExitStack() as undone:
-        undone.enter_context(_widened_modules(outside, rounding))
+        undone.enter_context(_widen_modules(outside, rounding))
         open_layers: dict[int, ExitStack] = {}
 
         def enter(layer: nn.Module, *_: Any) -> None:
             stack = open_layers.setdefault(id(layer), ExitStack())
-            stack.enter_context(_widened_modules(list(layer.modules()), rounding))
+            stack.enter_context(_widen_modules(list(layer.modules()), rounding))
 
         def leave(layer: nn.Module, *_: Any) -> None:
             open_layers.pop(id(layer)).close()
@@ -311,7 +312,7 @@ def widened(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[
 
 
 @contextmanager
-def _widened_modules(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[None]:
+def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[None]:
     """Context manager: widen the parameters and buffers of ``modules`` to fp32."""
     with ExitStack() as undone, torch.no_grad():
         plain: dict[int, nn.Linear] = {}

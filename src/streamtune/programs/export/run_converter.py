@@ -19,7 +19,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 
 
-def pattern_of(tokenizer: dict[str, Any]) -> str | None:
+def pattern_name_of(tokenizer: dict[str, Any]) -> str | None:
     """Return llama.cpp's name for the pre-tokenizer pattern of a parsed ``tokenizer.json``; None if unknown."""
     before = tokenizer.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", []) if before.get("type") == "Sequence" else [before]
@@ -39,7 +39,7 @@ def _sort_keys(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _register_pattern(folder: Path) -> None:
     """If llama.cpp does not recognise the tokenizer's hash, name its pre-tokenizer from ``tokenizer.json``."""
     try:
-        name = pattern_of(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
+        name = pattern_name_of(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
         models: Any = import_module("conversion.base").TextModel
         known = models.get_vocab_base_pre
     except (OSError, ValueError, ImportError, AttributeError):

@@ -86,12 +86,12 @@ class TrainedModel:
         return self.folder if self.step is None else f"{self.folder}, after step {self.step:,}"
 
 
-def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False,
+def find_trained(model_name_or_path: str, *, checkpoint: str | None = None, hub: bool = False,
                  notify: Notify = lambda text: None) -> TrainedModel:  # fmt: skip
     """Find a trained model without loading it; the files of a checkpoint are hashed to check them.
 
     Args:
-        given: Run, checkpoint, folder with a model or adapters, or name on the hub.
+        model_name_or_path: Run, checkpoint, folder with a model or adapters, or name on the hub.
         checkpoint: Name (``step-000100``) or step of a checkpoint of the run; None is the final model.
         hub: True to accept names on the hub.
         notify: Called with each note for the user.
@@ -100,15 +100,15 @@ def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False
         ArgumentError: The folder does not exist, or has no model.
         CheckpointError: The checkpoint is damaged.
     """
-    path = Path(given).expanduser() if models.is_folder(given) else Path(given)
-    if not models.is_folder(given):
-        if hub and not _looks_local(given):
-            return _refuse_checkpoint(TrainedModel(given, given, adapters=False), checkpoint)
+    path = Path(model_name_or_path).expanduser() if models.is_folder(model_name_or_path) else Path(model_name_or_path)
+    if not models.is_folder(model_name_or_path):
+        if hub and not _looks_local(model_name_or_path):
+            return _refuse_checkpoint(TrainedModel(model_name_or_path, model_name_or_path, adapters=False), checkpoint)
         raise _missing_folder_error(path)
     if (path / "run.json").is_file():
-        return _find_in_run(given, train.RunDirectory(path), checkpoint, notify)
+        return _find_in_run(model_name_or_path, train.RunDirectory(path), checkpoint, notify)
     if (path / "manifest.json").is_file():
-        found = _from_checkpoint(given, open_checkpoint(path), _run_above(path, 2), notify)
+        found = _from_checkpoint(model_name_or_path, open_checkpoint(path), _find_run_above(path, 2), notify)
         return _refuse_checkpoint(found, checkpoint)
     if not ((path / "config.json").is_file() or (path / "adapter_config.json").is_file()):
         raise ArgumentError(
@@ -116,11 +116,13 @@ def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False
             where="RUN",
             fix="give a run (runs/NAME), one of its checkpoints, or a folder with a model",
         )
-    above = _run_above(path, 3) if path.name == "model" else _run_above(path, 1)
-    return _refuse_checkpoint(_attach_records(given, path, above, notify), checkpoint)
+    above = _find_run_above(path, 3) if path.name == "model" else _find_run_above(path, 1)
+    return _refuse_checkpoint(_attach_records(model_name_or_path, path, above, notify), checkpoint)
 
 
-def _find_in_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify) -> TrainedModel:
+def _find_in_run(
+    model_name_or_path: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify
+) -> TrainedModel:
     """Return the requested checkpoint of a run; without one, its final model or its newest checkpoint."""
     if checkpoint is not None:
         name = f"step-{int(checkpoint):06d}" if checkpoint.isdecimal() else Path(checkpoint).name
@@ -133,10 +135,10 @@ def _find_in_run(given: str, run: train.RunDirectory, checkpoint: str | None, no
                 fix=did_you_mean(name, names)
                 or (f"checkpoints: {', '.join(names)}" if names else "the run has no checkpoints"),
             )
-        return _from_checkpoint(given, open_checkpoint(path), run, notify)
+        return _from_checkpoint(model_name_or_path, open_checkpoint(path), run, notify)
     if run.final.is_dir():
         _notify_newer_checkpoint(run, notify)
-        return _attach_records(given, run.final, run, notify)
+        return _attach_records(model_name_or_path, run.final, run, notify)
     newest = newest_checkpoint(run.checkpoints, notify)
     if newest is None:
         raise ArgumentError(
@@ -145,12 +147,19 @@ def _find_in_run(given: str, run: train.RunDirectory, checkpoint: str | None, no
             fix="train it first; save_steps saves checkpoints during training",
         )
     notify(f"the run has not finished: its newest checkpoint is used, after step {newest.step:,}")
-    return _from_checkpoint(given, newest, run, notify)
+    return _from_checkpoint(model_name_or_path, newest, run, notify)
 
 
-def _from_checkpoint(given: str, opened: Checkpoint, run: train.RunDirectory | None, notify: Notify) -> TrainedModel:
+def _from_checkpoint(
+    model_name_or_path: str, checkpoint: Checkpoint, run: train.RunDirectory | None, notify: Notify
+) -> TrainedModel:
     return _attach_records(
-        given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity")
+        model_name_or_path,
+        checkpoint.model_dir,
+        run,
+        notify,
+        step=checkpoint.step,
+        identity=checkpoint.state.get("identity"),
     )
 
 
@@ -168,7 +177,7 @@ def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
 
 
 def _attach_records(
-    given: str,
+    model_name_or_path: str,
     folder: Path,
     run: train.RunDirectory | None,
     notify: Notify,
@@ -195,12 +204,12 @@ def _attach_records(
                 notify(f"this version cannot read {run.recipe} ({error.what}); only run.json is used")
     adapters = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
     identity = identity if isinstance(identity, dict) else {}
-    return TrainedModel(given, str(folder), adapters, run, loaded, identity, step)
+    return TrainedModel(model_name_or_path, str(folder), adapters, run, loaded, identity, step)
 
 
-def _with_checkpoint_settings(loaded: LoadedRecipe, then: Any, now: Any) -> LoadedRecipe:
+def _with_checkpoint_settings(loaded: LoadedRecipe, checkpoint_identity: Any, run_identity: Any) -> LoadedRecipe:
     """Return the run's recipe with the settings of a checkpoint; the run may have resumed with other settings."""
-    settings, latest = ((each or {}).get("recipe", {}) for each in (then, now))
+    settings, latest = ((each or {}).get("recipe", {}) for each in (checkpoint_identity, run_identity))
     changed = {key: value for key, value in settings.items() if key in latest and latest[key] != value}
     if not changed:
         return loaded
@@ -211,7 +220,7 @@ def _with_checkpoint_settings(loaded: LoadedRecipe, then: Any, now: Any) -> Load
     return replace(loaded, recipe=recipe)
 
 
-def _run_above(path: Path, levels: int) -> train.RunDirectory | None:
+def _find_run_above(path: Path, levels: int) -> train.RunDirectory | None:
     """Return the run that is ``levels`` folders above a folder; None if that is not a run."""
     above = path.resolve()
     for _ in range(levels):
@@ -219,21 +228,21 @@ def _run_above(path: Path, levels: int) -> train.RunDirectory | None:
     return train.RunDirectory(above) if (above / "run.json").is_file() else None
 
 
-def _refuse_checkpoint(found: TrainedModel, checkpoint: str | None) -> TrainedModel:
+def _refuse_checkpoint(trained: TrainedModel, checkpoint: str | None) -> TrainedModel:
     if checkpoint is not None:
         raise ArgumentError(
-            f"--checkpoint {checkpoint} needs a run, but {found.given} is not a run",
+            f"--checkpoint {checkpoint} needs a run, but {trained.given} is not a run",
             where="--checkpoint",
             fix="give the folder of the run",
         )
-    return found
+    return trained
 
 
-def _looks_local(given: str) -> bool:
+def _looks_local(model_name_or_path: str) -> bool:
     """Return True if a name is invalid on the hub, or its first part is a local folder."""
-    if given.startswith((".", "/", "~")) or given.count("/") > 1:
+    if model_name_or_path.startswith((".", "/", "~")) or model_name_or_path.count("/") > 1:
         return True
-    return "/" in given and Path(given).parent.is_dir()
+    return "/" in model_name_or_path and Path(model_name_or_path).parent.is_dir()
 
 
 def _missing_folder_error(path: Path) -> ArgumentError:
@@ -343,7 +352,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
-            f"{folder / 'adapter_config.json'} cannot be read: {_first_line(error)}",
+            f"{folder / 'adapter_config.json'} cannot be read: {_first_error_line(error)}",
             where="RUN",
             fix=USE_CHECKPOINT,
         ) from error
@@ -363,14 +372,14 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         ) from error
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
-            f"peft cannot load the adapters in {folder} onto this base: {_first_line(error)}",
+            f"peft cannot load the adapters in {folder} onto this base: {_first_error_line(error)}",
             where="RUN",
             fix=NAME_BASE,
         ) from error
     return adapted
 
 
-def _first_line(error: Exception) -> str:
+def _first_error_line(error: Exception) -> str:
     """Return the first useful line of an error. A size mismatch starts with a heading, then has a line per weight."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
@@ -392,7 +401,7 @@ def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify 
     name = base or trained.base
     if name is None or not trained.adapters:
         return None
-    _check_base(trained, name, named=base is not None)
+    _check_base(trained, name, is_named_by_user=base is not None)
     return _skip_adapter_base(trained, name, notify)
 
 
@@ -449,20 +458,20 @@ def _init_base_again(trained: TrainedModel, tokenizer: Any, options: models.Mode
     )
 
 
-def _check_base(trained: TrainedModel, name: str, *, named: bool) -> None:
+def _check_base(trained: TrainedModel, base_name: str, *, is_named_by_user: bool) -> None:
     """Raise an ArgumentError if the base does not exist, or its files changed since training."""
-    if _looks_local(name) and not models.is_folder(name):
+    if _looks_local(base_name) and not models.is_folder(base_name):
         raise ArgumentError(
-            f"the base of the adapters in {trained.folder} is '{name}', but this folder does not exist",
-            where="--base" if named else "RUN",
-            fix="give another --base" if named else "give its present path with --base PATH",
+            f"the base of the adapters in {trained.folder} is '{base_name}', but this folder does not exist",
+            where="--base" if is_named_by_user else "RUN",
+            fix="give another --base" if is_named_by_user else "give its present path with --base PATH",
         )
     before = trained.identity.get("files", {}).get("base")
-    if named or before is None or not models.is_folder(name):
+    if is_named_by_user or before is None or not models.is_folder(base_name):
         return
-    if models.fingerprint_model(name, code=trained.trusts_code) != before:
+    if models.fingerprint_model(base_name, code=trained.trusts_code) != before:
         raise ArgumentError(
-            f"the files of {name} have changed since the adapters in {trained.folder} were trained",
+            f"the files of {base_name} have changed since the adapters in {trained.folder} were trained",
             where="RUN",
             fix="give an unchanged copy with --base PATH; --base with the same folder skips this check",
         )

@@ -62,12 +62,12 @@ def _is_export(partial: Path) -> bool:
 
 
 @contextmanager
-def staged(out: Path, needed: int) -> Iterator[Path]:
+def staging_export(out: Path, needed_bytes: int) -> Iterator[Path]:
     """Context manager: yield ``OUT.partial``; rename it to ``out`` at the end, or remove it on an error.
 
     Args:
         out: Target folder.
-        needed: Approximate size of the folder, in bytes.
+        needed_bytes: Approximate size of the folder, in bytes.
 
     Raises:
         ArgumentError: Another export is writing to the same folder.
@@ -77,7 +77,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
     lock: int | None = None
     try:
         free = free_bytes(out)
-        if needed > free:
+        if needed_bytes > free:
             raise OSError(errno.ENOSPC, "No space left on device")
         lock = _lock_partial(partial, out)
         interrupts.remove_on_signal(str(partial))
@@ -94,7 +94,8 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
             if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
                 raise RunError(f"cannot write {out}: {error}", fix="give a writable folder") from error
             raise RunError(
-                f"cannot write {out}: {error}; it needs {show_size(needed)}, {show_size(free_bytes(out))} are free",
+                f"cannot write {out}: {error}; it needs {show_size(needed_bytes)}, "
+                f"{show_size(free_bytes(out))} are free",
                 fix="free disk space, or give a folder on another disk",
             ) from error
         raise
@@ -245,7 +246,10 @@ def model_card(
     if base is not None and not _is_path(base):
         head["base_model"] = base
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())
-    facts = [("base", _public_name(base) if base else "random weights, from a configuration"), ("weights", weights)]
+    facts = [
+        ("base", _name_without_folders(base) if base else "random weights, from a configuration"),
+        ("weights", weights),
+    ]
     facts += _run_facts(trained)
     facts += [("checked", checked)]
     table = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in facts if value)
@@ -266,7 +270,7 @@ def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
     recipe = trained.loaded.recipe if trained.loaded is not None else None
     if recipe is not None:
         facts.append(("objective", f"{recipe.objective}, {recipe.finetuning_type}"))
-        facts.append(("data", ", ".join(_public_name(each.path) for each in recipe.datasets)))
+        facts.append(("data", ", ".join(_name_without_folders(each.path) for each in recipe.datasets)))
     records = train.read_records(trained.run.metrics)
     steps = [r for r in records if "loss" in r and (trained.step is None or r.get("step", 0) <= trained.step)]
     held = [r for r in records if "eval_loss" in r and (trained.step is None or r.get("step", 0) <= trained.step)]
@@ -286,13 +290,14 @@ def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
     return facts
 
 
-def describe_check(check: Differences | None, compared: str) -> str:
-    """Return text that describes the comparison with the trained model; ``compared`` describes the rows."""
-    if check is None:
+def describe_check(differences: Differences | None, rows_description: str) -> str:
+    """Return text that describes the comparison with the trained model; ``rows_description`` describes the rows."""
+    if differences is None:
         return "no"
     return (
-        f"logits compared with the trained model's, in fp32 on {compared}: relative difference {check.relative:.1e}, "
-        f"median of a token {check.median:.1e} (one rounding of the weights allows {check.allowed_median:.1e})"
+        f"logits compared with the trained model's, in fp32 on {rows_description}: relative difference "
+        f"{differences.relative:.1e}, median of a token {differences.median:.1e} "
+        f"(one rounding of the weights allows {differences.allowed_median:.1e})"
     )
 
 
@@ -300,7 +305,7 @@ def _show_number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
 
 
-def _public_name(path: str) -> str:
+def _name_without_folders(path: str) -> str:
     """Return the last part of a path, because the rest may contain a user's name; other names are unchanged."""
     return Path(path).name if _is_path(path) else path
 

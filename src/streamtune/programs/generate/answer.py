@@ -342,7 +342,7 @@ def _sampling_settings(configured: Any, options: GenerateOptions) -> Sampling:
 
 
 def load_answerer(
-    given: str,
+    model_name_or_path: str,
     options: GenerateOptions,
     *,
     notify: Callable[[str], None] = lambda text: None,
@@ -351,7 +351,7 @@ def load_answerer(
     """Load the model of a run, a checkpoint, a folder or the hub, ready to answer.
 
     Args:
-        given: Run, checkpoint, folder or name on the hub.
+        model_name_or_path: Run, checkpoint, folder or name on the hub.
         options: Options of generation.
         notify: Called with each note for the user.
         doing: Returns a context manager that shows a message during slow work.
@@ -362,7 +362,7 @@ def load_answerer(
     device = choose_device(options.device)
     prepare_libraries(device)
     with doing("looking for the model"):
-        trained = find_trained(given, checkpoint=options.checkpoint, hub=True, notify=notify)
+        trained = find_trained(model_name_or_path, checkpoint=options.checkpoint, hub=True, notify=notify)
     with doing("loading the model"):
         model, tokenizer = load_trained(
             trained,
@@ -393,19 +393,22 @@ def check_vllm() -> None:
         )
 
 
-def answer_with_vllm(given: str, prompts: Sequence[Prompt], options: GenerateOptions) -> list[dict[str, Any]]:
+def answer_with_vllm(
+    model_name_or_path: str, prompts: Sequence[Prompt], options: GenerateOptions
+) -> list[dict[str, Any]]:
     """Answer prompts with vLLM in one batch; return ``text``, ``prompt_tokens``, ``tokens`` and ``finished`` of each.
 
     Raises:
         ArgumentError: vLLM is not installed, or the model has adapters.
     """
     check_vllm()
-    trained = find_trained(given, checkpoint=options.checkpoint, hub=True)
+    trained = find_trained(model_name_or_path, checkpoint=options.checkpoint, hub=True)
     if trained.adapters:
         raise ArgumentError(
             f"--vllm needs a merged model, but {trained.folder} has adapters",
             where="--vllm",
-            fix=f"merge them with `streamtune export {given} OUT`, then run `streamtune generate OUT --vllm`",
+            fix=f"merge them with `streamtune export {model_name_or_path} OUT`, then run "
+            "`streamtune generate OUT --vllm`",
         )
     import vllm  # type: ignore[import-not-found, unused-ignore]
 

@@ -318,7 +318,7 @@ def _chat(answerer: Answerer) -> None:
     templated = bool(answerer.tokenizer.chat_template) and not answerer.options.raw
     if not templated:
         print_note("no chat template is in use: each line is continued as plain text, without the lines before")
-    messages: list[dict[str, Any]] = _first_messages(answerer.options)
+    messages: list[dict[str, Any]] = _initial_messages(answerer.options)
     while (line := _read_line()) is not None:
         line = line.strip()
         if not line:
@@ -341,7 +341,7 @@ def _chat(answerer: Answerer) -> None:
     print()
 
 
-def _first_messages(options: GenerateOptions, system: str | None = None) -> list[dict[str, Any]]:
+def _initial_messages(options: GenerateOptions, system: str | None = None) -> list[dict[str, Any]]:
     text = system if system is not None else options.system
     return [] if text is None else [{"role": "system", "content": text}]
 
@@ -353,7 +353,7 @@ def _run_chat_command(line: str, answerer: Answerer, messages: list[dict[str, An
         answerer.forget()
         err.print(Text("a new conversation", style="dim"))
         before = next((each["content"] for each in messages[:1] if each["role"] == "system"), None)
-        return _first_messages(answerer.options, rest.strip() or before if command == "/system" else before)
+        return _initial_messages(answerer.options, rest.strip() or before if command == "/system" else before)
     if command in ("/exit", "/quit", "/bye"):
         raise typer.Exit(0)
     err.print(

@@ -53,7 +53,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise DataError(f"{path} is not UTF-8 text", where="--file") from error
     ending = path.suffix.lower()
     if ending == ".json":
-        found = list(_document_prompts(_parse_json(text, str(path)), str(path)))
+        found = list(_iterate_document_prompts(_parse_json(text, str(path)), str(path)))
     elif ending == ".jsonl":
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         found = [_parse_prompt(_parse_json(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
@@ -73,7 +73,7 @@ def _parse_json(text: str, where: str) -> Any:
         ) from error
 
 
-def _document_prompts(value: Any, where: str) -> Iterator[Prompt]:
+def _iterate_document_prompts(value: Any, where: str) -> Iterator[Prompt]:
     """Yield the prompts of a JSON document: one prompt, or a list of prompts."""
     if isinstance(value, list) and value and not _is_message(value[0]):
         for number, item in enumerate(value):
@@ -87,7 +87,7 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
     if isinstance(value, Mapping) and not _is_message(value):
         for key in ("messages", "prompt", "conversations"):
             if key in value:
-                return _with_columns(_parse_prompt(value[key], f"{where}: {key}"), value, where)
+                return _add_columns_to_prompt(_parse_prompt(value[key], f"{where}: {key}"), value, where)
         raise DataError("an object needs 'messages' or 'prompt'", where=where)
     if isinstance(value, str):
         if not value:
@@ -106,7 +106,7 @@ def _parse_prompt(value: Any, where: str) -> Prompt:
     return prompt
 
 
-def _with_columns(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Prompt:
+def _add_columns_to_prompt(prompt: Prompt, columns: Mapping[str, Any], where: str) -> Prompt:
     """Return a conversation with the system message, tools and variables of its JSON object."""
     if not isinstance(prompt, list):
         return prompt

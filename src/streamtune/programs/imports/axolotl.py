@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .axolotl_datasets import ENTRY_FIELDS, SETS, dataset_types, take_datasets
+from .axolotl_datasets import ENTRY_FIELDS, SETS, convert_datasets, dataset_types
 from .conversion import Conversion, PeerTrainer
 from .field_rules import (
     FieldRule,
@@ -28,12 +28,12 @@ from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    one_loss,
+    convert_bits,
+    convert_trackers,
+    convert_warmup,
     report_default_targets,
     report_nll,
-    take_bits,
-    take_trackers,
-    take_warmup,
+    single_loss_name,
     write_default_cut,
 )
 from .trl import GRPO_FIELDS, SERVER
@@ -297,140 +297,144 @@ FIELDS: dict[str, FieldRule] = field_table(
 def _objective(conversion: Conversion) -> str:
     for name in ("reward_model", "process_reward_model"):
         if conversion.get(name):
-            raise conversion.refuse(name, what=f"'{name}' trains a reward model, which is not supported")
+            raise conversion.import_error(name, what=f"'{name}' trains a reward model, which is not supported")
     rl = str(conversion.get("rl", ""))
     if not rl:
         return "sft"
     if rl not in OBJECTIVES:
-        raise conversion.refuse("rl", what=f"'rl: {rl}' has no counterpart", fix=f"known are {', '.join(OBJECTIVES)}")
+        raise conversion.import_error(
+            "rl", what=f"'rl: {rl}' has no counterpart", fix=f"known are {', '.join(OBJECTIVES)}"
+        )
     return OBJECTIVES[rl][0]
 
 
 def _convert_dependent_fields(conversion: Conversion) -> None:
     for name in ("rl", "reward_model", "process_reward_model"):
         if loss := OBJECTIVES.get(str(conversion.get(name)), ("", ""))[1]:
-            conversion.put("loss_type", loss, name)
-        conversion.dismiss(name, why="see objective")
+            conversion.write_key("loss_type", loss, name)
+        conversion.mark_unneeded(name, why="see objective")
     if "dpo_loss_type" in conversion.left:
-        conversion.convert("loss_type", one_loss, conversion.take("dpo_loss_type"), "dpo_loss_type")
+        conversion.convert_key("loss_type", single_loss_name, conversion.pop_field("dpo_loss_type"), "dpo_loss_type")
     for name in ("overrides_of_model_config", "model_config"):
-        _take_configuration(conversion, name)
-    _take_adapter(conversion)
+        _convert_configuration(conversion, name)
+    _convert_adapter(conversion)
     # axolotl loads the weights in the precision that it computes in
-    conversion.switch("bfloat16", "dtype", "bfloat16")
-    conversion.switch("float32", "dtype", "float32")
-    _take_template(conversion)
-    on_inputs = conversion.take("train_on_inputs")
+    conversion.write_if_on("bfloat16", "dtype", "bfloat16")
+    conversion.write_if_on("float32", "dtype", "float32")
+    _convert_template(conversion)
+    on_inputs = conversion.pop_field("train_on_inputs")
     sharding = conversion.get("fsdp_config")
     if sharding and not conversion.get("fsdp"):
-        conversion.put("fsdp", True, "fsdp_config", note="FSDP2 shards automatically", trains=False)
-    conversion.dismiss("fsdp_config", why="fsdp: true shards automatically with FSDP2" if sharding else "no value")
+        conversion.write_key("fsdp", True, "fsdp_config", note="FSDP2 shards automatically", trains=False)
+    conversion.mark_unneeded(
+        "fsdp_config", why="fsdp: true shards automatically with FSDP2" if sharding else "no value"
+    )
     if on_inputs and any(str(kind).startswith("chat_template") for kind in dataset_types(conversion)):
         note = "messages of all roles are trained, but not the template's text around them"
-        conversion.put("roles_to_train", list(EVERY_ROLE), "train_on_inputs", note=note)
+        conversion.write_key("roles_to_train", list(EVERY_ROLE), "train_on_inputs", note=note)
     elif on_inputs is not None:
-        conversion.put("train_on", "all" if on_inputs else "assistant", "train_on_inputs")
-    _take_batch(conversion)
-    take_warmup(conversion)
-    _take_least_rate(conversion)
+        conversion.write_key("train_on", "all" if on_inputs else "assistant", "train_on_inputs")
+    _convert_batch(conversion)
+    convert_warmup(conversion)
+    _convert_least_rate(conversion)
     trackers = {"wandb_project": "wandb", "use_wandb": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow"}
-    take_trackers(conversion, {**trackers, "use_tensorboard": "tensorboard", "use_trackio": "trackio"})
-    take_datasets(conversion)
+    convert_trackers(conversion, {**trackers, "use_tensorboard": "tensorboard", "use_trackio": "trackio"})
+    convert_datasets(conversion)
     report_empty_thoughts(conversion, dataset_types(conversion))
 
 
-def _take_configuration(conversion: Conversion, name: str) -> None:
+def _convert_configuration(conversion: Conversion, name: str) -> None:
     """Convert changes to the model's configuration; only RoPE settings are keys here."""
-    changes = conversion.take(name)
+    changes = conversion.pop_field(name)
     for key, value in changes.items() if isinstance(changes, dict) else ():
         if key == "rope_scaling":
-            conversion.convert(key, rope_scaling, value, name, key)
+            conversion.convert_key(key, rope_scaling, value, name, key)
         elif key == "rope_theta":
-            conversion.put(key, float(value) if isinstance(value, int) else value, name, key)
+            conversion.write_key(key, float(value) if isinstance(value, int) else value, name, key)
         else:
-            conversion.lose(name, key, why="a change to the model's configuration")
+            conversion.report_lost(name, key, why="a change to the model's configuration")
     if not changes and name in conversion.file.fields:
         conversion.report_unneeded(name, why="no value")
     elif changes and not isinstance(changes, dict):
-        conversion.lose(name, why="expected a mapping")
+        conversion.report_lost(name, why="expected a mapping")
 
 
-def _take_least_rate(conversion: Conversion) -> None:
+def _convert_least_rate(conversion: Conversion) -> None:
     """Convert ``cosine_min_lr_ratio``, which axolotl uses only with the schedule ``cosine``."""
     name = "cosine_min_lr_ratio"
     if name not in conversion.left:
         return
-    ratio = conversion.take(name)
+    ratio = conversion.pop_field(name)
     if ratio in (None, 0, ""):
         conversion.report_unneeded(name, why="off, as here")
     elif conversion.get("lr_scheduler", "cosine") != "cosine":
         conversion.report_unneeded(name, why="used only with lr_scheduler: cosine")
     elif conversion.get("cosine_constant_lr_ratio"):
-        conversion.lose(name, why="with cosine_constant_lr_ratio, it is an unsupported schedule")
-    elif conversion.put("lr_scheduler_kwargs", {"min_lr_rate": ratio}, name):
+        conversion.report_lost(name, why="with cosine_constant_lr_ratio, it is an unsupported schedule")
+    elif conversion.write_key("lr_scheduler_kwargs", {"min_lr_rate": ratio}, name):
         given = "lr_scheduler" if "lr_scheduler" in conversion.left else name
-        conversion.take("lr_scheduler")
-        conversion.put("lr_scheduler_type", "cosine_with_min_lr", given)
+        conversion.pop_field("lr_scheduler")
+        conversion.write_key("lr_scheduler_type", "cosine_with_min_lr", given)
 
 
-def _take_batch(conversion: Conversion) -> None:
+def _convert_batch(conversion: Conversion) -> None:
     """Convert ``batch_size``, which in axolotl means the rows of a step over all ranks."""
     total = conversion.get("batch_size")
     if total and not conversion.get("gradient_accumulation_steps"):
-        conversion.put("train_batch_size", total, "batch_size", note="rows in a step over all ranks")
-    conversion.dismiss("batch_size", why="set by gradient_accumulation_steps" if total else "no value")
+        conversion.write_key("train_batch_size", total, "batch_size", note="rows in a step over all ranks")
+    conversion.mark_unneeded("batch_size", why="set by gradient_accumulation_steps" if total else "no value")
 
 
-def _take_adapter(conversion: Conversion) -> None:
+def _convert_adapter(conversion: Conversion) -> None:
     quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
     if "adapter" in conversion.left:
-        adapter = conversion.take("adapter")
+        adapter = conversion.pop_field("adapter")
         if adapter and adapter not in ("lora", "qlora"):
-            conversion.lose("adapter", why="finetuning_type takes full, lora, qlora")
+            conversion.report_lost("adapter", why="finetuning_type takes full, lora, qlora")
         else:
             kind = "qlora" if quantised and adapter else adapter or "full"
-            conversion.put("finetuning_type", kind, "adapter")
-    take_bits(conversion)
+            conversion.write_key("finetuning_type", kind, "adapter")
+    convert_bits(conversion)
     linear = conversion.get("lora_target_linear")
-    conversion.switch("lora_target_linear", "lora_target", "all-linear", why="off")
+    conversion.write_if_on("lora_target_linear", "lora_target", "all-linear", why="off")
     if "lora_target_modules" in conversion.left:
-        modules = conversion.take("lora_target_modules")
+        modules = conversion.pop_field("lora_target_modules")
         if linear or not modules:
             conversion.report_unneeded(
                 "lora_target_modules", why="all linear layers have adapters" if linear else "no value"
             )
         elif isinstance(modules, str) and re.search(r"[\\^$*()|]", modules):
-            conversion.lose("lora_target_modules", why="a pattern; list the last parts of the module names")
+            conversion.report_lost("lora_target_modules", why="a pattern; list the last parts of the module names")
         else:
-            conversion.convert("lora_target", split_names, modules, "lora_target_modules")
+            conversion.convert_key("lora_target", split_names, modules, "lora_target_modules")
 
 
-def _take_template(conversion: Conversion) -> None:
+def _convert_template(conversion: Conversion) -> None:
     template, jinja = conversion.get("chat_template"), conversion.get("chat_template_jinja")
-    conversion.switch("chat_template_jinja", "chat_template", jinja, why="no value")
+    conversion.write_if_on("chat_template_jinja", "chat_template", jinja, why="no value")
     if template in (None, "tokenizer_default", "jinja"):
-        conversion.dismiss("chat_template", why="the tokenizer's own template is the default")
+        conversion.mark_unneeded("chat_template", why="the tokenizer's own template is the default")
     elif str(template).startswith("tokenizer_default_fallback_"):
-        conversion.dismiss(
+        conversion.mark_unneeded(
             "chat_template", why="the tokenizer's own template; without one, the run stops with an error"
         )
     elif template == "chatml" and not jinja:
-        conversion.put("chat_template", "chatml", "chat_template")
+        conversion.write_key("chat_template", "chatml", "chat_template")
     else:
         why = "the tokenizer's own template is used; if it differs, write chat_template: FILE.jinja"
-        conversion.lose("chat_template", why=why)
+        conversion.report_lost("chat_template", why=why)
 
 
 def _write_defaults(conversion: Conversion) -> None:
     write_default_cut(conversion)
     if conversion.objective != "grpo":
-        conversion.default("max_length", 512)
-        conversion.default("overlength", "drop")
+        conversion.write_default("max_length", 512)
+        conversion.write_default("overlength", "drop")
     if "warmup_steps" not in conversion.ours and conversion.get("lr_scheduler") != "constant":
-        conversion.default("warmup_ratio", 0.03, "axolotl limits warm-up to 100 steps")
+        conversion.write_default("warmup_ratio", 0.03, "axolotl limits warm-up to 100 steps")
     if conversion.get("bf16", "auto") in ("auto", True) and "dtype" not in conversion.ours:
-        conversion.default("bf16", True, "if the device supports it")
-        conversion.default("dtype", "bfloat16", "axolotl loads weights in the compute dtype")
+        conversion.write_default("bf16", True, "if the device supports it")
+        conversion.write_default("dtype", "bfloat16", "axolotl loads weights in the compute dtype")
     report_default_targets(conversion)
     report_nll(conversion)
 

@@ -9,13 +9,13 @@ from .conversion import Conversion
 from .field_rules import FieldRule, UnconvertedError, field_table, one_of
 from .peer_rows import (
     FLAGS,
+    convert_split,
     first_local_row,
-    lose_fields,
-    lose_unnamed,
-    put_datasets,
-    put_eval_sets,
     report_media,
-    rows_of_split,
+    report_unread_columns,
+    report_unread_fields,
+    write_datasets,
+    write_eval_sets,
 )
 
 SETS = ("datasets", "pretraining_dataset", "test_datasets")
@@ -116,12 +116,12 @@ def dataset_types(conversion: Conversion) -> list[Any]:
     return [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
-def take_datasets(conversion: Conversion) -> None:
+def convert_datasets(conversion: Conversion) -> None:
     """Convert the fields in :data:`SETS`, and the strategy for rows that are too long."""
     texts: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for name in SETS:
-        entries = conversion.take(name)
+        entries = conversion.pop_field(name)
         if entries is None:
             if name in conversion.file.fields:
                 conversion.report_unneeded(name, why="no value")
@@ -137,51 +137,51 @@ def take_datasets(conversion: Conversion) -> None:
                 report_media(conversion, found, name, index)
                 specs += found
             else:
-                conversion.lose(name, index, why="the entry has no path")
+                conversion.report_lost(name, index, why="the entry has no path")
         if name == "test_datasets":
-            put_eval_sets(conversion, specs, name)
+            write_eval_sets(conversion, specs, name)
             continue
-        put_datasets(conversion, specs, name)
+        write_datasets(conversion, specs, name)
         if name == "pretraining_dataset":
             conversion.ours.setdefault("train_on", "all")
-    _take_long_rows(conversion, bool(texts), bool(others))
+    _convert_long_rows(conversion, bool(texts), bool(others))
 
 
-def _take_long_rows(conversion: Conversion, texts: bool, others: bool) -> None:
+def _convert_long_rows(conversion: Conversion, has_texts: bool, has_other_rows: bool) -> None:
     """Convert ``excess_length_strategy``. It does not apply to plain texts, because axolotl splits them."""
     name, packs = "excess_length_strategy", conversion.get("sample_packing")
     given = name in conversion.file.fields
-    strategy = conversion.take(name)
+    strategy = conversion.pop_field(name)
     try:
         ours = one_of({"drop": "drop", "truncate": "truncate", "raise": "error"})(strategy or "drop")
     except UnconvertedError as error:
-        conversion.lose(name, why=str(error))
+        conversion.report_lost(name, why=str(error))
         ours, given = "drop", False
-    if not texts or conversion.objective != "sft":
+    if not has_texts or conversion.objective != "sft":
         if given and strategy:
-            conversion.put("overlength", ours, name)
+            conversion.write_key("overlength", ours, name)
         elif given:
             conversion.report_unneeded(name, why="no value")
         return
-    conversion.default("overlength", "split", "a text is split into parts of sequence_len tokens")
-    if others:
+    conversion.write_default("overlength", "split", "a text is split into parts of sequence_len tokens")
+    if has_other_rows:
         what = name if given else f"{name}: {ours}"
         why = "there, only texts are split; here, overlength applies to all rows"
-        conversion.lose(name, why=why) if given else conversion.report_lost(what, why)
+        conversion.report_lost(name, why=why) if given else conversion.report_lost_setting(what, why)
     elif given:
         conversion.report_unneeded(name, why="texts are split, so they are never too long")
     if conversion.get("pretraining_dataset"):
         why = "there, windows overlap by up to 256 tokens, and each ends with EOS"
         cut = "there, without sample_packing, a text is truncated at sequence_len; here all of it is trained"
-        conversion.report_lost("pretraining_dataset", why if packs else cut)
+        conversion.report_lost_setting("pretraining_dataset", why if packs else cut)
 
 
 def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
     """Return our entries for an entry of axolotl, and report what is lost."""
     spec: dict[str, Any] = {"path": entry["path"]}
 
-    def lose(key: str, why: str) -> None:
-        conversion.lose(name, index, key, why=why)
+    def report_lost(key: str, why: str) -> None:
+        conversion.report_lost(name, index, key, why=why)
 
     given = entry.get("message_property_mappings")
     turns = {"role": "role", "content": "content", **(given if isinstance(given, dict) else {})}
@@ -192,59 +192,61 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
         if value in (None, "", False) or key in READ_FIRST:
             continue
         if key == "type":
-            _take_type(conversion, spec, value, lose)
+            _convert_type(conversion, spec, value, report_lost)
         elif key == "chat_template_jinja":
-            conversion.put("chat_template", value, name, index, key)
+            conversion.write_key("chat_template", value, name, index, key)
         elif key == "name":
             spec["name"] = value
         elif key == "split":
-            rows_of_split(spec, value, conversion.loss_reporter(name, index, "split"))
+            convert_split(spec, value, conversion.make_lost_reporter(name, index, "split"))
         elif key == "field_thinking" and value not in THOUGHTS:
-            lose(key, f"reasoning is read from {', '.join(THOUGHTS)}")
+            report_lost(key, f"reasoning is read from {', '.join(THOUGHTS)}")
         elif key in ENTRY_FIELDS and not ENTRY_FIELDS[key].needed:
             conversion.report_unneeded(name, index, key, why=ENTRY_FIELDS[key].why)
         elif key == "data_files":
             if entry["path"] not in LOADERS and not entry.get("ds_type"):
-                lose(key, "files of a hub dataset: give them in path")
+                report_lost(key, "files of a hub dataset: give them in path")
         elif key == "field_messages" and conversion.objective == "dpo":
             prompt = value
         elif key in COLUMNS:
             if value != COLUMNS[key] and not (key == "field_messages" and value == "conversations"):
                 spec["columns"] = {**spec.get("columns", {}), COLUMNS[key]: value}
         elif key in ("roles_to_train", "train_on_eos", "train_on_eot"):
-            _take_trained(conversion, value, name, index, key)
+            _convert_trained(conversion, value, name, index, key)
         elif key == "message_field_training" and value in FLAGS:
             conversion.report_unneeded(name, index, key, why="a message is trained unless it has such a field")
         elif key == "chat_template":
             if value not in ("tokenizer_default", "jinja"):
-                lose(key, "the tokenizer's own template is used; to change it, write chat_template: FILE.jinja")
+                report_lost(key, "the tokenizer's own template is used; to change it, write chat_template: FILE.jinja")
         elif key == "roles":
             if value not in USUAL_ROLES:
-                lose(key, "roles must be user, assistant, system or tool; in sharegpt rows human and gpt")
+                report_lost(key, "roles must be user, assistant, system or tool; in sharegpt rows human and gpt")
         else:
             rule = ENTRY_FIELDS.get(key)
-            lose(key, rule.why if rule else "unknown key of a dataset entry")
+            report_lost(key, rule.why if rule else "unknown key of a dataset entry")
     if entry.get("type") == "chat_template.default" and conversion.objective == "dpo" and prompt != "prompt":
         spec["columns"] = {"prompt": prompt, **spec.get("columns", {})}
     if turn == ("from", "value"):
         if conversion.objective == "sft":
             spec["type"] = "sharegpt"
     elif turn != ("role", "content"):
-        lose("message_property_mappings", "a turn must have 'role' and 'content', or 'from' and 'value': rename them")
+        report_lost(
+            "message_property_mappings", "a turn must have 'role' and 'content', or 'from' and 'value': rename them"
+        )
     if conversion.objective == "sft":
         column = str(entry.get("field_messages") or "messages")
         flags = (str(entry.get("message_field_training")),)
-        row, lose_path = first_local_row(conversion, entry["path"]), conversion.loss_reporter(name, index, "path")
-        lose_fields(row, column, FLAGS, flags, lose_path)
+        row, lose_path = first_local_row(conversion, entry["path"]), conversion.make_lost_reporter(name, index, "path")
+        report_unread_fields(row, column, FLAGS, flags, lose_path)
         if conversion.ours.get("chat_template") == "chatml":  # axolotl's chatml renders only roles and contents
-            lose_fields(row, column, (*THOUGHTS, "tool_calls"), (), lose_path)
-            lose_unnamed(row, ("tools",), (), lose_path)
+            report_unread_fields(row, column, (*THOUGHTS, "tool_calls"), (), lose_path)
+            report_unread_columns(row, ("tools",), (), lose_path)
     if files and (entry["path"] in LOADERS or entry.get("ds_type")):
         return [{**spec, "path": file} for file in (files if isinstance(files, list) else [files])]
     return [spec]
 
 
-def _take_trained(conversion: Conversion, value: Any, name: str, index: int, theirs: str) -> None:
+def _convert_trained(conversion: Conversion, value: Any, name: str, index: int, theirs: str) -> None:
     """Convert the trained roles and turn ends of a dataset; StreamTune has one setting for all datasets."""
     key = "train_on_eos" if theirs == "train_on_eot" else theirs
     if key == "roles_to_train" and isinstance(value, list):
@@ -256,12 +258,14 @@ def _take_trained(conversion: Conversion, value: Any, name: str, index: int, the
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
         conversion.report_unneeded(name, index, theirs, why="all tokens of an answer are trained")
     elif conversion.ours.get(key, value) != value:
-        conversion.lose(name, index, theirs, why=f"{key} is the same for all datasets here")
+        conversion.report_lost(name, index, theirs, why=f"{key} is the same for all datasets here")
     else:
-        conversion.put(key, value, name, index, theirs)
+        conversion.write_key(key, value, name, index, theirs)
 
 
-def _take_type(conversion: Conversion, spec: dict[str, Any], value: Any, lose: Callable[[str, str], None]) -> None:
+def _convert_type(
+    conversion: Conversion, spec: dict[str, Any], value: Any, report_lost: Callable[[str, str], None]
+) -> None:
     known = TYPES[conversion.objective]
     kto = conversion.ours.get("loss_type") == "kto"
     if isinstance(value, dict) and conversion.objective == "dpo" and not any("format" in key for key in value):
@@ -270,17 +274,17 @@ def _take_type(conversion: Conversion, spec: dict[str, Any], value: Any, lose: C
         if renamed := {ours: column for ours, column in names.items() if ours != column}:
             spec["columns"] = {**spec.get("columns", {}), **renamed}
     elif isinstance(value, dict):
-        lose("type", "your own prompt format: write the rows as messages, or as prompt and completion")
+        report_lost("type", "your own prompt format: write the rows as messages, or as prompt and completion")
     elif value in known:
         if known[value]:
             spec["type"] = known[value]
         if value == "alpaca":
-            lose("type", "here, the chat template renders an alpaca row, not Alpaca's prompt text")
+            report_lost("type", "here, the chat template renders an alpaca row, not Alpaca's prompt text")
     elif conversion.objective == "dpo":
         spec["type"] = "unpaired" if kto else "preference"
         columns = "prompt, completion and label" if kto else "prompt, chosen and rejected"
-        lose("type", f"the chat template renders the rows; the columns must be {columns}")
+        report_lost("type", f"the chat template renders the rows; the columns must be {columns}")
     elif conversion.objective == "grpo":
-        lose("type", "rows must have a 'prompt' column or messages")
+        report_lost("type", "rows must have a 'prompt' column or messages")
     else:
-        lose("type", f"rows are recognised by their columns; '{value}' has a custom prompt format")
+        report_lost("type", f"rows are recognised by their columns; '{value}' has a custom prompt format")

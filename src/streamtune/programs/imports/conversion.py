@@ -93,23 +93,23 @@ class Conversion:
         value = self.file.fields.get(name)
         return default if value is None or value == "" else value
 
-    def take(self, name: str) -> Any:
+    def pop_field(self, name: str) -> Any:
         """Return the value of a field that the caller will report; None if the field is missing."""
         return self.left.pop(name, None)
 
-    def dismiss(self, *names: str, why: str) -> None:
+    def mark_unneeded(self, *names: str, why: str) -> None:
         """Report fields as not needed, except fields that have already been reported."""
         for name in names:
             if name in self.left:
                 self.report_unneeded(name, why=why)
 
-    def switch(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
+    def write_if_on(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
         """Write ``key: value`` if a field is on; report it as not needed if it is off."""
         if name in self.left and self.get(name):
-            self.put(key, value, name, note=note)
-        self.dismiss(name, why=why)
+            self.write_key(key, value, name, note=note)
+        self.mark_unneeded(name, why=why)
 
-    def put(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
+    def write_key(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
         """Write a top-level key for an original field; if the schema rejects the value, report the field as lost.
 
         Args:
@@ -125,9 +125,9 @@ class Conversion:
         if key not in self.kind.model_fields and (others := objectives_with(key)):
             self.report_unneeded(*path, why=f"read by {' and '.join(others)} only")
             return False
-        value = _known_value(key, value)
+        value = _resolve_value_alias(key, value)
         if wrong := self._why_rejected(key, value):
-            self.lose(*path, why=wrong, trains=trains)
+            self.report_lost(*path, why=wrong, trains=trains)
             return False
         self.ours[key] = value
         self.lines[(key,)] = self.file.marks.line(path)
@@ -136,22 +136,22 @@ class Conversion:
         self._add("mapped", path, ours=_show_field(key, value), note=note)
         return True
 
-    def merge(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
+    def merge_into_key(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
         """Add entries to a key whose value is a mapping; return True if it was written."""
-        return self.put(key, {**self.ours.get(key, {}), **values}, *path, note=note)
+        return self.write_key(key, {**self.ours.get(key, {}), **values}, *path, note=note)
 
-    def convert(
+    def convert_key(
         self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, trains: bool = True
     ) -> None:
         """Write a key with the converted value; report the field as lost if the conversion fails."""
         try:
             converted = convert(value)
         except UnconvertedError as error:
-            self.lose(*path, why=str(error), trains=trains)
+            self.report_lost(*path, why=str(error), trains=trains)
         else:
-            self.put(key, converted, *path, trains=trains)
+            self.write_key(key, converted, *path, trains=trains)
 
-    def default(self, key: str, value: Any, note: str = "") -> None:
+    def write_default(self, key: str, value: Any, note: str = "") -> None:
         """Write the trainer's default, which differs from StreamTune's, unless the recipe already has the key."""
         if key in self.ours or self._why_rejected(key, value):
             return
@@ -164,37 +164,37 @@ class Conversion:
         """Report a field as not needed."""
         self._add("not_needed", path, note=why)
 
-    def lose(self, *path: str | int, why: str = "", trains: bool = True) -> None:
+    def report_lost(self, *path: str | int, why: str = "", trains: bool = True) -> None:
         """Report a field as lost; ``trains`` is True if training changes without it."""
         self._add("lost", path, note=why, trains=trains)
 
-    def loss_reporter(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
+    def make_lost_reporter(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
         """Return a function that reports the field as lost, with a reason."""
-        return lambda why: self.lose(*path, why=prefix + why)
+        return lambda why: self.report_lost(*path, why=prefix + why)
 
-    def report_lost(self, theirs: str, why: str, *, trains: bool = True) -> None:
+    def report_lost_setting(self, theirs: str, why: str, *, trains: bool = True) -> None:
         """Report something lost that is not a field of the file, such as a default of the other trainer."""
         self.findings.append(FieldFinding("lost", theirs, "", "", why, trains))
 
-    def report(self, theirs: str, where: str, why: str, trains: bool | None) -> None:
+    def report_other_file(self, theirs: str, where: str, why: str, trains: bool | None) -> None:
         """Report a field of another file as lost, or as not needed if ``trains`` is None."""
         lost = trains is not None
         self.findings.append(FieldFinding("lost" if lost else "not_needed", theirs, where, "", why, bool(trains)))
 
-    def write(self, key: str, value: Any, theirs: str, where: str) -> None:
+    def write_other_file(self, key: str, value: Any, theirs: str, where: str) -> None:
         """Write a key for a field of another file or an option of a launcher."""
         if wrong := self._why_rejected(key, value):
-            self.report(theirs, where, wrong, True)
+            self.report_other_file(theirs, where, wrong, True)
             return
         self.ours[key] = value
         self.notes[key] = theirs.partition(":")[0]
         self.findings.append(FieldFinding("mapped", theirs, where, _show_field(key, value)))
 
-    def refuse(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
+    def import_error(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
         """Return the error for a recipe that cannot be imported."""
         return RecipeError(what, where=self.file.marks.where(*path), fix=fix)
 
-    def apply(self) -> None:
+    def apply_rules(self) -> None:
         """Apply the trainer's rules to all fields that are not reported yet."""
         groups = {name.partition(".")[0] for name in self.trainer.fields if "." in name}
         for name in list(self.left):
@@ -214,27 +214,27 @@ class Conversion:
             rule = FieldRule(ALIASES[name])
         if rule is None:
             hint = did_you_mean(name, self.trainer.fields)
-            self.lose(*path, why=f"unknown field of {self.trainer.title}" + (f"; {hint}" if hint else ""))
+            self.report_lost(*path, why=f"unknown field of {self.trainer.title}" + (f"; {hint}" if hint else ""))
         elif rule.ours and value in (None, ""):
             self.report_unneeded(*path, why="no value")
         elif rule.ours:
             try:
                 converted = rule.convert(value) if rule.convert else value
             except UnconvertedError as error:
-                self.lose(*path, why=str(error), trains=rule.trains)
+                self.report_lost(*path, why=str(error), trains=rule.trains)
             else:
                 if converted is None:
                     self.report_unneeded(*path, why="off, as here")
                     return
                 note = "" if rule.convert and converted == value else rule.why
-                self.put(rule.ours, converted, *path, note=note, trains=rule.trains)
+                self.write_key(rule.ours, converted, *path, note=note, trains=rule.trains)
         elif not rule.needed:
             self.report_unneeded(*path, why=rule.why)
         elif rule.is_off(value):
             same = "off, as here" if not value else "as here"
             self.report_unneeded(*path, why="no value" if value in (None, "") else same)
         else:
-            self.lose(*path, why=rule.why, trains=rule.trains)
+            self.report_lost(*path, why=rule.why, trains=rule.trains)
 
     def _why_rejected(self, key: str, value: Any) -> str:
         """Return the reason why a key does not accept a value; empty if it does."""
@@ -271,7 +271,7 @@ def _type_adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
     return TypeAdapter(annotation, config=None if has_config else ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def _known_value(key: str, value: Any) -> Any:
+def _resolve_value_alias(key: str, value: Any) -> Any:
     """Return StreamTune's name for a value; other values are returned unchanged."""
     known = VALUES.get(key, {})
     if isinstance(value, list) and len(value) == 1 and str(value[0]) in known:

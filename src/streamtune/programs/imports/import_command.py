@@ -80,10 +80,10 @@ def import_recipe(
     if not (strict and changed):
         if piped:
             with temporary_directory() as folder:
-                _write_checked(Path(folder) / "recipe.yaml", imported.text, other)
+                _write_checked_recipe(Path(folder) / "recipe.yaml", imported.text, other)
             print(imported.text, end="")
         else:
-            _write_checked(dest, imported.text, other)
+            _write_checked_recipe(dest, imported.text, other)
     if json:
         print_json({**_imported_json(file, imported), "path": None if strict and changed else str(dest)})
     for note in imported.notes:
@@ -100,7 +100,7 @@ def import_recipe(
         err.print(Text(f"Next: streamtune {imported.objective} {dest}"), soft_wrap=True)
 
 
-def _write_checked(dest: Path, text: str, fix: str) -> None:
+def _write_checked_recipe(dest: Path, text: str, fix: str) -> None:
     """Write the recipe and check that it loads; remove it if it does not."""
     write_new_file(dest, text, fix)
     try:
@@ -125,28 +125,30 @@ def _print_imported(file: Path, imported: ImportedRecipe) -> None:
         Text.assemble((plain(str(file)), "bold"), f": a recipe of {imported.trainer.title}{seen}"), soft_wrap=True
     )
     for kind, heading in SECTIONS.items():
-        found = imported.of_kind(kind)
+        found = imported.findings_of_kind(kind)
         if not found:
             continue
         changed = sum(item.trains for item in found)
         tail = f"; * changes training: {changed}" if kind == "lost" and changed else ""
         out.print(Text.assemble("\n", (f"{heading}: {len(found)}", "bold"), tail), soft_wrap=True)
-        print_rows(_finding_row(item) for item in found)
+        print_rows(_describe_finding(item) for item in found)
 
 
-def _finding_row(found: FieldFinding) -> tuple[str, str]:
-    if found.kind == "lost":
-        place = found.where or "-"
-        return f"{place}{' *' if found.trains else ''}", found.theirs + (f": {found.note}" if found.note else "")
-    if found.kind == "default":
-        return found.ours, found.note
-    if found.kind == "not_needed":
-        return found.theirs, found.note
-    return found.theirs, f"-> {found.ours}" + (f" ({found.note})" if found.note else "")
+def _describe_finding(finding: FieldFinding) -> tuple[str, str]:
+    if finding.kind == "lost":
+        place = finding.where or "-"
+        return f"{place}{' *' if finding.trains else ''}", finding.theirs + (
+            f": {finding.note}" if finding.note else ""
+        )
+    if finding.kind == "default":
+        return finding.ours, finding.note
+    if finding.kind == "not_needed":
+        return finding.theirs, finding.note
+    return finding.theirs, f"-> {finding.ours}" + (f" ({finding.note})" if finding.note else "")
 
 
 def _imported_json(file: Path, imported: ImportedRecipe) -> dict[str, object]:
-    kinds = {kind: [_finding_json(found) for found in imported.of_kind(kind)] for kind in SECTIONS}
+    kinds = {kind: [_finding_json(found) for found in imported.findings_of_kind(kind)] for kind in SECTIONS}
     return {
         "from": imported.trainer.name,
         "recognised_by": list(imported.guessed),
@@ -157,8 +159,8 @@ def _imported_json(file: Path, imported: ImportedRecipe) -> dict[str, object]:
     }
 
 
-def _finding_json(found: FieldFinding) -> dict[str, object]:
-    values = {"theirs": found.theirs, "where": found.where, "ours": found.ours, "note": found.note}
+def _finding_json(finding: FieldFinding) -> dict[str, object]:
+    values = {"theirs": finding.theirs, "where": finding.where, "ours": finding.ours, "note": finding.note}
     return {key: value for key, value in values.items() if value} | (
-        {"changes_training": found.trains} if found.kind == "lost" else {}
+        {"changes_training": finding.trains} if finding.kind == "lost" else {}
     )

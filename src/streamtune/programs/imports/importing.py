@@ -17,7 +17,7 @@ from .conversion import Conversion, FieldFinding, PeerTrainer
 from .llamafactory import LLAMAFACTORY
 from .peer_files import PeerFile, read_peer_file
 from .swift import SWIFT
-from .trainer_arguments import finish, is_accelerate_config, take_launcher, take_optimizer
+from .trainer_arguments import convert_launcher, convert_optimizer, finish, is_accelerate_config
 from .trl import TRL
 
 TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}
@@ -40,7 +40,7 @@ class ImportedRecipe:
     notes: tuple[str, ...]
     """Notes for the user."""
 
-    def of_kind(self, kind: str) -> list[FieldFinding]:
+    def findings_of_kind(self, kind: str) -> list[FieldFinding]:
         """Return the findings of a kind."""
         return [found for found in self.findings if found.kind == kind]
 
@@ -65,7 +65,7 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     file = read_peer_file(path)
     guessed: tuple[str, ...] = ()
     if trainer is None:
-        trainer, guessed = _recognise(file)
+        trainer, guessed = _recognise_trainer(file)
     if trainer not in TRAINERS:
         raise ArgumentError(f"unknown trainer '{trainer}'", where="--from", fix=f"use {', '.join(TRAINERS)}")
     if objective is not None and objective not in RECIPES:
@@ -75,9 +75,9 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     if conversion.objective != "sft":
         conversion.ours["objective"] = conversion.objective
     conversion.trainer.special(conversion)
-    take_optimizer(conversion)
-    conversion.apply()
-    take_launcher(conversion)
+    convert_optimizer(conversion)
+    conversion.apply_rules()
+    convert_launcher(conversion)
     conversion.trainer.defaults(conversion)
     finish(conversion)
     _check_converted(conversion)
@@ -92,7 +92,7 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     )
 
 
-def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
+def _recognise_trainer(file: PeerFile) -> tuple[str, tuple[str, ...]]:
     """Return the trainer of a file, and the fields that identify it.
 
     Raises:

@@ -26,24 +26,24 @@ from .field_rules import (
 )
 from .peer_rows import (
     READ_OF_MESSAGES,
+    convert_llamafactory_template,
+    convert_split,
     first_local_row,
-    lose_fields,
-    lose_unnamed,
-    put_datasets,
-    put_eval_sets,
-    put_weights,
-    rename_columns,
     report_media,
-    rows_of_split,
-    take_llamafactory_template,
+    report_unread_columns,
+    report_unread_fields,
+    write_columns,
+    write_datasets,
+    write_eval_sets,
+    write_weights,
 )
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    take_thinking,
-    take_trackers,
-    take_warmup,
+    convert_thinking,
+    convert_trackers,
+    convert_warmup,
     write_default_cut,
 )
 
@@ -176,102 +176,102 @@ def _objective(conversion: Conversion) -> str:
     stage = str(conversion.get("stage", "sft"))
     if stage not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.refuse("stage", what=f"'stage: {stage}' has no counterpart", fix=f"supported: {known}")
+        raise conversion.import_error("stage", what=f"'stage: {stage}' has no counterpart", fix=f"supported: {known}")
     return OBJECTIVES[stage]
 
 
 def _convert_dependent_fields(conversion: Conversion) -> None:
-    stage = conversion.take("stage")
+    stage = conversion.pop_field("stage")
     texts = stage == "pt"
     if stage == "kto":
-        conversion.put("loss_type", "kto", "stage")
+        conversion.write_key("loss_type", "kto", "stage")
     elif stage is not None:
         conversion.report_unneeded("stage", why=f"objective: {conversion.objective}")
-    take_llamafactory_template(conversion, texts=texts)
-    take_thinking(conversion)
-    conversion.switch("train_on_prompt", "train_on", "all")
-    conversion.switch("mask_history", "train_on", "completion")
+    convert_llamafactory_template(conversion, texts=texts)
+    convert_thinking(conversion)
+    conversion.write_if_on("train_on_prompt", "train_on", "all")
+    conversion.write_if_on("mask_history", "train_on", "completion")
     if texts:
-        conversion.default("train_on", "all", "stage: pt")
-    conversion.switch("pure_bf16", "dtype", "bfloat16")
-    _take_method(conversion)
+        conversion.write_default("train_on", "all", "stage: pt")
+    conversion.write_if_on("pure_bf16", "dtype", "bfloat16")
+    _convert_method(conversion)
     if texts:
-        _take_blocks(conversion)
+        _convert_blocks(conversion)
     elif conversion.get("neat_packing"):
-        if conversion.take("packing") is not None:
+        if conversion.pop_field("packing") is not None:
             conversion.report_unneeded("packing", why="set by neat_packing")
-        conversion.switch("neat_packing", "packing", True)
+        conversion.write_if_on("neat_packing", "packing", True)
     elif conversion.get("packing"):
         note = "there, packed rows attend to each other without neat_packing; here they never do"
-        conversion.switch("packing", "packing", True, note=note)
-    conversion.dismiss("neat_packing", why="off: see packing")
-    take_warmup(conversion)
-    take_trackers(conversion, {})
-    take_datasets(conversion, texts=texts)
+        conversion.write_if_on("packing", "packing", True, note=note)
+    conversion.mark_unneeded("neat_packing", why="off: see packing")
+    convert_warmup(conversion)
+    convert_trackers(conversion, {})
+    convert_datasets(conversion, texts=texts)
 
 
-def _take_method(conversion: Conversion) -> None:
+def _convert_method(conversion: Conversion) -> None:
     """Convert ``finetuning_type``. ``oft`` is an adapter type here; ``freeze`` becomes full fine-tuning."""
     name = "finetuning_type"
     given = name in conversion.left
-    method = conversion.take(name) or "lora"
+    method = conversion.pop_field(name) or "lora"
     if method in ("lora", "full"):
         kind = "qlora" if method == "lora" and conversion.get("quantization_bit") else method
         if given:
-            conversion.put(name, kind, name)
+            conversion.write_key(name, kind, name)
         elif kind == "qlora":
             conversion.ours[name] = kind
     elif method == "oft":
-        conversion.put("adapter_type", "oft", name)
+        conversion.write_key("adapter_type", "oft", name)
         conversion.ours[name] = "lora"
-        target = conversion.take("oft_target")
+        target = conversion.pop_field("oft_target")
         if target is not None:
-            conversion.convert("lora_target", split_names, target, "oft_target")
+            conversion.convert_key("lora_target", split_names, target, "oft_target")
     else:
         conversion.ours[name] = "full"
         last = conversion.get("freeze_trainable_layers", 2)
         why = f"there, only {last} layers are trained; here all weights are"
-        conversion.lose(name, why=why if method == "freeze" else "supported: full, lora and qlora")
+        conversion.report_lost(name, why=why if method == "freeze" else "supported: full, lora and qlora")
     if method != "freeze":
-        conversion.dismiss(*FREEZE, why="used only with finetuning_type: freeze")
+        conversion.mark_unneeded(*FREEZE, why="used only with finetuning_type: freeze")
 
 
-def _take_blocks(conversion: Conversion) -> None:
+def _convert_blocks(conversion: Conversion) -> None:
     """Convert the packing of ``stage: pt``: blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
     packing = conversion.file.fields.get("packing")
     if packing in (None, True):
         note = "there, texts are concatenated in blocks and attend to each other; here they do not attend to each other"
         if packing:
-            conversion.switch("packing", "packing", True, note=note)
+            conversion.write_if_on("packing", "packing", True, note=note)
         else:
-            conversion.default("packing", True, note)
-        conversion.default("overlength", "split", "a long text continues in the next block")
-        conversion.default("split_at", "token")
-    conversion.dismiss("packing", why="no value" if packing is None else "off, as here")
-    conversion.dismiss("neat_packing", why="used only by stage: sft")
+            conversion.write_default("packing", True, note)
+        conversion.write_default("overlength", "split", "a long text continues in the next block")
+        conversion.write_default("split_at", "token")
+    conversion.mark_unneeded("packing", why="no value" if packing is None else "off, as here")
+    conversion.mark_unneeded("neat_packing", why="used only by stage: sft")
 
 
 def _write_defaults(conversion: Conversion) -> None:
-    conversion.default("finetuning_type", "lora")
+    conversion.write_default("finetuning_type", "lora")
     adapters = conversion.ours.get("finetuning_type") != "full"
     if adapters:
-        conversion.default("lora_r", 8)
-    conversion.default("learning_rate", 5e-5)
-    conversion.default("lr_scheduler_type", "linear")
-    conversion.default("num_train_epochs", 3.0)
-    conversion.default("per_device_train_batch_size", 8)
+        conversion.write_default("lora_r", 8)
+    conversion.write_default("learning_rate", 5e-5)
+    conversion.write_default("lr_scheduler_type", "linear")
+    conversion.write_default("num_train_epochs", 3.0)
+    conversion.write_default("per_device_train_batch_size", 8)
     cut = "there, question and answer of each turn are truncated; here, the end of the row is"
-    conversion.default("overlength", "truncate", cut if conversion.objective == "sft" else "")
+    conversion.write_default("overlength", "truncate", cut if conversion.objective == "sft" else "")
     write_default_cut(conversion)
     if "bf16" not in conversion.ours:
-        conversion.default("bf16", False, "LLaMA-Factory uses no mixed precision by default")
+        conversion.write_default("bf16", False, "LLaMA-Factory uses no mixed precision by default")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
         note = (
             "LLaMA-Factory keeps frozen weights in the compute dtype"
             if adapters
             else "LLaMA-Factory keeps weights in fp32"
         )
-        conversion.default("dtype", "bfloat16" if adapters else "float32", note)
+        conversion.write_default("dtype", "bfloat16" if adapters else "float32", note)
 
 
 ALPACA = {
@@ -291,33 +291,33 @@ MEDIA = ("images", "videos", "audios")
 """Columns without text."""
 
 
-def take_datasets(conversion: Conversion, *, texts: bool) -> None:
+def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
     """Convert ``dataset`` and ``eval_dataset``, as ``dataset_info.json`` in ``dataset_dir`` describes them.
 
     ``texts`` is True for ``stage: pt``, which trains only the prompt column.
     """
     folder, most = (conversion.file.fields.get(name) for name in ("dataset_dir", "max_samples"))
-    conversion.dismiss("dataset_dir", "max_samples", why="see datasets")
-    put_datasets(conversion, _dataset_specs(conversion, "dataset", folder, most, texts=texts), "dataset")
-    put_eval_sets(conversion, _dataset_specs(conversion, "eval_dataset", folder, most, texts=texts), "eval_dataset")
+    conversion.mark_unneeded("dataset_dir", "max_samples", why="see datasets")
+    write_datasets(conversion, _dataset_specs(conversion, "dataset", folder, most, texts=texts), "dataset")
+    write_eval_sets(conversion, _dataset_specs(conversion, "eval_dataset", folder, most, texts=texts), "eval_dataset")
     shares = conversion.get("interleave_probs")
     mixes = str(conversion.get("mix_strategy", "concat")).startswith("interleave")
     if mixes:
         name = "interleave_probs" if shares else "mix_strategy"
-        put_weights(conversion, shares or [1.0] * len(conversion.ours.get("datasets", [])), name)
+        write_weights(conversion, shares or [1.0] * len(conversion.ours.get("datasets", [])), name)
     why = "set by the datasets' weights" if mixes else "off, as here"
-    conversion.dismiss("mix_strategy", "interleave_probs", why=why)
+    conversion.mark_unneeded("mix_strategy", "interleave_probs", why=why)
 
 
 def _dataset_specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts: bool) -> list[dict[str, Any]]:
     names = conversion.get(field)
     if names is None:
-        conversion.dismiss(field, why="no value")
+        conversion.mark_unneeded(field, why="no value")
         return []
-    conversion.take(field)
+    conversion.pop_field(field)
     names = names.split(",") if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        conversion.lose(field, why="expected names")
+        conversion.report_lost(field, why="expected names")
         return []
     names = [name.strip() for name in names]
     info, found_in = _dataset_info(conversion, str(folder or "data"))
@@ -329,7 +329,7 @@ def _dataset_specs(conversion: Conversion, field: str, folder: Any, most: Any, *
             if folder != "ONLINE":
                 missing = "that file does not exist" if info is None else f"it has no '{name}'"
                 why = f"'{name}' is looked up in {found_in}, but {missing}: write the path of the data file"
-                conversion.lose(field, why=why)
+                conversion.report_lost(field, why=why)
         else:
             spec = _convert_dataset(conversion, field, name, entry, Path(found_in).parent, texts=texts)
         if isinstance(most, int) and most:
@@ -351,7 +351,7 @@ def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] |
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise conversion.refuse("dataset", what=f"{path} cannot be read: {error}") from None
+            raise conversion.import_error("dataset", what=f"{path} cannot be read: {error}") from None
     return None, str(Path(folder) / "dataset_info.json")
 
 
@@ -359,7 +359,7 @@ def _convert_dataset(
     conversion: Conversion, field: str, name: str, entry: dict[str, Any], folder: Path, *, texts: bool
 ) -> dict[str, Any]:
     """Return our entry for an entry of ``dataset_info.json``, and report what is lost."""
-    lose = conversion.loss_reporter(field, prefix=f"'{name}' in dataset_info.json: ")
+    report_lost = conversion.make_lost_reporter(field, prefix=f"'{name}' in dataset_info.json: ")
     spec: dict[str, Any] = {}
     if "file_name" in entry:
         spec["path"] = str(folder / entry["file_name"])
@@ -367,100 +367,108 @@ def _convert_dataset(
         spec["path"] = entry["hf_hub_url"]
     else:
         spec["path"] = str(entry.get("ms_hub_url") or entry.get("script_url") or entry.get("cloud_file_name") or name)
-        lose("the dataset is neither a file nor on the Hugging Face hub")
+        report_lost("the dataset is neither a file nor on the Hugging Face hub")
     if "hf_hub_url" in entry and "split" in entry:
-        rows_of_split(spec, entry["split"], lose)
+        convert_split(spec, entry["split"], report_lost)
     if entry.get("subset"):
         spec["name"] = entry["subset"]
     if entry.get("num_samples"):
         spec |= {"max_rows": entry["num_samples"], "shuffle": True}
     if entry.get("revision") or entry.get("folder"):
-        lose("a revision or a folder of a dataset on the hub")
+        report_lost("a revision or a folder of a dataset on the hub")
     columns = entry.get("columns") or {}
     said = [f"'{columns[key]}'" for key in MEDIA if columns.get(key)]
     if said:
-        lose(f"the column {' and '.join(said)}: only text is trained on")
+        report_lost(f"the column {' and '.join(said)}: only text is trained on")
     else:
         report_media(conversion, [spec], field)
     if columns.get("tools") and conversion.ours.get("chat_template") == "chatml":
-        lose("chatml renders tools differently from LLaMA-Factory: write chat_template: FILE.jinja")
+        report_lost("chatml renders tools differently from LLaMA-Factory: write chat_template: FILE.jinja")
     if texts:
-        _take_text(spec, entry, lose)
+        _convert_text(spec, entry, report_lost)
     else:
-        _take_columns(spec, entry, lose, first_local_row(conversion, spec["path"]))
+        _convert_columns(spec, entry, report_lost, first_local_row(conversion, spec["path"]))
     return spec
 
 
-def _take_text(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> None:
+def _convert_text(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any) -> None:
     """Write the text column of ``stage: pt`` to an entry; it is the prompt column."""
     columns = entry.get("columns") or {}
     if entry.get("formatting", "alpaca") != "alpaca":
-        lose("stage: pt trains only the first message of a row: write the texts to a column")
+        report_lost("stage: pt trains only the first message of a row: write the texts to a column")
     if columns.get("query") or not columns:
-        lose("stage: pt trains prompt and query together: write both to one column")
-    rename_columns(spec, {"text": columns.get("prompt", ALPACA["prompt"])}, "text")
+        report_lost("stage: pt trains prompt and query together: write both to one column")
+    write_columns(spec, {"text": columns.get("prompt", ALPACA["prompt"])}, "text")
 
 
-def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: Row) -> None:
+def _convert_columns(spec: dict[str, Any], entry: dict[str, Any], report_lost: Any, row: Row) -> None:
     """Write row type and columns to an entry, and report differences."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     sharegpt = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
     style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
     if entry.get("formatting") == "openai":
-        lose("there, formatting: openai adds 'detailed thinking off' to the system message: write it to the rows")
+        report_lost(
+            "there, formatting: openai adds 'detailed thinking off' to the system message: write it to the rows"
+        )
     if sharegpt and style not in (OPENAI_TAGS, SHAREGPT_TAGS):
-        lose("turns must have 'role' and 'content', or 'from' and 'value'")
+        report_lost("turns must have 'role' and 'content', or 'from' and 'value'")
     if entry.get("ranking"):
-        _take_pairs(spec, columns, lose, row, sharegpt=sharegpt)
+        _convert_pairs(spec, columns, report_lost, row, sharegpt=sharegpt)
         return
     if "kto_tag" in columns:
         theirs = {"completion": columns.get("response"), "label": columns["kto_tag"]}
-        rename_columns(spec, {"prompt": columns.get("messages") or columns.get("prompt"), **theirs}, "unpaired")
+        write_columns(spec, {"prompt": columns.get("messages") or columns.get("prompt"), **theirs}, "unpaired")
         if sharegpt:
-            lose("there, the last message is the answer; here, write it to the column completion")
-        _lose_texts(columns, lose, row, sharegpt=sharegpt)
+            report_lost("there, the last message is the answer; here, write it to the column completion")
+        _report_text_rows(columns, report_lost, row, sharegpt=sharegpt)
         return
     if sharegpt:
         column = columns.get("messages", "conversations")
         others = {ours: columns.get(ours) for ours in ("system", "tools")}
         if style == OPENAI_TAGS:
-            rename_columns(spec, {"messages": column if column != "conversations" else None, **others}, "messages")
+            write_columns(spec, {"messages": column if column != "conversations" else None, **others}, "messages")
         elif style == SHAREGPT_TAGS:
-            rename_columns(spec, {"conversations": column, **others}, "sharegpt")
-        lose_unnamed(row, ("system", "tools"), columns.values(), lose)
-        lose_fields(row, column, READ_OF_MESSAGES, ("tool_calls",) if entry.get("formatting") == "openai" else (), lose)
+            write_columns(spec, {"conversations": column, **others}, "sharegpt")
+        report_unread_columns(row, ("system", "tools"), columns.values(), report_lost)
+        report_unread_fields(
+            row, column, READ_OF_MESSAGES, ("tool_calls",) if entry.get("formatting") == "openai" else (), report_lost
+        )
         return
     if columns and "response" not in columns and set(columns) == {"prompt"}:
-        rename_columns(spec, {"text": columns["prompt"]}, "text")
+        write_columns(spec, {"text": columns["prompt"]}, "text")
         return
     named = columns or {key: ALPACA[key] for key in DEFAULT_COLUMNS}
     if not {"prompt", "response"} <= named.keys():
-        lose("rows need a question and an answer: write columns: {instruction: ..., output: ...}")
-    rename_columns(spec, {ALPACA[key]: column for key, column in named.items() if key in ALPACA}, "alpaca")
+        report_lost("rows need a question and an answer: write columns: {instruction: ..., output: ...}")
+    write_columns(spec, {ALPACA[key]: column for key, column in named.items() if key in ALPACA}, "alpaca")
     if "query" in named:
         spec["input_separator"] = "\n"
-    lose_unnamed(row, ("input", "system", "history", "tools"), named.values(), lose)
+    report_unread_columns(row, ("input", "system", "history", "tools"), named.values(), report_lost)
 
 
-def _take_pairs(spec: dict[str, Any], columns: dict[str, Any], lose: Any, row: Row, *, sharegpt: bool) -> None:
+def _convert_pairs(
+    spec: dict[str, Any], columns: dict[str, Any], report_lost: Any, row: Row, *, sharegpt: bool
+) -> None:
     if not sharegpt and "prompt" not in columns:
-        lose("preference rows need the columns prompt, chosen and rejected: write columns")
+        report_lost("preference rows need the columns prompt, chosen and rejected: write columns")
     prompt = columns.get("messages", "conversations") if sharegpt else columns.get("prompt")
     theirs = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
     others = {ours: columns.get(ours) for ours in ("system", "tools")}
-    rename_columns(spec, {**theirs, **others}, "preference")
-    _lose_texts(columns, lose, row, sharegpt=sharegpt)
-    lose_unnamed(row, ("system", "tools"), columns.values(), lose)
+    write_columns(spec, {**theirs, **others}, "preference")
+    _report_text_rows(columns, report_lost, row, sharegpt=sharegpt)
+    report_unread_columns(row, ("system", "tools"), columns.values(), report_lost)
 
 
-def _lose_texts(columns: dict[str, Any], lose: Any, row: Row, *, sharegpt: bool) -> None:
+def _report_text_rows(columns: dict[str, Any], report_lost: Any, row: Row, *, sharegpt: bool) -> None:
     """Report plain-text prompts and answers, which LLaMA-Factory converts to messages."""
     read = {"query", "history"} & columns.keys()
     if read and not sharegpt:
-        lose(f"the column '{columns[min(read)]}' is a part of the prompt there, but is not read here: write messages")
+        report_lost(
+            f"the column '{columns[min(read)]}' is a part of the prompt there, but is not read here: write messages"
+        )
     prompt = columns.get("prompt", "prompt")
     if not sharegpt and (row is None or not isinstance(row.get(prompt), list)):
-        lose("there, texts become chat messages; here they get no chat template: write the prompt as messages")
+        report_lost("there, texts become chat messages; here they get no chat template: write the prompt as messages")
 
 
 LLAMAFACTORY = PeerTrainer(

@@ -49,8 +49,8 @@ def _first_row(file: Path) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def lose_unnamed(
-    row: Mapping[str, Any] | None, ours: Iterable[str], named: Iterable[Any], lose: Callable[[str], None]
+def report_unread_columns(
+    row: Mapping[str, Any] | None, ours: Iterable[str], named: Iterable[Any], report_lost: Callable[[str], None]
 ) -> None:
     """Report columns of the first row that StreamTune reads and the other trainer does not.
 
@@ -58,12 +58,12 @@ def lose_unnamed(
         row: First row; None if unknown.
         ours: Columns that StreamTune reads.
         named: Columns that the other trainer reads.
-        lose: Function that reports a difference.
+        report_lost: Function that reports a difference.
     """
     read = set(named)
     for column in ours:
         if row is not None and row.get(column) not in (None, "", [], "[]") and column not in read:
-            lose(f"only StreamTune reads the column '{column}': rename it in the file")
+            report_lost(f"only StreamTune reads the column '{column}': rename it in the file")
 
 
 FLAGS = ("train", "training", "loss", "weight")
@@ -73,15 +73,19 @@ READ_OF_MESSAGES = (*FLAGS, "reasoning_content", "reasoning", "thinking", "tool_
 """Fields of a message that StreamTune reads, besides role and content."""
 
 
-def lose_fields(
-    row: Mapping[str, Any] | None, column: str, fields: Iterable[str], read: Iterable[str], lose: Callable[[str], None]
+def report_unread_fields(
+    row: Mapping[str, Any] | None,
+    column: str,
+    fields: Iterable[str],
+    read: Iterable[str],
+    report_lost: Callable[[str], None],
 ) -> None:
     """Report ``fields`` of the first row's messages that StreamTune reads and the other trainer does not (``read``)."""
     turns = row.get(column) if row is not None else None
     known = set(read)
     for name in fields:
         if name not in known and isinstance(turns, list) and any(_has_field(turn, name) for turn in turns):
-            lose(f"only StreamTune reads '{name}' of a message: remove it from the rows")
+            report_lost(f"only StreamTune reads '{name}' of a message: remove it from the rows")
 
 
 def _has_field(turn: Any, name: str) -> bool:
@@ -93,10 +97,10 @@ def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str
     for spec in specs:
         row = first_local_row(conversion, str(spec["path"])) or {}
         for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
-            conversion.lose(*path, why=f"the column '{column}' of {spec['path']}: only text is trained on")
+            conversion.report_lost(*path, why=f"the column '{column}' of {spec['path']}: only text is trained on")
 
 
-def put_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
+def write_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
     """Append entries to ``datasets``, with the line of the original field."""
     entries = [*conversion.ours.get("datasets", []), *specs]
     if not specs:
@@ -104,16 +108,16 @@ def put_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str
     for spec in specs:
         if str(spec["path"]).endswith(DATA_FILES) and spec.get("split") == "train":
             del spec["split"]  # a file has no split
-    conversion.put("datasets", entries, *path, note=note)
+    conversion.write_key("datasets", entries, *path, note=note)
     for index in range(len(entries)):
         conversion.lines.setdefault(("datasets", index), conversion.file.marks.line(path))
 
 
-def rows_of_split(spec: dict[str, Any], split: Any, lose: Callable[[str], None]) -> None:
+def convert_split(spec: dict[str, Any], split: Any, report_lost: Callable[[str], None]) -> None:
     """Write a split to an entry: ``train[:1000]`` becomes ``split: train`` and ``max_rows: 1000``."""
     found = re.fullmatch(r"([^\[\]]+)(?:\[:(\d+)\])?", str(split))
     if found is None:
-        lose("a part of a split; max_rows can take only its first rows")
+        report_lost("a part of a split; max_rows can take only its first rows")
         spec["split"] = re.split(r"[\[+]", str(split))[0]
         return
     spec["split"] = found[1]
@@ -121,23 +125,25 @@ def rows_of_split(spec: dict[str, Any], split: Any, lose: Callable[[str], None])
         spec["max_rows"] = int(found[2])
 
 
-def put_weights(conversion: Conversion, value: Any, *path: str | int, note: str = "") -> None:
+def write_weights(conversion: Conversion, value: Any, *path: str | int, note: str = "") -> None:
     """Write the weights of the datasets from a list of numbers or a comma-separated text."""
     entries = conversion.ours.get("datasets", [])
     try:
         parts = value.split(",") if isinstance(value, str) else list(value)
         weights = [float(part) for part in parts]
     except (TypeError, ValueError):
-        conversion.lose(*path, why="expected a list of numbers")
+        conversion.report_lost(*path, why="expected a list of numbers")
         return
     if len(weights) != len(entries):
-        conversion.lose(*path, why=f"{len(weights)} numbers for {len(entries)} datasets: write a weight in each entry")
+        conversion.report_lost(
+            *path, why=f"{len(weights)} numbers for {len(entries)} datasets: write a weight in each entry"
+        )
         return
     weighted = [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
-    conversion.put("datasets", weighted, *path, note=note or "fractions of an epoch; an epoch covers all rows")
+    conversion.write_key("datasets", weighted, *path, note=note or "fractions of an epoch; an epoch covers all rows")
 
 
-def put_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
+def write_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
     """Write eval sets; each is named after its path."""
     named: dict[str, list[dict[str, Any]]] = {}
     for spec in specs:
@@ -151,10 +157,10 @@ def put_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: st
             name += "-2"
         named[name] = [spec]
     if named:
-        conversion.put("eval_datasets", {**conversion.ours.get("eval_datasets", {}), **named}, *path, note=note)
+        conversion.write_key("eval_datasets", {**conversion.ours.get("eval_datasets", {}), **named}, *path, note=note)
 
 
-def rename_columns(spec: dict[str, Any], columns: dict[str, Any], type_: str) -> None:
+def write_columns(spec: dict[str, Any], columns: dict[str, Any], type_: str) -> None:
     """Write the row type and the renamed columns to an entry; ``columns`` maps our column names to the file's."""
     renamed = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs != ours}
     if renamed:
@@ -221,21 +227,21 @@ def _read_template(folder: Path) -> str:
 
 def _keep_reasoning(conversion: Conversion) -> None:
     if conversion.objective == "sft":
-        conversion.default("reasoning", "keep", "reasoning of every answer is trained")
+        conversion.write_default("reasoning", "keep", "reasoning of every answer is trained")
 
 
-def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
+def convert_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
     """Convert ``template``, which LLaMA-Factory renders by its own code; ``texts`` is True for ``stage: pt``."""
-    name, given = conversion.take("template"), "template" in conversion.file.fields
+    name, given = conversion.pop_field("template"), "template" in conversion.file.fields
     if texts:
         if given:
             conversion.report_unneeded("template", why="stage: pt trains plain texts without a chat template")
         return
     if isinstance(name, str) and name in CHATML:
-        conversion.put("chat_template", "chatml", "template", note="final/ gets this template as well")
+        conversion.write_key("chat_template", "chatml", "template", note="final/ gets this template as well")
         if CHATML[name]:
-            conversion.default("default_system", CHATML[name], f"template: {name}")
-        _leave_thinking(conversion, f"template: {name} renders no think block")
+            conversion.write_default("default_system", CHATML[name], f"template: {name}")
+        _report_thinking_unchanged(conversion, f"template: {name} renders no think block")
         return
     reasons = name in REASONING or (
         not name and (_renders_thoughts(conversion) or conversion.get("enable_thinking") is not None)
@@ -255,37 +261,37 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
             else f"{EVERY}; {TRAINING}"
         )
     else:
-        _leave_thinking(conversion, f"template: {name} does not use it")
+        _report_thinking_unchanged(conversion, f"template: {name} does not use it")
         own = f"there, code renders '{name}', without a system message or date of the tokenizer's template"
         used = "the tokenizer's own template is used; write chat_template: FILE.jinja"
         why = used if name in GENERIC else f"{own}: {COMPARE}"
     if name:
-        conversion.lose("template", why=why)
+        conversion.report_lost("template", why=why)
     else:
-        conversion.report_lost("template", why)
+        conversion.report_lost_setting("template", why)
 
 
 def _convert_template_backend(conversion: Conversion, *, texts: bool) -> bool:
     """Convert ``template_backend``; return True for jinja: the tokenizer's template renders rows, all tokens train."""
     name = "template_backend"
-    jinja = conversion.take(name) == "jinja"
+    jinja = conversion.pop_field(name) == "jinja"
     if name not in conversion.file.fields:
         return False
     if not jinja or texts or conversion.objective != "sft":
         conversion.report_unneeded(name, why="see template")
         return jinja
-    conversion.put("train_on", "all", name, note="there, it trains every token, whatever loss_scale is")
-    conversion.dismiss("loss_scale", why="template_backend: jinja trains every token")
+    conversion.write_key("train_on", "all", name, note="there, it trains every token, whatever loss_scale is")
+    conversion.mark_unneeded("loss_scale", why="template_backend: jinja trains every token")
     return True
 
 
-def _leave_thinking(conversion: Conversion, why: str) -> None:
-    conversion.dismiss("enable_thinking", "preserve_thinking", why=why)
+def _report_thinking_unchanged(conversion: Conversion, why: str) -> None:
+    conversion.mark_unneeded("enable_thinking", "preserve_thinking", why=why)
 
 
-def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
+def convert_swift_template(conversion: Conversion, *, texts: bool) -> None:
     """Convert ``template``; ms-swift renders each model type with its own template."""
-    name, given = conversion.take("template"), "template" in conversion.file.fields
+    name, given = conversion.pop_field("template"), "template" in conversion.file.fields
     jinja = _convert_template_backend(conversion, texts=texts)
     if texts or jinja:
         if given:
@@ -296,7 +302,7 @@ def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
     if given and not name:
         conversion.report_unneeded("template", why="no value")
     if name in SWIFT_CHATML:
-        conversion.put("chat_template", "chatml", "template", note="final/ gets this template as well")
+        conversion.write_key("chat_template", "chatml", "template", note="final/ gets this template as well")
         return
     if name == "qwen3" or (not name and _renders_thoughts(conversion)):
         keeps = conversion.get("preserve_thinking")
@@ -312,20 +318,22 @@ def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
             f"there, {f'{name!r}' if name else 'each model type'} is rendered by code, not by the tokenizer: {COMPARE}"
         )
     if name:
-        conversion.lose("template", why=why)
+        conversion.report_lost("template", why=why)
     else:
-        conversion.report_lost("template", why, trains=_renders_thoughts(conversion))
+        conversion.report_lost_setting("template", why, trains=_renders_thoughts(conversion))
 
 
 def report_empty_thoughts(conversion: Conversion, types: list[Any]) -> None:
     """Report empty think blocks before answers, which axolotl does not train."""
     if conversion.objective == "sft" and "chat_template" in types and _renders_thoughts(conversion):
         why = "there, '<think>' and an empty think block before an answer are not trained; here they are"
-        conversion.report_lost("datasets.type: chat_template", why)
+        conversion.report_lost_setting("datasets.type: chat_template", why)
 
 
-def take_trl_template(conversion: Conversion) -> None:
+def convert_trl_template(conversion: Conversion) -> None:
     """Report that ``assistant_only_loss`` renders rows with TRL's own template."""
     if conversion.get("chat_template_path") is None and _renders_thoughts(conversion):
         _keep_reasoning(conversion)
-        conversion.report_lost("assistant_only_loss: true", f"TRL's own template renders the rows: {EVERY}; {TRAINING}")
+        conversion.report_lost_setting(
+            "assistant_only_loss: true", f"TRL's own template renders the rows: {EVERY}; {TRAINING}"
+        )

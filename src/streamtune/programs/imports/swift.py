@@ -21,19 +21,19 @@ from .field_rules import (
     same_name_rules,
     split_names,
 )
-from .peer_rows import first_local_row, take_swift_template
-from .swift_datasets import take_datasets
+from .peer_rows import convert_swift_template, first_local_row
+from .swift_datasets import convert_datasets
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
+    convert_thinking,
+    convert_trackers,
+    convert_warmup,
     report_nll,
-    take_thinking,
-    take_trackers,
-    take_warmup,
     write_default_cut,
 )
-from .trl import SERVER, SHARED_FIELDS, take_weights_dtype
+from .trl import SERVER, SHARED_FIELDS, convert_weights_dtype
 
 OBJECTIVES: dict[str, tuple[str, str]] = {
     "dpo": ("dpo", "sigmoid"),
@@ -247,127 +247,129 @@ def _objective(conversion: Conversion) -> str:
         return "dpo" if conversion.file.command == "rlhf" else "sft"
     if kind not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.refuse("rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", fix=f"supported: {known}")
+        raise conversion.import_error(
+            "rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", fix=f"supported: {known}"
+        )
     return OBJECTIVES[kind][0]
 
 
 def _convert_dependent_fields(conversion: Conversion) -> None:
-    kind = conversion.take("rlhf_type")
+    kind = conversion.pop_field("rlhf_type")
     if kind == "":
         conversion.report_unneeded("rlhf_type", why="no value")
     elif str(kind) in OBJECTIVES and "loss_type" not in conversion.file.fields:
-        conversion.put("loss_type", OBJECTIVES[str(kind)][1], "rlhf_type")
+        conversion.write_key("loss_type", OBJECTIVES[str(kind)][1], "rlhf_type")
     elif str(kind) in OBJECTIVES:
         conversion.report_unneeded("rlhf_type", why=f"objective: {conversion.objective}")
     elif kind is not None:
-        conversion.lose("rlhf_type", why=f"no such objective here; --objective {conversion.objective} was given")
+        conversion.report_lost("rlhf_type", why=f"no such objective here; --objective {conversion.objective} was given")
     use_hf = conversion.get("use_hf")
-    conversion.dismiss("use_hf", why="names are looked up on the Hugging Face hub")
+    conversion.mark_unneeded("use_hf", why="names are looked up on the Hugging Face hub")
     for name in ("model", "model_id_or_path"):
-        value = conversion.take(name)
+        value = conversion.pop_field(name)
         if value is not None:
             local = use_hf or Path(str(value)).expanduser().exists()
             note = "" if local else "from ModelScope there, here from the hub"
-            conversion.put("model_name_or_path", value, name, note=note)
-    _take_length(conversion)
-    _take_quantization(conversion)
-    _take_tuner(conversion)
-    take_weights_dtype(conversion, "torch_dtype", "dtype")
+            conversion.write_key("model_name_or_path", value, name, note=note)
+    _convert_length(conversion)
+    _convert_quantization(conversion)
+    _convert_tuner(conversion)
+    convert_weights_dtype(conversion, "torch_dtype", "dtype")
     # swift pt has no chat template unless it is asked for
     texts = conversion.file.command == "pt" and not conversion.get("use_chat_template")
-    take_swift_template(conversion, texts=texts)
+    convert_swift_template(conversion, texts=texts)
     if conversion.objective != "grpo":
-        conversion.dismiss("enable_thinking", why="read when it generates; rows are rendered the same either way")
-    take_thinking(conversion)
-    take_warmup(conversion)
-    take_trackers(conversion, {})
-    take_datasets(conversion, use_hf)
+        conversion.mark_unneeded("enable_thinking", why="read when it generates; rows are rendered the same either way")
+    convert_thinking(conversion)
+    convert_warmup(conversion)
+    convert_trackers(conversion, {})
+    convert_datasets(conversion, use_hf)
     if texts:
-        _take_texts(conversion)
+        _convert_texts(conversion)
     for name, (value, line) in conversion.file.environment.items():
         if name in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "NNODES"):
             ranks = name == "NPROC_PER_NODE"
             why = f"`--nproc {value}` of the command" if ranks else "set it in front of the command here too"
-            conversion.report(f"{name}={value}", f"{conversion.file.path}:{line}", why, None)
+            conversion.report_other_file(f"{name}={value}", f"{conversion.file.path}:{line}", why, None)
 
 
-def _take_length(conversion: Conversion) -> None:
+def _convert_length(conversion: Conversion) -> None:
     """Convert the length, and a cut at the beginning of rows."""
     length = conversion.file.fields.get("max_length")
     if length is None:
-        conversion.dismiss("max_length", why="no value")
+        conversion.mark_unneeded("max_length", why="no value")
     elif conversion.objective == "grpo":
-        conversion.put("max_prompt_length", length, "max_length", note="in GRPO, it limits the prompt")
+        conversion.write_key("max_prompt_length", length, "max_length", note="in GRPO, it limits the prompt")
     else:
-        conversion.put("max_length", length, "max_length")
+        conversion.write_key("max_length", length, "max_length")
     if conversion.get("truncation_strategy") == "left" and conversion.objective != "dpo":
-        conversion.switch("truncation_strategy", "overlength", "truncate")
+        conversion.write_if_on("truncation_strategy", "overlength", "truncate")
         if conversion.objective == "sft":
-            conversion.put("truncate_side", "left", "truncation_strategy")
+            conversion.write_key("truncate_side", "left", "truncation_strategy")
 
 
-def _take_texts(conversion: Conversion) -> None:
+def _convert_texts(conversion: Conversion) -> None:
     """Report rows without a text column, which ``swift pt`` trains without the chat template."""
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = first_local_row(conversion, str(spec["path"]))
         if row is None or "text" not in row:
             where = "are not here" if row is None else "have no column 'text'"
             why = f"swift pt trains texts without a chat template, and the rows {where}: write them as {{text: ...}}"
-            conversion.report_lost(f"datasets[{index}]", why)
+            conversion.report_lost_setting(f"datasets[{index}]", why)
 
 
-def _take_quantization(conversion: Conversion) -> None:
+def _convert_quantization(conversion: Conversion) -> None:
     method, bits = conversion.file.fields.get("quant_method"), conversion.get("quant_bits")
     if method not in (None, "bnb"):
-        conversion.lose("quant_method", why="bitsandbytes or torchao quantise")
-    conversion.dismiss("quant_method", why="see quantization")
+        conversion.report_lost("quant_method", why="bitsandbytes or torchao quantise")
+    conversion.mark_unneeded("quant_method", why="see quantization")
     if bits and bits not in (4, 8):
-        conversion.lose("quant_bits", why="4 bits (nf4) or 8 (int8)")
-    conversion.switch("quant_bits", "quantization", "nf4" if bits == 4 else "int8")
+        conversion.report_lost("quant_bits", why="4 bits (nf4) or 8 (int8)")
+    conversion.write_if_on("quant_bits", "quantization", "nf4" if bits == 4 else "int8")
 
 
-def _take_tuner(conversion: Conversion) -> None:
+def _convert_tuner(conversion: Conversion) -> None:
     """Convert the tuner: adapters of some kind, all weights, or a part of them."""
     name = next((name for name in TUNER if conversion.get(name)), TUNER[0])
     given = name in conversion.left
-    tuner = conversion.take(name) or "lora"
-    conversion.dismiss(*TUNER, why=f"'{name}' says it")
+    tuner = conversion.pop_field(name) or "lora"
+    conversion.mark_unneeded(*TUNER, why=f"'{name}' says it")
     ratio = conversion.get("freeze_parameters_ratio")
     if ratio and tuner == "full":
-        conversion.lose("freeze_parameters_ratio", why="frozen weights: here all weights are trained")
-    conversion.dismiss("freeze_parameters_ratio", why="used only with full" if ratio else "off")
+        conversion.report_lost("freeze_parameters_ratio", why="frozen weights: here all weights are trained")
+    conversion.mark_unneeded("freeze_parameters_ratio", why="used only with full" if ratio else "off")
     if tuner in KINDS:
-        conversion.put("adapter_type", tuner, name)
+        conversion.write_key("adapter_type", tuner, name)
         conversion.ours["finetuning_type"] = "lora"
-        if tuner == "vera" and (rank := conversion.take("vera_rank")) is not None:
-            conversion.put("lora_r", rank, "vera_rank")
+        if tuner == "vera" and (rank := conversion.pop_field("vera_rank")) is not None:
+            conversion.write_key("lora_r", rank, "vera_rank")
     elif tuner in ("lora", "full"):
         quantised = tuner == "lora" and conversion.get("quant_bits") in (4, 8)
         if given:
-            conversion.put("finetuning_type", "qlora" if quantised else tuner, name)
+            conversion.write_key("finetuning_type", "qlora" if quantised else tuner, name)
         elif quantised:
             conversion.ours["finetuning_type"] = "qlora"
     else:
-        conversion.lose(name, why="supported: full, lora and qlora; lora is written")
+        conversion.report_lost(name, why="supported: full, lora and qlora; lora is written")
 
 
 def _write_defaults(conversion: Conversion) -> None:
     ours, objective = conversion.ours, conversion.objective
-    conversion.default("finetuning_type", "lora")
+    conversion.write_default("finetuning_type", "lora")
     adapters = ours.get("finetuning_type") != "full"
     if adapters:
-        conversion.default("lora_r", 8)
-        conversion.default("lora_alpha", 32.0)
-        conversion.default("lora_dropout", 0.05)
-    conversion.default("learning_rate", 1e-4 if adapters else 1e-5)
-    conversion.default("weight_decay", 0.1)
-    conversion.default("adam_beta2", 0.95)
-    conversion.default("num_train_epochs", 3.0)
+        conversion.write_default("lora_r", 8)
+        conversion.write_default("lora_alpha", 32.0)
+        conversion.write_default("lora_dropout", 0.05)
+    conversion.write_default("learning_rate", 1e-4 if adapters else 1e-5)
+    conversion.write_default("weight_decay", 0.1)
+    conversion.write_default("adam_beta2", 0.95)
+    conversion.write_default("num_train_epochs", 3.0)
     if objective != "grpo":
         if "gradient_accumulation_steps" not in ours:
-            conversion.default("train_batch_size", ROWS_PER_STEP, "over all ranks, with gradient accumulation")
+            conversion.write_default("train_batch_size", ROWS_PER_STEP, "over all ranks, with gradient accumulation")
         if "max_length" in ours:
-            conversion.default("overlength", "drop")
+            conversion.write_default("overlength", "drop")
         elif ours.get("overlength") == "drop":
             del ours["overlength"]  # it would drop rows longer than the default of 2048 tokens
         write_default_cut(conversion)
@@ -375,23 +377,25 @@ def _write_defaults(conversion: Conversion) -> None:
             why = (
                 "if unset, there it is the model's maximum; here, rows longer than 2048 are an error: write max_length"
             )
-            conversion.report_lost("max_length", why, trains=False)
+            conversion.report_lost_setting("max_length", why, trains=False)
     else:
-        conversion.default("per_device_train_batch_size", 1)
-        conversion.default("beta", 0.04)
+        conversion.write_default("per_device_train_batch_size", 1)
+        conversion.write_default("beta", 0.04)
         for key, value in (("temperature", 0.9), ("top_p", 0.9), ("top_k", 50)):
-            conversion.default(key, value)
+            conversion.write_default(key, value)
     if objective == "dpo" and ours.get("loss_type") == "simpo":
-        conversion.default("beta", 2.0)
-        conversion.default("simpo_gamma", 1.0)
+        conversion.write_default("beta", 2.0)
+        conversion.write_default("simpo_gamma", 1.0)
     if conversion.file.command == "pt":
-        conversion.default("train_on", "all", "swift pt")
+        conversion.write_default("train_on", "all", "swift pt")
     if conversion.get("bf16") is None and ours.get("dtype") == "bfloat16":
-        conversion.default("bf16", True)
+        conversion.write_default("bf16", True)
     unknown = [name for name in ours.get("reward_funcs", []) if name.startswith("REWARDS.py:")]
     if {"numeric_answer", "format_tags"} & set(ours.get("reward_funcs", [])) or unknown:
         why = "the most similar reward of StreamTune is written; compare `docs/rewards.md`"
-        conversion.report_lost("reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else ""))
+        conversion.report_lost_setting(
+            "reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else "")
+        )
     report_nll(conversion)
 
 

@@ -14,12 +14,12 @@ from .peer_rows import (
     DATA_FILES,
     READ_OF_MESSAGES,
     first_local_row,
-    lose_fields,
-    put_datasets,
-    put_eval_sets,
-    put_weights,
-    rename_columns,
     report_media,
+    report_unread_fields,
+    write_columns,
+    write_datasets,
+    write_eval_sets,
+    write_weights,
 )
 
 STANDARD = {
@@ -42,16 +42,16 @@ PAIRS = (
 """Reasons why rows of pairs, and rows of single answers with a label, are not converted."""
 
 
-def take_datasets(conversion: Conversion, use_hf: Any) -> None:
+def convert_datasets(conversion: Conversion, use_hf: Any) -> None:
     columns = _column_names(conversion)
     specs, note = _dataset_specs(conversion, "dataset", use_hf, columns)
-    put_datasets(conversion, specs, "dataset", note=note)
+    write_datasets(conversion, specs, "dataset", note=note)
     report_media(conversion, specs, "dataset")
     specs, note = _dataset_specs(conversion, "val_dataset", use_hf, columns)
-    put_eval_sets(conversion, specs, "val_dataset", note=note)
+    write_eval_sets(conversion, specs, "val_dataset", note=note)
     if shares := conversion.get("interleave_prob"):
-        put_weights(conversion, shares, "interleave_prob")
-    conversion.dismiss("interleave_prob", why="no value")
+        write_weights(conversion, shares, "interleave_prob")
+    conversion.mark_unneeded("interleave_prob", why="no value")
 
 
 def _column_names(conversion: Conversion) -> dict[str, str]:
@@ -59,16 +59,16 @@ def _column_names(conversion: Conversion) -> dict[str, str]:
     if "columns" not in conversion.file.fields:
         return {}
     try:
-        given = json_value(conversion.take("columns"))
+        given = json_value(conversion.pop_field("columns"))
     except UnconvertedError as error:
-        conversion.lose("columns", why=str(error))
+        conversion.report_lost("columns", why=str(error))
         return {}
     if not given:
         conversion.report_unneeded("columns", why="no value")
         return {}
     unknown = [name for name in given.values() if name not in STANDARD] if isinstance(given, dict) else [given]
     if unknown:
-        conversion.lose("columns", why=f"'{unknown[0]}' has no equivalent column: write columns in each dataset")
+        conversion.report_lost("columns", why=f"'{unknown[0]}' has no equivalent column: write columns in each dataset")
         return {}
     conversion.report_unneeded("columns", why="see datasets")
     ours = STANDARD if conversion.objective == "sft" else {**STANDARD, "query": "prompt", "response": "completion"}
@@ -81,7 +81,7 @@ def _dataset_specs(
     """Return our entries for the datasets of a field, and a note about them."""
     names = conversion.get(field)
     if not names:
-        conversion.dismiss(field, why="no value")
+        conversion.mark_unneeded(field, why="no value")
     found: list[dict[str, Any]] = []
     noted: dict[str, None] = {}
     unknown: list[str] = []
@@ -102,43 +102,46 @@ def _dataset_specs(
         if count.isdigit():
             spec |= {"max_rows": int(count), "shuffle": True}
         if path.rpartition("/")[2] == "self-cognition":
-            rename_columns(spec, {"instruction": "query", "output": "response"}, "alpaca")
+            write_columns(spec, {"instruction": "query", "output": "response"}, "alpaca")
             unknown.append(path)
         elif conversion.objective == "sft" and conversion.file.command != "pt":
-            row, lose = first_local_row(conversion, path), conversion.loss_reporter(field, prefix=f"{path}: ")
-            take_columns(spec, row, columns, lose)
+            row, report_lost = (
+                first_local_row(conversion, path),
+                conversion.make_lost_reporter(field, prefix=f"{path}: "),
+            )
+            convert_columns(spec, row, columns, report_lost)
             if row is not None and row.get("tools") and conversion.ours.get("chat_template") == "chatml":
-                lose("chatml renders tools differently from ms-swift: write chat_template: FILE.jinja")
+                report_lost("chatml renders tools differently from ms-swift: write chat_template: FILE.jinja")
             if row is None and not columns:
                 away[path] = None
         elif columns:
             spec["columns"] = dict(columns)
         if conversion.objective == "dpo":
-            conversion.lose(field, why=f"{path}: {PAIRS[conversion.ours.get('loss_type') == 'kto']}")
+            conversion.report_lost(field, why=f"{path}: {PAIRS[conversion.ours.get('loss_type') == 'kto']}")
         found += [{**spec, "name": part} for part in parts] or [spec]
     if field == "dataset":
-        _take_names(conversion, unknown)
+        _convert_names(conversion, unknown)
     if away:
         why = "its rows cannot be read; columns prompt and completion are a chat there, plain text here: see columns"
-        conversion.report_lost(f"{field}: {', '.join(away)}", why, trains=False)
+        conversion.report_lost_setting(f"{field}: {', '.join(away)}", why, trains=False)
     return found, "; ".join(noted)
 
 
-def _take_names(conversion: Conversion, named_datasets: list[str]) -> None:
+def _convert_names(conversion: Conversion, named_datasets: list[str]) -> None:
     """Report the model's name and author, which ms-swift inserts into rows of ``swift/self-cognition``."""
     if named_datasets:
         why = "there, the model's name and author are inserted into its rows; here they stay {{NAME}} and {{AUTHOR}}"
-        conversion.lose("dataset", why=f"{named_datasets[0]}: {why}: write a file with the names")
+        conversion.report_lost("dataset", why=f"{named_datasets[0]}: {why}: write a file with the names")
     for name in ("model_name", "model_author"):
-        value = conversion.take(name)
+        value = conversion.pop_field(name)
         if name in conversion.file.fields and named_datasets and value:
-            conversion.lose(name, why=f"inserted into the rows of {named_datasets[0]}: see dataset")
+            conversion.report_lost(name, why=f"inserted into the rows of {named_datasets[0]}: see dataset")
         elif name in conversion.file.fields:
             conversion.report_unneeded(name, why="used only with swift/self-cognition" if value else "no value")
 
 
-def take_columns(
-    spec: dict[str, Any], row: Mapping[str, Any] | None, columns: Mapping[str, str], lose: Callable[[str], None]
+def convert_columns(
+    spec: dict[str, Any], row: Mapping[str, Any] | None, columns: Mapping[str, str], report_lost: Callable[[str], None]
 ) -> None:
     """Write row type and columns to an entry, as ms-swift's ``AutoPreprocessor`` reads them.
 
@@ -148,18 +151,18 @@ def take_columns(
         spec: Entry to write to.
         row: First row; None if unknown.
         columns: The file's column name for each of our names, from the recipe.
-        lose: Function that reports a difference.
+        report_lost: Function that reports a difference.
     """
     if row is None:
         if columns:
             asks = {"instruction", "output"} & columns.keys()
-            rename_columns(spec, dict(columns), "alpaca" if asks else "auto")
+            write_columns(spec, dict(columns), "alpaca" if asks else "auto")
         if spec.get("type", "auto") in ("auto", "alpaca"):
             spec["input_separator"] = "\n"
         return
     named = {theirs: ours for ours, theirs in columns.items()}
     if {*CONVERSATION_COLUMNS} & row.keys() or "messages" in named.values():
-        _take_messages(spec, row, columns, lose)
+        _convert_messages(spec, row, columns, report_lost)
         return
     found = {"system": columns.get("system") or _single_column(row, SYSTEMS)}
     if "tools" in row or "tools" in columns:
@@ -172,14 +175,14 @@ def take_columns(
     found["output"] = columns.get("output") or _single_column(row, ANSWERS)
     if not found["instruction"] or not found["output"]:
         if "text" not in row:
-            lose("question and answer columns are missing or ambiguous: write columns in each dataset")
+            report_lost("question and answer columns are missing or ambiguous: write columns in each dataset")
         return
     for name in ("input", "history"):  # StreamTune reads these columns by name
         if name in row and name not in found.values() and name not in columns:
             found[name] = name
             if name == "input":
-                lose("only StreamTune reads the column 'input': rename it in the file")
-    rename_columns(spec, {**found, **({"history": columns["history"]} if "history" in columns else {})}, "alpaca")
+                report_lost("only StreamTune reads the column 'input': rename it in the file")
+    write_columns(spec, {**found, **({"history": columns["history"]} if "history" in columns else {})}, "alpaca")
 
 
 def _single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -190,13 +193,13 @@ def _single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None
     return names[0] if names[0] in row else None
 
 
-def _take_messages(
-    spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], lose: Callable[[str], None]
+def _convert_messages(
+    spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], report_lost: Callable[[str], None]
 ) -> None:
     """Write the columns of rows of messages; their turns have 'role' or 'from'."""
     column = columns.get("messages") or next(name for name in CONVERSATION_COLUMNS if name in row)
     turns = row.get(column)
-    lose_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), lose)
+    report_unread_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), report_lost)
     first = turns[0] if isinstance(turns, list) and turns else {}
     others = {"system": columns.get("system") or _single_column(row, SYSTEMS), "tools": columns.get("tools")}
     renamed = {ours: theirs for ours, theirs in others.items() if theirs and theirs != ours}

@@ -57,7 +57,7 @@ def _trackers(value: Any) -> Any:
     return names
 
 
-def one_loss(value: Any) -> Any:
+def single_loss_name(value: Any) -> Any:
     """Return the name of a loss from a name or a list of one name.
 
     Raises:
@@ -155,14 +155,14 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
 """Arguments of ``transformers.TrainingArguments``."""
 
 
-def take_warmup(conversion: Conversion) -> None:
+def convert_warmup(conversion: Conversion) -> None:
     """Convert the warm-up. Steps take precedence over a ratio, steps below 1 are a ratio; 'constant' has no warm-up."""
     steps_count = conversion.file.fields.get("warmup_steps") not in (None, 0)
     constant = "constant" in (conversion.get("lr_scheduler_type"), conversion.get("lr_scheduler"))
     for name in ("warmup_steps", "warmup_ratio"):
         if name not in conversion.left:
             continue
-        value = conversion.take(name)
+        value = conversion.pop_field(name)
         if value in (None, 0, ""):
             conversion.report_unneeded(name, why="no warm-up, as here")
         elif constant:
@@ -170,21 +170,21 @@ def take_warmup(conversion: Conversion) -> None:
         elif name == "warmup_ratio" and steps_count:
             conversion.report_unneeded(name, why="'warmup_steps' takes precedence")
         elif name == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
-            conversion.put("warmup_ratio", value, name, note="below 1 it is a fraction of all steps")
+            conversion.write_key("warmup_ratio", value, name, note="below 1 it is a fraction of all steps")
         else:
             whole = isinstance(value, float) and name == "warmup_steps" and value.is_integer()
-            conversion.put(name, int(value) if whole else value, name)
+            conversion.write_key(name, int(value) if whole else value, name)
 
 
-def take_bits(conversion: Conversion) -> None:
-    conversion.switch("load_in_4bit", "quantization", "nf4")
-    conversion.switch("load_in_8bit", "quantization", "int8")
+def convert_bits(conversion: Conversion) -> None:
+    conversion.write_if_on("load_in_4bit", "quantization", "nf4")
+    conversion.write_if_on("load_in_8bit", "quantization", "int8")
 
 
 def report_default_targets(conversion: Conversion) -> None:
     """Report that the default target modules of adapters differ."""
     if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
-        conversion.report_lost(
+        conversion.report_lost_setting(
             "lora_target_modules", "if unset, peft adapts attention modules only; the default here is all-linear"
         )
 
@@ -192,9 +192,9 @@ def report_default_targets(conversion: Conversion) -> None:
 def write_default_cut(conversion: Conversion) -> None:
     """Write where long rows are cut: other trainers drop the end of a row, or split it between any two tokens."""
     if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
-        conversion.default("truncate_side", "right")
+        conversion.write_default("truncate_side", "right")
     elif conversion.objective == "sft" and conversion.ours.get("overlength") == "split":
-        conversion.default("split_at", "token")
+        conversion.write_default("split_at", "token")
 
 
 LIONS = {
@@ -204,19 +204,19 @@ LIONS = {
 """Our optimizer, by its name in transformers."""
 
 
-def take_optimizer(conversion: Conversion) -> None:
+def convert_optimizer(conversion: Conversion) -> None:
     """Convert optimizers whose arguments differ in transformers: SGD without momentum, Lion with Adam's betas."""
     names = (
         name for name in ("optim", "optimizer") if (rule := conversion.trainer.rule(name)) and rule.ours == "optim"
     )
     for name in names:
         theirs = conversion.left.get(name)
-        if theirs == "sgd" and conversion.put("optim", "sgd", name):
-            conversion.default("optim_args", {"momentum": 0.0}, "their SGD has no momentum")
-        elif isinstance(theirs, str) and theirs in LIONS and conversion.put("optim", LIONS[theirs], name):
+        if theirs == "sgd" and conversion.write_key("optim", "sgd", name):
+            conversion.write_default("optim_args", {"momentum": 0.0}, "their SGD has no momentum")
+        elif isinstance(theirs, str) and theirs in LIONS and conversion.write_key("optim", LIONS[theirs], name):
             betas = [conversion.get("adam_beta1", 0.9), conversion.get("adam_beta2", 0.999)]
-            conversion.default("optim_args", {"betas": betas}, "from adam_beta1 and adam_beta2")
-            conversion.dismiss("adam_beta1", "adam_beta2", why="written as betas of optim_args")
+            conversion.write_default("optim_args", {"betas": betas}, "from adam_beta1 and adam_beta2")
+            conversion.mark_unneeded("adam_beta1", "adam_beta2", why="written as betas of optim_args")
 
 
 def report_nll(conversion: Conversion) -> None:
@@ -224,22 +224,26 @@ def report_nll(conversion: Conversion) -> None:
     loss = conversion.ours.get("loss_type")
     if loss == "orpo":
         there = "there, its NLL counts prompt and answer and is a mean over the tokens of a micro-batch"
-        conversion.report_lost("loss_type: orpo", f"{there}; here it counts the answer and is a mean over pairs")
+        conversion.report_lost_setting(
+            "loss_type: orpo", f"{there}; here it counts the answer and is a mean over pairs"
+        )
     elif (loss == "cpo" and conversion.ours.get("cpo_alpha", 1.0)) or conversion.ours.get("rpo_alpha"):
         name = "loss_type: cpo" if loss == "cpo" else "rpo_alpha"
-        conversion.report_lost(name, "its NLL is a mean over the tokens of a micro-batch there, and over pairs here")
+        conversion.report_lost_setting(
+            name, "its NLL is a mean over the tokens of a micro-batch there, and over pairs here"
+        )
 
 
-def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
+def convert_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
     """Convert ``report_to``, and add the trackers that other fields name, such as ``wandb_project``."""
     names: list[str] = []
     variables: list[str] = []
     if "report_to" in conversion.file.fields:
-        conversion.convert("report_to", _trackers, conversion.take("report_to"), "report_to", trains=False)
+        conversion.convert_key("report_to", _trackers, conversion.pop_field("report_to"), "report_to", trains=False)
         names = conversion.ours.get("report_to", [])
     for name, tracker in settings.items():
         if name in conversion.file.fields:
-            value = conversion.take(name)
+            value = conversion.pop_field(name)
             variable = ""
             if isinstance(value, str) and value and not name.startswith("use_"):
                 variable = f"set {name.upper()}={' '.join(value.split())[:60]}"
@@ -248,26 +252,28 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
                 conversion.report_unneeded(name, why="no value")
             elif tracker in names:
                 conversion.report_unneeded(name, why=variable or f"'{tracker}' is named already")
-            elif conversion.put("report_to", [*names, tracker], name, note=variable, trains=False):
+            elif conversion.write_key("report_to", [*names, tracker], name, note=variable, trains=False):
                 names = conversion.ours["report_to"]
     if len(variables) > 1 and names:
         conversion.notes["report_to"] = "; ".join(variables)
 
 
-def take_thinking(conversion: Conversion) -> None:
+def convert_thinking(conversion: Conversion) -> None:
     """Convert the chat template's variables for reasoning."""
     for name in ("enable_thinking", "preserve_thinking"):
         if name not in conversion.left:
             continue
-        value = conversion.take(name)
+        value = conversion.pop_field(name)
         if not isinstance(value, bool):
             conversion.report_unneeded(name, why="the chat template's default is used")
         elif name == "preserve_thinking" and not value:
             conversion.report_unneeded(name, why="off, as here")
         elif name == "preserve_thinking" and conversion.objective == "sft":
-            conversion.put("reasoning", "keep", name)
+            conversion.write_key("reasoning", "keep", name)
         else:
-            conversion.merge("chat_template_kwargs", {name: value}, name, note="used if the chat template reads it")
+            conversion.merge_into_key(
+                "chat_template_kwargs", {name: value}, name, note="used if the chat template reads it"
+            )
 
 
 def finish(conversion: Conversion) -> None:
@@ -284,10 +290,10 @@ def finish(conversion: Conversion) -> None:
         given = next((found.theirs for found in own_findings if found.kind == "mapped"), "")
         if given or not own_findings:
             where = f"{conversion.file.marks.file}:{line}" if line else ""
-            conversion.report(given or key, where, why, trains)
+            conversion.report_other_file(given or key, where, why, trains)
 
     if ours.get("early_stopping_patience"):
-        conversion.default("metric_for_best_model", "eval_loss", "early stopping compares it")
+        conversion.write_default("metric_for_best_model", "eval_loss", "early stopping compares it")
     if not ours.get("val_size") and not ours.get("eval_datasets"):
         for key in ("eval_steps", "metric_for_best_model", "greater_is_better"):
             if key in ours:
@@ -355,49 +361,49 @@ def is_accelerate_config(fields: dict[str, Any]) -> bool:
     return "compute_environment" in fields and "distributed_type" in fields
 
 
-def take_launcher(conversion: Conversion) -> None:
+def convert_launcher(conversion: Conversion) -> None:
     """Convert the options of the launcher and the keys of its configuration file."""
     options = {name: value for name, (value, _) in conversion.file.launcher.items()}
     for name, (value, line) in conversion.file.launcher.items():
         where = f"{conversion.file.path}:{line}"
         if name == "config_file":
-            _take_config(conversion, str(value), where)
+            _convert_config(conversion, str(value), where)
         else:
-            _take_option(conversion, LauncherOption(name, value, where, options))
+            _convert_option(conversion, LauncherOption(name, value, where, options))
 
 
-def _take_config(conversion: Conversion, name: str, where: str) -> None:
+def _convert_config(conversion: Conversion, name: str, where: str) -> None:
     theirs = f"config_file: {name}"
     path = next((path for path in conversion.file.places(name) if path.is_file()), None)
     if path is None:
         why = "the file does not exist here: compare its mixed_precision, DeepSpeed or FSDP, and number of processes"
-        conversion.report(theirs, where, why, True)
+        conversion.report_other_file(theirs, where, why, True)
         return
     try:
         fields, marks, _ = read_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError, RecipeError) as error:
-        conversion.report(theirs, where, f"cannot be read: {error}", True)
+        conversion.report_other_file(theirs, where, f"cannot be read: {error}", True)
         return
-    conversion.report(theirs, where, "see its keys", None)
+    conversion.report_other_file(theirs, where, "see its keys", None)
     for key, value in fields.items() if isinstance(fields, dict) else ():
         if isinstance(value, dict):
             for inner, inside in value.items():
-                _take_option(conversion, LauncherOption(inner, inside, marks.where(key, inner), value, key))
+                _convert_option(conversion, LauncherOption(inner, inside, marks.where(key, inner), value, key))
         else:
-            _take_option(conversion, LauncherOption(key, value, marks.where(key), fields))
+            _convert_option(conversion, LauncherOption(key, value, marks.where(key), fields))
 
 
-def _take_option(conversion: Conversion, option: LauncherOption) -> None:
-    found = _our_key(option)
+def _convert_option(conversion: Conversion, option: LauncherOption) -> None:
+    found = _key_of_option(option)
     if found is None:
-        conversion.report(option.theirs, option.where, *_why_not_written(option))
+        conversion.report_other_file(option.theirs, option.where, *_why_option_not_written(option))
     elif found[0] in conversion.ours:
-        conversion.report(option.theirs, option.where, f"'{found[0]}' is given", None)
+        conversion.report_other_file(option.theirs, option.where, f"'{found[0]}' is given", None)
     else:
-        conversion.write(*found, option.theirs, option.where)
+        conversion.write_other_file(*found, option.theirs, option.where)
 
 
-def _our_key(option: LauncherOption) -> tuple[str, Any] | None:
+def _key_of_option(option: LauncherOption) -> tuple[str, Any] | None:
     """Return our key and value for an option; None if it has no key here."""
     name, value, text = option.name, option.value, option.text
     if name == "mixed_precision" and text == "bf16":
@@ -414,7 +420,7 @@ def _our_key(option: LauncherOption) -> tuple[str, Any] | None:
     return None
 
 
-def _why_not_written(option: LauncherOption) -> tuple[str, bool | None]:
+def _why_option_not_written(option: LauncherOption) -> tuple[str, bool | None]:
     """Return why an option is not written, and whether training changes without it (None: nothing is lost)."""
     name, text = option.name, option.text
     if name in RANKS:

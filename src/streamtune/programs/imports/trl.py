@@ -25,24 +25,24 @@ from .peer_files import json_value
 from .peer_rows import (
     DATA_FILES,
     FLAGS,
+    convert_split,
+    convert_trl_template,
     first_local_row,
-    lose_fields,
-    lose_unnamed,
-    put_datasets,
     report_media,
-    rows_of_split,
-    take_trl_template,
+    report_unread_columns,
+    report_unread_fields,
+    write_datasets,
 )
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
     TRAINER_FIELDS,
-    one_loss,
+    convert_bits,
+    convert_trackers,
+    convert_warmup,
     report_default_targets,
     report_nll,
-    take_bits,
-    take_trackers,
-    take_warmup,
+    single_loss_name,
     write_default_cut,
 )
 
@@ -212,7 +212,7 @@ def _objective(conversion: Conversion) -> str:
     if command:
         if command not in COMMANDS:
             what = f"`trl {command}` has no counterpart"
-            raise conversion.refuse(what=what, fix="supported: sft, dpo, kto, orpo, cpo and grpo")
+            raise conversion.import_error(what=what, fix="supported: sft, dpo, kto, orpo, cpo and grpo")
         return COMMANDS[command]
     names, loss = set(conversion.file.fields), conversion.get("loss_type")
     if names & OF_GRPO or loss in POLICY_LOSSES:
@@ -230,221 +230,227 @@ def _convert_dependent_fields(conversion: Conversion) -> None:
     given = conversion.file.fields
     command = _command_of(conversion) if conversion.objective == "dpo" else ""
     if command == "cpo":
-        _take_cpo(conversion)
+        _convert_cpo(conversion)
     elif "loss_type" in given:
-        _take_loss(conversion)
+        _convert_loss(conversion)
     elif command in ("kto", "orpo"):
         conversion.ours["loss_type"] = command
     elif command and not conversion.file.command:
-        conversion.default("loss_type", "sigmoid", "the default of `trl dpo`; for `trl orpo` write loss_type: orpo")
+        conversion.write_default(
+            "loss_type", "sigmoid", "the default of `trl dpo`; for `trl orpo` write loss_type: orpo"
+        )
     if not conversion.get("beta"):
-        conversion.dismiss("use_bias_correction_kl", why="used only with beta")
+        conversion.mark_unneeded("use_bias_correction_kl", why="used only with beta")
     if "use_peft" in given:
         quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
-        kind = "full" if not conversion.take("use_peft") else "qlora" if quantised else "lora"
-        conversion.put("finetuning_type", kind, "use_peft")
-    take_bits(conversion)
-    take_weights_dtype(conversion, "dtype", "torch_dtype")
-    take_warmup(conversion)
-    take_trackers(conversion, {})
-    _take_datasets(conversion)
+        kind = "full" if not conversion.pop_field("use_peft") else "qlora" if quantised else "lora"
+        conversion.write_key("finetuning_type", kind, "use_peft")
+    convert_bits(conversion)
+    convert_weights_dtype(conversion, "dtype", "torch_dtype")
+    convert_warmup(conversion)
+    convert_trackers(conversion, {})
+    _convert_datasets(conversion)
     first: list[Row] = []
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = first_local_row(conversion, str(spec["path"]))
         place = ("dataset_name",) if "dataset_name" in given else ("datasets", index)
         report_media(conversion, [spec], *place)
-        lose = conversion.loss_reporter(*place, prefix=f"{spec['path']}: ")
-        lose_unnamed(row, ("system",), (), lose)
+        report_lost = conversion.make_lost_reporter(*place, prefix=f"{spec['path']}: ")
+        report_unread_columns(row, ("system",), (), report_lost)
         if conversion.get("assistant_only_loss"):
-            lose_fields(row, "messages", FLAGS, (), lose)
+            report_unread_fields(row, "messages", FLAGS, (), report_lost)
         first.append(row)
-    _take_texts(conversion, first)
-    _take_trained(conversion, first)
-    _take_length(conversion)
+    _convert_texts(conversion, first)
+    _convert_trained(conversion, first)
+    _convert_length(conversion)
 
 
-def _take_texts(conversion: Conversion, first: list[Row]) -> None:
+def _convert_texts(conversion: Conversion, first: list[Row]) -> None:
     """Convert ``dataset_text_field``, the text column of datasets that have this column."""
     name = "dataset_text_field"
     column = conversion.get(name, "text")
     named = [index for index, row in enumerate(first) if row is None or column in row]
     if column == "text":
-        conversion.dismiss(name, why="the default column here too")
+        conversion.mark_unneeded(name, why="the default column here too")
     elif not named or conversion.objective != "sft":
-        conversion.dismiss(name, why="the rows do not have this column")
+        conversion.mark_unneeded(name, why="the rows do not have this column")
     else:
         entries = list(conversion.ours["datasets"])
         for index in named:
             entries[index] = {**entries[index], "columns": {"text": column}, "type": "text"}
-        conversion.put("datasets", entries, name)
+        conversion.write_key("datasets", entries, name)
 
 
-def _take_trained(conversion: Conversion, first: list[Row]) -> None:
+def _convert_trained(conversion: Conversion, first: list[Row]) -> None:
     """Convert which tokens are trained: by default completions of prompt-completion rows, otherwise all tokens.
 
     Args:
         conversion: The conversion.
         first: First row of each dataset; None if unknown.
     """
-    assistant = conversion.take("assistant_only_loss")
+    assistant = conversion.pop_field("assistant_only_loss")
     completion = conversion.file.fields.get("completion_only_loss")
     pairs = [row is not None and {"prompt", "completion"} <= row.keys() for row in first]
     seen = bool(first) and None not in first
     if assistant:
-        conversion.put("train_on", "assistant", "assistant_only_loss")
-        take_trl_template(conversion)
+        conversion.write_key("train_on", "assistant", "assistant_only_loss")
+        convert_trl_template(conversion)
     elif "assistant_only_loss" in conversion.file.fields:
         conversion.report_unneeded("assistant_only_loss", why="off: train_on sets it")
     why = "no value" if completion is None else "off: train_on is all"
     if completion and not assistant and (not seen or any(pairs)):
-        conversion.switch("completion_only_loss", "train_on", "completion")
+        conversion.write_if_on("completion_only_loss", "train_on", "completion")
     elif completion:
         why = "assistant_only_loss sets it" if assistant else "the rows are not prompts and completions"
-    conversion.dismiss("completion_only_loss", why=why)
+    conversion.mark_unneeded("completion_only_loss", why=why)
     if conversion.objective != "sft" or assistant or completion is not None:
         return
     for row in first:
         turns = (row or {}).get("completion")
         if isinstance(turns, list) and len(turns) > 1:
             why = "there, a completion of several turns is trained whole; here, only its assistant turns"
-            conversion.report_lost("completion_only_loss", why)
+            conversion.report_lost_setting("completion_only_loss", why)
     if seen and all(pairs):
-        conversion.default("train_on", "completion", "the rows are prompts and completions")
+        conversion.write_default("train_on", "completion", "the rows are prompts and completions")
     elif any(pairs):
-        conversion.report_lost(
+        conversion.report_lost_setting(
             "completion_only_loss", "there, the first dataset decides this for all rows; see train_on"
         )
     elif not seen:
         why = "the rows cannot be read here; if they have prompt and completion, write train_on: completion"
-        conversion.report_lost("completion_only_loss", why)
+        conversion.report_lost_setting("completion_only_loss", why)
 
 
-def _take_length(conversion: Conversion) -> None:
+def _convert_length(conversion: Conversion) -> None:
     """Convert the length limit and what happens to longer rows. Packing may split them; null truncates nothing."""
     given = conversion.file.fields
     for name in ("max_length", "max_seq_length"):
-        length = conversion.take(name)
+        length = conversion.pop_field(name)
         if length not in (None, ""):
-            conversion.put("max_length", length, name)
+            conversion.write_key("max_length", length, name)
         elif name in given and conversion.objective != "grpo":
             why = "there, no row is truncated; here, rows longer than 2048 are an error: write max_length"
-            conversion.lose(name, why=why, trains=False)
+            conversion.report_lost(name, why=why, trains=False)
             conversion.left.pop("truncation_mode", None)
-            conversion.default("overlength", "error", "no row is truncated")
+            conversion.write_default("overlength", "error", "no row is truncated")
     if conversion.objective == "sft" and conversion.get("truncation_mode") == "keep_end":
-        conversion.take("truncation_mode")
-        conversion.put("overlength", "truncate", "truncation_mode")
-        conversion.put("truncate_side", "left", "truncation_mode")
+        conversion.pop_field("truncation_mode")
+        conversion.write_key("overlength", "truncate", "truncation_mode")
+        conversion.write_key("truncate_side", "left", "truncation_mode")
     shuffles = given.get("shuffle_dataset")
     if shuffles is not None and conversion.objective == "grpo":
-        conversion.put("shuffle", shuffles, "shuffle_dataset")
-    conversion.dismiss("shuffle_dataset", why="each epoch shuffles the rows anyway")
+        conversion.write_key("shuffle", shuffles, "shuffle_dataset")
+    conversion.mark_unneeded("shuffle_dataset", why="each epoch shuffles the rows anyway")
     strategy = given.get("packing_strategy")
     if conversion.objective != "sft" or not conversion.get("packing"):
-        conversion.dismiss("packing_strategy", why="used only with packing")
+        conversion.mark_unneeded("packing_strategy", why="used only with packing")
     elif strategy in ("wrapped", "bfd_split"):
-        conversion.take("truncation_mode")
+        conversion.pop_field("truncation_mode")
         see = "; packed rows attend to each other there, but not here" if strategy == "wrapped" else ""
-        conversion.switch("packing_strategy", "overlength", "split", note=f"rows continue in the next sequence{see}")
-    conversion.dismiss("packing_strategy", why="packing fills every sequence with as many rows as fit")
+        conversion.write_if_on(
+            "packing_strategy", "overlength", "split", note=f"rows continue in the next sequence{see}"
+        )
+    conversion.mark_unneeded("packing_strategy", why="packing fills every sequence with as many rows as fit")
 
 
-def _take_cpo(conversion: Conversion) -> None:
+def _convert_cpo(conversion: Conversion) -> None:
     """Convert the loss of TRL's CPO trainer, which adds an NLL term to SimPO's loss too."""
-    loss, alpha = conversion.take("loss_type") or "sigmoid", conversion.get("cpo_alpha", 1.0)
+    loss, alpha = conversion.pop_field("loss_type") or "sigmoid", conversion.get("cpo_alpha", 1.0)
     if loss == "simpo":
-        conversion.put("loss_type", "simpo", "loss_type")
+        conversion.write_key("loss_type", "simpo", "loss_type")
         if not alpha:
-            conversion.dismiss("cpo_alpha", why="no NLL term, as here")
-        elif conversion.take("cpo_alpha") is None:
-            conversion.default("rpo_alpha", alpha, "from cpo_alpha")
+            conversion.mark_unneeded("cpo_alpha", why="no NLL term, as here")
+        elif conversion.pop_field("cpo_alpha") is None:
+            conversion.write_default("rpo_alpha", alpha, "from cpo_alpha")
         else:
-            conversion.put("rpo_alpha", alpha, "cpo_alpha")
+            conversion.write_key("rpo_alpha", alpha, "cpo_alpha")
     elif loss == "sigmoid":
         conversion.ours["loss_type"] = "cpo"
         if "loss_type" in conversion.file.fields:
-            conversion.put("loss_type", "cpo", "loss_type")
+            conversion.write_key("loss_type", "cpo", "loss_type")
     else:
-        conversion.lose("loss_type", why="this trainer's supported losses are cpo and simpo")
+        conversion.report_lost("loss_type", why="this trainer's supported losses are cpo and simpo")
         conversion.ours["loss_type"] = "cpo"
 
 
-def _take_loss(conversion: Conversion) -> None:
-    value = conversion.take("loss_type")
+def _convert_loss(conversion: Conversion) -> None:
+    value = conversion.pop_field("loss_type")
     if conversion.objective != "sft":
-        conversion.convert("loss_type", one_loss, value, "loss_type")
+        conversion.convert_key("loss_type", single_loss_name, value, "loss_type")
     elif value in ("nll", "chunked_nll", None):
         conversion.report_unneeded("loss_type", why="the cross entropy")
     elif value == "dft":
-        conversion.put("loss_type", value, "loss_type")
+        conversion.write_key("loss_type", value, "loss_type")
     else:
-        conversion.lose("loss_type", why="supported sft losses: nll, dft and focal")
+        conversion.report_lost("loss_type", why="supported sft losses: nll, dft and focal")
 
 
-def take_weights_dtype(conversion: Conversion, *names: str) -> None:
+def convert_weights_dtype(conversion: Conversion, *names: str) -> None:
     for name in names:
         value = conversion.file.fields.get(name)
         if value in ("float16", "fp16", "half"):
-            conversion.lose(name, why="float16 weights are not supported: they keep the checkpoint's dtype")
+            conversion.report_lost(name, why="float16 weights are not supported: they keep the checkpoint's dtype")
         elif value is not None:
-            conversion.put("dtype", value, name)
-        conversion.dismiss(name, why="no value")
+            conversion.write_key("dtype", value, name)
+        conversion.mark_unneeded(name, why="no value")
 
 
-def _take_datasets(conversion: Conversion) -> None:
+def _convert_datasets(conversion: Conversion) -> None:
     name, part, split = (
-        conversion.take("dataset_name"),
+        conversion.pop_field("dataset_name"),
         conversion.get("dataset_config"),
         conversion.get("dataset_train_split"),
     )
-    conversion.dismiss("dataset_config", "dataset_train_split", why="see datasets")
-    _take_test_split(conversion, name, part)
+    conversion.mark_unneeded("dataset_config", "dataset_train_split", why="see datasets")
+    _convert_test_split(conversion, name, part)
     if name is not None:
         spec: dict[str, Any] = {"path": name}
-        rows_of_split(spec, split or "train", conversion.loss_reporter("dataset_train_split"))
+        convert_split(spec, split or "train", conversion.make_lost_reporter("dataset_train_split"))
         if part:
             spec["name"] = part
-        put_datasets(conversion, [spec], "dataset_name")
+        write_datasets(conversion, [spec], "dataset_name")
     try:
-        entries = json_value(conversion.take("datasets"))
+        entries = json_value(conversion.pop_field("datasets"))
     except UnconvertedError as error:
-        conversion.lose("datasets", why=str(error))
+        conversion.report_lost("datasets", why=str(error))
         return
     if entries is not None and not isinstance(entries, list):
-        conversion.lose("datasets", why="expected a list of datasets")
+        conversion.report_lost("datasets", why="expected a list of datasets")
         return
     specs = []
     for index, entry in enumerate(entries or []):
         if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
-            conversion.lose("datasets", index, why="the entry has no path")
+            conversion.report_lost("datasets", index, why="the entry has no path")
             continue
         spec = {"path": entry["path"], **({"name": entry["name"]} if entry.get("name") else {})}
         if entry.get("split"):
-            rows_of_split(spec, entry["split"], conversion.loss_reporter("datasets", index, "split"))
+            convert_split(spec, entry["split"], conversion.make_lost_reporter("datasets", index, "split"))
         files = entry.get("data_files")
         for key in entry.keys() - {"path", "name", "split", "data_files"}:
             if entry[key] is not None:
-                conversion.lose("datasets", index, key, why="unknown key of a dataset entry")
+                conversion.report_lost("datasets", index, key, why="unknown key of a dataset entry")
         local = entry["path"] in ("json", "csv", "parquet", "text")
         if files and not local:
-            conversion.lose("datasets", index, "data_files", why="files of a hub dataset: give them in path")
+            conversion.report_lost("datasets", index, "data_files", why="files of a hub dataset: give them in path")
         paths = (files if isinstance(files, list) else [files]) if files and local else [entry["path"]]
         specs += [{**spec, "path": path} for path in paths]
-    put_datasets(conversion, specs, "datasets")
+    write_datasets(conversion, specs, "datasets")
 
 
-def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
+def _convert_test_split(conversion: Conversion, name: Any, part: Any) -> None:
     """Convert ``dataset_test_split``, which TRL uses if the run evaluates."""
-    split = conversion.take("dataset_test_split")
+    split = conversion.pop_field("dataset_test_split")
     if name is not None and conversion.get("eval_strategy", "no") not in ("no", False):
         spec = {"path": name, "split": str(split or "test"), **({"name": part} if part else {})}
         key = "dataset_test_split" if split else "eval_strategy"
         if str(name).endswith(DATA_FILES):
             why = f"{name} is a file without a split '{spec['split']}': write val_size or eval_datasets"
-            conversion.lose(key, why=why, trains=False) if split else conversion.report_lost(key, why, trains=False)
+            conversion.report_lost(key, why=why, trains=False) if split else conversion.report_lost_setting(
+                key, why, trains=False
+            )
             return
         left = dict(conversion.left)
-        conversion.put("eval_datasets", {"test": [spec]}, key, note="rows of the split", trains=False)
+        conversion.write_key("eval_datasets", {"test": [spec]}, key, note="rows of the split", trains=False)
         conversion.left = left  # eval_strategy has its own rule
     elif "dataset_test_split" in conversion.file.fields:
         conversion.report_unneeded("dataset_test_split", why="used only if eval_strategy is set")
@@ -452,25 +458,25 @@ def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
 
 def _write_defaults(conversion: Conversion) -> None:
     objective, ours = conversion.objective, conversion.ours
-    conversion.default("learning_rate", 2e-5 if objective == "sft" else 1e-6)
-    conversion.default("lr_scheduler_type", "linear")
-    conversion.default("num_train_epochs", 3.0)
+    conversion.write_default("learning_rate", 2e-5 if objective == "sft" else 1e-6)
+    conversion.write_default("lr_scheduler_type", "linear")
+    conversion.write_default("num_train_epochs", 3.0)
     if objective != "grpo":
-        conversion.default("per_device_train_batch_size", 8)
+        conversion.write_default("per_device_train_batch_size", 8)
         if ours.get("overlength") != "error":
-            conversion.default("max_length", 1024)
-        conversion.default("overlength", "truncate")
+            conversion.write_default("max_length", 1024)
+        conversion.write_default("overlength", "truncate")
     write_default_cut(conversion)
     if objective == "sft":
-        conversion.default("train_on", "all")
+        conversion.write_default("train_on", "all")
     if not conversion.get("fp16") and conversion.get("bf16") is None:
-        conversion.default("bf16", True)
-    conversion.default("dtype", "float32", "older TRL releases keep the checkpoint's dtype (auto)")
+        conversion.write_default("bf16", True)
+    conversion.write_default("dtype", "float32", "older TRL releases keep the checkpoint's dtype (auto)")
     if objective == "grpo" and ours.get("beta"):
-        conversion.default("use_bias_correction_kl", True, "of 1.16")
+        conversion.write_default("use_bias_correction_kl", True, "of 1.16")
     if ours.get("finetuning_type") in ("lora", "qlora"):
-        conversion.default("lora_alpha", 32.0)
-        conversion.default("lora_dropout", 0.05)
+        conversion.write_default("lora_alpha", 32.0)
+        conversion.write_default("lora_dropout", 0.05)
     report_default_targets(conversion)
     report_nll(conversion)
 
