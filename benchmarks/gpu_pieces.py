@@ -42,7 +42,7 @@ from streamtune.cli.machine import use_expandable_segments
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.plan.simulate import Mode
 from streamtune.programs.bench.modes import MODE_SETUPS, Ready, absent
-from streamtune.programs.probe.recipe_trials import take_step
+from streamtune.programs.probe.recipe_trials import run_optimizer_step
 from streamtune.recipe import load_recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, train_largest
@@ -281,7 +281,7 @@ def measure_whole(recipe: Any, length: int, short: int, repeats: int) -> dict[st
     handle.tiers.reserve(plan.simulation.streamed_host_bytes, device)  # as before a run's first step
     reserved = time.monotonic()
     first = replace(trial, length=short)
-    take_step(recipe, first, optimizer, task.random_step(first))
+    run_optimizer_step(recipe, first, optimizer, task.random_step(first))
     torch.cuda.synchronize()
     ready = time.monotonic()
     gc.collect()
@@ -290,7 +290,7 @@ def measure_whole(recipe: Any, length: int, short: int, repeats: int) -> dict[st
     seconds, norms = [], []
     for _ in range(repeats):
         begun = time.monotonic()
-        norms.append(take_step(recipe, trial, optimizer, task.random_step(trial)))
+        norms.append(run_optimizer_step(recipe, trial, optimizer, task.random_step(trial)))
         torch.cuda.synchronize()
         seconds.append(time.monotonic() - begun)
     held = handle.tiers.host.peak_bytes

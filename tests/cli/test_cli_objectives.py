@@ -21,7 +21,7 @@ from streamtune.engine import Branches
 from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.simulate import simulate
 from streamtune.programs.probe.recipe_trials import prepare_step
-from streamtune.programs.probe.trial import Shape, _step_on_cpu
+from streamtune.programs.probe.trial import Shape, _run_trial_on_cpu
 from streamtune.recipe import load_recipe
 from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint
@@ -206,7 +206,7 @@ def compare_step(recipe: Any, mode: Any) -> None:
     length, size = 384, recipe.per_device_train_batch_size
     said: dict[str, Any] = {}
     step = prepare_step(recipe, "cpu", Budget(), Shape(mode, length, size))
-    _step_on_cpu(step, Budget(), lambda phase: None, said)
+    _run_trial_on_cpu(step, Budget(), lambda phase: None, said)
     device = torch.device("cpu")
     workload = make_workload(
         recipe,

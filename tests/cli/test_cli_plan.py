@@ -12,7 +12,7 @@ import yaml
 from streamtune.cli import main
 from streamtune.cli import plan as plan_screen
 from streamtune.cli.plan import ProgressPrinter
-from streamtune.cli.plan_screen import bar, show_seconds
+from streamtune.cli.plan_screen import draw_bar, show_seconds
 from streamtune.recipe import load_recipe, shipped_recipes
 from streamtune.run.plan import PlanOptions, plan_recipe
 
@@ -169,7 +169,7 @@ def test_seconds(seconds: float, text: str):
     ("share", "text"), [(0, "▏"), (0.5, "█████"), (1, "██████████"), (2, "██████████"), (0.31, "███▏")]
 )
 def test_a_bar(share: float, text: str):
-    assert bar(share, 10) == text
+    assert draw_bar(share, 10) == text
 
 
 @pytest.mark.full

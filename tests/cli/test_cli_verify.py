@@ -17,7 +17,7 @@ from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
 from streamtune.engine.routers import RouterSums
-from streamtune.programs.verify.compared_rows import FreeMemory, choose_rows
+from streamtune.programs.verify.compared_rows import FreeMemory, choose_windows
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -177,7 +177,7 @@ def test_the_window_holds_what_is_trained_on() -> None:
         return Example(list(range(length)), [-100] * first + list(range(first, length)), "here:1")
 
     def cut(length: int, first: int, at_most: int) -> tuple[int, int, int]:
-        [window] = choose_rows([row(length, first)], at_most)
+        [window] = choose_windows([row(length, first)], at_most)
         assert list(window.example.input_ids) == list(range(window.start, window.start + window.length))
         return window.start, window.length, int((torch.tensor(window.example.labels) != -100).sum())
 
@@ -187,8 +187,8 @@ def test_the_window_holds_what_is_trained_on() -> None:
     assert cut(100, 97, 20) == (80, 20, 3)
     assert cut(100, 0, 20) == (0, 20, 19)
     rows = [row(3, 5), row(6, 2), row(30, 2), row(4, 2)]
-    assert [window.length for window in choose_rows(rows, 60)] == [6, 30]  # the first has nothing to train on
-    assert [window.length for window in choose_rows(rows, 120)] == [6, 30, 4]
+    assert [window.length for window in choose_windows(rows, 60)] == [6, 30]  # the first has nothing to train on
+    assert [window.length for window in choose_windows(rows, 120)] == [6, 30, 4]
 
 
 # --- wrong ------------------------------------------------------------------------------------------------------------

@@ -17,17 +17,17 @@ from streamtune.base.privacy import escape_terminal_controls
 from streamtune.cli.machine import machine_error
 from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
-from streamtune.programs.export.write import MARK, check_target, staged
+from streamtune.programs.export.write import MARK, check_target, staging_export
 from streamtune.train.staging import write_output
 
 
 def test_a_second_export_to_the_same_folder_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with staged(out, 0) as partial:
+    with staging_export(out, 0) as partial:
         (partial / "model.safetensors").write_text("first")
         for _ in range(2):
             check_target(out)
-            with pytest.raises(ArgumentError, match="another export is writing"), staged(out, 0):
+            with pytest.raises(ArgumentError, match="another export is writing"), staging_export(out, 0):
                 raise AssertionError("never here")
         assert (partial / "model.safetensors").read_text() == "first"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -39,11 +39,11 @@ def test_what_a_killed_export_left_is_written_over(tmp_path: Path) -> None:
     left.mkdir()
     (left / MARK).touch()
     (left / "old").touch()
-    with staged(tmp_path / "out", 0) as partial:
+    with staging_export(tmp_path / "out", 0) as partial:
         assert [path.name for path in partial.iterdir()] == [MARK]
         (partial / "new").touch()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
-    with pytest.raises(ValueError, match="in the middle"), staged(tmp_path / "again", 0):
+    with pytest.raises(ValueError, match="in the middle"), staging_export(tmp_path / "again", 0):
         raise ValueError("in the middle")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
@@ -59,7 +59,7 @@ def test_wherever_an_export_is_killed_the_next_one_goes_on(left: str, tmp_path: 
         (partial / "additional_chat_templates").mkdir()
         (partial / "additional_chat_templates/tool.jinja").touch()
     check_target(tmp_path / "out")
-    with staged(tmp_path / "out", 0) as made:
+    with staging_export(tmp_path / "out", 0) as made:
         (made / "new").touch()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "out"]
 
@@ -91,7 +91,7 @@ def test_a_folder_of_the_user_is_left_alone(tmp_path: Path) -> None:
         (tmp_path / "out.partial" / name).write_text("mine")
     with pytest.raises(ArgumentError, match="exists, and no export wrote it"):
         check_target(tmp_path / "out")
-    with pytest.raises(ArgumentError, match="another export"), staged(tmp_path / "out", 0):
+    with pytest.raises(ArgumentError, match="another export"), staging_export(tmp_path / "out", 0):
         raise AssertionError("never here")
     assert (tmp_path / "out.partial/model.safetensors").read_text() == "mine"
     (tmp_path / "other.partial").symlink_to(tmp_path / "out.partial")

@@ -86,13 +86,13 @@ def ended() -> dict[str, Outcome]:
 
 
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
+def serve_trial(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """What the process of a trial does, in this one."""
     monkeypatch.setattr(trial_module, "_raise_oom_score", lambda: None)
 
     def run(function: Callable[[Shape], TrainingStep], shape: Shape = SHAPE, **budget: int) -> Outcome:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        trial_module.serve(theirs, function, shape, Budget(**budget))
+        trial_module.serve_trial(theirs, function, shape, Budget(**budget))
         while isinstance(message := ours.recv(), str):
             pass
         return Outcome(**message)
@@ -119,8 +119,8 @@ def test_a_trial_that_fits_says_what_it_took(ended: dict[str, Outcome]) -> None:
     assert done.env["device_bytes"] == 64 * MIB
 
 
-def test_what_the_engine_keeps_on_the_host_is_not_counted_on_the_device(serve: Callable[..., Outcome]) -> None:
-    ours, theirs = serve(prepare), serve(prepare, Shape("checkpoint", 256, 1))
+def test_what_the_engine_keeps_on_the_host_is_not_counted_on_the_device(serve_trial: Callable[..., Outcome]) -> None:
+    ours, theirs = serve_trial(prepare), serve_trial(prepare, Shape("checkpoint", 256, 1))
     assert ours.fits
     assert theirs.fits
     assert ours.host_bytes
@@ -132,32 +132,34 @@ def test_what_the_engine_keeps_on_the_host_is_not_counted_on_the_device(serve: C
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.99])
-def test_a_budget_that_is_crossed_breaks_off(serve: Callable[..., Outcome], part: float) -> None:
-    whole = serve(prepare).peak_bytes
+def test_a_budget_that_is_crossed_breaks_off(serve_trial: Callable[..., Outcome], part: float) -> None:
+    whole = serve_trial(prepare).peak_bytes
     assert whole is not None
     budget = int(part * whole)
-    cut = serve(prepare, device_bytes=budget)
+    cut = serve_trial(prepare, device_bytes=budget)
     assert (cut.fits, cut.cause) == (False, "device memory")
     assert cut.reason == f"device memory: the step needs more than {show_size(budget)}"
     assert cut.peak_bytes is not None
     assert budget < cut.peak_bytes <= whole
-    assert serve(prepare, device_bytes=whole).fits
+    assert serve_trial(prepare, device_bytes=whole).fits
 
 
 @pytest.mark.full
-def test_a_budget_of_the_host_is_kept(serve: Callable[..., Outcome]) -> None:
-    whole = serve(prepare).host_bytes
+def test_a_budget_of_the_host_is_kept(serve_trial: Callable[..., Outcome]) -> None:
+    whole = serve_trial(prepare).host_bytes
     assert whole is not None
-    cut = serve(prepare, host_bytes=4096)
+    cut = serve_trial(prepare, host_bytes=4096)
     assert (cut.fits, cut.cause) == (False, "host memory")
     assert cut.reason == "host memory: the step needs more than 4.00 KiB"
-    assert serve(prepare, host_bytes=whole).fits
-    assert not serve(prepare, host_bytes=whole - 1).fits
+    assert serve_trial(prepare, host_bytes=whole).fits
+    assert not serve_trial(prepare, host_bytes=whole - 1).fits
 
 
 @pytest.mark.full
-def test_a_crash_is_a_failed_trial_with_its_reason(ended: dict[str, Outcome], serve: Callable[..., Outcome]) -> None:
-    wrong, killed, endless = serve(prepare_wrong), ended["killed"], ended["endless"]
+def test_a_crash_is_a_failed_trial_with_its_reason(
+    ended: dict[str, Outcome], serve_trial: Callable[..., Outcome]
+) -> None:
+    wrong, killed, endless = serve_trial(prepare_wrong), ended["killed"], ended["endless"]
     assert (wrong.cause, wrong.reason) == ("crash", "ValueError: no such layer")
     assert "prepare_wrong" in wrong.detail
     assert killed.cause == "crash"
@@ -181,7 +183,7 @@ def test_the_machine_is_not_driven_out_of_memory(ended: dict[str, Outcome], monk
     most = whole + 200 * MIB
     monkeypatch.setattr(trial_module, "usable_host_bytes", lambda: most)
     phases: list[str] = []
-    outcome = run_trial(prepare_greedy, SHAPE, Budget(), seconds=120, tell=phases.append)
+    outcome = run_trial(prepare_greedy, SHAPE, Budget(), timeout_seconds=120, notify_phase=phases.append)
     assert outcome.cause == "host memory"
     assert outcome.reason.startswith("host memory: the process used ")
     assert outcome.reason.endswith(f", only {show_size(most)} were free")
@@ -238,7 +240,7 @@ def made_up(shape: Shape, tell: Callable[[str], None]) -> Outcome:
 def test_every_mode_has_its_longest() -> None:
     said: list[str] = []
     tried: list[int] = []
-    report, interrupted = run_probe(task(), made_up, notify=said.append, tried=lambda trial: tried.append(1))
+    report, interrupted = run_probe(task(), made_up, notify=said.append, on_trial=lambda trial: tried.append(1))
     assert not interrupted
     assert report.complete
     fits = {mode: limit.fits for mode, limit in report.limits.items()}

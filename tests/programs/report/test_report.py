@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from streamtune.cli import main
-from streamtune.programs.report.charts import Curve, downsample, line_chart, ticks
+from streamtune.programs.report.charts import Curve, axis_ticks, downsample, line_chart
 from streamtune.programs.report.page import render_page
 from streamtune.programs.report.run_records import read_run
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
@@ -97,7 +97,7 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes() -> None:
     points = [(float(x), float((x * 7919) % 1009)) for x in range(5000)]
     points[1234] = (1234.0, 1e6)
     points[4321] = (4321.0, -1e6)
-    kept = downsample(points, parts=50)
+    kept = downsample(points, intervals=50)
     assert len(kept) <= 200
     assert kept == sorted(kept)
     assert {points[0], points[-1], points[1234], points[4321]} <= set(kept)
@@ -105,7 +105,7 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (3.2, 3.3), (-5, 12_000), (1e-7, 2e-7), (2, 2), (0, 0)])
 def test_ticks_enclose_the_values(low: float, high: float) -> None:
-    found = ticks(low, high, 5)
+    found = axis_ticks(low, high, 5)
     assert found[0] <= low + 1e-12
     assert found[-1] >= high - 1e-12
     assert 2 <= len(found) <= 9

@@ -251,7 +251,7 @@ def _prepare_measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget
         engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
         changed = recipe.model_copy(update={"engine": engine})
         prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), budget)
-        run = measured_trials(prepare, budget, seconds=TRIAL_SECONDS)
+        run = measured_trials(prepare, budget, timeout_seconds=TRIAL_SECONDS)
         return run(Shape(entry.case.mode, length, job.batch_size), lambda phase: None)
 
     return env, attempt

@@ -157,25 +157,25 @@ class ProbeReport:
         }
 
 
-def measured_trials(prepare: PrepareStep, budget: Budget, *, seconds: float) -> RunTrial:
+def measured_trials(prepare: PrepareStep, budget: Budget, *, timeout_seconds: float) -> RunTrial:
     """Return a function that runs trials: whole training steps on the device, each trial in its own process."""
-    return lambda shape, tell: run_trial(prepare, shape, budget, seconds=seconds, tell=tell)
+    return lambda shape, tell: run_trial(prepare, shape, budget, timeout_seconds=timeout_seconds, notify_phase=tell)
 
 
 def run_probe(
     task: ProbeTask,
-    run: RunTrial,
+    run_trial: RunTrial,
     *,
     notify: Callable[[str], None] = lambda message: None,
-    tried: Callable[[Trial], None] = lambda trial: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
     """Run the search of every mode. A failed trial never ends it.
 
     Args:
         task: The search to run.
-        run: Function that runs one trial.
+        run_trial: Function that runs one trial.
         notify: Called with text that names the current trial, its phase, and the largest number known to fit.
-        tried: Called with each finished trial.
+        on_trial: Called with each finished trial.
 
     Returns:
         The report, and True if Ctrl-C ended the search. The report then holds the finished trials.
@@ -184,37 +184,37 @@ def run_probe(
     try:
         with interrupts.postpone_ctrl_c():
             for mode in task.modes:
-                _search(task, mode, run, report, notify, tried)
+                _search_limit(task, mode, run_trial, report, notify, on_trial)
     except KeyboardInterrupt:
         return report, True
     return report, False
 
 
-def _search(
+def _search_limit(
     task: ProbeTask,
     mode: Mode,
-    run: RunTrial,
+    run_trial: RunTrial,
     report: ProbeReport,
     notify: Callable[[str], None],
-    tried: Callable[[Trial], None],
+    on_trial: Callable[[Trial], None],
 ) -> None:
     def attempt(number: int) -> Attempt:
         shape = task.shape(mode, number)
         known = report.limits[mode]
         progress = _Progress(
-            f"{mode}, {_show_shape(shape)}",
+            f"{mode}, {_describe_shape(shape)}",
             known.fits,
             "tokens" if task.scaled == "length" else f"{task.unit}s",
             notify,
         )
         progress("")
-        outcome = run(shape, progress)
+        outcome = run_trial(shape, progress)
         interrupts.raise_if_postponed()
         report.env = report.env or outcome.env
         trial = Trial(shape, outcome)
         report.trials.append(trial)
         report.limits[mode] = _update_limit(known, number, trial)
-        tried(trial)
+        on_trial(trial)
         return Attempt(outcome.fits, _budget_share(outcome, report))
 
     report.limits[mode] = Limit(mode)
@@ -222,11 +222,11 @@ def _search(
     report.limits[mode] = replace(report.limits[mode], complete=True)
 
 
-def _update_limit(limit: Limit, number: int, trial: Trial) -> Limit:
+def _update_limit(limit: Limit, quantity: int, trial: Trial) -> Limit:
     if trial.outcome.fits:
-        return replace(limit, fits=number, trial=trial) if number > limit.fits else limit
-    if limit.fails is None or number < limit.fails:
-        return replace(limit, fails=number, failed=trial)
+        return replace(limit, fits=quantity, trial=trial) if quantity > limit.fits else limit
+    if limit.fails is None or quantity < limit.fails:
+        return replace(limit, fails=quantity, failed=trial)
     return limit
 
 
@@ -244,7 +244,7 @@ def _budget_share(outcome: Outcome, report: ProbeReport) -> float | None:
     return budget.used_fraction(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes, usable=usable)
 
 
-def _show_shape(shape: Shape) -> str:
+def _describe_shape(shape: Shape) -> str:
     rows = f"{shape.batch_size:,} x " if shape.batch_size > 1 else ""
     return f"{rows}{shape.length:,} tokens"
 
@@ -287,7 +287,7 @@ def _draw_bars(axes: Any, report: ProbeReport) -> None:
         text = f"{limit.fits:,}" if limit.complete else f"{limit.fits:,} so far"
         axes.annotate(f" {text}", (limit.fits, row), va="center", color=INK, fontsize=11, fontweight="bold")
     axes.set_xlim(0, 1.25 * max((limit.fits for limit in limits), default=1) or 1)
-    axes.set_title(f"Largest that fits ({_unit(report)})", loc="left", color=INK, fontsize=11)
+    axes.set_title(f"Largest that fits ({_show_unit(report)})", loc="left", color=INK, fontsize=11)
     _style_axes(axes)
 
 
@@ -299,13 +299,15 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
     for mode in report.limits:
         trials = [trial for trial in report.trials if trial.shape.mode == mode]
         fitted = sorted(
-            (_number(report, t), t.outcome.peak_bytes / unit) for t in trials if t.outcome.fits and t.outcome.peak_bytes
+            (_searched_quantity(report, t), t.outcome.peak_bytes / unit)
+            for t in trials
+            if t.outcome.fits and t.outcome.peak_bytes
         )
         if fitted:
             axes.plot(*zip(*fitted, strict=True), color=COLOURS[mode], marker="o", linewidth=2.2, label=LABELS[mode])
         # A stopped trial reached the budget: it is drawn there.
         failed = [
-            (_number(report, t), min(t.outcome.peak_bytes or largest, budget or largest) / unit)
+            (_searched_quantity(report, t), min(t.outcome.peak_bytes or largest, budget or largest) / unit)
             for t in trials
             if not t.outcome.fits
         ]
@@ -329,7 +331,7 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
             color=INK,
         )
     axes.set_title(f"Peak on the device ({name}); x did not fit", loc="left", color=INK, fontsize=11)
-    axes.set_xlabel(_unit(report), color=INK)
+    axes.set_xlabel(_show_unit(report), color=INK)
     axes.set_ylim(0, 1.12 * largest / unit if largest else 1)
     axes.set_xlim(left=0)
     _style_axes(axes)
@@ -337,11 +339,11 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
         axes.legend(frameon=False, labelcolor=INK, loc="lower right")
 
 
-def _number(report: ProbeReport, trial: Trial) -> int:
+def _searched_quantity(report: ProbeReport, trial: Trial) -> int:
     return trial.shape.length if report.task.scaled == "length" else trial.shape.batch_size
 
 
-def _unit(report: ProbeReport) -> str:
+def _show_unit(report: ProbeReport) -> str:
     task = report.task
     if task.scaled == "batch":
         return f"{task.unit}s of {task.fixed:,} tokens"

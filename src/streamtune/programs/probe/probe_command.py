@@ -158,11 +158,11 @@ def probe_max_len(
             nodes=nodes,
         )
         report, interrupted = probe_recipe(
-            loaded, options, notify=status.update if err.is_terminal else _ignore, tried=_print_trial
+            loaded, options, notify=status.update if err.is_terminal else _ignore_progress, on_trial=_print_trial
         )
     document = report.to_json()
     write_output(folder / "probe.json", f"{json.dumps(document, indent=2)}\n".encode())
-    write_output(folder / "probe.png", draw_probe(report, title=_title(report)))
+    write_output(folder / "probe.png", draw_probe(report, title=_plot_title(report)))
     if as_json:
         print_json(document)
     else:
@@ -175,14 +175,14 @@ def probe_max_len(
         raise typer.Exit(130)
 
 
-def _title(report: ProbeReport) -> str:
+def _plot_title(report: ProbeReport) -> str:
     task = report.task
     budget = f" in {show_size(report.device_bytes)}" if report.device_bytes else ""
     what = "Longest sequence" if task.scaled == "length" else f"Largest batch of {task.fixed:,} tokens"
     return f"{what}{budget}, {task.objective}, {task.method}d"
 
 
-def _headline(report: ProbeReport) -> str:
+def _describe_answer(report: ProbeReport) -> str:
     """Return the answer as one line: the longest sequence or the largest batch, and where it fits."""
     task, limit = report.task, report.limits.get("stream")
     count = str(_show_limit(limit)) if limit is not None else "?"
@@ -220,7 +220,7 @@ def _next_command(
     return shlex.join(words)
 
 
-def _ignore(message: str) -> None:
+def _ignore_progress(message: str) -> None:
     """Ignore a message about progress within a trial: a log lists only the trials themselves."""
 
 
@@ -247,9 +247,9 @@ def _print_trial(trial: Trial) -> None:
 
 
 def _print_report(report: ProbeReport, folder: Path) -> None:
-    out.print(Text(_headline(report), style="bold"), soft_wrap=not out.is_terminal)
+    out.print(Text(_describe_answer(report), style="bold"), soft_wrap=not out.is_terminal)
     out.print()
-    out.print(_table(report))
+    out.print(_modes_table(report))
     out.print()
     step = "predicted" if report.task.method == "simulate" else "measured"
     rows = [("figures", f"peaks are {report.task.method}d, step times {step}")]
@@ -310,7 +310,7 @@ def _describe_device(report: ProbeReport) -> str:
     return f"{env['device']}, {env['threads']} threads, torch {env['torch']}"
 
 
-def _table(report: ProbeReport) -> Table:
+def _modes_table(report: ProbeReport) -> Table:
     scaled = "tokens" if report.task.scaled == "length" else f"{report.task.unit}s"
     streamed = report.limits["stream"].fits if "stream" in report.limits else 0
     found = f"longest,\n{scaled}" if scaled == "tokens" else f"largest,\n{scaled}"

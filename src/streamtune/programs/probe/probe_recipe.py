@@ -18,7 +18,7 @@ from streamtune.plan.budget import Budget, Range, free_disk_bytes
 from streamtune.plan.rates import Device, sheet_rates
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.probe.probe import LENGTHS, ProbeReport, ProbeTask, RunTrial, Trial, measured_trials, run_probe
-from streamtune.programs.probe.recipe_trials import SimulatedTrials, prepare_step, simulated_trials
+from streamtune.programs.probe.recipe_trials import SimulatedTrials, make_simulated_trials, prepare_step
 from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -64,7 +64,7 @@ def probe_recipe(
     options: ProbeOptions,
     *,
     notify: Callable[[str], None] = lambda message: None,
-    tried: Callable[[Trial], None] = lambda trial: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
     """Find the longest sequence, or the largest batch, that the recipe can train.
 
@@ -72,7 +72,7 @@ def probe_recipe(
         loaded: The recipe.
         options: Quantity to search, its range, and the memory budgets.
         notify: Called with text about the current trial and its progress.
-        tried: Called with each finished trial.
+        on_trial: Called with each finished trial.
 
     Returns:
         The report, and True if Ctrl-C ended the search.
@@ -82,7 +82,7 @@ def probe_recipe(
         RunError: No trial fits, and the smallest failed for a reason other than memory.
     """
     recipe = loaded.recipe
-    _check(options, task_of(recipe).shortest)
+    _check_options(options, task_of(recipe).shortest)
     with blame_recipe(loaded):
         here = torch.device("cpu") if options.device else choose_device(recipe.device)
         simulates = options.method == "simulate"
@@ -96,15 +96,17 @@ def probe_recipe(
             choose_quantization(recipe, here)  # refuse before the first process
             check_optimizer(recipe.optim, here.type)
             prepare = partial(prepare_step, recipe, str(here), budget)
-            run = measured_trials(prepare, budget, seconds=options.trial_seconds)
-            unlimited = measured_trials(prepare, replace(budget, device_bytes=None), seconds=options.trial_seconds)
+            run = measured_trials(prepare, budget, timeout_seconds=options.trial_seconds)
+            unlimited = measured_trials(
+                prepare, replace(budget, device_bytes=None), timeout_seconds=options.trial_seconds
+            )
         else:
             best = with_best_precision(recipe)
             rates = sheet_rates(target) if target else local_rates(best, make_blueprint(best, here), here, notify)
-            run = unlimited = simulated_trials(
+            run = unlimited = make_simulated_trials(
                 recipe, task, target, here, rates, RequestedRanks(options.ranks, options.nodes)
             )
-        report, interrupted = run_probe(task, run, notify=notify, tried=tried)
+        report, interrupted = run_probe(task, run, notify=notify, on_trial=on_trial)
         limit = report.limits.get("stream")
         if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
             notify(f"planning {limit.fits:,}")
@@ -113,7 +115,7 @@ def probe_recipe(
             report.limits["stream"] = replace(limit, trial=planned)
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
             notify("measuring the memory of the smallest trial")
-            raise _no_fit_error(recipe, task, limit.failed, _smallest_need(unlimited, task, limit.failed))
+            raise _no_fit_error(recipe, task, limit.failed, _find_smallest_need(unlimited, task, limit.failed))
         if limit is not None and limit.fits:
             length = limit.fits if task.scaled == "length" else task.fixed
             report.positions = models.describe_positions(base_of(make_blueprint(recipe, here)), length)
@@ -123,7 +125,7 @@ def probe_recipe(
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def _check(options: ProbeOptions, shortest: int) -> None:
+def _check_options(options: ProbeOptions, shortest: int) -> None:
     """Raise an ArgumentError if options contradict each other, or a length is below ``shortest``."""
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(
@@ -179,7 +181,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         if sizes[name] is None and key != "auto":
             sizes[name] = parse_size(key, where=f"engine.{name}_memory")
     if options.method == "measure":
-        sizes["device"] = _local_device_budget(sizes["device"], sizes["host"], here, margin)
+        sizes["device"] = _choose_local_device_budget(sizes["device"], sizes["host"], here, margin)
     else:
         sizes["device"] = sizes["device"] or device_memory_bytes(target, here)
         sizes["host"] = usable_host_bytes() if sizes["host"] is None else sizes["host"]
@@ -190,7 +192,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         scaled="batch" if options.batch_size else "length",
         fixed=(options.length or recipe.max_length) if options.batch_size else recipe.per_device_train_batch_size,
         within=_search_range(options),
-        modes=("stream", *(_baselines(recipe, options.method) if options.baseline else ())),
+        modes=("stream", *(_baseline_modes(recipe, options.method) if options.baseline else ())),
         device_bytes=sizes["device"],
         host_bytes=sizes["host"],
         disk_bytes=sizes["disk"],
@@ -200,7 +202,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
     )
 
 
-def _baselines(recipe: Recipe, method: str) -> tuple[Mode, ...]:
+def _baseline_modes(recipe: Recipe, method: str) -> tuple[Mode, ...]:
     task = task_of(recipe)
     ordinary = recipe.objective == "sft" and task.token_loss.is_plain
     return (*(FUSED_BASELINES if ordinary and method == "simulate" else ()), *BASELINES)
@@ -215,7 +217,7 @@ def _search_range(options: ProbeOptions) -> Range:
     return replace(LENGTHS, first=options.least or min(LENGTHS.first, most), least=least, most=most)
 
 
-def _local_device_budget(
+def _choose_local_device_budget(
     device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float
 ) -> int | None:
     """Return the device budget in bytes: the given size, or the free memory of a CPU; None is all device memory.
@@ -241,19 +243,21 @@ def _local_device_budget(
 # --- nothing fits -----------------------------------------------------------------------------------------------------
 
 
-def _smallest_need(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
+def _find_smallest_need(run_trial: RunTrial, task: ProbeTask, failed_trial: Trial) -> Outcome | None:
     """Return the outcome of the smallest trial, run without a device budget; None if it was not run or failed."""
-    if failed.outcome.cause != "device memory" or task.device_bytes is None:
+    if failed_trial.outcome.cause != "device memory" or task.device_bytes is None:
         return None
     if task.method == "simulate":
-        return failed.outcome
-    free = run(failed.shape, lambda phase: None)
+        return failed_trial.outcome
+    free = run_trial(failed_trial.shape, lambda phase: None)
     return free if free.fits else None
 
 
-def _no_fit_error(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
+def _no_fit_error(
+    recipe: Recipe, task: ProbeTask, failed_trial: Trial, smallest_need: Outcome | None
+) -> ArgumentError | RunError:
     """Return the error for a search in which no trial fits; its fix says what would fit."""
-    shape, outcome = failed.shape, failed.outcome
+    shape, outcome = failed_trial.shape, failed_trial.outcome
     rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
     tried = f"{rows}{shape.length:,} tokens"
     if outcome.cause not in ("device memory", "host memory", "disk memory"):
@@ -262,26 +266,26 @@ def _no_fit_error(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
             fix=outcome.detail or "raise --trial-timeout, or find out what ended the process",
         )
     what = f"the smallest trial, {tried}, does not fit: {outcome.reason}"
-    known = needed or outcome
+    known = smallest_need or outcome
     terms = {name: size for name, size in known.terms.items() if size}
     if terms and outcome.cause == "device memory":  # terms are bytes of the device
         largest = max(terms, key=lambda name: terms[name])
         parts = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items())
         what += f"; the largest term is {largest} ({parts})"
     fixes = []
-    if needed is not None and needed.peak_bytes is not None:
-        fixes.append(f"{tried} fit in {show_size(needed.peak_bytes)} of device memory")
+    if smallest_need is not None and smallest_need.peak_bytes is not None:
+        fixes.append(f"{tried} fit in {show_size(smallest_need.peak_bytes)} of device memory")
     if task.scaled == "length" and task.within.least > LENGTHS.least:
         fixes.append(f"without --from {task.within.least}, shorter rows are tried too")
     if outcome.cause == "host memory":
-        fixes += _host_advice(recipe)
+        fixes += _offload_advice(recipe)
     else:
         fixes += _smaller_step_advice(recipe, known.terms, task)
         fixes.append("larger chunks do not help")
     return ArgumentError(what, fix="; ".join(fixes))
 
 
-def _host_advice(recipe: Recipe) -> list[str]:
+def _offload_advice(recipe: Recipe) -> list[str]:
     fixes = ["allow more host memory (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
         fixes.append("engine.order: auto lets the planner choose the order that needs less")

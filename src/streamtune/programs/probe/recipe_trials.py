@@ -1,7 +1,7 @@
 """The two kinds of trial of a recipe: run a training step, or simulate it.
 
     prepare_step       builds a whole training step on random tokens; a trial runs it in its own process
-    simulated_trials   runs steps on ``meta`` tensors, for this device or another
+    make_simulated_trials   runs steps on ``meta`` tensors, for this device or another
 
 A measured step calls the functions of the training loop, with the recipe's objective and reference. Its batches have
 the shape of the recipe's batches (:meth:`streamtune.tasks.task.Task.random_step`).
@@ -69,7 +69,9 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
     device = torch.device(device_name)
     prepare_libraries(device)
     recipe = (
-        _place_recipe(task_of(recipe), shape, budget, device) if shape.mode == "stream" else with_best_precision(recipe)
+        _resolve_placement(task_of(recipe), shape, budget, device)
+        if shape.mode == "stream"
+        else with_best_precision(recipe)
     )
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
@@ -97,7 +99,11 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
         share=share,
     )
     return TrainingStep(
-        model, optimizer, partial(take_step, recipe, trial, optimizer, task.random_step(trial)), handle, second_model
+        model,
+        optimizer,
+        partial(run_optimizer_step, recipe, trial, optimizer, task.random_step(trial)),
+        handle,
+        second_model,
     )
 
 
@@ -121,7 +127,7 @@ def make_reference(
     return reference_model(task, model, handle, second_model)
 
 
-def _place_recipe(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:
+def _resolve_placement(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:
     """Return the recipe resolved for this shape: its precision, and whether weights or optimizer are on the host."""
     recipe = task.recipe
 
@@ -156,7 +162,7 @@ def _plan_schedule(
         raise BudgetExceededError("device", f"device memory: {error.what}") from error
 
 
-def take_step(
+def run_optimizer_step(
     recipe: TrainingSettings, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep
 ) -> float:
     """Run one optimizer step as ``train.loop`` does; return the gradient norm (NaN if no gradient is computed)."""
@@ -191,11 +197,11 @@ def take_step(
 # --- simulated -------------------------------------------------------------------------------------------------------
 
 
-def simulated_trials(
+def make_simulated_trials(
     recipe: TrainingSettings,
     task: ProbeTask,
     target: Device | None,
-    here: torch.device,
+    local_device: torch.device,
     rates: Rates,
     ranks_asked: RequestedRanks,
 ) -> SimulatedTrials:
@@ -205,14 +211,14 @@ def simulated_trials(
         recipe: The recipe.
         task: The search, with all budgets in bytes.
         target: Device to simulate; None is the local device.
-        here: The local device.
+        local_device: The local device.
         rates: Rates of the simulated device.
         ranks_asked: Numbers of ranks and nodes from the command line.
     """
-    device = torch.device("cuda") if target is not None else here
+    device = torch.device("cuda") if target is not None else local_device
     model_of = blueprint_cache(device)
     model = model_of(with_best_precision(recipe))
-    cluster = cluster_of(recipe, model, ranks_asked, links_for(target, here))
+    cluster = cluster_of(recipe, model, ranks_asked, links_for(target, local_device))
     ranks = cluster.ranks_per_node
     limits = Limits(
         device_bytes=(task.device_bytes or 0) // (ranks if device.type == "cpu" else 1),
@@ -222,7 +228,7 @@ def simulated_trials(
         shared=device.type == "cpu",
     )
     env: dict[str, Any] = {
-        "device": target.title if target is not None else device_name(here),
+        "device": target.title if target is not None else device_name(local_device),
         "device_bytes": task.device_bytes,
         "rates": rates.source,
         "torch": torch.__version__,
@@ -308,7 +314,7 @@ class SimulatedTrials:
 
     def _outcome(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
         pace, ranks = Pace(step, self.rates), step.cluster.ranks_per_node
-        outcome = _judge(simulation, schedule, self.limits, pace)
+        outcome = _judge_simulation(simulation, schedule, self.limits, pace)
         alone = step.cluster.ranks == 1
         if not alone:
             outcome = replace(outcome, reason=outcome.reason.replace("the step needs", "a rank's step needs"))
@@ -326,7 +332,7 @@ def _workload_of_shape(workload: Workload, shape: Shape) -> Workload:
     return replace(workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
 
 
-def _tier_use(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
+def _tier_usage(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
     """Return (used bytes, usable bytes) of each tier."""
     shared = simulation.host_bytes if limits.shared else 0
     return {
@@ -336,9 +342,9 @@ def _tier_use(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, 
     }
 
 
-def _judge(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
+def _judge_simulation(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
     """Return the outcome of a simulated step; if it does not fit, the cause is the tier that lacks the most bytes."""
-    tiers = _tier_use(simulation, limits)
+    tiers = _tier_usage(simulation, limits)
     cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
     used, usable = tiers[cause]
     outcome = Outcome(

@@ -94,8 +94,8 @@ def run_trial(
     shape: Shape,
     budget: Budget,
     *,
-    seconds: float,
-    tell: Callable[[str], None] = lambda phase: None,
+    timeout_seconds: float,
+    notify_phase: Callable[[str], None] = lambda phase: None,
 ) -> Outcome:
     """Run a trial in its own process.
 
@@ -103,22 +103,22 @@ def run_trial(
         prepare: Builds the training step in the new process; must be picklable.
         shape: Mode, tokens of a row and rows of a batch.
         budget: Memory limits.
-        seconds: Time limit, including loading libraries and building the model.
-        tell: Called with the name of each phase.
+        timeout_seconds: Time limit, including loading libraries and building the model.
+        notify_phase: Called with the name of each phase.
     """
-    child = Child(serve, prepare, shape, budget)
-    watch = _ProcessWatch(child.process, seconds)
+    child = Child(serve_trial, prepare, shape, budget)
+    watch = _ProcessWatch(child.process, timeout_seconds)
     patience = 0
     try:
-        outcome = _listen(child, watch, tell)
+        outcome = _wait_for_outcome(child, watch, notify_phase)
         patience = 0 if watch.killed else 5  # after Ctrl-C it stays 0
         return outcome
     finally:
         child.close(seconds=patience)
 
 
-def _listen(child: Child, watch: _ProcessWatch, tell: Callable[[str], None]) -> Outcome:
-    """Pass the process's messages to ``tell``; return its outcome when it sends one or ends."""
+def _wait_for_outcome(child: Child, watch: _ProcessWatch, notify_phase: Callable[[str], None]) -> Outcome:
+    """Pass the process's messages to ``notify_phase``; return its outcome when it sends one or ends."""
     while True:
         interrupts.raise_if_postponed()
         try:
@@ -126,12 +126,12 @@ def _listen(child: Child, watch: _ProcessWatch, tell: Callable[[str], None]) -> 
                 message = child.connection.recv()
                 if not isinstance(message, str):
                     return replace(Outcome(**message), rss_bytes=watch.rss)
-                tell(message)
+                notify_phase(message)
         except (EOFError, OSError):
             child.process.join()
             failed = watch.killed or Outcome(False, "crash", _describe_exit(child.process.exitcode))
             return replace(failed, rss_bytes=watch.rss)
-        watch.look()
+        watch.check_process()
 
 
 class _ProcessWatch:
@@ -147,7 +147,7 @@ class _ProcessWatch:
         self.killed: Outcome | None = None
         """Outcome of the process if it was killed."""
 
-    def look(self) -> None:
+    def check_process(self) -> None:
         """Measure the process once, and kill it if it exceeds a limit."""
         with suppress(psutil.Error):
             self.rss = max(self.rss, psutil.Process(self._process.pid).memory_info().rss)
@@ -261,17 +261,17 @@ class _BudgetWatch(LiveBytes):
         return {TERMS[name]: size for name in TERMS if (size := held.get(name, 0))}
 
 
-def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Budget) -> None:
+def serve_trial(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Budget) -> None:
     """Build and run the step in the trial's process; send each phase as text, and the outcome as a dictionary."""
     _raise_oom_score()
-    _end_with_parent()
+    _exit_when_parent_ends()
     result: dict[str, Any] = {}
     try:
         connection.send("building the model")
         step = prepare(shape)
         result["schedule"] = step.handle.schedule if step.handle is not None else None
         device = model_device(step.model)
-        measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
+        measure = _run_trial_on_accelerator if device.type == "cuda" else _run_trial_on_cpu
         measure(step, budget, connection.send, result)
         connection.send({"fits": True, **result})
     except BaseException as error:
@@ -279,26 +279,28 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Bu
             connection.send({"fits": False, **result, **_describe_error(error)})
 
 
-def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]) -> None:
+def _run_trial_on_cpu(
+    step: TrainingStep, budget: Budget, notify_phase: Callable[[str], None], result: dict[str, Any]
+) -> None:
     """Run the steps and count every storage; ``result`` is filled even if a step fails."""
-    result["env"] = _env("cpu", budget.device_bytes)
+    result["env"] = _environment_facts("cpu", budget.device_bytes)
     watch = _BudgetWatch(step, budget)
     try:
         with watch:
-            result["step_seconds"] = _run_steps(step, tell, lambda: None)
+            result["step_seconds"] = _run_steps(step, notify_phase, lambda: None)
     finally:
         result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.terms()
         result.update(_tier_peaks(step, budget))
 
 
-def _step_on_accelerator(
-    step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]
+def _run_trial_on_accelerator(
+    step: TrainingStep, budget: Budget, notify_phase: Callable[[str], None], result: dict[str, Any]
 ) -> None:
     """Run the steps within the allocator's limit; ``result`` is filled even if a step fails."""
     device = model_device(step.model)
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
-    result["env"] = _env(torch.cuda.get_device_name(device), limit)
+    result["env"] = _environment_facts(torch.cuda.get_device_name(device), limit)
     fixed = step.fixed_terms
     weights = sum(fixed.values())
     result["terms"], result["peak_bytes"] = fixed, weights
@@ -308,7 +310,7 @@ def _step_on_accelerator(
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        result["step_seconds"] = _run_steps(step, tell, lambda: torch.cuda.synchronize(device))
+        result["step_seconds"] = _run_steps(step, notify_phase, lambda: torch.cuda.synchronize(device))
     finally:
         state = _optimizer_bytes(step.optimizer, device)
         peak = torch.cuda.max_memory_allocated(device)
@@ -320,11 +322,11 @@ def _step_on_accelerator(
             raise BudgetExceededError(name, f"{name} memory: the step needs more than {show_size(most)}")
 
 
-def _run_steps(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
+def _run_steps(step: TrainingStep, notify_phase: Callable[[str], None], synchronize: Callable[[], None]) -> float:
     """Run the steps; return how many seconds the last one took."""
     started = 0.0
     for number in range(1, STEPS + 1):
-        tell(f"step {number} of {STEPS}")
+        notify_phase(f"step {number} of {STEPS}")
         synchronize()
         started = time.perf_counter()
         step.run()
@@ -370,7 +372,7 @@ def _raise_oom_score() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _end_with_parent() -> None:
+def _exit_when_parent_ends() -> None:
     """Exit when the parent process ends, so that no step holds memory after the probe is killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -383,7 +385,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
+def _environment_facts(device: str, device_bytes: int | None) -> dict[str, Any]:
     return {
         "device": (platform.processor() or platform.machine()) if device == "cpu" else device,
         "device_bytes": device_bytes,

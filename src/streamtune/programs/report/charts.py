@@ -32,13 +32,13 @@ class Curve:
     """True to mark each point, for curves with few points such as evaluations."""
 
 
-def downsample(points: Points, parts: int = PARTS) -> list[tuple[float, float]]:
-    """Return a downsampled curve: first, lowest, highest and last point of each of ``parts`` intervals."""
-    if len(points) <= 4 * parts:
+def downsample(points: Points, intervals: int = PARTS) -> list[tuple[float, float]]:
+    """Return a downsampled curve: first, lowest, highest and last point of each of ``intervals`` intervals."""
+    if len(points) <= 4 * intervals:
         return list(points)
     kept: list[tuple[float, float]] = []
-    for part in range(parts):
-        some = range(len(points) * part // parts, len(points) * (part + 1) // parts)
+    for part in range(intervals):
+        some = range(len(points) * part // intervals, len(points) * (part + 1) // intervals)
         low = min(some, key=lambda index: points[index][1])
         high = max(some, key=lambda index: points[index][1])
         kept += [points[index] for index in sorted({some[0], low, high, some[-1]})]
@@ -61,8 +61,8 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
         return ""
     steps = [x for curve in curves for x, _ in curve.points]
     values = [y for curve in curves for _, y in curve.points]
-    x_ticks = ticks(min(steps), max(steps), 6, whole=True)
-    y_ticks = ticks(min(0.0, *values) if from_zero else min(values), max(values), 5)
+    x_ticks = axis_ticks(min(steps), max(steps), 6, whole_numbers=True)
+    y_ticks = axis_ticks(min(0.0, *values) if from_zero else min(values), max(values), 5)
     x_low, x_high = min(steps), max(max(steps), min(steps) + 1)
     y_low, y_high = y_ticks[0], y_ticks[-1]
 
@@ -96,7 +96,7 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
     data = {
         "box": [LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM, x_low, x_high, y_low, y_high],
         "curves": [
-            {"name": curve.name, "points": [[round_to_six(x), round_to_six(y)] for x, y in curve.points]}
+            {"name": curve.name, "points": [[round_to_six_digits(x), round_to_six_digits(y)] for x, y in curve.points]}
             for curve in curves
         ],
     }
@@ -116,19 +116,23 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
 
 
 def memory_chart(
-    terms: Mapping[str, float], measured: float | None, available: float | None, *, of_process: bool = False
+    predicted_terms: Mapping[str, float],
+    peak_bytes: float | None,
+    available_bytes: float | None,
+    *,
+    is_whole_process: bool = False,
 ) -> str:
     """Return an HTML figure of predicted memory by purpose, with the measured peak below it.
 
     Args:
-        terms: Predicted bytes at the peak of a step, by purpose.
-        measured: Highest measured peak in bytes; None without a measurement.
-        available: Memory of the device in bytes; None if unknown.
-        of_process: True if the measured peak is the memory of the whole process, libraries included (on a CPU).
+        predicted_terms: Predicted bytes at the peak of a step, by purpose.
+        peak_bytes: Highest measured peak in bytes; None without a measurement.
+        available_bytes: Memory of the device in bytes; None if unknown.
+        is_whole_process: True if the measured peak is the memory of the whole process, libraries included (on a CPU).
     """
-    shown = sorted(((name, size) for name, size in terms.items() if size > 0), key=lambda item: -item[1])
+    shown = sorted(((name, size) for name, size in predicted_terms.items() if size > 0), key=lambda item: -item[1])
     predicted = sum(size for _, size in shown)
-    longest = max(predicted, measured or 0.0)
+    longest = max(predicted, peak_bytes or 0.0)
     if longest <= 0:
         return ""
     scale = (WIDTH - 8) / longest
@@ -146,27 +150,28 @@ def memory_chart(
             )
         x += wide
     parts.append(f'<text class="tick" x="4" y="15">predicted, {show_gib(predicted)}</text>')
-    if measured:
-        what = "measured peak of the process, libraries included" if of_process else "measured peak"
-        parts.append(f'<text class="tick" x="4" y="74">{what}, {show_gib(measured)}</text>')
-        parts.append(f'<rect class="block measured" x="4" y="80" width="{measured * scale:.1f}" height="18"/>')
-    of = f" <small>of {show_gib(available)} device memory</small>" if available else ""
+    if peak_bytes:
+        what = "measured peak of the process, libraries included" if is_whole_process else "measured peak"
+        parts.append(f'<text class="tick" x="4" y="74">{what}, {show_gib(peak_bytes)}</text>')
+        parts.append(f'<rect class="block measured" x="4" y="80" width="{peak_bytes * scale:.1f}" height="18"/>')
+    of = f" <small>of {show_gib(available_bytes)} device memory</small>" if available_bytes else ""
     rows = "".join(f"<tr><td>{escape(name)}</td><td class=n>{show_gib(size)}</td></tr>" for name, size in shown)
     return (
         f"<figure><figcaption>Memory at the peak of a step{of}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {106 if measured else 60}" role="img" aria-label="predicted {show_gib(predicted)}">'
+        f'<svg viewBox="0 0 {WIDTH} {106 if peak_bytes else 60}" role="img" '
+        f'aria-label="predicted {show_gib(predicted)}">'
         f"{''.join(parts)}</svg><table>{rows}</table></figure>"
     )
 
 
-def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+def axis_ticks(low: float, high: float, count: int, *, whole_numbers: bool = False) -> list[float]:
     """Return about ``count`` round numbers for an axis, from at or below ``low`` to at or above ``high``."""
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    if whole:
+    if whole_numbers:
         step = max(1.0, math.ceil(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
@@ -180,7 +185,7 @@ def show_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def round_to_six(value: float) -> float:
+def round_to_six_digits(value: float) -> float:
     """Return the number rounded to six significant digits, to keep the page small."""
     return float(f"{value:.6g}")
 

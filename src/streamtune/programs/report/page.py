@@ -99,8 +99,8 @@ def render_page(runs: Sequence[RunRecords]) -> str:
     sections = [
         f"<h1>{escape(title)}</h1>",
         *_facts_html(runs, names),
-        *_section("Training", _metric_charts(runs, names)),
-        *_section("Memory and speed", _speed_charts(runs, names)),
+        *_iterate_section("Training", _metric_charts(runs, names)),
+        *_iterate_section("Memory and speed", _memory_and_speed_charts(runs, names)),
         *_lengths_html(runs, names),
         *_samples_html(runs, names),
         *_events_html(runs, names),
@@ -116,7 +116,7 @@ def _run_names(runs: Sequence[RunRecords]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
-def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
+def _iterate_section(title: str, charts: Sequence[str]) -> Iterator[str]:
     if any(charts):
         yield f"<h2>{escape(title)}</h2><div class=charts>{''.join(charts)}</div>"
 
@@ -128,14 +128,14 @@ def _facts_html(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[st
     for run, name in zip(runs, names, strict=True):
         if len(runs) > 1:
             yield f"<h2>{escape(name)}</h2>"
-        yield f"<p class=dim>{escape(_headline(run))}</p>"
+        yield f"<p class=dim>{escape(_describe_run(run))}</p>"
         if run.unreadable:
             yield f"<p class=bad>Unreadable: {escape('; '.join(run.unreadable))}</p>"
         facts = "".join(f"<div>{escape(title)}<b>{escape(value)}</b></div>" for title, value in _key_figures(run))
         yield f"<div class=facts>{facts}</div>"
 
 
-def _headline(run: RunRecords) -> str:
+def _describe_run(run: RunRecords) -> str:
     """Return one line with objective, model, adapters, datasets and state of a run."""
     recipe = run.recipe
     model = recipe.get("model_name_or_path") or _nested_value(recipe, "model", "init", "model_type") or "a model"
@@ -171,7 +171,7 @@ def _key_figures(run: RunRecords) -> Iterator[tuple[str, str]]:
         if course:
             first, last = show_number(course[0][1]), show_number(course[-1][1])
             yield title, last if len(course) == 1 else f"{first} → {last}"
-    for name in _set_names(run):
+    for name in _eval_set_names(run):
         for key in ("loss", "reward"):
             if course := run.series(f"eval_{name}_{key}", held_out=True):
                 yield f"{key} of {name}", show_number(course[-1][1])
@@ -213,7 +213,7 @@ def _metric_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str
     for run in runs:
         for record in run.steps:
             found |= dict.fromkeys(record)
-        named = tuple(f"{name}_" for name in _set_names(run))
+        named = tuple(f"{name}_" for name in _eval_set_names(run))
         for record in run.evaluations:
             keys = (key.removeprefix("eval_") for key in record)
             found |= dict.fromkeys(key for key in keys if not key.startswith(named))
@@ -224,7 +224,7 @@ def _metric_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str
     ]
 
 
-def _set_names(run: RunRecords) -> list[str]:
+def _eval_set_names(run: RunRecords) -> list[str]:
     records = [*run.steps, *run.evaluations]
     return list(dict.fromkeys(name for metric in ("loss", "reward") for name in eval_set_names(records, metric)))
 
@@ -233,7 +233,7 @@ def _metric_chart(key: str, title: str, runs: Sequence[RunRecords], names: Seque
     curves = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         alone = len(runs) == 1
-        held_out, sets = run.series(f"eval_{key}", held_out=True), _set_names(run)
+        held_out, sets = run.series(f"eval_{key}", held_out=True), _eval_set_names(run)
         named = "all held out" if sets else "held out"
         curves.append(Curve("training" if alone else name, run.series(key), index if not alone else 0))
         curves.append(
@@ -246,7 +246,7 @@ def _metric_chart(key: str, title: str, runs: Sequence[RunRecords], names: Seque
     return line_chart(title, curves)
 
 
-def _speed_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
+def _memory_and_speed_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
     charts = []
     for run, name in zip(runs, names, strict=True):
         terms = {
@@ -260,7 +260,7 @@ def _speed_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]
             terms,
             max(peaks) * GIB if peaks else None,
             device if isinstance(device, int) else None,
-            of_process=_nested_value(run.plan, "limits", "shared") is True,
+            is_whole_process=_nested_value(run.plan, "limits", "shared") is True,
         )
         charts.append(chart.replace("<figcaption>", f"<figcaption>{escape(name)}: ", 1) if len(runs) > 1 else chart)
     steps: list[Curve] = []

@@ -19,32 +19,34 @@ MAX_BYTES = 1_400_000
 """Maximum size of all shown rows together, in bytes."""
 
 
-def render_rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
+def render_rows(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
     """Return the page as HTML.
 
     Args:
-        found: The inspected rows of a recipe.
+        inspection: The inspected rows of a recipe.
         views: (reason, row) pairs to show; a reason may be empty. Rows beyond :data:`MAX_BYTES` are left out.
     """
-    title = f"Rows of {plain(found.loaded.path.name)}"
+    title = f"Rows of {plain(inspection.loaded.path.name)}"
+    facts = "".join(f"<div>{name}<b>{value}</b></div>" for name, value in _fact_lines(inspection))
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<p class=dim>{escape(plain(found.prepared.report.describe()))}</p>",
-        f"<div class=facts>{''.join(f'<div>{name}<b>{value}</b></div>' for name, value in _fact_lines(found))}</div>",
-        f"<h2>Datasets</h2><div class=box>{_sources_table(found)}</div>",
-        f"<h2>Row lengths <small>tokens, before truncation</small></h2><div class=box>{_histogram_html(found)}</div>",
-        f"<h2>With other limits</h2><div class=box>{_choices_table(found)}</div>",
+        f"<p class=dim>{escape(plain(inspection.prepared.report.describe()))}</p>",
+        f"<div class=facts>{facts}</div>",
+        f"<h2>Datasets</h2><div class=box>{_sources_table(inspection)}</div>",
+        "<h2>Row lengths <small>tokens, before truncation</small></h2>",
+        f"<div class=box>{_histogram_html(inspection)}</div>",
+        f"<h2>With other limits</h2><div class=box>{_length_limits_table(inspection)}</div>",
         "<h2>Rows as the model sees them</h2><p class=dim>",
         "<span class=tokens>masked</span>, <span class=t>trained</span>, <span class=x>special token</span>, "
         "<span class='t x'>special token that is trained</span></p>",
-        *_rows_html(found, views),
+        *_rows_html(inspection, views),
     ]
     template = Template(files("streamtune.programs.report").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(title=escape(f"{title} - StreamTune"), body="\n".join(body))
 
 
-def _fact_lines(found: Inspection) -> Iterator[tuple[str, str]]:
-    report, batches = found.prepared.report, found.batches
+def _fact_lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    report, batches = inspection.prepared.report, inspection.batches
     yield "rows", f"{report.rows:,}"
     yield "tokens", f"{report.tokens:,}"
     if report.supervised_tokens:
@@ -52,7 +54,7 @@ def _fact_lines(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "tokens lost", f"{report.tokens_lost:,}"
     if report.supervised_tokens_lost:
         yield "trained tokens lost", f"{report.supervised_tokens_lost:,}"
-    yield found.limit_name, f"{found.limit:,}"
+    yield inspection.limit_name, f"{inspection.limit:,}"
     yield "duplicates", f"{report.duplicates:,}"
     if batches is not None:
         yield f"padding, batches of {batches.batch_size}", f"{batches.padding:.1%}"
@@ -70,9 +72,9 @@ def _html_table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) 
     return f"<table class=counts>{''.join(lines)}</table>"
 
 
-def _sources_table(found: Inspection) -> str:
+def _sources_table(inspection: Inspection) -> str:
     """Return the table of datasets, without columns of zeros; if datasets have weights, also the table of an epoch."""
-    report = found.prepared.report
+    report = inspection.prepared.report
     names = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
     counts = [name for name in names if getattr(report, name)]
     points = ("min", "p50", "p90", "p99", "max")
@@ -91,12 +93,12 @@ def _sources_table(found: Inspection) -> str:
     return "".join(tables)
 
 
-def _histogram_html(found: Inspection) -> str:
-    most = max(each.rows for each in found.histogram)
-    name = f"<tr class=limit><td colspan=3>{found.limit_name} {found.limit:,}</td></tr>"
+def _histogram_html(inspection: Inspection) -> str:
+    most = max(each.rows for each in inspection.histogram)
+    name = f"<tr class=limit><td colspan=3>{inspection.limit_name} {inspection.limit:,}</td></tr>"
     lines, marked = [], False
-    for each in found.histogram:
-        if each.shortest > found.limit and not marked:
+    for each in inspection.histogram:
+        if each.shortest > inspection.limit and not marked:
             lines.append(name)
             marked = True
         drawn = f'<span class=bar style="width:{100 * each.rows / most:.1f}%"></span>' if each.rows else ""
@@ -107,23 +109,28 @@ def _histogram_html(found: Inspection) -> str:
     return f"<table class=bars>{''.join(lines)}{'' if marked else name}</table>"
 
 
-def _choices_table(found: Inspection) -> str:
-    cut = any(each.lost_if_truncated is not None for each in found.choices)
-    head = [found.limit_name, "rows over", *(["tokens lost if truncated"] if cut else []), "tokens lost if dropped"]
-    if found.batches is not None:
-        head += [f"padding, batches of {found.batches.batch_size}", "packs", "packs full"]
+def _length_limits_table(inspection: Inspection) -> str:
+    cut = any(each.lost_if_truncated is not None for each in inspection.choices)
+    head = [
+        inspection.limit_name,
+        "rows over",
+        *(["tokens lost if truncated"] if cut else []),
+        "tokens lost if dropped",
+    ]
+    if inspection.batches is not None:
+        head += [f"padding, batches of {inspection.batches.batch_size}", "packs", "packs full"]
     rows = []
-    for each in found.choices:
+    for each in inspection.choices:
         row = [f"{each.max_length:,}", f"{each.rows_over:,}"]
         row += [f"{each.lost_if_truncated or 0:,}"] if cut else []
         row.append(f"{each.lost_if_dropped:,}")
-        if found.batches is not None:
+        if inspection.batches is not None:
             row += [f"{each.padding or 0:.1%}", f"{each.packs or 0:,}", f"{each.pack_fill or 0:.1%}"]
-        rows.append(("now" if each.max_length == found.limit else "", row))
+        rows.append(("now" if each.max_length == inspection.limit else "", row))
     return _html_table(head, rows)
 
 
-def _rows_html(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
+def _rows_html(inspection: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
     left = MAX_BYTES
     for place, (reason, view) in enumerate(views):
         facts: list[Any] = [view.origin, f"{view.tokens:,} tokens"]
@@ -132,7 +139,7 @@ def _rows_html(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Itera
         facts += [f"{view.lost:,} truncated"] if view.lost else []
         summary = f"row {view.number:,} <small>{escape(plain(', '.join(facts)))}</small>"
         summary += f" <b>{escape(reason)}</b>" if reason else ""
-        parts = "".join(_part_html(found, part, named=len(view.parts) > 1) for part in view.parts)
+        parts = "".join(_part_html(inspection, part, with_name=len(view.parts) > 1) for part in view.parts)
         text = f"<details{' open' if place < 4 else ''}><summary>{summary}</summary>{parts}</details>"
         left -= len(text.encode())
         if left < 0:
@@ -141,14 +148,13 @@ def _rows_html(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Itera
         yield text
 
 
-def _part_html(found: Inspection, part: RowPart, *, named: bool) -> str:
-    name = f"<p class=dim>{part.name}, {len(part.input_ids):,} tokens</p>" if named else ""
-    return (
-        f"{name}<pre class=tokens>{''.join(_token_run(each) for each in found.rows.token_runs(part, MAX_TOKENS))}</pre>"
-    )
+def _part_html(inspection: Inspection, part: RowPart, *, with_name: bool) -> str:
+    name = f"<p class=dim>{part.name}, {len(part.input_ids):,} tokens</p>" if with_name else ""
+    runs = inspection.rows.token_runs(part, MAX_TOKENS)
+    return f"{name}<pre class=tokens>{''.join(_token_run_html(each) for each in runs)}</pre>"
 
 
-def _token_run(run: Any) -> str:
+def _token_run_html(run: Any) -> str:
     if isinstance(run, TokenGap):
         trained = f", {run.trained:,} of them trained" if run.trained else ""
         return f"<span class=gap>... {run.tokens:,} tokens{trained} ...</span>"

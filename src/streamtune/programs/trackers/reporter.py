@@ -58,63 +58,63 @@ class Reporter(Listener):
 
     def started(self, facts: RunFacts) -> None:
         self._run, self._step = train.RunDirectory(facts.directory), facts.step
-        self._thread = threading.Thread(target=self._work, args=(facts,), name=f"to {self.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_worker, args=(facts,), name=f"to {self.name}", daemon=True)
         self._thread.start()
 
     def step(self, record: dict[str, Any]) -> None:
         self._step = record["step"]
-        self._put(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
+        self._queue_call(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        self._put(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
+        self._queue_call(lambda tracker: tracker.log(record["step"], numeric_fields(record)))
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
         cleaned = redact_values(samples)
         if cleaned:
-            self._put(lambda tracker: tracker.text(cleaned[0]["step"], cleaned))
+            self._queue_call(lambda tracker: tracker.text(cleaned[0]["step"], cleaned))
 
     def saved(self, step: int, path: Path) -> None:
-        self._put(lambda tracker: tracker.note("checkpoint", {"step": step, "folder": path.name}))
+        self._queue_call(lambda tracker: tracker.note("checkpoint", {"step": step, "folder": path.name}))
 
     def event(self, name: str, details: dict[str, Any]) -> None:
         cleaned = redact_values(details)
-        self._put(lambda tracker: tracker.note(name, cleaned))
+        self._queue_call(lambda tracker: tracker.note(name, cleaned))
 
     def finished(self, outcome: dict[str, Any]) -> None:
         """Queue the end of the run; :meth:`wait` waits until it is processed."""
         plot = self._run.loss_plot if self._run is not None else None
         if plot is not None and plot.is_file():
-            self._put(lambda tracker: tracker.picture(self._step, plot))
-        self._put(lambda tracker: tracker.close(outcome["status"]))
+            self._queue_call(lambda tracker: tracker.picture(self._step, plot))
+        self._queue_call(lambda tracker: tracker.close(outcome["status"]))
         with suppress(queue.Full):
             self._calls.put_nowait(None)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the tracker has processed all calls; drop it if that takes longer than ``seconds``."""
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait until the tracker has processed all calls; drop it if that takes longer than ``timeout_seconds``."""
         if self._thread is None:
             return
-        self._thread.join(max(seconds, 0.0))
+        self._thread.join(max(timeout_seconds, 0.0))
         if self._thread.is_alive() and not self.dropped:
-            self._drop("it did not accept all records in time at the end of the run")
+            self._drop_tracker("it did not accept all records in time at the end of the run")
 
-    def _put(self, call: Callable[[Tracker], None]) -> None:
+    def _queue_call(self, call: Callable[[Tracker], None]) -> None:
         if self.dropped or self._thread is None:
             return
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._drop(f"its queue is full ({QUEUED:,} records)")
+            self._drop_tracker(f"its queue is full ({QUEUED:,} records)")
 
-    def _work(self, facts: RunFacts) -> None:
+    def _run_worker(self, facts: RunFacts) -> None:
         try:
             tracker = self._make(facts, self._read_ids(), self._offline)
             self._save_ids(tracker.start())
             while (call := self._calls.get()) is not None and not self.dropped:
                 call(tracker)
         except BaseException as error:  # a package may call sys.exit()
-            self._drop(_describe_error(error))
+            self._drop_tracker(_describe_error(error))
 
-    def _drop(self, why: str) -> None:
+    def _drop_tracker(self, why: str) -> None:
         """Drop the tracker and notify the user, once."""
         with self._drop_lock:
             if self.dropped:

@@ -121,19 +121,19 @@ def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
 
 
-def facts_of(facts: RunFacts) -> dict[str, Any]:
+def start_facts(facts: RunFacts) -> dict[str, Any]:
     """Return recipe, versions, plan, run id and total steps, which are logged once at the start."""
     more = {"run": facts.run, "total_steps": facts.total_steps}
     return {"recipe": dict(facts.recipe), "versions": dict(facts.versions), "plan": dict(facts.plan), **more}
 
 
-def flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of every leaf of nested mappings; a list is a leaf."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flatten(value, f"{before}{name}.")
+            yield from flatten_mappings(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def _as_text(value: Any) -> str:
@@ -159,9 +159,9 @@ class TensorboardTracker(Tracker):
 
         # From a run's second file on, readers drop steps of earlier files that are at or after purge_step.
         self._writer = SummaryWriter(str(self.folder), purge_step=self.facts.step + 1, flush_secs=10)
-        for part, values in facts_of(self.facts).items():
+        for part, values in start_facts(self.facts).items():
             if isinstance(values, Mapping):
-                rows = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in flatten(values))
+                rows = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in flatten_mappings(values))
                 self._writer.add_text(part, f"| key | value |\n|---|---|\n{rows}", self.facts.step + 1)
         for term, size in self.facts.plan.get("terms", {}).items():
             self._writer.add_scalar(f"plan/terms/{term}", size, self.facts.step + 1)
@@ -235,7 +235,7 @@ class WandbTracker(Tracker):
             resume="allow",
             dir=str(self.facts.directory),
             mode="offline" if self.offline else None,
-            config=facts_of(self.facts),
+            config=start_facts(self.facts),
             allow_val_change=True,
             settings=settings,
         )
@@ -326,7 +326,7 @@ class MlflowTracker(Tracker):
         from mlflow.entities import Metric, Param, RunTag
 
         self._metric = Metric
-        uri = self._uri()
+        uri = self._store_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         if self.resumed and self.ids.get("tracking_uri") == uri:
             self._id = str(self.ids["run_id"])
@@ -337,16 +337,16 @@ class MlflowTracker(Tracker):
             experiment_id = found.experiment_id if found is not None else self._client.create_experiment(project)
             self._id = self._client.create_run(experiment_id, run_name=self.facts.name).info.run_id
         before = self._client.get_run(self._id).data.params
-        values = {key: _shorten(value) for key, value in flatten(facts_of(self.facts))}
+        values = {key: _shorten(value) for key, value in flatten_mappings(start_facts(self.facts))}
         fresh = [Param(key, value) for key, value in values.items() if key not in before]
         changed = [RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
         for first in range(0, len(fresh), PARAMETERS_PER_CALL):
             self._client.log_batch(self._id, params=fresh[first : first + PARAMETERS_PER_CALL])
         self._client.log_batch(self._id, tags=changed[:PARAMETERS_PER_CALL])
-        self._client.log_dict(self._id, facts_of(self.facts), "run.json")
+        self._client.log_dict(self._id, start_facts(self.facts), "run.json")
         return {"run_id": self._id, "tracking_uri": uri}
 
-    def _uri(self) -> str:
+    def _store_uri(self) -> str:
         """Return the store's URI: the user's, MLflow's default, or files in the run (if offline or no SQLAlchemy)."""
         import mlflow
 
@@ -407,7 +407,7 @@ class TrackioTracker(Tracker):
             "project": project_name("TRACKIO_PROJECT"),
             "name": f"{self.facts.name}-{self.facts.run[:6]}",
         }
-        self._run = trackio.init(**ids, config=facts_of(self.facts), resume="allow", embed=False)
+        self._run = trackio.init(**ids, config=start_facts(self.facts), resume="allow", embed=False)
         return ids
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -41,7 +41,7 @@ from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
-from streamtune.programs.verify.restore import widen_weights
+from streamtune.programs.verify.restore import widening_weights
 from streamtune.run.reference import reference_model, stream_reference
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
@@ -76,17 +76,17 @@ class RowLosses:
         """Return the loss of a batch; without ``bf16`` the teacher computes in the model's dtype."""
         router_loss, token_loss, teacher = self.router_loss, self.token_loss, self.teacher
         if token_loss.is_plain and batch.weights is None:
-            return cross_entropy(batch, router_loss, model, bf16)
+            return model_cross_entropy(batch, router_loss, model, bf16)
         device = batch.input_ids.device
-        with widen_weights(teacher or model, _parameter_dtype(model) if teacher is not None and not bf16 else None):
+        with widening_weights(teacher or model, _parameter_dtype(model) if teacher is not None and not bf16 else None):
             if handle is not None:
                 teacher_logits = None
                 if teacher is not None:
                     with (reference := stream_reference(teacher, handle)).handle, autocast(device, bf16):
                         teacher_logits = reference.lazy_logits(batch)
                 with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits, batch.top_k)):
-                    return cross_entropy(batch, router_loss, model, bf16)
-            arguments, balance = _balance_arguments(batch, router_loss, model)
+                    return model_cross_entropy(batch, router_loss, model, bf16)
+            arguments, balance = _balance_loss_arguments(batch, router_loss, model)
             with autocast(device, bf16):
                 output = model(**{**batch.arguments, **arguments})
                 with torch.no_grad():
@@ -98,9 +98,11 @@ class RowLosses:
             return loss + balance * output.aux_loss if balance else loss
 
 
-def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, bf16: bool) -> Tensor:
+def model_cross_entropy(
+    batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, bf16: bool
+) -> Tensor:
     """Return the cross entropy that the model computes from labels, with the balance loss if there is one."""
-    arguments, balance = _balance_arguments(batch, router_loss, model)
+    arguments, balance = _balance_loss_arguments(batch, router_loss, model)
     if not arguments:
         return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
     with autocast(batch.input_ids.device, bf16), warnings.catch_warnings():
@@ -111,7 +113,7 @@ def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model
     return loss
 
 
-def _balance_arguments(
+def _balance_loss_arguments(
     batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module
 ) -> tuple[dict[str, Any], float]:
     """Return the arguments that make a model return its balance loss, and its factor; ``({}, 0)`` without one."""
@@ -161,7 +163,7 @@ class TreeLosses:
         task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
         dtype = _parameter_dtype(model) if self.own_reference is not None and not bf16 else None
-        with widen_weights(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
+        with widening_weights(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
             batch = task.with_reference(batch, reference)
             objective: Any = task.objective(scorer, reference, device)
             loss: Tensor = objective.score(model, batch, objective.totals([batch])).loss
@@ -191,18 +193,18 @@ class Window:
         return len(self.example.input_ids)
 
 
-def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1) -> list[Window]:
+def choose_windows(examples: Sequence[data.Example], length: int, min_rows: int = 1) -> list[Window]:
     """Return the first row with a trained token, cut to ``length``; if it is short, further rows as well.
 
     The padded batch has at most ``length`` tokens, so several short rows cost no more than one long row. Each row is
-    cut to ``length // at_least`` tokens, so that ``at_least`` rows fit.
+    cut to ``length // at_least`` tokens, so that ``min_rows`` rows fit.
 
     Raises:
         DataError: No row has a trained token after its first token.
     """
     windows: list[Window] = []
     for example in examples:
-        window = _cut_window(example, max(2, length // at_least))
+        window = _cut_window(example, max(2, length // min_rows))
         if window is None:
             continue
         longest = max(window.length, *(other.length for other in windows), 0)
@@ -261,7 +263,7 @@ class FreeMemory:
         """Return how many tokens plain autograd in ``dtype`` has memory for; 0 if the weights alone do not fit."""
         wider = dtype.itemsize / self.measured.itemsize
         spare = MARGIN * self.free - self._needed_bytes(0, dtype)
-        if spare <= 0 or self._truth_bytes(dtype) > MARGIN * self.host_free:
+        if spare <= 0 or self._truth_gradient_bytes(dtype) > MARGIN * self.host_free:
             return 0
         a, b = wider * self.per_square, wider * self.per_token
         return int(spare / b) if a <= 0 else int((math.sqrt(b * b + 4 * a * spare) - b) / (2 * a))
@@ -270,7 +272,7 @@ class FreeMemory:
         """Return text that says which memory plain autograd in ``dtype`` lacks for ``tokens``; empty if it fits."""
         needs = [
             ("memory", self._needed_bytes(tokens, dtype), self.free),
-            ("host memory", self._truth_bytes(dtype), self.host_free),
+            ("host memory", self._truth_gradient_bytes(dtype), self.host_free),
         ]
         for which, needed, free in needs:
             if needed > MARGIN * free:
@@ -285,9 +287,9 @@ class FreeMemory:
         largest = max((p.numel() for p in parameters if p.requires_grad), default=0) * dtype.itemsize
         wider = dtype.itemsize / self.measured.itemsize
         activations = wider * (self.per_token * tokens + self.per_square * tokens**2)
-        return weights + (self._truth_bytes(dtype) if on_host else largest) + activations
+        return weights + (self._truth_gradient_bytes(dtype) if on_host else largest) + activations
 
-    def _truth_bytes(self, dtype: torch.dtype) -> int:
+    def _truth_gradient_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of all the truth's gradients."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) * dtype.itemsize
 

@@ -254,47 +254,47 @@ BLOCK = 1 << 24
 """Number of entries compared at once: 128 MiB in float64."""
 
 
-def judge(run: VerifyRun, plain: VerifyRun, *, same: bool, routed: bool) -> list[Finding]:
+def judge_run(run: VerifyRun, plain: VerifyRun, *, is_same_function: bool, has_routers: bool) -> list[Finding]:
     """Return a finding for each parameter of a streamed run, and one for all together where that rule applies.
 
     Args:
         run: The streamed run.
         plain: Plain autograd in the training dtype.
-        same: True if the run has the truth's dtype, in which plain autograd's error is 0.
-        routed: True if the model routes tokens to experts.
+        is_same_function: True if the run has the truth's dtype, in which plain autograd's error is 0.
+        has_routers: True if the model routes tokens to experts.
     """
-    jumps = routed and (not same or run.dtype.itemsize < 4)
+    jumps = has_routers and (not is_same_function or run.dtype.itemsize < 4)
     bound = max(SAME[run.dtype], SAME[torch.float32]) if run.narrow_states else SAME[run.dtype]
     findings = []
     for name, error in run.errors.items():
-        own = 0.0 if same else plain.errors[name]
-        allowed = bound if same else 1.5 * own + NOISE[run.dtype]
+        own = 0.0 if is_same_function else plain.errors[name]
+        allowed = bound if is_same_function else 1.5 * own + NOISE[run.dtype]
         findings.append(Finding(name, error, own, math.inf if jumps else allowed, run))
-    if not same or jumps:
-        own = 0.0 if same else plain.overall
-        allowed = bound if same else 1.25 * own + NOISE[run.dtype] / 16
+    if not is_same_function or jumps:
+        own = 0.0 if is_same_function else plain.overall
+        allowed = bound if is_same_function else 1.25 * own + NOISE[run.dtype] / 16
         furthest = max(run.errors, key=lambda name: run.errors[name])
         allowed = max(allowed, ROUTED[run.dtype]) if jumps else allowed
         findings.append(Finding(furthest, run.overall, own, allowed, run, overall=True))
     return findings
 
 
-def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, same: bool, routed: bool) -> Finding:
+def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, is_same_function: bool, has_routers: bool) -> Finding:
     """Return the finding about a streamed run's loss, given the true loss; other arguments as in :func:`judge`."""
-    own = 0.0 if same else ratio(abs(plain.loss - truth), abs(truth))
-    bound = SAME[run.dtype] if same else NOISE[run.dtype]
-    allowed = 1.5 * own + bound * (1.0 if routed and run.dtype.itemsize < 4 else 0.25)
-    return Finding("loss", ratio(abs(run.loss - truth), abs(truth)), own, allowed, run)
+    own = 0.0 if is_same_function else relative_to(abs(plain.loss - truth), abs(truth))
+    bound = SAME[run.dtype] if is_same_function else NOISE[run.dtype]
+    allowed = 1.5 * own + bound * (1.0 if has_routers and run.dtype.itemsize < 4 else 0.25)
+    return Finding("loss", relative_to(abs(run.loss - truth), abs(truth)), own, allowed, run)
 
 
-def ratio(difference: float, whole: float) -> float:
-    """Return ``difference / whole``; 0 if the difference is 0, infinity if it is not finite or ``whole`` is 0."""
+def relative_to(difference: float, total: float) -> float:
+    """Return ``difference / whole``; 0 if the difference is 0, infinity if it is not finite or ``total`` is 0."""
     if difference == 0:
         return 0.0
-    return difference / whole if whole > 0 and math.isfinite(difference) else math.inf
+    return difference / total if total > 0 and math.isfinite(difference) else math.inf
 
 
-def norm_of(grad: Tensor, other: Tensor | None = None) -> float:
+def gradient_norm(grad: Tensor, other: Tensor | None = None) -> float:
     """Return ``||grad - other||`` in float64, computed block by block on the gradient's device."""
     flat, total = grad.detach().reshape(-1), 0.0
     if other is not None and other.numel() != flat.numel():  # the reference had no gradient: zero

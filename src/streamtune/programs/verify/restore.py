@@ -58,7 +58,7 @@ def prepare_model(model: nn.Module) -> Iterator[int]:
 
 
 @contextmanager
-def widen_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def widening_weights(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Context manager: widen parameters and buffers in place to ``dtype``, and restore their old values on exit.
 
     Wider tensors stay as they are. In float64, experts are computed one by one, because grouped matrix products have no
@@ -104,7 +104,7 @@ def _using_eager_experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]
 
 
 @contextmanager
-def wide_loss(model: nn.Module) -> Iterator[None]:
+def computing_wide_loss(model: nn.Module) -> Iterator[None]:
     """Context manager: plain autograd computes the loss in float64 if the logits are float64.
 
     ``ForCausalLMLoss`` of transformers begins with ``logits.float()``, which rounds every logit. If a target has a

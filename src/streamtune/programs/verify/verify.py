@@ -35,19 +35,19 @@ from streamtune.programs.verify.report import (
     ModuleRow,
     VerifyReport,
     VerifyRun,
-    judge,
+    gradient_norm,
     judge_loss,
+    judge_run,
     module_of,
-    norm_of,
-    ratio,
+    relative_to,
 )
 from streamtune.programs.verify.restore import (
+    computing_wide_loss,
     has_experts,
     prepare_model,
     using_attention,
     why_not_widened,
-    wide_loss,
-    widen_weights,
+    widening_weights,
 )
 from streamtune.schedule import Schedule
 
@@ -96,12 +96,12 @@ class Comparison:
     notify: Callable[[str], None] = lambda message: None
 
 
-def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
+def verify_schedules(length: int, recipe_schedule: Schedule) -> list[Schedule]:
     """Return schedules that split ``length`` tokens into chunks, each schedule into a different number of chunks.
 
-    The recipe's own schedule (``own``) comes first, if it splits the tokens. Then come halves, thirds, fifths or
-    sevenths (the last chunk is shorter if possible), and small chunks. ``keep_kv`` alternates, and each schedule has a
-    different ``head_chunk_size``.
+    The recipe's own schedule (``recipe_schedule``) comes first, if it splits the tokens. Then come halves, thirds,
+    fifths or sevenths (the last chunk is shorter if possible), and small chunks. ``keep_kv`` alternates, and each
+    schedule has a different ``head_chunk_size``.
 
     Raises:
         ArgumentError: ``length`` is below 4: two chunks of two tokens are the minimum.
@@ -110,10 +110,10 @@ def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
         raise ArgumentError(f"{length} token(s) cannot be split into chunks", where="max_length", fix="use longer rows")
     parts = next((count for count in (3, 5, 7) if length % count), 3)  # a last chunk shorter than the others
     sizes = {-(-length // 2): length, -(-length // parts): -(-length // 5), max(1, min(SMALL, length // 8)): 7}
-    chosen = [own] if own.chunk_size < length else []
+    chosen = [recipe_schedule] if recipe_schedule.chunk_size < length else []
     for number, (size, head) in enumerate(sizes.items()):
-        keep_kv = (own.keep_kv == "no") == bool(number % 2)
-        chosen.append(replace(own, chunk_size=size, head_chunk_size=head, keep_kv=keep_kv))
+        keep_kv = (recipe_schedule.keep_kv == "no") == bool(number % 2)
+        chosen.append(replace(recipe_schedule, chunk_size=size, head_chunk_size=head, keep_kv=keep_kv))
     found: dict[int, Schedule] = {}
     for schedule in chosen:
         found.setdefault(len(schedule.chunks(length)), schedule)
@@ -132,9 +132,9 @@ def compare_gradients(comparison: Comparison) -> VerifyReport:
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
     stream(model, schedule=comparison.schedules[0]).remove()  # refuses unsupported models before anything is computed
-    with prepare_model(model) as filled, widen_weights(model, comparison.dtype):
+    with prepare_model(model) as filled, widening_weights(model, comparison.dtype):
         report = _compare_attentions(comparison)
-        refusal = "" if report.exact else _refusal(model, comparison.schedules[0])
+        refusal = "" if report.exact else _preflight_error(model, comparison.schedules[0])
         return replace(report, filled=filled, refusal=refusal)
 
 
@@ -169,7 +169,7 @@ def _compare_attentions(comparison: Comparison) -> VerifyReport:
     return eager if eager.exact else report
 
 
-def _refusal(model: nn.Module, schedule: Schedule) -> str:
+def _preflight_error(model: nn.Module, schedule: Schedule) -> str:
     """Return the preflight's error, which names the layer that is not exact; empty if the preflight passes."""
     with stream(model, schedule=schedule) as handle:
         try:
@@ -223,11 +223,11 @@ class _Runs:
     def same_function(self, other: _Runs) -> bool:
         """Return True if plain autograd gives the same loss and gradient norms as in ``other``, which has run."""
         dtype, loss, norms = other.plain_result
-        with widen_weights(self.model, dtype):
+        with widening_weights(self.model, dtype):
             found = self._plain_gradients(self.bf16 and dtype == self.computed, dtype)
         self.runs_started = 0
-        gaps = [ratio(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
-        return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
+        gaps = [relative_to(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
+        return max(*gaps, relative_to(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
     def _find_truth(self) -> tuple[_Truth | None, list[VerifyRun]]:
         """Return the gradients in the widest dtype that runs, with all runs in it; ``(None, [])`` if none runs."""
@@ -236,7 +236,7 @@ class _Runs:
         for dtype in wider if self.computed != torch.float64 else []:
             reason = why_not_widened(self.model) or self.comparison.why_too_large(dtype)
             if not reason:
-                with widen_weights(self.model, dtype):
+                with widening_weights(self.model, dtype):
                     try:
                         truth = self._plain_gradients(False, dtype)
                     except StreamTuneError:
@@ -259,9 +259,9 @@ class _Runs:
         norms = dict.fromkeys(self.names, 0.0)
 
         def keep(name: str, grad: Tensor) -> None:
-            grads[name], norms[name] = grad.to("cpu", copy=True), norm_of(grad)
+            grads[name], norms[name] = grad.to("cpu", copy=True), gradient_norm(grad)
 
-        with wide_loss(self.model):
+        with computing_wide_loss(self.model):
             loss = self._backward(self.comparison.losses.plain, bf16, keep)
         truth = _Truth(dtype, loss, grads, norms)
         if not math.isfinite(loss + truth.total_norm):
@@ -282,7 +282,7 @@ class _Runs:
         differences = dict(truth.norms)  # without a gradient, the whole gradient of the truth is the difference
 
         def compare(name: str, grad: Tensor) -> None:
-            differences[name] = norm_of(grad, truth.grads[name])
+            differences[name] = gradient_norm(grad, truth.grads[name])
 
         narrow = False
         if schedule is None:
@@ -297,7 +297,7 @@ class _Runs:
                     handle.check()  # names the layer that does not run in chunks
                     raise
                 narrow = any(layer.forward.narrow_states for layer in handle.layers)  # type: ignore[attr-defined]
-        errors = {name: ratio(difference, truth.scale(name)) for name, difference in differences.items()}
+        errors = {name: relative_to(difference, truth.scale(name)) for name, difference in differences.items()}
         return VerifyRun(schedule, dtype, loss, errors, narrow_states=narrow)
 
     def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
@@ -332,8 +332,8 @@ class _Runs:
         findings, losses = [], []
         for run in (run for run in runs if run.schedule is not None):
             same = run.dtype == truth.dtype
-            findings += judge(run, plain, same=same, routed=self.routed)
-            losses.append(judge_loss(run, plain, truth.loss, same=same, routed=self.routed))
+            findings += judge_run(run, plain, is_same_function=same, has_routers=self.routed)
+            losses.append(judge_loss(run, plain, truth.loss, is_same_function=same, has_routers=self.routed))
         worst = max(findings, key=lambda finding: (finding.excess > 1, not finding.overall, finding.excess))
         worst_loss = max(losses, key=lambda finding: finding.excess)
         trained = [run for run in runs if run.schedule is not None and run.dtype == plain.dtype]

@@ -68,7 +68,7 @@ def verify(
     with err.status("comparing") as status:
         report = verify_recipe(subject, notify=status.update if err.is_terminal else err.print)
     if as_json:
-        print_json({**report.to_json(), **_subject_facts(subject)})
+        print_json({**report.to_json(), **_subject_document(subject)})
     else:
         _print_report(report)
         if report.exact:
@@ -82,7 +82,7 @@ def _train_command(objective: str, recipe: Path, settings: list[str] | None) -> 
     return shlex.join(["streamtune", objective, str(recipe), *options])
 
 
-def _subject_facts(subject: VerifySubject) -> dict[str, object]:
+def _subject_document(subject: VerifySubject) -> dict[str, object]:
     batch = subject.batch
     return {
         "model": type(base_of(subject.model)).__name__,
@@ -179,9 +179,9 @@ def _describe_cut(window: Window, why: str) -> str:
 
 def _print_report(report: VerifyReport) -> None:
     out.print()
-    out.print(_verdict(report), soft_wrap=not out.is_terminal)
+    out.print(_describe_verdict(report), soft_wrap=not out.is_terminal)
     out.print()
-    out.print(_table(report))
+    out.print(_error_table(report))
     out.print()
     loss = report.loss
     wide = f"; {report.truth} {loss.truth:.7g}" if report.truth else ""
@@ -209,7 +209,7 @@ def _describe_reference(report: VerifyReport) -> str:
     return f"plain autograd in {dtype}{why}, {report.attention} attention; {largest}"
 
 
-def _table(report: VerifyReport) -> Table:
+def _error_table(report: VerifyReport) -> Table:
     """Return a table of gradient errors by kind of module, with a column for each dtype, streamed and plain."""
     dtype = report.dtype.split()[0]
     table = make_table(
@@ -230,7 +230,7 @@ def _table(report: VerifyReport) -> Table:
     return table
 
 
-def _verdict(report: VerifyReport) -> Text:
+def _describe_verdict(report: VerifyReport) -> Text:
     worst, loss = report.worst, report.loss.worst
     if report.exact:
         where = f" in {report.truth}, and are as precise in {report.dtype}" if report.truth else f" in {report.dtype}"

@@ -26,9 +26,9 @@ from streamtune.programs.verify.compared_rows import (
     RowLosses,
     TreeLosses,
     Window,
-    choose_rows,
-    cross_entropy,
+    choose_windows,
     measure_memory,
+    model_cross_entropy,
 )
 from streamtune.programs.verify.report import VerifyReport
 from streamtune.programs.verify.verify import Comparison, compare_gradients, verify_schedules
@@ -162,7 +162,7 @@ def build_verify(
         with doing("making the tokenizer"):
             sources = make_sources(loaded, evaluated=False)
             tokenizer = make_tokenizer(recipe, sources, None, notify)
-        rows = _first_rows(task, sources, tokenizer, notify)
+        rows = _read_first_rows(task, sources, tokenizer, notify)
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, None, device)
         with stream_model(recipe, model) as handle:  # refuses unsupported models early
@@ -203,15 +203,17 @@ def _choose_rows(
         with doing("loading the teacher"):
             teacher = load_reference(task, model, tokenizer, device)
     with doing("measuring the longest row that plain autograd has memory for"):
-        memory = _measure_memory(model, rows, tokenizer, device, options.bf16, router_loss)
-    limit, why = (length, "--length") if length is not None else _fitting_length(memory, device, options.widened)
+        memory = _measure_row_memory(model, rows, tokenizer, device, options.bf16, router_loss)
+    limit, why = (
+        (length, "--length") if length is not None else _longest_fitting_length(memory, device, options.widened)
+    )
     per_turn = recipe.reasoning == "per_turn"
-    windows = choose_rows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
-    alone = batch = _collate(windows, tokenizer).to(device)
+    windows = choose_windows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
+    alone = batch = _collate_windows(windows, tokenizer).to(device)
     if per_turn:
         batch = prefix_batch([window.example for window in windows]).to(device)
     elif recipe.packing:
-        batch = _collate(windows, tokenizer, packed=True).to(device)
+        batch = _collate_windows(windows, tokenizer, packed=True).to(device)
     if top_k := task.teacher_top_k:  # the file has whole rows, not windows: use random tokens as top-k
         taught = RandomTokens(recipe, model).top_k(alone, top_k)
         packed = batch is not alone
@@ -243,8 +245,10 @@ def _choose_trees(
     with doing("checking that prompts can be shared"):
         share = task.can_share(model, notify, beside=second_model)
     with doing("measuring the longest row that plain autograd has memory for"):
-        memory = _measure_scored(model, device, options.bf16)
-    limit, why = (length, "--length") if length is not None else _fitting_length(memory, device, options.widened)
+        memory = _measure_completion_memory(model, device, options.bf16)
+    limit, why = (
+        (length, "--length") if length is not None else _longest_fitting_length(memory, device, options.widened)
+    )
     trees, cut = task.compared_trees(rows, limit, len(tokenizer))
     plain, pad = PlainScores(model), tokenizer.pad_token_id
     shared, apart = task.compared_batches(trees, model, plain, pad_token_id=pad, share=share)
@@ -292,7 +296,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _first_rows(
+def _read_first_rows(
     task: Task[Any],
     sources: Sequence[data.Source],
     tokenizer: PreTrainedTokenizerBase,
@@ -308,7 +312,9 @@ def _first_rows(
         return task.prepare(sources, tokenizer, notify, val_size=0.0).train
 
 
-def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, packed: bool = False) -> train.MicroBatch:
+def _collate_windows(
+    windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, packed: bool = False
+) -> train.MicroBatch:
     examples = [window.example for window in windows]
     pad, origins = tokenizer.pad_token_id, tuple(example.origin for example in examples)
     if packed:
@@ -319,7 +325,7 @@ def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, pack
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def _measure_memory(
+def _measure_row_memory(
     model: Any,
     examples: Sequence[data.Example],
     tokenizer: PreTrainedTokenizerBase,
@@ -328,20 +334,20 @@ def _measure_memory(
     router_loss: RouterLoss | None,
 ) -> FreeMemory:
     base = base_of(model)
-    [window] = choose_rows(examples, MEASURED_TOKENS)[:1]
+    [window] = choose_windows(examples, MEASURED_TOKENS)[:1]
     repeats = -(-MEASURED_TOKENS // window.length)  # only the number of tokens matters
 
     def forward(tokens: int) -> torch.Tensor:
         ids = np.tile(np.asarray(window.example.input_ids), repeats)[:tokens]
-        probe = _collate([Window(data.Example(ids, ids, window.example.origin), 0, tokens)], tokenizer)
-        return cross_entropy(probe.to(device), router_loss, model, bf16)
+        probe = _collate_windows([Window(data.Example(ids, ids, window.example.origin), 0, tokens)], tokenizer)
+        return model_cross_entropy(probe.to(device), router_loss, model, bf16)
 
     limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     tokens = min(MEASURED_TOKENS, limit) if isinstance(limit, int) else MEASURED_TOKENS
     return measure_memory(base, torch.bfloat16 if bf16 else base.dtype, forward, tokens)
 
 
-def _measure_scored(model: Any, device: torch.device, bf16: bool) -> FreeMemory:
+def _measure_completion_memory(model: Any, device: torch.device, bf16: bool) -> FreeMemory:
     base = base_of(model)
 
     def forward(tokens: int) -> torch.Tensor:
@@ -352,10 +358,12 @@ def _measure_scored(model: Any, device: torch.device, bf16: bool) -> FreeMemory:
     return measure_memory(base, torch.bfloat16 if bf16 else base.dtype, forward, MEASURED_TOKENS)
 
 
-def _fitting_length(memory: FreeMemory, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:
+def _longest_fitting_length(
+    memory: FreeMemory, device: torch.device, widened_dtype: torch.dtype | None
+) -> tuple[int, str]:
     """Return the maximum number of tokens in the batch and its reason: :data:`ENOUGH_TOKENS`, or free memory."""
     enough = ENOUGH_TOKENS["cpu" if device.type == "cpu" else "cuda"]
-    trained = widened or memory.measured
+    trained = widened_dtype or memory.measured
     longest = memory.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
     if longest < MEASURED_TOKENS:  # no memory for a wider truth
         longest = memory.longest(trained)
