@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.programs.bench.modes import MODE_SETUPS, absent
-from streamtune.programs.bench.named_tables import TABLES, cells, columns, notes
+from streamtune.programs.bench.named_tables import TABLES, row_cells, columns, table_notes
 from streamtune.programs.bench.table_rows import TableReport, TableRow
 
 ROOT = Path(__file__).parents[1]
@@ -345,8 +345,8 @@ def render_table(found: Document) -> list[str]:
         lines += ["```", report.command, "```", ""]
         lines += ["| " + " | ".join(column.name for column in shown) + " |"]
         lines += ["|" + "|".join("---:" if column.right else "---" for column in shown) + "|"]
-        lines += ["| " + " | ".join(cells(shown, row)) + " |" for row in rows]
-        lines += ["", *(f"- {note}" for note in notes(report))]
+        lines += ["| " + " | ".join(row_cells(shown, row)) + " |" for row in rows]
+        lines += ["", *(f"- {note}" for note in table_notes(report))]
     return [*lines, *(f"- {mode}: {why}." for mode, why in found["absent"].items())]
 
 

@@ -107,16 +107,16 @@ def draw_ablation(report: TableReport, figure: Any) -> None:
     time.set_xlabel("gradient checkpointing = 1", color=INK, fontsize=9)
 
 
-def _write_ratio(axes: Any, place: float, row: TableRow) -> None:
+def _write_ratio(axes: Any, position: float, row: TableRow) -> None:
     ratio, colour = row.to_checkpoint, COLOURS[row.mode]
     style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
     if ratio is None:
-        axes.annotate(row.error.partition("\n")[0][:60], (1, place), (5, 0), **style)
+        axes.annotate(row.error.partition("\n")[0][:60], (1, position), (5, 0), **style)
         return
-    axes.plot([1, ratio], [place, place], color="#d5d9e0", linewidth=2, zorder=1)
-    axes.plot(ratio, place, "o", color=colour, zorder=2)
+    axes.plot([1, ratio], [position, position], color="#d5d9e0", linewidth=2, zorder=1)
+    axes.plot(ratio, position, "o", color=colour, zorder=2)
     left = ratio < 1
-    axes.annotate(f"{ratio:.2f}", (ratio, place), (-7 if left else 7, 0), ha="right" if left else "left", **style)
+    axes.annotate(f"{ratio:.2f}", (ratio, position), (-7 if left else 7, 0), ha="right" if left else "left", **style)
 
 
 def draw_longest(report: TableReport, figure: Any) -> None:

@@ -226,14 +226,14 @@ class _Evaluation:
 
 
 @contextmanager
-def _explain_out_of_memory(doing: str, fix: str) -> Iterator[None]:
+def _explain_out_of_memory(activity: str, fix: str) -> Iterator[None]:
     """Context manager: replace an out-of-memory exception by an OutOfMemoryError that names the work and a fix."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not train.is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(f"out of memory while {doing}", fix=fix) from error
+        raise OutOfMemoryError(f"out of memory while {activity}", fix=fix) from error
 
 
 def _adapt_to_single_process(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
@@ -352,10 +352,10 @@ def _task_name(task: str) -> str:
     raise ArgumentError(f"{task} has no line `task: NAME`", where=LM_EVAL_OPTION, fix="add the line")
 
 
-def _numeric_figures(found: dict[str, Any]) -> dict[str, Any]:
+def _numeric_figures(task_results: dict[str, Any]) -> dict[str, Any]:
     """Return the numeric results of a task; ``acc,none`` becomes ``acc``."""
     return {
         name.removesuffix(",none"): value
-        for name, value in found.items()
+        for name, value in task_results.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -201,17 +201,17 @@ def _vocabulary_differences(file: GgufFile, tokenizer: Any) -> list[str]:
 class _FileValues:
     """Changes weights to the values of the file, or (with ``seed``) by random roundings of the file's types."""
 
-    def __init__(self, file: GgufFile, model: nn.Module, apart: Sequence[str], seed: int | None) -> None:
-        self._file, self._apart = file, set(apart)
+    def __init__(self, file: GgufFile, model: nn.Module, excluded_names: Sequence[str], seed: int | None) -> None:
+        self._file, self._apart = file, set(excluded_names)
         self._drawn = None if seed is None else torch.Generator().manual_seed(seed)
         self._prefixes: dict[int, str] = {}
         for name, module in model.named_modules():
             self._prefixes.setdefault(id(module), f"{name}." if name else "")
 
-    def moves(self, module: nn.Module) -> bool:
+    def changes_module(self, module: nn.Module) -> bool:
         return any(x is not None and x.is_floating_point() for x in module._parameters.values())
 
-    def sizes(self, module: nn.Module) -> dict[str, Tensor]:
+    def sizes_of_change(self, module: nn.Module) -> dict[str, Tensor]:
         found = {}
         for key, own in module._parameters.items():
             name = f"{self._prefixes[id(module)]}{key}"
@@ -225,7 +225,7 @@ class _FileValues:
             found[key] = values.to(own.device)
         return found
 
-    def move(self, weight: Tensor, size: Tensor) -> Tensor:
+    def change_weight(self, weight: Tensor, size: Tensor) -> Tensor:
         return size
 
 
@@ -298,9 +298,9 @@ class GgufFile:
         options = [f"{stem}{each}" for each in ((ending,) if ending else ("", ".weight", ".bias"))]
         return tuple(each for each in options if each in self.tensors)[:1]
 
-    def type_of(self, place: str) -> str:
+    def type_of(self, tensor_name: str) -> str:
         """Return the type of a tensor, such as ``Q8_0``."""
-        return str(self.tensors[place].tensor_type.name)
+        return str(self.tensors[tensor_name].tensor_type.name)
 
     def values(self, name: str) -> tuple[Tensor, Tensor]:
         """Return a weight in the model's order, and the allowed rounding of each number; both fp32.
@@ -315,23 +315,23 @@ class GgufFile:
         values, allowed = zip(*parts, strict=True)
         return (torch.cat(values, 1), torch.cat(allowed, 1)) if len(parts) > 1 else parts[0]
 
-    def _read_tensor(self, place: str) -> tuple[Tensor, Tensor]:
+    def _read_tensor(self, tensor_name: str) -> tuple[Tensor, Tensor]:
         import gguf
 
-        tensor = self.tensors[place]
+        tensor = self.tensors[tensor_name]
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
-        allowed = _allowed_rounding(values, self.type_of(place))
+        allowed = _allowed_rounding(values, self.type_of(tensor_name))
         # Reordering may add a constant or take a logarithm, so transform the bounds as well.
-        ends = [self._in_model_order(each, place) for each in (values, values + allowed, values - allowed)]
+        ends = [self._in_model_order(each, tensor_name) for each in (values, values + allowed, values - allowed)]
         width = np.maximum(np.abs(ends[1] - ends[0]), np.abs(ends[2] - ends[0])) + 2.0**-23 * np.abs(ends[0])
         return torch.from_numpy(ends[0]).float(), torch.from_numpy(width).float()
 
-    def _in_model_order(self, values: np.ndarray, place: str) -> np.ndarray:
+    def _in_model_order(self, values: np.ndarray, tensor_name: str) -> np.ndarray:
         """Return the values in the model's order; values of experts are already in it."""
-        if "_exps." in place:
+        if "_exps." in tensor_name:
             return values
         apart: dict[str, Any] = {"tensors": {}}
-        done = self._order.process(weights=values, name=place, tensor_key_mapping={}, parsed_parameters=apart)
+        done = self._order.process(weights=values, name=tensor_name, tensor_key_mapping={}, parsed_parameters=apart)
         found: np.ndarray = done.weights if done.name is not None else next(iter(apart["tensors"].values())).numpy()
         return np.ascontiguousarray(found)
 

@@ -246,13 +246,13 @@ def _merged_digest(base: Any, name: str) -> bytes:
 class WeightChange(Protocol):
     """Change of weights during a call, such as :class:`Rounding`."""
 
-    def moves(self, module: nn.Module) -> bool:
+    def changes_module(self, module: nn.Module) -> bool:
         """Return True if the module's own weights are changed."""
 
-    def sizes(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the values that :meth:`move` needs, by parameter name; empty to use the parameters' own values."""
+    def sizes_of_change(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the values that :meth:`change_weight` needs, by parameter name; empty to use the parameters."""
 
-    def move(self, weight: Tensor, size: Tensor) -> Tensor:
+    def change_weight(self, weight: Tensor, size: Tensor) -> Tensor:
         """Return the changed weight, in fp32."""
 
 
@@ -273,14 +273,14 @@ class Rounding:
         self._generator = torch.Generator().manual_seed(seed)
         self._wrappers = {id(inner_module(each)[0]): each for each in adapted_modules(model).values()}
 
-    def moves(self, module: nn.Module) -> bool:
+    def changes_module(self, module: nn.Module) -> bool:
         return self.everything or id(module) in self._wrappers
 
-    def sizes(self, module: nn.Module) -> dict[str, Tensor]:
+    def sizes_of_change(self, module: nn.Module) -> dict[str, Tensor]:
         wrapper = self._wrappers.get(id(module))
         return merged_parameters(wrapper) if wrapper is not None and inner_module(wrapper)[1] else {}
 
-    def move(self, weight: Tensor, size: Tensor) -> Tensor:
+    def change_weight(self, weight: Tensor, size: Tensor) -> Tensor:
         """Return the weight, changed by up to half of the gap at ``size``."""
         gap = torch.finfo(self.dtype).eps * torch.exp2(torch.floor(torch.log2(size.abs().clamp_min(1e-37))))
         drawn = torch.rand(weight.shape, generator=self._generator).to(weight.device) - 0.5
@@ -318,15 +318,19 @@ def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> I
         plain: dict[int, nn.Linear] = {}
         done: set[int] = set()
         for module in modules:
-            moved = rounding is not None and rounding.moves(module)
-            sizes = rounding.sizes(module) if rounding is not None and moved else {}
+            moved = rounding is not None and rounding.changes_module(module)
+            sizes = rounding.sizes_of_change(module) if rounding is not None and moved else {}
             for key, x in list(module._parameters.items()):
                 if x is None or id(x) in done:
                     continue
                 done.add(id(x))
                 if is_quantised(x):
                     value = dequantised(x)
-                    value = rounding.move(value, sizes.get(key, value)) if rounding is not None and moved else value
+                    value = (
+                        rounding.change_weight(value, sizes.get(key, value))
+                        if rounding is not None and moved
+                        else value
+                    )
                     if value.dim() == 3:  # experts: their module accepts plain tensors
                         undone.callback(module._parameters.__setitem__, key, x)
                         module._parameters[key] = nn.Parameter(value, requires_grad=False)
@@ -335,7 +339,11 @@ def _widen_modules(modules: list[nn.Module], rounding: WeightChange | None) -> I
                 elif x.is_floating_point() and (moved or x.dtype.itemsize < 4):
                     undone.callback(setattr, x, "data", x.data)
                     value = x.data.float()
-                    x.data = rounding.move(value, sizes.get(key, value)) if rounding is not None and moved else value
+                    x.data = (
+                        rounding.change_weight(value, sizes.get(key, value))
+                        if rounding is not None and moved
+                        else value
+                    )
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize < 4:
                     undone.callback(module._buffers.__setitem__, key, buffer)

@@ -252,7 +252,7 @@ def model_card(
     ]
     facts += _run_facts(trained)
     facts += [("checked", checked)]
-    table = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in facts if value)
+    table = "".join(f"| {key} | {_format_table_cell(value)} |\n" for key, value in facts if value)
     settings = {key: value for key, value in trained.settings.items() if key not in OMITTED_KEYS and value is not None}
     recipe = "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
     block = f"\n## Recipe\n\n```yaml\n{recipe}```\n" if recipe else ""
@@ -314,5 +314,5 @@ def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
 
 
-def _table_cell(value: str) -> str:
+def _format_table_cell(value: str) -> str:
     return " ".join(value.split()).replace("|", "\\|")

@@ -115,15 +115,15 @@ class _Printer(hf_internal(STREAMER)):  # type: ignore[misc]
         self.first = self.first if self.written else self.last
         self.written += value.reshape(-1).tolist()
         self._line += value.reshape(-1).tolist()
-        self._show_complete(whole=False)
+        self._show_complete(is_end=False)
 
     def end(self) -> None:
-        self._show_complete(whole=True)
+        self._show_complete(is_end=True)
         self._is_prompt = True
 
-    def _show_complete(self, *, whole: bool) -> None:
+    def _show_complete(self, *, is_end: bool) -> None:
         text = self.tokenizer.decode(self._line, skip_special_tokens=True)
-        if not whole and (text.endswith("\ufffd") or not text.startswith(self._shown)):
+        if not is_end and (text.endswith("\ufffd") or not text.startswith(self._shown)):
             return
         if new := text[len(self._shown) :]:
             self.show(new)
@@ -329,9 +329,9 @@ def _sampling_settings(configured: Any, options: GenerateOptions) -> Sampling:
     """Return the sampling settings: the user's, otherwise those in the generation config if it samples."""
     draws = bool(getattr(configured, "do_sample", False))
 
-    def chosen(given: Any, name: str, otherwise: Any) -> Any:
+    def chosen(requested: Any, name: str, default: Any) -> Any:
         found = getattr(configured, name, None) if draws else None
-        return given if given is not None else found if found is not None else otherwise
+        return requested if requested is not None else found if found is not None else default
 
     return Sampling(
         max_completion_length=options.max_new_tokens,

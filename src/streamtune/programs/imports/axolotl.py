@@ -10,18 +10,18 @@ from .conversion import Conversion, PeerTrainer
 from .field_rules import (
     FieldRule,
     UnconvertedError,
-    adapter_initialisation,
+    convert_adapter_initialisation,
+    convert_module_list,
+    convert_module_names,
+    convert_optimizer_name,
+    convert_rope_scaling,
+    convert_special_tokens,
     field_table,
     key_rule,
-    module_list,
-    negate,
+    negate_switch,
     no_counterpart,
-    optimizer,
-    rope_scaling,
     same_name_rules,
-    special_tokens,
-    split_names,
-    switches,
+    switch_rules,
 )
 from .peer_rows import report_empty_thoughts
 from .trainer_arguments import (
@@ -51,11 +51,11 @@ OBJECTIVES: dict[str, tuple[str, str]] = {
 EVERY_ROLE = ("system", "developer", "user", "assistant", "tool")
 
 
-def _precision(value: Any) -> Any:
+def _convert_precision(value: Any) -> Any:
     return True if value == "auto" else value
 
 
-def _reward_functions(value: Any) -> Any:
+def _convert_reward_functions(value: Any) -> Any:
     """Return reward functions as ``module:function``; axolotl writes ``module.function``."""
     if not isinstance(value, list):
         raise UnconvertedError("a list of functions was expected")
@@ -77,19 +77,21 @@ FIELDS: dict[str, FieldRule] = field_table(
             "eval_batch_size context_parallel_size precompute_ref_log_probs trl.num_completions_to_print",
             trains=False,
         ),
-        **switches("peft_use_dora peft_use_rslora"),
-        "optimizer": key_rule("optim", optimizer),
+        **switch_rules("peft_use_dora peft_use_rslora"),
+        "optimizer": key_rule("optim", convert_optimizer_name),
         "sequence_parallel_degree": key_rule("sequence_parallel_size", trains=False),
         "orpo_alpha": key_rule("beta", why="ORPO's weight of the odds ratio is beta here"),
         "tokenizer_config": key_rule("tokenizer", lambda name: {"path": name}),
-        "bf16": key_rule("bf16", _precision),
-        "trl.reward_funcs": key_rule("reward_funcs", _reward_functions, why="your own code: needs allow_code: true"),
+        "bf16": key_rule("bf16", _convert_precision),
+        "trl.reward_funcs": key_rule(
+            "reward_funcs", _convert_reward_functions, why="your own code: needs allow_code: true"
+        ),
         "vllm.gpu_memory_utilization": key_rule("vllm_gpu_memory_utilization", trains=False),
-        "special_tokens": key_rule("special_tokens", special_tokens),
-        "rope_scaling": key_rule("rope_scaling", rope_scaling),
-        "lora_modules_to_save": key_rule("modules_to_save", module_list),
-        "peft_init_lora_weights": key_rule("adapter_type", adapter_initialisation),
-        "curriculum_sampling": key_rule("shuffle", negate),
+        "special_tokens": key_rule("special_tokens", convert_special_tokens),
+        "rope_scaling": key_rule("rope_scaling", convert_rope_scaling),
+        "lora_modules_to_save": key_rule("modules_to_save", convert_module_list),
+        "peft_init_lora_weights": key_rule("adapter_type", convert_adapter_initialisation),
+        "curriculum_sampling": key_rule("shuffle", negate_switch),
         "trl.multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
         **dict.fromkeys(
             ("tensor_parallel_size", "dp_replicate_size", "expert_parallel_size"),
@@ -294,7 +296,7 @@ FIELDS: dict[str, FieldRule] = field_table(
 )
 
 
-def _objective(conversion: Conversion) -> str:
+def _choose_objective(conversion: Conversion) -> str:
     for name in ("reward_model", "process_reward_model"):
         if conversion.get(name):
             raise conversion.import_error(name, what=f"'{name}' trains a reward model, which is not supported")
@@ -348,7 +350,7 @@ def _convert_configuration(conversion: Conversion, name: str) -> None:
     changes = conversion.pop_field(name)
     for key, value in changes.items() if isinstance(changes, dict) else ():
         if key == "rope_scaling":
-            conversion.convert_key(key, rope_scaling, value, name, key)
+            conversion.convert_key(key, convert_rope_scaling, value, name, key)
         elif key == "rope_theta":
             conversion.write_key(key, float(value) if isinstance(value, int) else value, name, key)
         else:
@@ -406,7 +408,7 @@ def _convert_adapter(conversion: Conversion) -> None:
         elif isinstance(modules, str) and re.search(r"[\\^$*()|]", modules):
             conversion.report_lost("lora_target_modules", why="a pattern; list the last parts of the module names")
         else:
-            conversion.convert_key("lora_target", split_names, modules, "lora_target_modules")
+            conversion.convert_key("lora_target", convert_module_names, modules, "lora_target_modules")
 
 
 def _convert_template(conversion: Conversion) -> None:
@@ -425,7 +427,7 @@ def _convert_template(conversion: Conversion) -> None:
         conversion.report_lost("chat_template", why=why)
 
 
-def _write_defaults(conversion: Conversion) -> None:
+def _write_trainer_defaults(conversion: Conversion) -> None:
     write_default_cut(conversion)
     if conversion.objective != "grpo":
         conversion.write_default("max_length", 512)
@@ -446,7 +448,7 @@ AXOLOTL = PeerTrainer(
     signs="""base_model sequence_len micro_batch_size num_epochs adapter sample_packing lora_target_linear val_set_size
         dataset_prepared_path train_on_inputs rl pad_to_sequence_len special_tokens wandb_project lr_scheduler
         flash_attention lora_model_dir saves_per_epoch evals_per_epoch chat_template_jinja""",
-    objective=_objective,
+    objective=_choose_objective,
     special=_convert_dependent_fields,
-    defaults=_write_defaults,
+    defaults=_write_trainer_defaults,
 )

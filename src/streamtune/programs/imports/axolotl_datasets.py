@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .conversion import Conversion
-from .field_rules import FieldRule, UnconvertedError, field_table, one_of
+from .field_rules import FieldRule, UnconvertedError, field_table, lookup_converter
 from .peer_rows import (
     FLAGS,
     convert_split,
@@ -153,7 +153,7 @@ def _convert_long_rows(conversion: Conversion, has_texts: bool, has_other_rows: 
     given = name in conversion.file.fields
     strategy = conversion.pop_field(name)
     try:
-        ours = one_of({"drop": "drop", "truncate": "truncate", "raise": "error"})(strategy or "drop")
+        ours = lookup_converter({"drop": "drop", "truncate": "truncate", "raise": "error"})(strategy or "drop")
     except UnconvertedError as error:
         conversion.report_lost(name, why=str(error))
         ours, given = "drop", False
@@ -246,21 +246,21 @@ def _convert_dataset(conversion: Conversion, entry: dict[str, Any], name: str, i
     return [spec]
 
 
-def _convert_trained(conversion: Conversion, value: Any, name: str, index: int, theirs: str) -> None:
+def _convert_trained(conversion: Conversion, value: Any, name: str, index: int, peer_setting: str) -> None:
     """Convert the trained roles and turn ends of a dataset; StreamTune has one setting for all datasets."""
-    key = "train_on_eos" if theirs == "train_on_eot" else theirs
+    key = "train_on_eos" if peer_setting == "train_on_eot" else peer_setting
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
     if key == "roles_to_train" and conversion.get("train_on_inputs"):
-        conversion.report_unneeded(name, index, theirs, why="train_on_inputs trains every role")
+        conversion.report_unneeded(name, index, peer_setting, why="train_on_inputs trains every role")
     elif value in (["assistant"], "turn") and key not in conversion.ours:
-        conversion.report_unneeded(name, index, theirs, why="as here")
+        conversion.report_unneeded(name, index, peer_setting, why="as here")
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
-        conversion.report_unneeded(name, index, theirs, why="all tokens of an answer are trained")
+        conversion.report_unneeded(name, index, peer_setting, why="all tokens of an answer are trained")
     elif conversion.ours.get(key, value) != value:
-        conversion.report_lost(name, index, theirs, why=f"{key} is the same for all datasets here")
+        conversion.report_lost(name, index, peer_setting, why=f"{key} is the same for all datasets here")
     else:
-        conversion.write_key(key, value, name, index, theirs)
+        conversion.write_key(key, value, name, index, peer_setting)
 
 
 def _convert_type(

@@ -172,23 +172,23 @@ class Conversion:
         """Return a function that reports the field as lost, with a reason."""
         return lambda why: self.report_lost(*path, why=prefix + why)
 
-    def report_lost_setting(self, theirs: str, why: str, *, trains: bool = True) -> None:
+    def report_lost_setting(self, peer_setting: str, why: str, *, trains: bool = True) -> None:
         """Report something lost that is not a field of the file, such as a default of the other trainer."""
-        self.findings.append(FieldFinding("lost", theirs, "", "", why, trains))
+        self.findings.append(FieldFinding("lost", peer_setting, "", "", why, trains))
 
-    def report_other_file(self, theirs: str, where: str, why: str, trains: bool | None) -> None:
+    def report_other_file(self, peer_setting: str, where: str, why: str, trains: bool | None) -> None:
         """Report a field of another file as lost, or as not needed if ``trains`` is None."""
         lost = trains is not None
-        self.findings.append(FieldFinding("lost" if lost else "not_needed", theirs, where, "", why, bool(trains)))
+        self.findings.append(FieldFinding("lost" if lost else "not_needed", peer_setting, where, "", why, bool(trains)))
 
-    def write_other_file(self, key: str, value: Any, theirs: str, where: str) -> None:
+    def write_other_file(self, key: str, value: Any, peer_setting: str, where: str) -> None:
         """Write a key for a field of another file or an option of a launcher."""
         if wrong := self._why_rejected(key, value):
-            self.report_other_file(theirs, where, wrong, True)
+            self.report_other_file(peer_setting, where, wrong, True)
             return
         self.ours[key] = value
-        self.notes[key] = theirs.partition(":")[0]
-        self.findings.append(FieldFinding("mapped", theirs, where, _show_field(key, value)))
+        self.notes[key] = peer_setting.partition(":")[0]
+        self.findings.append(FieldFinding("mapped", peer_setting, where, _show_field(key, value)))
 
     def import_error(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
         """Return the error for a recipe that cannot be imported."""

@@ -43,10 +43,10 @@ class FieldRule:
 
 
 def key_rule(
-    ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = ""
+    our_key: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = ""
 ) -> FieldRule:
-    """Return the rule of a field that becomes the StreamTune key ``ours``."""
-    return FieldRule(ours, convert, why, trains=trains)
+    """Return the rule of a field that becomes the StreamTune key ``our_key``."""
+    return FieldRule(our_key, convert, why, trains=trains)
 
 
 def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
@@ -59,13 +59,13 @@ def same_name_rules(names: str, *, trains: bool = True) -> dict[str, FieldRule]:
     return {name: key_rule(ALIASES.get(name, name.rpartition(".")[2]), trains=trains) for name in names.split()}
 
 
-def switches(names: str) -> dict[str, FieldRule]:
+def switch_rules(names: str) -> dict[str, FieldRule]:
     """Return the rules of on/off fields in ``recipe.aliases``; each becomes a value of a StreamTune key."""
-    return {name: _switch(*SWITCHES[name]) for name in names.split()}
+    return {name: _switch_rule(*SWITCHES[name]) for name in names.split()}
 
 
-def _switch(ours: str, value: str) -> FieldRule:
-    return FieldRule(ours, lambda on: value if on in (True, "true", "True") else None)
+def _switch_rule(our_key: str, value: str) -> FieldRule:
+    return FieldRule(our_key, lambda on: value if on in (True, "true", "True") else None)
 
 
 def field_table(
@@ -97,7 +97,7 @@ def field_table(
     return table
 
 
-def adapter_initialisation(value: Any) -> Any:
+def convert_adapter_initialisation(value: Any) -> Any:
     """Return our ``adapter_type`` for peft's ``init_lora_weights``; None for LoRA's default initialisation."""
     name = str(value).lower().replace("-", "_").partition("_niter_")[0]
     if name in ("true", "none", "default"):
@@ -113,7 +113,7 @@ def none_if_empty(value: Any) -> Any:
     return value or None
 
 
-def negate(value: Any) -> bool:
+def negate_switch(value: Any) -> bool:
     return not value
 
 
@@ -126,13 +126,13 @@ def zero_if_negative(value: Any) -> Any:
     return max(value, 0) if isinstance(value, int) else value
 
 
-def module_list(value: Any) -> Any:
+def convert_module_list(value: Any) -> Any:
     """Return a list of module names from a list or a comma-separated text; None if it is empty."""
-    names = split_names(value) if isinstance(value, str) else value
+    names = convert_module_names(value) if isinstance(value, str) else value
     return none_if_empty(names)
 
 
-def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
+def lookup_converter(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
     """Return a converter that looks a value up; other values raise an UnconvertedError with the reason ``why``."""
 
     def convert(value: Any) -> Any:
@@ -144,7 +144,7 @@ def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
     return convert
 
 
-def optimizer(value: Any) -> Any:
+def convert_optimizer_name(value: Any) -> Any:
     """Return the name of an optimizer.
 
     Raises:
@@ -167,13 +167,13 @@ OTHER_STEPS = {
 """Reasons for optimizers whose steps differ from our optimizer of the same name."""
 
 
-def split_names(value: Any) -> Any:
+def convert_module_names(value: Any) -> Any:
     """Return a list of names from a list or a comma-separated text; ``all`` becomes ``all-linear``."""
     names = _split_list(value, "names")
     return "all-linear" if names in (["all"], ["all-linear"], ["all_linear"], ["ALL"]) else names
 
 
-def fraction_or_count(value: Any) -> Any:
+def convert_fraction_or_count(value: Any) -> Any:
     """Return a number of steps.
 
     Raises:
@@ -184,7 +184,7 @@ def fraction_or_count(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value == int(value) else value
 
 
-def special_tokens(value: Any) -> Any:
+def convert_special_tokens(value: Any) -> Any:
     """Return our ``special_tokens`` from a mapping with the names of transformers.
 
     Raises:
@@ -199,7 +199,7 @@ def special_tokens(value: Any) -> Any:
     return given
 
 
-def token_list(value: Any) -> Any:
+def convert_token_list(value: Any) -> Any:
     """Return a list of tokens from a list or a comma-separated text."""
     return _split_list(value, "tokens")
 
@@ -211,12 +211,12 @@ def _split_list(value: Any, what: str) -> list[str]:
     return [text.strip() for text in texts if text.strip()]
 
 
-def more_special_tokens(value: Any) -> Any:
+def convert_additional_special_tokens(value: Any) -> Any:
     """Return our ``special_tokens`` with additional tokens."""
-    return {"additional_special_tokens": token_list(value)}
+    return {"additional_special_tokens": convert_token_list(value)}
 
 
-def rope_scaling(value: Any) -> Any:
+def convert_rope_scaling(value: Any) -> Any:
     """Return our ``rope_scaling`` from the name of a type or a mapping of settings.
 
     Raises:

@@ -17,7 +17,7 @@ from .conversion import Conversion, FieldFinding, PeerTrainer
 from .llamafactory import LLAMAFACTORY
 from .peer_files import PeerFile, read_peer_file
 from .swift import SWIFT
-from .trainer_arguments import convert_launcher, convert_optimizer, finish, is_accelerate_config
+from .trainer_arguments import convert_launcher, convert_optimizer, is_accelerate_config, remove_conflicting_keys
 from .trl import TRL
 
 TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}
@@ -79,7 +79,7 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     conversion.apply_rules()
     convert_launcher(conversion)
     conversion.trainer.defaults(conversion)
-    finish(conversion)
+    remove_conflicting_keys(conversion)
     _check_converted(conversion)
     conversion.findings.sort(key=lambda found: int(found.where.rpartition(":")[2] or 10**9))
     return ImportedRecipe(

@@ -9,20 +9,20 @@ from typing import Any
 from .conversion import Conversion, PeerTrainer
 from .field_rules import (
     FieldRule,
+    convert_additional_special_tokens,
+    convert_module_list,
+    convert_module_names,
+    convert_rope_scaling,
+    convert_token_list,
     dft_or_nll,
     field_table,
     key_rule,
-    module_list,
-    more_special_tokens,
-    negate,
+    lookup_converter,
+    negate_switch,
     no_counterpart,
     none_if_empty,
-    one_of,
-    rope_scaling,
     same_name_rules,
-    split_names,
-    switches,
-    token_list,
+    switch_rules,
 )
 from .peer_rows import (
     READ_OF_MESSAGES,
@@ -60,17 +60,19 @@ FIELDS: dict[str, FieldRule] = field_table(
             model_name_or_path cutoff_len val_size lora_rank lora_alpha lora_dropout pref_beta dpo_label_smoothing
             kto_chosen_weight kto_rejected_weight simpo_gamma ref_model moe_aux_loss_coef packing default_system
             split_special_tokens"""),
-        **switches("use_rslora use_dora pissa_init"),
-        "lora_target": key_rule("lora_target", split_names),
+        **switch_rules("use_rslora use_dora pissa_init"),
+        "lora_target": key_rule("lora_target", convert_module_names),
         "pref_ftx": key_rule("rpo_alpha", none_if_empty),
-        "quantization_bit": key_rule("quantization", one_of({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")),
-        "rope_scaling": key_rule("rope_scaling", rope_scaling),
+        "quantization_bit": key_rule(
+            "quantization", lookup_converter({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")
+        ),
+        "rope_scaling": key_rule("rope_scaling", convert_rope_scaling),
         "oft_block_size": key_rule("oft_block_size", none_if_empty),
-        "add_tokens": key_rule("added_tokens", token_list),
-        "add_special_tokens": key_rule("special_tokens", more_special_tokens),
-        "additional_target": key_rule("modules_to_save", module_list),
+        "add_tokens": key_rule("added_tokens", convert_token_list),
+        "add_special_tokens": key_rule("special_tokens", convert_additional_special_tokens),
+        "additional_target": key_rule("modules_to_save", convert_module_list),
         "use_dft_loss": key_rule("loss_type", dft_or_nll),
-        "disable_shuffling": key_rule("shuffle", negate),
+        "disable_shuffling": key_rule("shuffle", negate_switch),
         "model_revision": no_counterpart("a model revision: download it and give its folder", off=("main",)),
         "quantization_method": no_counterpart("bitsandbytes or torchao quantise", off=("bnb", "bitsandbytes")),
         "quantization_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
@@ -172,7 +174,7 @@ FIELDS: dict[str, FieldRule] = field_table(
 )
 
 
-def _objective(conversion: Conversion) -> str:
+def _choose_objective(conversion: Conversion) -> str:
     stage = str(conversion.get("stage", "sft"))
     if stage not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
@@ -226,7 +228,7 @@ def _convert_method(conversion: Conversion) -> None:
         conversion.ours[name] = "lora"
         target = conversion.pop_field("oft_target")
         if target is not None:
-            conversion.convert_key("lora_target", split_names, target, "oft_target")
+            conversion.convert_key("lora_target", convert_module_names, target, "oft_target")
     else:
         conversion.ours[name] = "full"
         last = conversion.get("freeze_trainable_layers", 2)
@@ -251,7 +253,7 @@ def _convert_blocks(conversion: Conversion) -> None:
     conversion.mark_unneeded("neat_packing", why="used only by stage: sft")
 
 
-def _write_defaults(conversion: Conversion) -> None:
+def _write_trainer_defaults(conversion: Conversion) -> None:
     conversion.write_default("finetuning_type", "lora")
     adapters = conversion.ours.get("finetuning_type") != "full"
     if adapters:
@@ -298,8 +300,10 @@ def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
     """
     folder, most = (conversion.file.fields.get(name) for name in ("dataset_dir", "max_samples"))
     conversion.mark_unneeded("dataset_dir", "max_samples", why="see datasets")
-    write_datasets(conversion, _dataset_specs(conversion, "dataset", folder, most, texts=texts), "dataset")
-    write_eval_sets(conversion, _dataset_specs(conversion, "eval_dataset", folder, most, texts=texts), "eval_dataset")
+    write_datasets(conversion, _dataset_specs(conversion, "dataset", folder, most, is_plain_text=texts), "dataset")
+    write_eval_sets(
+        conversion, _dataset_specs(conversion, "eval_dataset", folder, most, is_plain_text=texts), "eval_dataset"
+    )
     shares = conversion.get("interleave_probs")
     mixes = str(conversion.get("mix_strategy", "concat")).startswith("interleave")
     if mixes:
@@ -309,7 +313,9 @@ def convert_datasets(conversion: Conversion, *, texts: bool) -> None:
     conversion.mark_unneeded("mix_strategy", "interleave_probs", why=why)
 
 
-def _dataset_specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts: bool) -> list[dict[str, Any]]:
+def _dataset_specs(
+    conversion: Conversion, field: str, folder: Any, max_rows: Any, *, is_plain_text: bool
+) -> list[dict[str, Any]]:
     names = conversion.get(field)
     if names is None:
         conversion.mark_unneeded(field, why="no value")
@@ -331,9 +337,9 @@ def _dataset_specs(conversion: Conversion, field: str, folder: Any, most: Any, *
                 why = f"'{name}' is looked up in {found_in}, but {missing}: write the path of the data file"
                 conversion.report_lost(field, why=why)
         else:
-            spec = _convert_dataset(conversion, field, name, entry, Path(found_in).parent, texts=texts)
-        if isinstance(most, int) and most:
-            spec["max_rows"] = min(most, spec.get("max_rows", most))
+            spec = _convert_dataset(conversion, field, name, entry, Path(found_in).parent, texts=is_plain_text)
+        if isinstance(max_rows, int) and max_rows:
+            spec["max_rows"] = min(max_rows, spec.get("max_rows", max_rows))
         specs.append(spec)
     return specs
 
@@ -477,7 +483,7 @@ LLAMAFACTORY = PeerTrainer(
     fields=FIELDS,
     signs="""stage cutoff_len template dataset_dir overwrite_cache preprocessing_num_workers plot_loss pref_beta
         pref_loss finetuning_type do_train flash_attn max_samples overwrite_output_dir""",
-    objective=_objective,
+    objective=_choose_objective,
     special=_convert_dependent_fields,
-    defaults=_write_defaults,
+    defaults=_write_trainer_defaults,
 )

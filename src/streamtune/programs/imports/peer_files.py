@@ -62,7 +62,7 @@ def read_peer_file(path: Path) -> PeerFile:
     """
     text = read_recipe_text(path)
     named_otherwise = path.suffix not in (".yaml", ".yml", ".json")
-    if path.suffix in (".sh", ".bash") or (named_otherwise and _commands(text)):
+    if path.suffix in (".sh", ".bash") or (named_otherwise and _find_training_commands(text)):
         return _read_script(text, path)
     if path.suffix == ".json":
         text = text.replace("\t", "    ")  # YAML accepts JSON, except for tabs
@@ -76,7 +76,7 @@ def read_peer_file(path: Path) -> PeerFile:
 
 
 def _read_script(text: str, path: Path) -> PeerFile:
-    commands, assigned = _commands(text), _assignments(text)
+    commands, assigned = _find_training_commands(text), _find_assignments(text)
     if not commands:
         raise RecipeError(
             "the script has no training command",
@@ -94,7 +94,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
     for word, line in words[:at]:
         if found := _ASSIGNMENT.fullmatch(word):
             read.environment[found[1]] = (found[2], line)
-    read.launcher = _launcher_options(words[:at], assigned)
+    read.launcher = _find_launcher_options(words[:at], assigned)
     name = ""
     for word, line in words[options:]:
         if word.startswith("--"):
@@ -130,7 +130,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
     return read
 
 
-def _launcher_options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
+def _find_launcher_options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
     """Return the launcher's options, which precede the training script or ``-m MODULE``."""
     found: dict[str, tuple[Any, int]] = {}
     starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
@@ -150,10 +150,10 @@ def _launcher_options(words: list[tuple[str, int]], assigned: dict[str, str]) ->
 HASH, _IN_WORD = "\ue000", re.compile(r"(?<=[^\s'\"])#")
 
 
-def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
+def _find_training_commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
     """Return each training command of a script: its words with their lines, and the index of the program."""
     found = []
-    for words in _statements(text):
+    for words in _split_statements(text):
         for at, (word, _) in enumerate(words):
             known = COMMANDS.get(Path(word).name)
             follows = words[at + 1][0] if at + 1 < len(words) else ""
@@ -163,7 +163,7 @@ def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
     return found
 
 
-def _statements(text: str) -> list[list[tuple[str, int]]]:
+def _split_statements(text: str) -> list[list[tuple[str, int]]]:
     """Return the statements of a script, as words with their lines. Continued lines are one statement."""
     statements: list[list[tuple[str, int]]] = []
     words: list[tuple[str, int]] = []
@@ -188,28 +188,28 @@ def _statements(text: str) -> list[list[tuple[str, int]]]:
     return statements
 
 
-def _assignments(text: str) -> dict[str, str]:
+def _find_assignments(text: str) -> dict[str, str]:
     """Return the variables that a script sets in separate statements."""
     assigned: dict[str, str] = {}
-    for words in _statements(text):
+    for words in _split_statements(text):
         for word, _ in words[1:] if words[0][0] == "export" else words:
             found = _ASSIGNMENT.fullmatch(word)
             if not found:
                 break
-            assigned[found[1]] = _expand(found[2], assigned)
+            assigned[found[1]] = _expand_variables(found[2], assigned)
     return assigned
 
 
-def _expand(word: str, assigned: dict[str, str]) -> str:
+def _expand_variables(word: str, assigned: dict[str, str]) -> str:
     """Return a word in which the script's variables are replaced by their values."""
     return _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word)
 
 
 def _parse_value(word: str, assigned: dict[str, str]) -> Any:
-    return parse_scalar(_expand(word, assigned))
+    return parse_scalar(_expand_variables(word, assigned))
 
 
-def json_value(value: Any) -> Any:
+def parse_json_text(value: Any) -> Any:
     """Return a value parsed from JSON text, such as ``'{"factor": 2.0}'``; other types are returned unchanged.
 
     Raises:

@@ -50,18 +50,21 @@ def _first_row(file: Path) -> dict[str, Any] | None:
 
 
 def report_unread_columns(
-    row: Mapping[str, Any] | None, ours: Iterable[str], named: Iterable[Any], report_lost: Callable[[str], None]
+    row: Mapping[str, Any] | None,
+    our_columns: Iterable[str],
+    peer_columns: Iterable[Any],
+    report_lost: Callable[[str], None],
 ) -> None:
     """Report columns of the first row that StreamTune reads and the other trainer does not.
 
     Args:
         row: First row; None if unknown.
-        ours: Columns that StreamTune reads.
-        named: Columns that the other trainer reads.
+        our_columns: Columns that StreamTune reads.
+        peer_columns: Columns that the other trainer reads.
         report_lost: Function that reports a difference.
     """
-    read = set(named)
-    for column in ours:
+    read = set(peer_columns)
+    for column in our_columns:
         if row is not None and row.get(column) not in (None, "", [], "[]") and column not in read:
             report_lost(f"only StreamTune reads the column '{column}': rename it in the file")
 

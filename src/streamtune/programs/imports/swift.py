@@ -8,18 +8,18 @@ from typing import Any
 from .conversion import Conversion, PeerTrainer
 from .field_rules import (
     FieldRule,
-    adapter_initialisation,
+    convert_adapter_initialisation,
+    convert_additional_special_tokens,
+    convert_module_list,
+    convert_module_names,
+    convert_rope_scaling,
     dft_or_nll,
     field_table,
     key_rule,
-    module_list,
-    more_special_tokens,
+    lookup_converter,
     no_counterpart,
     none_if_empty,
-    one_of,
-    rope_scaling,
     same_name_rules,
-    split_names,
 )
 from .peer_rows import convert_swift_template, first_local_row
 from .swift_datasets import convert_datasets
@@ -59,7 +59,7 @@ KINDS = ("vera", "ia3")
 """Tuners that are adapter types here."""
 
 
-def _reward_functions(value: Any) -> Any:
+def _convert_reward_functions(value: Any) -> Any:
     names = value if isinstance(value, list) else [value]
     return [NEAREST.get(name, f"REWARDS.py:{name}") if isinstance(name, str) else name for name in names]
 
@@ -70,14 +70,16 @@ FIELDS: dict[str, FieldRule] = field_table(
         **SHARED_FIELDS,
         **same_name_rules("""lora_rank chat_template"""),
         **same_name_rules("sequence_parallel_size", trains=False),
-        "target_modules": key_rule("lora_target", split_names),
+        "target_modules": key_rule("lora_target", convert_module_names),
         "truncation_strategy": key_rule(
             "overlength",
-            one_of({"delete": "drop", "right": "truncate", "split": "split"}, "longer rows are truncated at the end"),
+            lookup_converter(
+                {"delete": "drop", "right": "truncate", "split": "split"}, "longer rows are truncated at the end"
+            ),
         ),
         "loss_scale": key_rule(
             "train_on",
-            one_of(
+            lookup_converter(
                 {"default": "assistant", "last_round": "last", "all": "all"},
                 "token weights; train_on supports assistant, completion, last, all",
             ),
@@ -86,15 +88,16 @@ FIELDS: dict[str, FieldRule] = field_table(
         "loss_type": key_rule(
             "loss_type", lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value
         ),
-        "reward_funcs": key_rule("reward_funcs", _reward_functions),
+        "reward_funcs": key_rule("reward_funcs", _convert_reward_functions),
         "scale_rewards": key_rule(
-            "scale_rewards", one_of({True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"})
+            "scale_rewards",
+            lookup_converter({True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}),
         ),
-        "new_special_tokens": key_rule("special_tokens", more_special_tokens),
-        "rope_scaling": key_rule("rope_scaling", rope_scaling),
-        "modules_to_save": key_rule("modules_to_save", module_list),
-        "init_weights": key_rule("adapter_type", adapter_initialisation),
-        "init_lora_weights": key_rule("adapter_type", adapter_initialisation),
+        "new_special_tokens": key_rule("special_tokens", convert_additional_special_tokens),
+        "rope_scaling": key_rule("rope_scaling", convert_rope_scaling),
+        "modules_to_save": key_rule("modules_to_save", convert_module_list),
+        "init_weights": key_rule("adapter_type", convert_adapter_initialisation),
+        "init_lora_weights": key_rule("adapter_type", convert_adapter_initialisation),
         "enable_dft_loss": key_rule("loss_type", dft_or_nll),
         "is_binary_loss_scale": no_counterpart("the trained tokens' weights are 1 or 0", off=(True,)),
         "add_non_thinking_prefix": no_counterpart(
@@ -241,7 +244,7 @@ FIELDS: dict[str, FieldRule] = field_table(
 )
 
 
-def _objective(conversion: Conversion) -> str:
+def _choose_objective(conversion: Conversion) -> str:
     kind = str(conversion.get("rlhf_type", ""))
     if not kind:
         return "dpo" if conversion.file.command == "rlhf" else "sft"
@@ -353,7 +356,7 @@ def _convert_tuner(conversion: Conversion) -> None:
         conversion.report_lost(name, why="supported: full, lora and qlora; lora is written")
 
 
-def _write_defaults(conversion: Conversion) -> None:
+def _write_trainer_defaults(conversion: Conversion) -> None:
     ours, objective = conversion.ours, conversion.objective
     conversion.write_default("finetuning_type", "lora")
     adapters = ours.get("finetuning_type") != "full"
@@ -406,7 +409,7 @@ SWIFT = PeerTrainer(
     signs="""model train_type tuner_type sft_type rlhf_type split_dataset_ratio truncation_strategy loss_scale attn_impl
         quant_bits quant_method external_plugins target_modules use_hf model_id_or_path model_author
         custom_register_path load_from_cache_file lazy_tokenize""",
-    objective=_objective,
+    objective=_choose_objective,
     special=_convert_dependent_fields,
-    defaults=_write_defaults,
+    defaults=_write_trainer_defaults,
 )

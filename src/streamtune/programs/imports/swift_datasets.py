@@ -9,7 +9,7 @@ from typing import Any
 
 from .conversion import Conversion
 from .field_rules import UnconvertedError
-from .peer_files import json_value
+from .peer_files import parse_json_text
 from .peer_rows import (
     DATA_FILES,
     READ_OF_MESSAGES,
@@ -59,7 +59,7 @@ def _column_names(conversion: Conversion) -> dict[str, str]:
     if "columns" not in conversion.file.fields:
         return {}
     try:
-        given = json_value(conversion.pop_field("columns"))
+        given = parse_json_text(conversion.pop_field("columns"))
     except UnconvertedError as error:
         conversion.report_lost("columns", why=str(error))
         return {}
@@ -164,15 +164,15 @@ def convert_columns(
     if {*CONVERSATION_COLUMNS} & row.keys() or "messages" in named.values():
         _convert_messages(spec, row, columns, report_lost)
         return
-    found = {"system": columns.get("system") or _single_column(row, SYSTEMS)}
+    found = {"system": columns.get("system") or _find_single_column(row, SYSTEMS)}
     if "tools" in row or "tools" in columns:
         found["tools"] = columns.get("tools", "tools")
     if {"instruction", "input"} <= row.keys() and not {"instruction", "input"} & columns.keys():
         found |= {"instruction": "instruction", "input": "input"}
         spec["input_separator"] = "\n"
     else:
-        found["instruction"] = columns.get("instruction") or _single_column(row, QUESTIONS)
-    found["output"] = columns.get("output") or _single_column(row, ANSWERS)
+        found["instruction"] = columns.get("instruction") or _find_single_column(row, QUESTIONS)
+    found["output"] = columns.get("output") or _find_single_column(row, ANSWERS)
     if not found["instruction"] or not found["output"]:
         if "text" not in row:
             report_lost("question and answer columns are missing or ambiguous: write columns in each dataset")
@@ -185,7 +185,7 @@ def convert_columns(
     write_columns(spec, {**found, **({"history": columns["history"]} if "history" in columns else {})}, "alpaca")
 
 
-def _single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _find_single_column(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """Return the column that has one of the names; among several, the column with the first name, if it exists."""
     found = [column for column in row if column.lower() in names]
     if len(found) == 1:
@@ -201,7 +201,7 @@ def _convert_messages(
     turns = row.get(column)
     report_unread_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), report_lost)
     first = turns[0] if isinstance(turns, list) and turns else {}
-    others = {"system": columns.get("system") or _single_column(row, SYSTEMS), "tools": columns.get("tools")}
+    others = {"system": columns.get("system") or _find_single_column(row, SYSTEMS), "tools": columns.get("tools")}
     renamed = {ours: theirs for ours, theirs in others.items() if theirs and theirs != ours}
     if isinstance(first, dict) and "from" in first:
         if column not in CONVERSATION_COLUMNS[1:]:

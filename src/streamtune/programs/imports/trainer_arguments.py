@@ -16,11 +16,11 @@ from .conversion import Conversion
 from .field_rules import (
     FieldRule,
     UnconvertedError,
+    convert_fraction_or_count,
+    convert_optimizer_name,
     field_table,
-    fraction_or_count,
     key_rule,
     no_counterpart,
-    optimizer,
     same_name_rules,
 )
 
@@ -28,13 +28,13 @@ CHECKPOINTING = "streaming replaces gradient checkpointing"
 KERNELS = "kernels are chosen automatically; `streamtune env` lists them"
 
 
-def _best_metric(value: Any) -> Any:
+def _convert_best_metric(value: Any) -> Any:
     if not isinstance(value, str):
         raise UnconvertedError("expected a name")
     return value if value.startswith("eval_") else f"eval_{value}"
 
 
-def _deepspeed(value: Any) -> Any:
+def _convert_deepspeed(value: Any) -> Any:
     if isinstance(value, dict):
         raise UnconvertedError("write the configuration to a JSON file and give it: deepspeed: FILE")
     if value in ("zero0", "zero2_offload"):
@@ -49,7 +49,7 @@ def _deepspeed(value: Any) -> Any:
     return value
 
 
-def _trackers(value: Any) -> Any:
+def _convert_trackers(value: Any) -> Any:
     names = value if isinstance(value, list) else [value]
     names = [name for name in names if name not in ("none", None, "")]
     if "all" in names:
@@ -68,7 +68,7 @@ def single_loss_name(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
-def _positive_steps(value: Any) -> Any:
+def _convert_positive_steps(value: Any) -> Any:
     return -1 if value in (0, -1) else value
 
 
@@ -81,17 +81,20 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
         **same_name_rules("per_device_eval_batch_size output_dir greater_is_better", trains=False),
         **same_name_rules("dataloader_num_workers save_total_limit", trains=False),
         "lr_scheduler_kwargs": key_rule("lr_scheduler_kwargs", lambda value: value or {}),
-        "optim": key_rule("optim", optimizer),
+        "optim": key_rule("optim", convert_optimizer_name),
         "deepspeed": key_rule(
-            "deepspeed", _deepspeed, trains=False, why="the file does not exist here; the stage is taken from its name"
+            "deepspeed",
+            _convert_deepspeed,
+            trains=False,
+            why="the file does not exist here; the stage is taken from its name",
         ),
-        "eval_steps": key_rule("eval_steps", fraction_or_count, trains=False),
-        "save_steps": key_rule("save_steps", fraction_or_count, trains=False),
-        "logging_steps": key_rule("logging_steps", fraction_or_count, trains=False),
-        "max_steps": key_rule("max_steps", _positive_steps),
-        "metric_for_best_model": key_rule("metric_for_best_model", _best_metric, trains=False),
+        "eval_steps": key_rule("eval_steps", convert_fraction_or_count, trains=False),
+        "save_steps": key_rule("save_steps", convert_fraction_or_count, trains=False),
+        "logging_steps": key_rule("logging_steps", convert_fraction_or_count, trains=False),
+        "max_steps": key_rule("max_steps", _convert_positive_steps),
+        "metric_for_best_model": key_rule("metric_for_best_model", _convert_best_metric, trains=False),
         "full_determinism": key_rule("deterministic", trains=False),
-        "report_to": key_rule("report_to", _trackers, trains=False),
+        "report_to": key_rule("report_to", _convert_trackers, trains=False),
         "fsdp": key_rule("fsdp", bool, trains=False),
         "use_cpu": key_rule("device", lambda value: "cpu" if value else "auto", trains=False),
         "train_sampling_strategy": no_counterpart("rows are shuffled", trains=False, off=("random",)),
@@ -239,7 +242,9 @@ def convert_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
     names: list[str] = []
     variables: list[str] = []
     if "report_to" in conversion.file.fields:
-        conversion.convert_key("report_to", _trackers, conversion.pop_field("report_to"), "report_to", trains=False)
+        conversion.convert_key(
+            "report_to", _convert_trackers, conversion.pop_field("report_to"), "report_to", trains=False
+        )
         names = conversion.ours.get("report_to", [])
     for name, tracker in settings.items():
         if name in conversion.file.fields:
@@ -276,7 +281,7 @@ def convert_thinking(conversion: Conversion) -> None:
             )
 
 
-def finish(conversion: Conversion) -> None:
+def remove_conflicting_keys(conversion: Conversion) -> None:
     """Remove and report converted keys that exclude each other or have no effect together."""
     ours = conversion.ours
 

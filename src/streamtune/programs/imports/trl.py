@@ -11,17 +11,17 @@ from .conversion import Conversion, PeerTrainer
 from .field_rules import (
     FieldRule,
     UnconvertedError,
+    convert_module_list,
+    convert_module_names,
     field_table,
     key_rule,
-    module_list,
+    lookup_converter,
     no_counterpart,
-    one_of,
     same_name_rules,
-    split_names,
-    switches,
+    switch_rules,
     zero_if_negative,
 )
-from .peer_files import json_value
+from .peer_files import parse_json_text
 from .peer_rows import (
     DATA_FILES,
     FLAGS,
@@ -68,7 +68,7 @@ SERVER = "vLLM servers are not supported; use_vllm runs vLLM in the training pro
 COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
 
 
-def _reward_functions(value: Any) -> Any:
+def _convert_reward_functions(value: Any) -> Any:
     """Return reward functions as ``module:function``; TRL writes ``module.function``, or ``function`` for its own."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
@@ -98,7 +98,7 @@ SHARED_FIELDS: dict[str, FieldRule] = field_table(
         **same_name_rules("""
             cpo_alpha desirable_weight label_smoothing lora_alpha lora_dropout packing router_aux_loss_coef
             simpo_gamma steps_per_generation undesirable_weight"""),
-        **switches("use_rslora use_dora"),
+        **switch_rules("use_rslora use_dora"),
         "top_k": key_rule("top_k", zero_if_negative),
         "bnb_4bit_quant_type": no_counterpart("4-bit weights use nf4", off=("nf4",)),
         "f_divergence_type": no_counterpart("only reverse KL is supported", off=("reverse_kl",)),
@@ -119,14 +119,14 @@ FIELDS: dict[str, FieldRule] = field_table(
             rpo_alpha ref_model_name_or_path reference_free
             max_prompt_length mask_truncated_completions use_bias_correction_kl"""),
         **same_name_rules("precompute_ref_log_probs num_completions_to_print", trains=False),
-        "lora_target_modules": key_rule("lora_target", split_names),
+        "lora_target_modules": key_rule("lora_target", convert_module_names),
         "truncation_mode": key_rule(
-            "overlength", one_of({"keep_start": "truncate"}, "longer rows are truncated at the end")
+            "overlength", lookup_converter({"keep_start": "truncate"}, "longer rows are truncated at the end")
         ),
-        "reward_funcs": key_rule("reward_funcs", _reward_functions, why="code: needs allow_code: true"),
+        "reward_funcs": key_rule("reward_funcs", _convert_reward_functions, why="code: needs allow_code: true"),
         "scale_rewards": key_rule(
             "scale_rewards",
-            one_of(
+            lookup_converter(
                 {
                     True: "group",
                     False: "none",
@@ -138,7 +138,7 @@ FIELDS: dict[str, FieldRule] = field_table(
                 }
             ),
         ),
-        "lora_modules_to_save": key_rule("modules_to_save", module_list),
+        "lora_modules_to_save": key_rule("modules_to_save", convert_module_list),
         "chat_template_path": key_rule(
             "chat_template", why="a tokenizer folder is not accepted: give the template file"
         ),
@@ -207,7 +207,7 @@ FIELDS: dict[str, FieldRule] = field_table(
 )
 
 
-def _objective(conversion: Conversion) -> str:
+def _choose_objective(conversion: Conversion) -> str:
     command = conversion.file.command
     if command:
         if command not in COMMANDS:
@@ -410,7 +410,7 @@ def _convert_datasets(conversion: Conversion) -> None:
             spec["name"] = part
         write_datasets(conversion, [spec], "dataset_name")
     try:
-        entries = json_value(conversion.pop_field("datasets"))
+        entries = parse_json_text(conversion.pop_field("datasets"))
     except UnconvertedError as error:
         conversion.report_lost("datasets", why=str(error))
         return
@@ -437,11 +437,11 @@ def _convert_datasets(conversion: Conversion) -> None:
     write_datasets(conversion, specs, "datasets")
 
 
-def _convert_test_split(conversion: Conversion, name: Any, part: Any) -> None:
+def _convert_test_split(conversion: Conversion, name: Any, config_name: Any) -> None:
     """Convert ``dataset_test_split``, which TRL uses if the run evaluates."""
     split = conversion.pop_field("dataset_test_split")
     if name is not None and conversion.get("eval_strategy", "no") not in ("no", False):
-        spec = {"path": name, "split": str(split or "test"), **({"name": part} if part else {})}
+        spec = {"path": name, "split": str(split or "test"), **({"name": config_name} if config_name else {})}
         key = "dataset_test_split" if split else "eval_strategy"
         if str(name).endswith(DATA_FILES):
             why = f"{name} is a file without a split '{spec['split']}': write val_size or eval_datasets"
@@ -456,7 +456,7 @@ def _convert_test_split(conversion: Conversion, name: Any, part: Any) -> None:
         conversion.report_unneeded("dataset_test_split", why="used only if eval_strategy is set")
 
 
-def _write_defaults(conversion: Conversion) -> None:
+def _write_trainer_defaults(conversion: Conversion) -> None:
     objective, ours = conversion.objective, conversion.ours
     conversion.write_default("learning_rate", 2e-5 if objective == "sft" else 1e-6)
     conversion.write_default("lr_scheduler_type", "linear")
@@ -488,7 +488,7 @@ TRL = PeerTrainer(
     signs="""dataset_name dataset_config dataset_train_split use_peft lora_target_modules assistant_only_loss dtype
         completion_only_loss max_completion_length model_revision attn_implementation dataset_text_field
         dataset_test_split eos_token""",
-    objective=_objective,
+    objective=_choose_objective,
     special=_convert_dependent_fields,
-    defaults=_write_defaults,
+    defaults=_write_trainer_defaults,
 )

@@ -278,7 +278,7 @@ class SimulatedTrials:
     _too_large: dict[int, int] = field(default_factory=dict)
     """Tokens of the smallest shape that did not fit, by placement index; larger shapes are not tried with it."""
 
-    def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
+    def __call__(self, shape: Shape, notify_phase: Callable[[str], None]) -> Outcome:
         step = _workload_of_shape(self.tiers[0].workload, shape)
         if shape.mode != "stream" or self.schedule is not None:
             schedule = self.schedule or Schedule()  # a baseline does not read it

@@ -136,7 +136,7 @@ def flatten_mappings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
             yield f"{prefix}{name}", value
 
 
-def _as_text(value: Any) -> str:
+def _value_as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -161,7 +161,7 @@ class TensorboardTracker(Tracker):
         self._writer = SummaryWriter(str(self.folder), purge_step=self.facts.step + 1, flush_secs=10)
         for part, values in start_facts(self.facts).items():
             if isinstance(values, Mapping):
-                rows = "".join(f"| {key} | {_table_cell(value)} |\n" for key, value in flatten_mappings(values))
+                rows = "".join(f"| {key} | {_format_table_cell(value)} |\n" for key, value in flatten_mappings(values))
                 self._writer.add_text(part, f"| key | value |\n|---|---|\n{rows}", self.facts.step + 1)
         for term, size in self.facts.plan.get("terms", {}).items():
             self._writer.add_scalar(f"plan/terms/{term}", size, self.facts.step + 1)
@@ -174,7 +174,7 @@ class TensorboardTracker(Tracker):
 
     def text(self, step: int, samples: list[dict[str, Any]]) -> None:
         for number, sample in enumerate(samples):
-            shown = f"**{_table_cell(sample['prompt'])}**\n\n```text\n{sample['completion']}\n```"
+            shown = f"**{_format_table_cell(sample['prompt'])}**\n\n```text\n{sample['completion']}\n```"
             self._writer.add_text(f"samples/{number}", shown, step)
 
     def note(self, name: str, details: Mapping[str, Any]) -> None:
@@ -191,8 +191,8 @@ class TensorboardTracker(Tracker):
         self._writer.close()
 
 
-def _table_cell(value: Any) -> str:
-    return _as_text(value).replace("|", "\\|").replace("\n", " ")
+def _format_table_cell(value: Any) -> str:
+    return _value_as_text(value).replace("|", "\\|").replace("\n", " ")
 
 
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class MlflowTracker(Tracker):
 
 
 def _shorten(value: Any) -> str:
-    text = _as_text(value)
+    text = _value_as_text(value)
     return text if len(text) <= PARAMETER_CHARACTERS else text[: PARAMETER_CHARACTERS - 3] + "..."
 
 

@@ -294,14 +294,14 @@ def relative_to(difference: float, total: float) -> float:
     return difference / total if total > 0 and math.isfinite(difference) else math.inf
 
 
-def gradient_norm(grad: Tensor, other: Tensor | None = None) -> float:
+def gradient_norm(grad: Tensor, subtracted: Tensor | None = None) -> float:
     """Return ``||grad - other||`` in float64, computed block by block on the gradient's device."""
     flat, total = grad.detach().reshape(-1), 0.0
-    if other is not None and other.numel() != flat.numel():  # the reference had no gradient: zero
-        other = None
+    if subtracted is not None and subtracted.numel() != flat.numel():  # the reference had no gradient: zero
+        subtracted = None
     for start in range(0, flat.numel(), BLOCK):
         block = flat[start : start + BLOCK].double()
-        if other is not None:
-            block = block - other.reshape(-1)[start : start + BLOCK].to(block.device, torch.float64)
+        if subtracted is not None:
+            block = block - subtracted.reshape(-1)[start : start + BLOCK].to(block.device, torch.float64)
         total += float(block.dot(block))
     return math.sqrt(total) if total == total else math.inf

@@ -254,7 +254,7 @@ class _Runs:
         return VerifyRun(None, truth.dtype, truth.loss, dict.fromkeys(self.names, 0.0))
 
     def _plain_gradients(self, bf16: bool, dtype: torch.dtype) -> _Truth:
-        self._notify_run(f"{self._run_label(bf16, dtype)}, plain autograd", wide=dtype != self.computed)
+        self._notify_run(f"{self._run_label(bf16, dtype)}, plain autograd", is_wide=dtype != self.computed)
         grads = {name: torch.zeros(0) for name in self.names}
         norms = dict.fromkeys(self.names, 0.0)
 
@@ -278,7 +278,7 @@ class _Runs:
     def _compare_run(self, truth: _Truth, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
         """Run once; compare and free each gradient as soon as it is computed."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
-        self._notify_run(f"{self._run_label(bf16, dtype)}, {how}", wide=True)
+        self._notify_run(f"{self._run_label(bf16, dtype)}, {how}", is_wide=True)
         differences = dict(truth.norms)  # without a gradient, the whole gradient of the truth is the difference
 
         def compare(name: str, grad: Tensor) -> None:
@@ -318,9 +318,9 @@ class _Runs:
             for hook in hooks:
                 hook.remove()
 
-    def _notify_run(self, what: str, wide: bool) -> None:
+    def _notify_run(self, what: str, is_wide: bool) -> None:
         if not self.runs_started:
-            self.total = (1 + len(self.comparison.schedules)) * (2 if wide else 1)
+            self.total = (1 + len(self.comparison.schedules)) * (2 if is_wide else 1)
         self.runs_started += 1
         self.comparison.notify(f"{what} ({self.runs_started} of {self.total})")
 
