@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.programs.bench.modes import MODE_SETUPS, absent
-from streamtune.programs.bench.named_tables import TABLES, row_cells, columns, table_notes
+from streamtune.programs.bench.named_tables import TABLES, row_cells, table_columns, table_notes
 from streamtune.programs.bench.table_rows import TableReport, TableRow
 
 ROOT = Path(__file__).parents[1]
@@ -341,7 +341,7 @@ def render_table(found: Document) -> list[str]:
         names = {field.name for field in fields(TableRow)}
         rows = [TableRow(**{key: value for key, value in row.items() if key in names}) for row in document["rows"]]
         report = TableReport(**{**document, "rows": rows, "absent": {}})
-        shown = columns(report)
+        shown = table_columns(report)
         lines += ["```", report.command, "```", ""]
         lines += ["| " + " | ".join(column.name for column in shown) + " |"]
         lines += ["|" + "|".join("---:" if column.right else "---" for column in shown) + "|"]
