@@ -87,12 +87,12 @@ class AdapterKeys(Spec):
     `{o_proj: 8}`."""
 
     lora_ga_rows: Annotated[int, Field(ge=1), at_most(10**4)] = 8
-    """With `adapter_type: lora_ga`: number of training rows, drawn with `seed`, whose gradient initialises the
-    adapters. Gradients of several rows are summed in host memory."""
+    """Only for `sft` with `adapter_type: lora_ga`: number of training rows, drawn with `seed`, whose gradient
+    initialises the adapters. Gradients of several rows are summed in host memory."""
 
     lora_ga_gamma: Annotated[float, Field(gt=0), at_most(10**9)] = 16.0
-    """With `adapter_type: lora_ga`: gamma; the initial values of the adapters are divided by sqrt(gamma). A larger
-    gamma gives smaller initial values."""
+    """Only for `sft` with `adapter_type: lora_ga`: gamma; the initial values of the adapters are divided by
+    sqrt(gamma). A larger gamma gives smaller initial values."""
 
     loftq_iter: Annotated[int, Field(ge=1), at_most(100)] = 1
     """With `adapter_type: loftq`: number of LoftQ iterations. Each iteration quantises the weight minus the product of

@@ -83,8 +83,8 @@ class BatchKeys(Spec):
     `selected.jsonl` lists the chosen rows. Default: all rows are trained."""
 
     select_from: Annotated[int, Field(ge=2), at_most(10**4)] = 2
-    """With `select_rows`: number of drawn rows for each trained row. With 4, an epoch draws every row once and trains a
-    quarter of the rows."""
+    """Only for `sft` with `select_rows`: number of drawn rows for each trained row. With 4, an epoch draws every row
+    once and trains a quarter of the rows."""
 
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
     """Number of rows of `datasets` (from 1), or fraction of the rows (below 1), that are held out for evaluation. 0:

@@ -59,8 +59,8 @@ class DatasetSpec(Spec):
     `unpaired` (labelled completions), `grpo` reads `prompts`, `sft` reads the other formats."""
 
     split: Text = "train"
-    """Split to read from a hub dataset or a folder, such as `train` or `test`. In a folder, the names of files and
-    subfolders tell their split."""
+    """Split to read from a hub dataset or a folder, such as `train` or `test`. In a folder, the split is recognised by
+    the names of files and subfolders."""
 
     name: Text | None = None
     """Name of the configuration (subset) to read, for a hub dataset that has several. With `path: demo-arithmetic`: the
@@ -119,7 +119,7 @@ class DataKeys(Spec):
 
     mix_by: Literal["rows", "tokens"] = "rows"
     """Unit in which the `weight` of a dataset counts its share of an epoch: `rows` or `tokens`. Set it if the datasets
-    have weights and rows of different lengths."""
+    have weights and rows of different lengths. Not for `grpo`."""
 
     eval_datasets: Annotated[
         dict[Text, Annotated[tuple[DatasetSpec, ...], Field(min_length=1, strict=False)]], Field(default_factory=dict)
@@ -142,8 +142,8 @@ class DataKeys(Spec):
     disk. It needs `max_steps`, and prepared rows are not cached."""
 
     shuffle_buffer: Count = 10_000
-    """With `streaming: true`: number of rows in memory from which the next row is drawn at random. If rows are long,
-    the buffer has fewer rows."""
+    """Only for `sft` with `streaming: true`: number of rows in memory from which the next row is drawn at random. If
+    rows are long, the buffer has fewer rows."""
 
 
 class CacheKeys(Spec):

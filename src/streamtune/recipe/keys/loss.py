@@ -53,17 +53,17 @@ class LossKeys(Spec):
     by `streamtune teach`. Default: no distillation."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
-    """With `teacher`: divergence between the distributions of teacher and model. `forward` is KL(teacher || model),
-    `reverse` is KL(model || teacher). `jsd` is the weighted sum of KL(teacher || mixture) and KL(model || mixture),
-    arXiv 2306.13649."""
+    """With `teacher` (`sft`, `grpo`): divergence between the distributions of teacher and model. `forward` is
+    KL(teacher || model), `reverse` is KL(model || teacher). `jsd` is the weighted sum of KL(teacher || mixture) and
+    KL(model || mixture), arXiv 2306.13649."""
 
     kd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """With `kd_divergence: jsd`: share of the teacher in the mixture, between 0 and 1. Near 0, `jsd` behaves like
-    `forward`, near 1 like `reverse`."""
+    """With `teacher` (`sft`, `grpo`) and `kd_divergence: jsd`: share of the teacher in the mixture, between 0 and 1.
+    Near 0, `jsd` behaves like `forward`, near 1 like `reverse`."""
 
     kd_temperature: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
-    """With `teacher`: temperature by which the logits of teacher and model are divided before the divergence is
-    computed."""
+    """With `teacher` (`sft`, `grpo`): temperature by which the logits of teacher and model are divided before the
+    divergence is computed."""
 
     kd_hard_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Only for `sft` with `teacher`: weight of the loss `loss_type` on the rows' own tokens. The divergence has the

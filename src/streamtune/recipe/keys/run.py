@@ -39,8 +39,8 @@ class RunKeys(Spec):
     """Seed of the random numbers for new weights, the order of the rows, and dropout."""
 
     shuffle: bool = True
-    """Visit the rows in a random order drawn from `seed`, a new one in each epoch. `false` keeps the order of the
-    datasets, such as from easy to hard; with `packing`, the order in which packs were made."""
+    """Visit the rows in a random order drawn from `seed`, a new order in each epoch. `false` keeps the order of the
+    datasets, such as from easy to hard; with `packing` (`sft`), the order in which packs were made."""
 
     output_dir: Annotated[Text, Field(default_factory=lambda: "runs/recipe")]
     """Folder of the run, relative to the working directory. Default: `runs/` and the name of the recipe file."""
@@ -71,7 +71,8 @@ class RunKeys(Spec):
     disables early stopping. The final model has the weights of the last step; the best weights are in a checkpoint."""
 
     early_stopping_threshold: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
-    """With `early_stopping_patience`: amount that `metric_for_best_model` must improve by to count as better."""
+    """With `early_stopping_patience`: improvement of `metric_for_best_model` that an evaluation must exceed to count as
+    better."""
 
     save_best_limit: Count = 1
     """With `metric_for_best_model`: number of best checkpoints to keep, in addition to the newest."""

@@ -56,8 +56,9 @@ class TrainedTokenKeys(Spec):
     context. Repeated tokens are not trained again."""
 
     train_on: Literal["assistant", "completion", "last", "all"] = "assistant"
-    """Only for `sft`: tokens that count in the loss. `assistant`: the assistant's turns. `completion`: the completion
-    (in a chat, the last turn). `last`: only the last turn. `all`: every token."""
+    """Only for `sft`: tokens that count in the loss. `assistant`: the assistant's turns, and every token of plain text.
+    `completion`: the completion (in a chat, the last turn). `last`: the last assistant turn, and every token of plain
+    text. `all`: every token."""
 
     roles_to_train: Annotated[
         tuple[Literal["assistant", "user", "system", "developer", "tool"], ...], Field(min_length=1, strict=False)
