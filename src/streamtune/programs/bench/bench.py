@@ -161,6 +161,6 @@ def _add_times_to_row(row: BenchRow, case: Case, times: dict[Case, list[tuple[fl
 def median_ratio(
     step_times: Sequence[tuple[float, float]], reference_times: Sequence[tuple[float, float]]
 ) -> float | None:
-    """Return the median of ``ours / theirs`` over paired step times (forward + backward); None without steps."""
+    """Return the median of ``step_times / reference_times`` over paired steps; None without steps."""
     ratios = [sum(our) / sum(their) for our, their in zip(step_times, reference_times, strict=False)]
     return statistics.median(ratios) if ratios else None
