@@ -73,7 +73,9 @@ def _run_command(arguments_with_globals: list[str]) -> None:
     except BaseException as error:
         if not isinstance(error, Exception) and tokenizer_panic_error(error) is None:
             raise
-        known = error if isinstance(error, StreamTuneError) else tokenizer_panic_error(error) or _unexpected_error(error)
+        known = (
+            error if isinstance(error, StreamTuneError) else tokenizer_panic_error(error) or _unexpected_error(error)
+        )
         add_locale_to_fix(known)
         if debug:
             note_failure(known)
