@@ -34,7 +34,7 @@ from benchmarks.processor_time import interleaved, small_model, spread
 from streamtune import Schedule, data, models
 from streamtune.tasks.steps import RowCost
 from streamtune.train import MicroBatch
-from streamtune.train.objective import loss_of
+from streamtune.train.objective import supervised_loss
 
 CONFIG = {
     "vocab_size": 4096,

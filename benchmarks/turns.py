@@ -182,13 +182,13 @@ def prompt_once(tree: Tree) -> train.TreeBatch:
     tokens = np.concatenate([np.array(prompt, np.int32), *(ids for ids, _ in branches)]).astype(np.int64)
     targets = np.concatenate([np.full(len(prompt), IGNORE_INDEX), *(targets for _, targets in branches)])
     sizes = [len(ids) for ids, _ in branches]
-    place_K = torch.as_tensor(targets != IGNORE_INDEX).nonzero()[:, 0]
+    flat_index_K = torch.as_tensor(targets != IGNORE_INDEX).nonzero()[:, 0]
     return train.TreeBatch(
         input_ids=torch.as_tensor(tokens)[None],
         attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
         shift_labels=torch.as_tensor(targets)[None],
         origins=("",) * len(branches),
-        place_K=place_K,
+        flat_index_K=flat_index_K,
         row_K=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes) - 1),
         num_rows=len(sizes),
         branches=Branches.of([(len(prompt), sizes)]),
@@ -201,7 +201,7 @@ def seconds(model: Any, batches: Sequence[train.TreeBatch]) -> float:
     handle, start = StreamHandle.of(model), process_time()
     for batch in batches:
         scores = handle.logprobs(targets=batch.shift_labels, **batch.arguments)
-        logp_K = batch.ragged(scores.logprobs)
+        logp_K = batch.gather_targets(scores.logprobs)
         if batch.num_rows == 2:
             logps = objectives.PairLogps.of(logp_K, batch.row_K, 2)
             loss = objectives.preference_loss("orpo", logps, None).losses_P.sum()

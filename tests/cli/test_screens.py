@@ -19,7 +19,7 @@ from streamtune.cli import main
 from streamtune.cli.console import print_note, print_title
 from streamtune.cli.doctor import CheckResult, print_check_result, print_readiness
 from streamtune.cli.training_screens import print_banner, print_dry_run_end, print_outcome
-from streamtune.train import Progressed
+from streamtune.train import RunProgress
 
 SCREENS = Path(__file__).parent / "screens"
 RECORDS: list[dict[str, Any]] = [
@@ -100,7 +100,7 @@ def test_a_dry_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def outcome_of(run: Any, **changes: Any) -> Any:
     from streamtune.run.train import RunOutcome
 
-    state = Progressed(step=12, tokens=1440, first_loss=5.8, last_loss=0.483, eval_loss=0.612)
+    state = RunProgress(step=12, tokens=1440, first_loss=5.8, last_loss=0.483, eval_loss=0.612)
     found = RunOutcome(
         progressed=state,
         finished=True,

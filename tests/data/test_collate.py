@@ -71,7 +71,7 @@ def test_shared() -> None:
     found: dict[str, Any] = dict(batch)
     assert {name: found[name].tolist() for name in expected} == {name: [row] for name, row in expected.items()}
     assert batch["nodes"] == [(-1, 2), (0, 4), (0, 3), (-1, 3), (-1, 2)]
-    assert batch["place_K"].tolist() == [6, 2, 4, 12, 9, 10]
+    assert batch["flat_index_K"].tolist() == [6, 2, 4, 12, 9, 10]
     assert batch["row_K"].tolist() == [0, 1, 1, 2, 3, 3]
     assert batch["num_rows"] == 4
     assert batch["origins"] == ["a:1", "a:1", "a:2", "a:2"]
@@ -98,8 +98,8 @@ def test_separate(side: Any) -> None:
     assert torch.equal(batch["attention_mask"].sum(1), sizes)
     assert torch.equal(batch["attention_mask"], placed((torch.arange(6) < sizes[:, None]).long().tolist()))
     targets = batch["shift_labels"].flatten() != IGNORE_INDEX
-    assert torch.equal(batch["place_K"], targets.nonzero()[:, 0])
-    assert torch.equal(batch["row_K"], batch["place_K"] // 6)
+    assert torch.equal(batch["flat_index_K"], targets.nonzero()[:, 0])
+    assert torch.equal(batch["row_K"], batch["flat_index_K"] // 6)
     for row, size in enumerate(sizes):
         held = batch["attention_mask"][row] == 1
         assert batch["position_ids"][row][held].tolist() == list(range(size))
@@ -111,7 +111,7 @@ def test_separate(side: Any) -> None:
 
 def predictions(batch: CollatedTrees) -> list[tuple[int, int, int, int]]:
     """(completion, position, token that predicts, token predicted), in the order objectives see them."""
-    columns = [batch[name].flatten()[batch["place_K"]] for name in ("position_ids", "input_ids", "shift_labels")]
+    columns = [batch[name].flatten()[batch["flat_index_K"]] for name in ("position_ids", "input_ids", "shift_labels")]
     return list(zip(batch["row_K"].tolist(), *(column.tolist() for column in columns), strict=True))
 
 
@@ -141,7 +141,7 @@ def seen(batch: CollatedTrees) -> list[list[int]]:
     assert batch["nodes"] is not None
     table = BranchTable.of(batch["nodes"])
     ids, found = batch["input_ids"][0].tolist(), []
-    for place in batch["place_K"].tolist():
+    for place in batch["flat_index_K"].tolist():
         part = table.at(place)
         runs = [*part.trunk, (part.start, place + 1)]
         found.append([token for start, stop in runs for token in ids[start:stop]])
@@ -161,7 +161,7 @@ def test_both_layouts_hold_the_same_predictions(letters: int, least: int, monkey
         expected, rows = expected_of(trees)
         assert predictions(shared) == expected
         assert seen(shared) == [rows[row][: position + 1] for row, position, _, _ in expected]
-        assert (shared["shift_labels"] != IGNORE_INDEX).sum() == shared["place_K"].unique().numel()
+        assert (shared["shift_labels"] != IGNORE_INDEX).sum() == shared["flat_index_K"].unique().numel()
         for side in ("right", "left"):
             separate = collate_trees(trees, pad_token_id=0, share=False, padding_side=side)
             assert predictions(separate) == expected
@@ -183,7 +183,7 @@ def test_first_turns_that_a_pair_shares_are_there_once() -> None:
     assert batch["shift_labels"].tolist() == [[-100, -100, 20, 21, 22, -100, -100, 40, 41, -100, 50, -100]]
     assert batch["nodes"] == [(-1, 7), (0, 3), (0, 2)]
     assert batch["row_K"].tolist() == [0] * 5 + [1] * 4
-    assert batch["place_K"].tolist() == [2, 3, 4, 7, 8, 2, 3, 4, 10]
+    assert batch["flat_index_K"].tolist() == [2, 3, 4, 7, 8, 2, 3, 4, 10]
 
 
 def test_short_beginnings_are_computed_for_each_of_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:

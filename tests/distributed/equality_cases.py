@@ -115,7 +115,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         found["loss"] = max(found["loss"], pairs["loss"].ours)
         found["norm"] = max(found["norm"], pairs["norm"].ours)
         backend.step(RATE)
-    found["fillers"] = sum(world.gather(sum(batch.filler for batch in batches)))
+    found["fillers"] = sum(world.gather_data_ranks(sum(batch.filler for batch in batches)))
     backend.close()
     return found
 

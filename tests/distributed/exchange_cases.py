@@ -24,22 +24,22 @@ def run(case: str) -> Any:
 
 
 def values(world: World) -> Any:
-    found = world.collect((world.rank, MANY, "x" * (10_000 * world.rank)))
+    found = world.gather_all_ranks((world.rank, MANY, "x" * (10_000 * world.rank)))
     assert found == [(rank, MANY, "x" * (10_000 * rank)) for rank in range(world.size)]
-    assert world.main(lambda: MANY if world.is_main else 1 / 0) == MANY
+    assert world.run_on_rank_0(lambda: MANY if world.is_main else 1 / 0) == MANY
     return True
 
 
 def sequence(world: World) -> Any:
-    return world.gather(world.rank)
+    return world.gather_data_ranks(world.rank)
 
 
 def unsendable(world: World) -> Any:
     """One rank has a value that cannot be sent: all ranks raise an error, and none waits."""
     said = []
     for attempt in (
-        lambda: world.collect(torch.nn.Linear(1, 1) if world.rank == 1 else 1),
-        lambda: world.main(lambda: torch.zeros(1)),
+        lambda: world.gather_all_ranks(torch.nn.Linear(1, 1) if world.rank == 1 else 1),
+        lambda: world.run_on_rank_0(lambda: torch.zeros(1)),
     ):
         try:
             attempt()
@@ -47,7 +47,7 @@ def unsendable(world: World) -> Any:
             said.append(f"{type(error).__name__}: {error}")
         else:
             said.append("nothing")
-    return world.collect(said)
+    return world.gather_all_ranks(said)
 
 
 def errors(world: World) -> Any:
@@ -64,14 +64,18 @@ def errors(world: World) -> Any:
             raise DataError("no rows", where="rows.jsonl:7", fix="add some")
 
     said = []
-    for attempt in (lambda: world.main(fail), lambda: world.main(fail_plainly), lambda: world.together(fail_on_1)):
+    for attempt in (
+        lambda: world.run_on_rank_0(fail),
+        lambda: world.run_on_rank_0(fail_plainly),
+        lambda: world.run_on_all_ranks(fail_on_1),
+    ):
         try:
             attempt()
         except StreamTuneError as error:
             said.append([type(error).__name__, error.what, error.where, error.fix, error.exit_code])
         except ZeroDivisionError as error:
             said.append([type(error).__name__, str(error)])
-    return world.collect(said)
+    return world.gather_all_ranks(said)
 
 
 def garbage(world: World) -> Any:
@@ -84,10 +88,10 @@ def garbage(world: World) -> Any:
                 if data:
                     distributed.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
             else:
-                world.main(lambda: None)
+                world.run_on_rank_0(lambda: None)
         except StreamTuneError as error:
             said.append([type(error).__name__, error.what])
-    return world.collect(said)
+    return world.gather_all_ranks(said)
 
 
 CASES = {case.__name__: case for case in (values, sequence, unsendable, errors, garbage)}

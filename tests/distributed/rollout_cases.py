@@ -55,4 +55,4 @@ def run(case: str) -> Any:
         outcome: Any = SharedRewards(judge, world)([None] * len(ids), ids).total  # type: ignore[list-item]
     except (rollout.WritingStopped, StreamTuneError, _BrokenError) as error:
         outcome = f"{type(error).__name__}: {error}"
-    return world.collect(outcome)
+    return world.gather_all_ranks(outcome)

@@ -37,7 +37,7 @@ from streamtune.run.build import build_run
 from streamtune.run.ranks import load_weights_by_layer, make_backend
 from streamtune.run.train import Run, train_run
 from streamtune.train.process import capture_rng
-from streamtune.train.saver import CheckpointSaver, Keep
+from streamtune.train.saver import CheckpointSaver, KeepPolicy
 from streamtune.train.slices import MASTER, Slice, SliceReader
 
 
@@ -120,7 +120,7 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
 
     def weights(names: Any) -> Iterator[Any]:
         nonlocal written
-        for found in backend.weights(names):
+        for found in backend.full_weights(names):
             written = max(written, _live_bytes() - held)
             yield found
 
@@ -133,7 +133,12 @@ def memory(case: dict[str, Any]) -> dict[str, Any]:
     backend.close()
     gc.unfreeze()
     whole = sum(x.nbytes for x in load_file(folder / "whole" / "model.safetensors").values())
-    return {"whole": whole, "loading": world.collect(peak), "held": world.collect(after), "writing": written}
+    return {
+        "whole": whole,
+        "loading": world.gather_all_ranks(peak),
+        "held": world.gather_all_ranks(after),
+        "writing": written,
+    }
 
 
 def _share_of(recipe: Recipe, model: Any, layers: Any, world: train.World) -> Callable[[Any], None]:
@@ -172,17 +177,19 @@ def failure(case: dict[str, Any]) -> dict[str, Any]:
     said, went_on = "", False
     try:
         writer = train.ModelWriter(Path.mkdir, 0, lambda: Path.mkdir)
-        saver = CheckpointSaver(folder, writer, Keep(1), world=world.apart(), asynchronous=case["asynchronous"])
+        saver = CheckpointSaver(
+            folder, writer, KeepPolicy(1), world=world.with_new_group(), asynchronous=case["asynchronous"]
+        )
         saver.save(backend, state={"step": 1}, rng=capture_rng())
-        went_on = world.sums([1.0]) == [world.size]  # over the group of the training thread
-        saver.wait()
+        went_on = world.sum_over_ranks([1.0]) == [world.size]  # over the group of the training thread
+        saver.wait_and_pop_committed()
     except CheckpointError as error:
         said = error.what
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     distributed.barrier()
     left = sorted(path.name for path in folder.iterdir())
-    return {"said": world.collect(said), "went_on": went_on, "left": left}
+    return {"said": world.gather_all_ranks(said), "went_on": went_on, "left": left}
 
 
 def apart(case: dict[str, Any]) -> dict[str, Any]:
@@ -212,19 +219,19 @@ def _is_as_saved(built: Run) -> bool:
     """Return True if all ranks together hold the checkpoint's state bit for bit, before the first step."""
     assert built.checkpoint is not None
     saved, backend = SliceReader(built.checkpoint.path), built.backend
-    backend.load_slices(saved)
+    backend.load_optimizer_slices(saved)
     same = True
     keys: set[tuple[str, str]] = set()
-    for each in (Slice(*found) for found in backend.slices()):
+    for each in (Slice(*found) for found in backend.optimizer_slices()):
         keys.add((each.parameter, each.key))
         if each.key in saved.keys(each.parameter):
             values = saved.read(each.parameter, each.key, each.offset, each.values.numel())
             same &= torch.equal(values.to(each.values.dtype), each.values.cpu())
     weights = _saved_weights(built.checkpoint.model_dir)
-    for name, whole in backend.weights():
+    for name, whole in backend.full_weights():
         if whole is not None and name in weights:
             same &= torch.equal(weights[name], whole.cpu())
-    every = built.start.world.collect((same, keys))
+    every = built.start.world.gather_all_ranks((same, keys))
     together = set().union(*(found for _, found in every))
     trained = {name for name, parameter in built.model.named_parameters() if parameter.requires_grad}
     if not saved.parameters():  # an optimizer without states

@@ -16,7 +16,7 @@ import torch
 import streamtune
 from streamtune.base.privacy import OfflineError
 from streamtune.errors import ArgumentError, DistributedError, RunError
-from streamtune.train.world import decode_value, describe_error, encode_value, remake_error
+from streamtune.train.world import decode_value, describe_error, encode_value, rebuild_error
 from tests.distributed import exchange_cases
 from tests.distributed.rank_group import run_ranks
 
@@ -95,29 +95,29 @@ def test_what_is_no_value_is_an_error_that_names_the_rank(data: bytes) -> None:
 
 def test_an_error_is_made_anew_from_its_name_and_text() -> None:
     error = ArgumentError("what", where="a:1", fix="mend")
-    made = remake_error(decode_value(encode_value(describe_error(error)), 1), 1, named=False)
+    made = rebuild_error(decode_value(encode_value(describe_error(error)), 1), 1, has_rank_prefix=False)
     assert (type(made), made.what, made.where, made.fix, made.exit_code) == (ArgumentError, "what", "a:1", "mend", 2)
     error.exit_code = 77
-    assert remake_error(describe_error(error), 1, named=True).exit_code == 77
-    assert remake_error(describe_error(error), 1, named=True).what == "rank 1: what"
-    assert type(remake_error(describe_error(OfflineError("x")), 1, named=False)) is RunError
-    assert str(remake_error(describe_error(KeyError("x")), 2, named=True)) == "rank 2 failed: KeyError: 'x'"
+    assert rebuild_error(describe_error(error), 1, has_rank_prefix=True).exit_code == 77
+    assert rebuild_error(describe_error(error), 1, has_rank_prefix=True).what == "rank 1: what"
+    assert type(rebuild_error(describe_error(OfflineError("x")), 1, has_rank_prefix=False)) is RunError
+    assert str(rebuild_error(describe_error(KeyError("x")), 2, has_rank_prefix=True)) == "rank 2 failed: KeyError: 'x'"
 
 
 @pytest.mark.parametrize(
     "described",
     [None, 1, [], {}, {"kinds": []}, {"kinds": [], "text": ""}, {"kinds": ["did_you_mean"], "text": "", "what": ""},
-     {"kinds": ["__import__", "os"], "text": "x", "what": "w", "where": "", "mend": "", "exit_code": "x"}],
+     {"kinds": ["__import__", "os"], "text": "x", "what": "w", "where": "", "fix": "", "exit_code": "x"}],
     ids=repr,
 )  # fmt: skip
 def test_an_error_that_cannot_be_read_is_one_all_the_same(described: Any) -> None:
-    assert isinstance(remake_error(described, 1, named=False), DistributedError)
+    assert isinstance(rebuild_error(described, 1, has_rank_prefix=False), DistributedError)
 
 
 @pytest.mark.parametrize("kind", ["did_you_mean", "annotations", "get_close_matches", "__doc__", "Iterable", "eval"])
 def test_the_class_of_an_error_is_one_of_ours(kind: str) -> None:
     described = {**describe_error(ArgumentError("w")), "kinds": [kind]}
-    assert type(remake_error(described, 1, named=False)) is RunError
+    assert type(rebuild_error(described, 1, has_rank_prefix=False)) is RunError
 
 
 def test_the_sources_send_no_pickles_and_read_none_but_their_own() -> None:

@@ -30,7 +30,7 @@ from streamtune.models import add_lora
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
 from streamtune.train import ModelReference, SupervisedObjective
-from streamtune.train.objective import output_of
+from streamtune.train.objective import call_model
 from tests.conformance.reducer import build as build_any
 from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, reference_of, relative, total_error
 
@@ -154,7 +154,7 @@ def check_token_losses(case: Case) -> dict[str, float]:
         measured = objective.score(model, batch, 1.0).metrics["nll"][0]
     for grad in grads.values():
         dist.all_reduce(grad)
-    nll = sum(output_of(model, row, num_targets=1).loss.item() for row in alone)
+    nll = sum(call_model(model, row, num_targets=1).loss.item() for row in alone)
     return {**off((value, grads), want), "nll": abs(measured - nll) / nll}
 
 

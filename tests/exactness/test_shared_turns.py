@@ -92,11 +92,13 @@ def test_the_trees_are_deep(least: int) -> None:
         before = [depth for depth, other in depths if part.trunk and other.stop == part.trunk[-1][1]]
         depths.append((1 + max(before, default=0), part))
     assert max(depth for depth, _ in depths) == 4
-    assert batch["place_K"].numel() == separate["place_K"].numel()
-    assert batch["place_K"].numel() > batch["place_K"].unique().numel() == (batch["shift_labels"] != -100).sum()
+    assert batch["flat_index_K"].numel() == separate["flat_index_K"].numel()
+    assert (
+        batch["flat_index_K"].numel() > batch["flat_index_K"].unique().numel() == (batch["shift_labels"] != -100).sum()
+    )
     assert torch.equal(batch["row_K"], separate["row_K"])
     for name in ("input_ids", "shift_labels"):
-        got, want = (each[name].flatten()[each["place_K"]] for each in (batch, separate))
+        got, want = (each[name].flatten()[each["flat_index_K"]] for each in (batch, separate))
         assert torch.equal(got, want)
 
 

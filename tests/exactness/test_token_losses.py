@@ -27,7 +27,7 @@ from streamtune.ops import (
 )
 from streamtune.tasks.sft import prefix_batch
 from streamtune.train import MicroBatch, ModelReference, SupervisedObjective
-from streamtune.train.objective import output_of, plain_token_loss
+from streamtune.train.objective import call_model, plain_token_loss
 from tests.precision_kit import in_float64, reference_of
 
 from .families import VOCAB, build
@@ -109,7 +109,7 @@ def test_what_is_held_out_is_compared_by_the_cross_entropy() -> None:
     model, rows = build("llama").eval(), examples()
     batch = batches("one", rows)[0]
     with torch.no_grad():
-        want = output_of(model, batch, num_targets=1).loss.item()
+        want = call_model(model, batch, num_targets=1).loss.item()
         with stream(model, chunk_size=6) as handle:
             score = SupervisedObjective(handle, TokenLoss("dft", z_loss=0.1)).score(model, batch, None)
     assert score.held_out == [(pytest.approx(want, rel=1e-6), batch.num_targets)]
@@ -118,7 +118,7 @@ def test_what_is_held_out_is_compared_by_the_cross_entropy() -> None:
 def test_the_cross_entropy_is_measured_beside_the_loss() -> None:
     model, rows = build("llama"), examples()
     batch = batches("one", rows)[0]
-    want = output_of(model, batch, num_targets=batch.num_targets).loss.item()
+    want = call_model(model, batch, num_targets=batch.num_targets).loss.item()
     with stream(model, chunk_size=6) as handle:
         score = SupervisedObjective(handle, TokenLoss("dft")).score(model, batch, batch.target_weight)
     total, count = score.metrics["nll"]
@@ -145,7 +145,7 @@ def test_with_losses_on_routers() -> None:
         given = MicroBatch(batch.input_ids, batch.attention_mask, batch.shift_labels, batch.origins,
                            weights=batch.weights)  # fmt: skip
         with handle.with_loss(LossRequest(loss, given.weights)):
-            value = output_of(model, given, num_targets=given.target_weight, attention_mask=given.attention_mask).loss
+            value = call_model(model, given, num_targets=given.target_weight, attention_mask=given.attention_mask).loss
         value.backward()
         grads: dict[str, Tensor] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         want.check((value, {name: grads[name] for name in want.truth[1]}))

@@ -87,7 +87,7 @@ def sigterm_while(job: dict[str, Any]) -> None:
         "optimizer": (LocalBackend, "step"),
         "evaluating": (loop, "evaluate"),
         "saving": (saver, "save_checkpoint"),
-        "final": (train, "write_final"),
+        "final": (train, "write_final_model"),
     }
     owner, name = phases[job["phase"]]
     once = job["phase"] in ("loading", "evaluating", "final")

@@ -20,11 +20,11 @@ from streamtune.train.checkpoint import (
     Manifest,
     _manifest_text,
     open_checkpoint,
-    supersede,
+    set_aside_later_checkpoints,
     write_manifest,
 )
 from streamtune.train.rundir import RunDirectory
-from streamtune.train.saver import Keep, rotate
+from streamtune.train.saver import KeepPolicy, delete_old_checkpoints
 from tests.faults.figures import tell
 from tests.sft_kit import QWEN3
 
@@ -106,7 +106,7 @@ def test_rotation_follows_no_link(tmp_path: Path) -> None:
         (checkpoints / f"step-{step:06d}").mkdir()
         write_manifest(checkpoints / f"step-{step:06d}", run="mine", step=step, metric=None)
         (checkpoints / f"step-{step:06d}" / "inner").symlink_to(outside)
-    assert rotate(checkpoints, Keep(newest=1), run="mine") == [checkpoints / "step-000003"]
-    supersede(checkpoints, step=0)
+    assert delete_old_checkpoints(checkpoints, KeepPolicy(newest=1), run="mine") == [checkpoints / "step-000003"]
+    set_aside_later_checkpoints(checkpoints, step=0)
     shutil.rmtree(tmp_path / "run")
     assert (outside / "kept.safetensors").is_file()

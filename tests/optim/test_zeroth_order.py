@@ -16,7 +16,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.optim import OptimChoice, ZerothOrderSGD, build_optimizer, perturbed
 from streamtune.optim.weight_step import flat_slices, seeded
-from streamtune.train import ForwardBackend
+from streamtune.train import ZerothOrderBackend
 from streamtune.train.objective import StepScore
 from tests.exactness.families import build
 from tests.precision_kit import Float64, in_float64
@@ -42,7 +42,7 @@ def optimizer_of(model: nn.Module, **args: Any) -> ZerothOrderSGD:
     return made
 
 
-def train(model: Any, backend: ForwardBackend, steps: range) -> list[float]:
+def train(model: Any, backend: ZerothOrderBackend, steps: range) -> list[float]:
     found = []
     for step in steps:
 
@@ -51,7 +51,7 @@ def train(model: Any, backend: ForwardBackend, steps: range) -> list[float]:
             backend.backward(loss)
             return StepScore(loss.item(), {})
 
-        score = backend.compute(take)
+        score = backend.compute_gradients(take)
         assert score is not None
         found.append(score.loss)
         backend.clip_gradients(0.0)
@@ -123,7 +123,7 @@ def test_steps_are_those_of_the_paper(adapted: bool, directions: int) -> None:
     model, plain = make(torch.float32, adapted), make(torch.float32, adapted)
     truth = in_float64(plain)
     with streamtune.stream(model, schedule=Schedule(chunk_size=8, head_chunk_size=4)) as handle:
-        train(model, ForwardBackend(model, optimizer_of(model, n=directions), handle.layers), range(STEPS))
+        train(model, ZerothOrderBackend(model, optimizer_of(model, n=directions), handle.layers), range(STEPS))
     algorithm_1(plain, directions)
     algorithm_1(truth, directions)
     ours, torchs = relative(model, truth), relative(plain, truth)
@@ -213,22 +213,22 @@ def test_an_eps_that_is_rounded_off_is_refused(dtype: torch.dtype, eps: float, r
         with pytest.raises(
             ArgumentError, match=r"eps 3e-05 is too small: rounding absorbs it in \d+% of the weights \(bfloat16\)"
         ):
-            ForwardBackend(model, optimizer_of(model, eps=eps), decoder_layers(model))
+            ZerothOrderBackend(model, optimizer_of(model, eps=eps), decoder_layers(model))
     else:
-        ForwardBackend(model, optimizer_of(model, eps=eps), decoder_layers(model))
+        ZerothOrderBackend(model, optimizer_of(model, eps=eps), decoder_layers(model))
 
 
 def test_clipping_bounds_the_estimate_of_the_gradient_norm() -> None:
     """The root mean square of the slopes, which is right in the mean of many directions."""
     model = build("qwen3")
-    backend = ForwardBackend(model, optimizer_of(model, n=200), decoder_layers(model))
+    backend = ZerothOrderBackend(model, optimizer_of(model, n=200), decoder_layers(model))
 
     def take() -> StepScore:
         loss = loss_of(model, 0)
         backend.backward(loss)
         return StepScore(loss.item(), {})
 
-    backend.compute(take)
+    backend.compute_gradients(take)
     estimate = backend.clip_gradients(0.0)
     assert backend.clip_gradients(estimate / 2) == estimate
     assert backend.clip_gradients(0.0) == pytest.approx(estimate / 2)
@@ -239,12 +239,12 @@ def test_clipping_bounds_the_estimate_of_the_gradient_norm() -> None:
 
 def test_steps_that_go_on_from_a_count_are_the_same_to_the_bit() -> None:
     model = build("qwen3", dtype=torch.bfloat16)
-    backend = ForwardBackend(model, optimizer_of(model, eps=1e-2), decoder_layers(model))
+    backend = ZerothOrderBackend(model, optimizer_of(model, eps=1e-2), decoder_layers(model))
     train(model, backend, range(3))
     other = build("qwen3", dtype=torch.bfloat16)
     other.load_state_dict(model.state_dict())
-    again = ForwardBackend(other, optimizer_of(other, eps=1e-2), decoder_layers(other))
+    again = ZerothOrderBackend(other, optimizer_of(other, eps=1e-2), decoder_layers(other))
     again.load_state(backend.state())
     assert train(model, backend, range(3, 6)) == train(other, again, range(3, 6))
     assert same(other, bits(model))
-    assert not list(backend.slices())
+    assert not list(backend.optimizer_slices())

@@ -21,7 +21,7 @@ from streamtune.run.train import Run
 from streamtune.tasks.sft import Batches
 from streamtune.tasks.steps import RowCost, Steps
 from streamtune.train import MicroBatch, World
-from streamtune.train.objective import loss_of
+from streamtune.train.objective import supervised_loss
 from tests.distributed.running import command
 from tests.precision_kit import reference_of
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
@@ -67,7 +67,7 @@ def rows_of(run: Run, units: list[int]) -> list[Example]:
 def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
     """Return the gradients as ``train.step.accumulate_gradients`` sums them."""
     model.zero_grad(set_to_none=True)
-    losses = [loss_of(model, batch, num_targets=num_targets, bf16=False) for batch in batches]
+    losses = [supervised_loss(model, batch, num_targets=num_targets, bf16=False) for batch in batches]
     for loss in losses:
         loss.backward()
     return sum(loss.item() for loss in losses), {name: p.grad.clone() for name, p in model.named_parameters()}

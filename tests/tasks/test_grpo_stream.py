@@ -170,7 +170,7 @@ def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(t
             return super().__call__(*args)
 
     stream = steps(tmp_path, Judge())
-    stream.tools.activity = phases.append
+    stream.tools.show_activity = phases.append
     stream.next_step()
     list(stream.held_out())
     calls = [index for index, phase in enumerate(phases) if phase == "CALL"]

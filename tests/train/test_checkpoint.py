@@ -23,12 +23,12 @@ from streamtune.train import (
     commit_directory,
     find_checkpoint,
     preserve_rng,
-    supersede,
+    set_aside_later_checkpoints,
 )
 from streamtune.train.backend import LocalBackend, load_optimizer_tensors, optimizer_tensors
 from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, write_manifest
 from streamtune.train.process import capture_rng, restore_rng, seed_everything
-from streamtune.train.saver import Keep, ModelWriter, rotate
+from streamtune.train.saver import KeepPolicy, ModelWriter, delete_old_checkpoints
 
 
 def write_model(folder: Path) -> None:
@@ -166,15 +166,15 @@ def test_no_checkpoint_is_none_and_a_path_must_be_one(tmp_path: Path) -> None:
 
 def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
     paths = [save(tmp_path, step) for step in (8, 9, 10, 999_999, 1_000_000)]
-    assert rotate(tmp_path, Keep(0)) == []
-    assert rotate(tmp_path, Keep(2)) == paths[:3]
+    assert delete_old_checkpoints(tmp_path, KeepPolicy(0)) == []
+    assert delete_old_checkpoints(tmp_path, KeepPolicy(2)) == paths[:3]
     assert [path.exists() for path in paths] == [False] * 3 + [True] * 2
 
 
 def test_checkpoints_behind_which_a_run_goes_back_are_taken_out_of_use(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    supersede(tmp_path, 1)
+    set_aside_later_checkpoints(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-000001", "step-000002.superseded", "step-000003.superseded"
     ]  # fmt: skip
@@ -295,7 +295,7 @@ def test_the_random_state_survives_json_and_is_preserved() -> None:
         random.gauss(0, 1)  # leaves a second number in store
         state = capture_rng()
         expected = [draw(), random.gauss(0, 1)]
-        restore_rng(type(state)(state.tensors, json.loads(json.dumps(state.plain))))
+        restore_rng(type(state)(state.tensors, json.loads(json.dumps(state.json_states))))
         assert [draw(), random.gauss(0, 1)] == expected
         restore_rng(state)
         with preserve_rng():
@@ -385,4 +385,7 @@ def test_only_one_device_writes_whole_tensors() -> None:
     from streamtune.distributed.deepspeed import DeepSpeedBackend
     from streamtune.distributed.pytorch import DdpBackend, FsdpBackend
 
-    assert [kind.whole for kind in (LocalBackend, DdpBackend, DeepSpeedBackend, FsdpBackend)] == [True, *[False] * 3]
+    assert [kind.has_whole_state for kind in (LocalBackend, DdpBackend, DeepSpeedBackend, FsdpBackend)] == [
+        True,
+        *[False] * 3,
+    ]

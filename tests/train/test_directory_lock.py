@@ -83,9 +83,9 @@ def test_a_run_is_moved_aside_and_its_place_is_held(tmp_path: Path) -> None:
             pass  # it is nobody's now
         run.path.mkdir()
         with pytest.raises(ArgumentError, match="another process"):
-            lock.take(new=True)  # somebody was faster
+            lock.acquire(must_create=True)  # somebody was faster
         run.path.rmdir()
-        lock.take(new=True)
+        lock.acquire(must_create=True)
         with pytest.raises(ArgumentError, match="another process"):
             run.lock()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train import Backend, HostOptimizer, InBackwardBackend, LocalBackend
-from streamtune.train.loop import replayed
+from streamtune.train.loop import make_replay
 
 
 def made(kind: str, max_norm: float, **config: Any) -> tuple[nn.Module, Backend]:
@@ -46,7 +46,7 @@ def trained(kind: str, max_norm: float, micro_batches: int, **config: Any) -> tu
     for step in range(4):
         gradients = partial(take, model, backend, micro_batches)
         rate = 1e-2 / (step + 1)
-        backend.begin_step(rate, replayed(gradients))
+        backend.begin_step(rate, make_replay(gradients))
         found.append(gradients())
         found.append(backend.clip_gradients(max_norm))
         backend.step(rate)
@@ -192,12 +192,12 @@ def test_the_norm_of_the_step_before_takes_one_backward_and_is_in_the_state() ->
         norms.append(backend.clip_gradients(0.5))
         backend.step(1e-2)
         assert len(calls) == step + 2  # the first step has two
-        assert backend.clipped_by == norms[max(0, step - 1)]
+        assert backend.clip_norm == norms[max(0, step - 1)]
         assert backend.state() == {"norm_before": norms[-1]}
     _, other = made("lagged", 0.5)
     other.load_state(backend.state())
     other.begin_step(1e-2, lambda: None)
-    assert other.clipped_by == norms[-1]
+    assert other.clip_norm == norms[-1]
     other.reset_optimizer()  # another loss comes
     assert other.state() == {}
 
@@ -226,7 +226,7 @@ def test_a_thread_and_the_backward_step_beside_each_other(
         self.optimizer.step = watched  # type: ignore[method-assign, assignment]
 
     monkeypatch.setattr(InBackwardBackend, "__init__", with_thread)
-    monkeypatch.setattr(InBackwardBackend, "_steps_in_thread", lambda self, parameter: parameter.dim() > 1)
+    monkeypatch.setattr(InBackwardBackend, "_is_updated_in_thread", lambda self, parameter: parameter.dim() > 1)
     got, own = trained(kind, max_norm, 1)
     assert got == want
     assert all(torch.equal(weights[name], own[name]) for name in weights)

@@ -10,7 +10,7 @@ import torch
 from train_kit import State, Trainer, make_model, save_tensors
 
 from streamtune.train.process import RngState
-from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter, write_final
+from streamtune.train.saver import CheckpointSaver, KeepPolicy, ModelWriter, write_final_model
 
 MODEL = {"model/config.json": "ca3d163bab055381", "model/model.safetensors": "9a129038d9a00aed"}
 RANDOM = {"rng.safetensors": "6976b25ad89af027"}
@@ -72,14 +72,14 @@ def test_a_checkpoint_has_these_files(tmp_path: Path, whole: bool, files: dict[s
 @pytest.mark.parametrize(("whole", "files"), [(True, WHOLE), (False, SLICED)], ids=["one device", "sliced"])
 def test_so_it_is_from_a_worker(tmp_path: Path, whole: bool, files: dict[str, str], asynchronous: bool) -> None:
     writer = ModelWriter(write_model, 9, lambda: write_model)
-    with CheckpointSaver(tmp_path, writer, Keep(0), run="mine", asynchronous=asynchronous) as saver:
+    with CheckpointSaver(tmp_path, writer, KeepPolicy(0), run="mine", asynchronous=asynchronous) as saver:
         saver.save(State(tensors(), whole=whole), state=STATE, rng=RNG, metric=0.5)  # type: ignore[arg-type]
-        [path] = saver.wait()
+        [path] = saver.wait_and_pop_committed()
     assert digests(path) == files
 
 
 def test_the_final_model_has_the_files_of_a_model(tmp_path: Path) -> None:
-    write_final(tmp_path / "final", ModelWriter(write_model, 9))
+    write_final_model(tmp_path / "final", ModelWriter(write_model, 9))
     assert digests(tmp_path / "final") == {name.removeprefix("model/"): digest for name, digest in MODEL.items()}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.train import RunDirectory, commit_directory, draw_loss
-from streamtune.train.records import append_event, append_record, cut_after_step, cut_events, read_records
+from streamtune.train.records import append_event, append_record, cut_after_step, cut_events_after_step, read_records
 from streamtune.train.staging import remove_directory, write_durably
 
 
@@ -45,7 +45,7 @@ def cut(run: RunDirectory) -> None:
     """Delete a line before another line, so that the file is rewritten."""
     for record in ({"step": 5, "eval_loss": 1.0}, {"step": 5, "loss": 1.0}):
         append_record(run.metrics, record)
-    cut_after_step(run.metrics, 5, evaluated=False)
+    cut_after_step(run.metrics, 5, keep_evaluation=False)
 
 
 STAGED: dict[str, Callable[[RunDirectory], None]] = {
@@ -53,7 +53,7 @@ STAGED: dict[str, Callable[[RunDirectory], None]] = {
     ".tmp-recipe.yaml": claim,
     ".tmp-deepspeed.json": claim,
     ".tmp-metrics.jsonl": cut,
-    ".tmp-events.jsonl": lambda run: cut_events(run.events, 1),
+    ".tmp-events.jsonl": lambda run: cut_events_after_step(run.events, 1),
     ".tmp-completions.jsonl": lambda run: write_durably(run.path / "completions.jsonl", ""),
     ".tmp-loss.png": draw,
 }
@@ -148,7 +148,7 @@ def test_records_are_not_written_through_a_hard_link(run: RunDirectory, change: 
 def test_links_among_the_records_that_lead_nowhere_stop_no_checkpoint(run: RunDirectory) -> None:
     for name in (".tmp-metrics.jsonl", "theirs.jsonl"):
         (run.path / name).symlink_to(run.path.parent / "nowhere")
-    run.sync()
+    run.fsync_records()
     assert not (run.path.parent / "nowhere").exists()
 
 

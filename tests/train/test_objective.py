@@ -10,7 +10,7 @@ import torch
 from train_kit import RowStream, Trainer, make_batch, make_model
 
 from streamtune.train import MicroBatch, Score, TreeBatch, World, read_records
-from streamtune.train.objective import output_of
+from streamtune.train.objective import call_model
 
 
 class SquaredNorm:
@@ -60,7 +60,7 @@ def test_an_objective_that_holds_nothing_out_by_its_loss(trainer: Trainer) -> No
 
 def test_the_model_is_called_with_what_is_added(trainer: Trainer) -> None:
     batch = make_batch(3)
-    output = output_of(make_model(), batch, num_targets=batch.num_targets, output_hidden_states=True)
+    output = call_model(make_model(), batch, num_targets=batch.num_targets, output_hidden_states=True)
     assert output.hidden_states is not None
 
 
@@ -71,13 +71,13 @@ def test_completions_are_read_in_their_order_whatever_the_layout() -> None:
         attention_mask=torch.ones(1, 9, dtype=torch.long),
         shift_labels=torch.zeros(1, 9, dtype=torch.long),
         origins=("rows.jsonl:1",),
-        place_K=torch.tensor([1, 2, 1, 8, 3, 4, 6]),
+        flat_index_K=torch.tensor([1, 2, 1, 8, 3, 4, 6]),
         row_K=torch.tensor([0, 0, 1, 1, 2, 2, 2]),
         num_rows=3,
     )
     assert shared.num_targets == 7
     values = torch.arange(9.0)[None].requires_grad_()
-    picked = shared.ragged(values)
+    picked = shared.gather_targets(values)
     assert picked.tolist() == [1, 2, 1, 8, 3, 4, 6]
     (picked * torch.arange(1.0, 8.0)).sum().backward()
     assert values.grad is not None
@@ -87,10 +87,10 @@ def test_completions_are_read_in_their_order_whatever_the_layout() -> None:
         attention_mask=torch.ones(3, 4, dtype=torch.long),
         shift_labels=torch.zeros(3, 4, dtype=torch.long),
         origins=("rows.jsonl:1",),
-        place_K=torch.tensor([1, 2, 4, 8, 9, 10]),
+        flat_index_K=torch.tensor([1, 2, 4, 8, 9, 10]),
         row_K=torch.tensor([0, 0, 1, 2, 2, 2]),
         num_rows=3,
     )
     moved = separate.to(torch.device("cpu"))
     assert isinstance(moved, TreeBatch)
-    assert moved.ragged(torch.arange(12).reshape(3, 4)).tolist() == [1, 2, 4, 8, 9, 10]
+    assert moved.gather_targets(torch.arange(12).reshape(3, 4)).tolist() == [1, 2, 4, 8, 9, 10]

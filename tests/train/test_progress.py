@@ -28,9 +28,9 @@ RECORD: dict[str, Any] = {
 def line_at(width: int, activity: str = "") -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True)
     progress = Progress(console, total_steps=400)
-    progress.step(RECORD)
-    progress.activity(activity)
-    return progress._line().plain
+    progress.report_step(RECORD)
+    progress.show_activity(activity)
+    return progress._live_line().plain
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 140, 200])
@@ -50,9 +50,9 @@ def test_without_a_terminal_lines_are_key_value_pairs() -> None:
     output = io.StringIO()
     with Progress(Console(file=output, width=30), total_steps=4, logging_steps=2) as progress:
         for step in range(1, 5):
-            progress.step({**RECORD, "step": step})
-        progress.evaluated(4, {"eval_loss": 3.5})
-        progress.saved(4, "runs/x/checkpoints/step-000004")
+            progress.report_step({**RECORD, "step": step})
+        progress.report_evaluation(4, {"eval_loss": 3.5})
+        progress.report_checkpoint(4, "runs/x/checkpoints/step-000004")
     lines = output.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["step=2/4", "step=4/4", "step=4/4", "step=4/4"]
     assert all("=" in word for line in lines for word in line.split())
@@ -66,15 +66,15 @@ def test_what_an_objective_measures_is_shown_and_goes_before_the_loss_does() -> 
     metrics = {"rewards/accuracies": 0.75, "rewards/margins": 1.5, "rewards/chosen": 2.0}
     output = io.StringIO()
     with Progress(Console(file=output, width=30), total_steps=4) as progress:
-        progress.step({**RECORD, "step": 1, **metrics})
-        progress.evaluated(1, {"eval_loss": 3.5, "eval_rewards/accuracies": 0.5, "eval_rewards/chosen": 1.0})
+        progress.report_step({**RECORD, "step": 1, **metrics})
+        progress.report_evaluation(1, {"eval_loss": 3.5, "eval_rewards/accuracies": 0.5, "eval_rewards/chosen": 1.0})
     lines = output.getvalue().splitlines()
     assert " accuracy=0.7500 margin=1.5000 lr=" in lines[0]
     assert lines[1] == "step=1/4 eval_loss=3.5000 eval_accuracy=0.5000"
     for width in (40, 140):
         progress = Progress(Console(file=io.StringIO(), width=width, force_terminal=True), total_steps=400)
-        progress.step({**RECORD, **metrics})
-        line = progress._line().plain
+        progress.report_step({**RECORD, **metrics})
+        line = progress._live_line().plain
         assert len(line) <= width
         assert "loss 3.215" in line
         assert ("accuracy 0.75" in line) == (width == 140)
@@ -130,7 +130,7 @@ def test_records_are_cut_after_a_step_and_torn_lines_dropped(tmp_path: Path) -> 
     append_record(path, {"step": 3, "loss": 2.0})
     assert [record["step"] for record in read_records(path)] == [1, 2, 2, 3]
     assert read_records(path)[0]["loss"] == 0.1 + 0.2
-    cut_after_step(path, 2, evaluated=False)
+    cut_after_step(path, 2, keep_evaluation=False)
     assert read_records(path)[1:] == [{"step": 2, "loss": 1.0}]
 
 
@@ -138,7 +138,7 @@ def test_the_use_of_the_device_is_shown_where_its_rate_is_known() -> None:
     console = Console(file=io.StringIO(), width=140, force_terminal=True)
     progress = Progress(console, total_steps=400)
     progress._record = {**RECORD, "flops": 10**15, "mfu": 0.4142}
-    assert "MFU 41%" in progress._line().plain
+    assert "MFU 41%" in progress._live_line().plain
     assert "MFU" not in line_at(140)
 
 
@@ -159,7 +159,7 @@ class Changing(Listener):
 def test_each_listener_has_a_copy_and_the_first_error_is_kept() -> None:
     record, failing, other = {"step": 1, "loss": 2.0}, Changing(raises=True), Changing()
     listeners = Listeners([failing, other])
-    listeners.raise_error()
+    listeners.raise_first_error()
     listeners.step(record)
     listeners.step(record)
     listeners.finished({"status": "failed", "step": 1})
@@ -167,4 +167,4 @@ def test_each_listener_has_a_copy_and_the_first_error_is_kept() -> None:
     assert (failing.steps, other.steps) == ([2.0], [2.0, 2.0])
     assert (failing.ended, other.ended) == (False, True)
     with pytest.raises(ValueError, match="enough"):
-        listeners.raise_error()
+        listeners.raise_first_error()

@@ -17,7 +17,7 @@ from streamtune.models import load_model
 from streamtune.train import read_records
 from streamtune.train.checkpoint import open_checkpoint
 from streamtune.train.process import capture_rng
-from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter, rotate
+from streamtune.train.saver import CheckpointSaver, KeepPolicy, ModelWriter, delete_old_checkpoints
 
 
 def write_model(folder: Path) -> None:
@@ -25,7 +25,9 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def saver(folder: Path, keep: Keep = Keep(0), *, run: str = "mine", write: Any = write_model) -> CheckpointSaver:
+def saver(
+    folder: Path, keep: KeepPolicy = KeepPolicy(0), *, run: str = "mine", write: Any = write_model
+) -> CheckpointSaver:
     return CheckpointSaver(folder, ModelWriter(write, 2, lambda: write), keep, run=run)
 
 
@@ -41,7 +43,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.mark.parametrize(("greater", "kept"), [(False, [2, 6, 7]), (True, [5, 6, 7])])
 def test_the_best_are_kept_besides_the_newest(tmp_path: Path, greater: bool, kept: list[int]) -> None:
     """On a tie the newer one is kept; a checkpoint without a metric is never the best."""
-    with saver(tmp_path, Keep(2, best=1, greater_is_better=greater)) as made:
+    with saver(tmp_path, KeepPolicy(2, best=1, greater_is_better=greater)) as made:
         for step, metric in enumerate((0.5, 0.1, None, 0.7, 0.7, 0.3, 0.4), start=1):
             save(made, step, metric)
     assert steps(tmp_path) == kept
@@ -55,7 +57,10 @@ def test_only_checkpoints_of_this_very_run_are_deleted(tmp_path: Path) -> None:
     with saver(tmp_path, run="mine") as made:
         for step in (3, 4, 5):
             save(made, step)
-    assert [path.name for path in rotate(tmp_path, Keep(1), run="mine")] == ["step-000003", "step-000004"]
+    assert [path.name for path in delete_old_checkpoints(tmp_path, KeepPolicy(1), run="mine")] == [
+        "step-000003",
+        "step-000004",
+    ]
     assert steps(tmp_path) == [1, 2, 5]
     assert not list(tmp_path.glob(".tmp-*"))
 
@@ -73,9 +78,9 @@ def test_a_save_is_written_while_training_goes_on_and_holds_what_was_there(tmp_p
         made.save(State({"w/exp_avg": weights}), state={"step": 1, "identity": {}}, rng=capture_rng())
         assert going.wait(30)
         weights += 1
-        assert made.finished() == []
+        assert made.pop_committed() == []
         go_on.set()
-        assert [path.name for path in made.wait()] == ["step-000001"]
+        assert [path.name for path in made.wait_and_pop_committed()] == ["step-000001"]
     assert torch.equal(open_checkpoint(tmp_path / "step-000001").optimizer_tensors()["w/exp_avg"], torch.zeros(3))
 
 
@@ -104,8 +109,8 @@ def test_what_goes_wrong_off_the_thread_is_raised_at_the_next_boundary(tmp_path:
     with saver(tmp_path, write=write) as made:
         save(made, 1)
         with pytest.raises(CheckpointError, match="the disk is on fire"):
-            made.wait()
-        assert made.finished() == []
+            made.wait_and_pop_committed()
+        assert made.pop_committed() == []
     assert steps(tmp_path) == []
 
 
@@ -124,7 +129,7 @@ def test_without_the_memory_for_a_copy_training_waits(tmp_path: Path, monkeypatc
     monkeypatch.setattr("streamtune.train.saver.psutil.virtual_memory", Little)
     with saver(tmp_path) as made:
         save(made, 1)
-        assert [path.name for path in made.finished()] == ["step-000001"]
+        assert [path.name for path in made.pop_committed()] == ["step-000001"]
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_told_after_the_first_step(

@@ -19,7 +19,7 @@ from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.schedule import Schedule
 from streamtune.tasks.preference import tree_batch
 from streamtune.train import MicroBatch, SupervisedObjective, TreeBatch
-from streamtune.train.sketch import CompletionGradient, Projection, RowSketch, adam_step, value_weights
+from streamtune.train.sketch import CompletionGradient, CountSketch, RowSketch, adam_step, value_projection_weights
 
 SCHEDULES = {
     "layers": Schedule(chunk_size=8, head_chunk_size=5),
@@ -40,7 +40,7 @@ def a_row(length: int = 37, seed: int = 1) -> MicroBatch:
 
 def plain_gradient(model: Any, row: MicroBatch) -> Tensor:
     """Return the gradient ``[n]`` of the row's mean loss for the sketch's weights, by plain autograd."""
-    weights = list(value_weights(decoder_layers(getattr(model, "base_model", model))).values())
+    weights = list(value_projection_weights(decoder_layers(getattr(model, "base_model", model))).values())
     model.eval()
     logits = model(input_ids=row.input_ids, use_cache=False).logits
     loss = nn.functional.cross_entropy(logits[0], row.shift_labels[0], ignore_index=-100)
@@ -163,14 +163,14 @@ def test_a_projection_keeps_products_in_the_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     one, two = torch.randn(2, 1000, generator=generator, dtype=torch.float64)
     two = two + one
-    draws = [Projection(1000, 128, seed) for seed in range(400)]
+    draws = [CountSketch(1000, 128, seed) for seed in range(400)]
     products = torch.stack([project(one) @ project(two) for project in draws])
     want = one @ two
     assert abs(float(products.mean() - want)) < 4 * float(products.std()) / 20
     norms = torch.stack([project(one).norm() ** 2 for project in draws]) / one.norm() ** 2
     assert float(norms.var()) < 3 / 128
-    assert torch.equal(Projection(1000, 128, 7)(one), Projection(1000, 128, 7)(one))
-    few = Projection(5, 128, 7)
+    assert torch.equal(CountSketch(1000, 128, 7)(one), CountSketch(1000, 128, 7)(one))
+    few = CountSketch(5, 128, 7)
     assert few.size == 5
     assert float(few(one[:5]).norm()) == pytest.approx(float(one[:5].norm()))
 
@@ -219,7 +219,7 @@ def test_the_norm_of_a_completion_is_that_of_plain_autograd(family: str, tempera
     batch = a_completion()
 
     def plain(model: Any) -> Tensor:
-        weights = list(value_weights(decoder_layers(getattr(model, "base_model", model))).values())
+        weights = list(value_projection_weights(decoder_layers(getattr(model, "base_model", model))).values())
         model.eval()
         logits = model(input_ids=batch.input_ids, use_cache=False).logits / temperature
         loss = nn.functional.cross_entropy(logits[0], batch.shift_labels[0], ignore_index=-100, reduction="sum")

@@ -16,18 +16,18 @@ import torch
 from streamtune.errors import ArgumentError
 from streamtune.train import RunDirectory
 from streamtune.train import records as records_module
-from streamtune.train.guard import WINDOW, StepGuard
+from streamtune.train.guard import SPIKE_WINDOW, StepGuard
 from streamtune.train.records import (
     append_event,
     append_record,
     append_records,
     check_records,
     cut_after_step,
-    cut_rotated,
+    cut_rotated_after_step,
     read_records,
-    records_backwards,
-    rotate,
-    rotated,
+    read_records_backwards,
+    rotate_file,
+    rotated_paths,
 )
 from streamtune.train.step import TrainSettings
 
@@ -45,17 +45,17 @@ def lines(count: int, **more: Any) -> list[dict[str, Any]]:
 def test_records_from_the_end_are_those_from_the_beginning(tmp_path: Path, text: str) -> None:
     path = tmp_path / "metrics.jsonl"
     append_records(path, lines(7, text=text))
-    assert list(records_backwards(path)) == read_records(path)[::-1]
+    assert list(read_records_backwards(path)) == read_records(path)[::-1]
     with path.open("a") as file:
         file.write('{"step": 8, "lo')
-    assert [record["step"] for record in records_backwards(path)] == [7, 6, 5, 4, 3, 2, 1]
-    assert list(records_backwards(tmp_path / "none")) == []
+    assert [record["step"] for record in read_records_backwards(path)] == [7, 6, 5, 4, 3, 2, 1]
+    assert list(read_records_backwards(tmp_path / "none")) == []
 
 
 def test_a_strange_line_is_named_by_its_number_from_the_end_too(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n\n{"step": 2}\n')
-    for read in (read_records, lambda path: list(records_backwards(path)), lambda path: cut_after_step(path, 0)):
+    for read in (read_records, lambda path: list(read_records_backwards(path)), lambda path: cut_after_step(path, 0)):
         with pytest.raises(ArgumentError, match=r"line 2 of metrics\.jsonl is not JSON"):
             read(path)
 
@@ -74,7 +74,7 @@ def test_cuts_are_those_of_a_file_read_whole(tmp_path: Path) -> None:
         if drawn.random() < 0.5:
             with path.open("ab") as file:
                 file.write(drawn.choice([b'{"step": 5, "lo', b"\0\0\0", b"\0\0\n"]))
-        cut_after_step(path, cut, evaluated=evaluated)
+        cut_after_step(path, cut, keep_evaluation=evaluated)
         kept = [
             r for r in found if r["step"] < cut or (r["step"] == cut and (evaluated or "eval_loss" not in r))
         ]  # fmt: skip
@@ -109,16 +109,16 @@ def test_texts_are_moved_aside_and_cut_across_files(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(records_module, "ROTATE_BYTES", 300)
     path = tmp_path / "completions.jsonl"
     for step in range(1, 41):
-        rotate(path)
+        rotate_file(path)
         append_records(path, [{"step": step, "completion": "x" * 40}])
-    names = [file.name for file in rotated(path)]
+    names = [file.name for file in rotated_paths(path)]
     assert names == ["completions.jsonl", "completions.1.jsonl", "completions.2.jsonl", "completions.3.jsonl"]
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted(names), "the oldest are gone"
-    steps = [record["step"] for file in reversed(rotated(path)) for record in read_records(file)]
+    steps = [record["step"] for file in reversed(rotated_paths(path)) for record in read_records(file)]
     assert steps == list(range(steps[0], 41))
-    last = read_records(rotated(path)[1])[-2]["step"]
-    cut_rotated(path, last)
-    left = [record["step"] for file in reversed(rotated(path)) for record in read_records(file)]
+    last = read_records(rotated_paths(path)[1])[-2]["step"]
+    cut_rotated_after_step(path, last)
+    left = [record["step"] for file in reversed(rotated_paths(path)) for record in read_records(file)]
     assert left == list(range(steps[0], last + 1))
 
 
@@ -134,12 +134,12 @@ def test_jumps_of_a_restless_curve_are_rare_events(tmp_path: Path) -> None:
     """A policy's loss is near zero, and each step is far from the median of the others."""
     guard, drawn = guard_of(tmp_path), random.Random(0)
     for step in range(1, 501):
-        guard.watch(step, drawn.gauss(0, 1e-3) ** 3, abs(drawn.gauss(0, 1)) ** 5, [])
+        guard.record_spikes(step, drawn.gauss(0, 1e-3) ** 3, abs(drawn.gauss(0, 1)) ** 5, [])
     found = spikes(tmp_path)
     for metric in ("loss", "grad_norm"):
         steps = [event["step"] for event in found if event["metric"] == metric]
-        assert 2 <= len(steps) <= 500 / WINDOW
-        assert all(b - a >= WINDOW for a, b in itertools.pairwise(steps))
+        assert 2 <= len(steps) <= 500 / SPIKE_WINDOW
+        assert all(b - a >= SPIKE_WINDOW for a, b in itertools.pairwise(steps))
     assert any(event.get("more", 0) > 2 for event in found), "the next event tells how many there were"
 
 
@@ -148,7 +148,7 @@ def test_a_resume_remembers_the_last_jump(tmp_path: Path) -> None:
     append_records(run.metrics, lines(60))
     append_event(run.events, "spike", step=50, metric="loss", value=9.0, usual=1.0, rows="")
     guard = guard_of(tmp_path)
-    guard.watch(61, 99.0, 1.0, [])
+    guard.record_spikes(61, 99.0, 1.0, [])
     assert len(spikes(tmp_path)) == 1
-    guard.watch(50 + WINDOW, 99.0, 1.0, [])
-    assert [event["step"] for event in spikes(tmp_path)] == [50, 50 + WINDOW]
+    guard.record_spikes(50 + SPIKE_WINDOW, 99.0, 1.0, [])
+    assert [event["step"] for event in spikes(tmp_path)] == [50, 50 + SPIKE_WINDOW]

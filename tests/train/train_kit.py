@@ -20,8 +20,8 @@ from streamtune.train import (
     ModelWriter,
     Objective,
     Progress,
-    Progressed,
     RunDirectory,
+    RunProgress,
     StopRequest,
     SupervisedObjective,
     TrainJob,
@@ -29,8 +29,8 @@ from streamtune.train import (
     train,
 )
 from streamtune.train.process import capture_rng
-from streamtune.train.saver import Content, save_checkpoint
-from streamtune.train.slices import Slice, share_out_whole
+from streamtune.train.saver import CheckpointContent, save_checkpoint
+from streamtune.train.slices import Slice, slices_of_replicated_state
 
 VOCABULARY = 64
 
@@ -103,7 +103,7 @@ class Trainer:
         validation: Callable[[], Iterator[MicroBatch]] | None = None,
         learning_rate: float = 1e-2,
         **settings: Any,
-    ) -> Progressed:
+    ) -> RunProgress:
         defaults: dict[str, Any] = {
             "max_grad_norm": 1.0,
             "eval_steps": 0,
@@ -138,10 +138,10 @@ class State:
     """A fake backend with optimizer state as whole tensors or slices, by ``PARAMETER/KEY``."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = True) -> None:
-        self.tensors, self.whole = tensors, whole
+        self.tensors, self.has_whole_state = tensors, whole
 
-    def slices(self) -> Iterator[Slice]:
-        return share_out_whole(self.tensors, 0, 1)
+    def optimizer_slices(self) -> Iterator[Slice]:
+        return slices_of_replicated_state(self.tensors, 0, 1)
 
 
 def save_tensors(
@@ -155,6 +155,8 @@ def save_tensors(
 ) -> Path:
     """Write a checkpoint with these tensors from one rank."""
     needed = writer.num_bytes + sum(tensor.nbytes for tensor in tensors.values())
-    slices = share_out_whole(tensors, 0, 1)
-    content = Content(**{"rng": capture_rng(), **more}, state=state, slices=slices, whole=whole, needed=needed)
+    slices = slices_of_replicated_state(tensors, 0, 1)
+    content = CheckpointContent(
+        **{"rng": capture_rng(), **more}, state=state, slices=slices, has_whole_state=whole, needed_bytes=needed
+    )
     return save_checkpoint(folder, content, writer)

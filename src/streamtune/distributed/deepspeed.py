@@ -159,12 +159,12 @@ class DeepSpeedBackend(Backend):
                     value.zero_()
             state.update({key: 0 for key, value in state.items() if isinstance(value, int)})
 
-    def stepped(self) -> Iterator[Tensor]:
+    def updated_weights(self) -> Iterator[Tensor]:
         """Yield this rank's parts of the trained weights; fp32 master weights if the weights are bf16 or fp16."""
         parts = (self._optimizer_part(parameter) for _, parameter in self._trained_parameters())
         return (part.flat[part.span] for part in parts if part is not None)
 
-    def slices(self) -> Iterator[Slice]:
+    def optimizer_slices(self) -> Iterator[Slice]:
         for name, parameter in self._trained_parameters():
             part = self._optimizer_part(parameter)
             if part is None:
@@ -178,7 +178,7 @@ class DeepSpeedBackend(Backend):
                 elif part.offset == 0:  # a step count, saved by the rank with the parameter's first element
                     yield Slice(name, key, (), 0, self._to_saved_count(value).reshape(1))
 
-    def load_slices(self, saved: SliceReader) -> None:
+    def load_optimizer_slices(self, saved: SliceReader) -> None:
         trained = self._trained_parameters()
         saved.check_parameters([name for name, _ in trained])
         state = self.engine.optimizer.optimizer.state
@@ -243,7 +243,7 @@ class DeepSpeedBackend(Backend):
         high, low = mapping.hp_fragment_address, mapping.lp_fragment_address
         return _OptimizerPart(flat, high.start, low.start, low.numel)
 
-    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         return gather_weights(self.module, names)
 
     def close(self) -> None:

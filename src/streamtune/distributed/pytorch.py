@@ -34,7 +34,7 @@ from streamtune.distributed.hosts import LOOPBACK, listen_at
 from streamtune.errors import DistributedError
 from streamtune.optim import pack_number, unpack_number
 from streamtune.train.backend import TorchBackend
-from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
+from streamtune.train.slices import MASTER, Slice, SliceReader, slices_of_replicated_state
 
 TIMEOUT = timedelta(hours=2)
 """Timeout of a collective: the longest time that a rank may compute. The watchdog notices dead ranks earlier."""
@@ -247,9 +247,9 @@ class DdpBackend(TorchBackend):
     def backward(self, loss: Tensor) -> None:
         (loss * self.size).backward()
 
-    def slices(self) -> Iterator[Slice]:
+    def optimizer_slices(self) -> Iterator[Slice]:
         """Yield the optimizer state of the parameters that this rank saves; all ranks have the whole state."""
-        return share_out_whole(self.optimizer_tensors(), distributed.get_rank(), self.size)
+        return slices_of_replicated_state(self.optimizer_tensors(), distributed.get_rank(), self.size)
 
 
 def _shard_offset(parameter: Tensor) -> int:
@@ -309,10 +309,10 @@ class FsdpBackend(TorchBackend):
     def _number(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
-    def stepped(self) -> Iterator[Tensor]:
-        return (p.to_local() if isinstance(p, DTensor) else p for p in super().stepped())
+    def updated_weights(self) -> Iterator[Tensor]:
+        return (p.to_local() if isinstance(p, DTensor) else p for p in super().updated_weights())
 
-    def slices(self) -> Iterator[Slice]:
+    def optimizer_slices(self) -> Iterator[Slice]:
         self.module.reshard()  # weights stay gathered after a forward without backward
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -322,7 +322,7 @@ class FsdpBackend(TorchBackend):
                     count = value if isinstance(value, Tensor) else pack_number(value)
                     yield Slice(name, key, (), 0, count.reshape(1))
 
-    def load_slices(self, saved: SliceReader) -> None:
+    def load_optimizer_slices(self, saved: SliceReader) -> None:
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         saved.check_parameters([name for name, _ in trained])
         for name, parameter in trained:
@@ -340,11 +340,11 @@ class FsdpBackend(TorchBackend):
                         local.copy_(values.reshape(local.shape))
             self.optimizer.state[parameter] = state
 
-    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         return gather_weights(self.module, names)
 
     @contextmanager
-    def called_directly(self) -> Iterator[None]:
+    def allow_direct_calls(self) -> Iterator[None]:
         """Context manager that gathers the weights outside the decoder layers, as a call of the model does."""
         self.module.unshard()
         try:

@@ -173,7 +173,7 @@ def start_adapters_from_rows(
         NonFiniteError: A gradient is not finite.
         OutOfMemoryError: A row does not fit.
     """
-    world.main(partial(_start_adapters, recipe, task, model, handle, batches))
+    world.run_on_rank_0(partial(_start_adapters, recipe, task, model, handle, batches))
     if world.size > 1:
         with torch.no_grad():
             for values in models.started_values(model):

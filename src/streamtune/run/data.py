@@ -123,8 +123,8 @@ def prepare_together(
 
     if world.size > 1 and task.recipe.cache:
         leads = read_environment().local_rank == 0
-        world.together(lambda: made.append(prepare()) if leads else None)
-    return world.together(prepare)
+        world.run_on_all_ranks(lambda: made.append(prepare()) if leads else None)
+    return world.run_on_all_ranks(prepare)
 
 
 def _tokenizer_name(recipe: ModelKeys) -> str:
@@ -185,7 +185,7 @@ def make_tokenizer_together(
         backend: Any = made[0].backend_tokenizer if is_trained else None
         return backend.to_str() if is_trained else None, made[0].chat_template
 
-    text, template = world.main(make)
+    text, template = world.run_on_rank_0(make)
 
     def read() -> PreTrainedTokenizerBase:
         if made:
@@ -199,7 +199,7 @@ def make_tokenizer_together(
         tokenizer.chat_template = template
         return tokenizer
 
-    return world.together(read)
+    return world.run_on_all_ranks(read)
 
 
 def fingerprint_inputs(

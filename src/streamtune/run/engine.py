@@ -87,7 +87,7 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
     if world.size == 1 or (not resumed and has_choice(recipe)):  # else weights stay on the device
         # If the model cannot be made on meta, loading it raises the error.
         with suppress(UserError, RuntimeError):
-            made = world.main(choose)  # rank 0 chooses for all ranks
+            made = world.run_on_rank_0(choose)  # rank 0 chooses for all ranks
             engine = recipe.engine.model_copy(update=made["tiers"])
             chosen = recipe.model_copy(update={**made["precision"], "engine": engine})
     moved = describe_placement(recipe, chosen)
@@ -155,7 +155,7 @@ def plan_start(
         return asdict(memory.schedule), memory.simulation.streamed_host_bytes
 
     with doing("planning the steps"):  # rank 0 plans for all ranks, which need the same schedule
-        planned, host_bytes = world.main(plan)
+        planned, host_bytes = world.run_on_rank_0(plan)
     schedule = Schedule(**planned)
     return replace(found, schedule=schedule, reserve=host_bytes if schedule.uses_host and not dry_run else None)
 
@@ -221,7 +221,7 @@ def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notif
             return len(small.layers)
 
     # Ranks that share a sequence compute each call together; otherwise rank 0 checks for all ranks.
-    layers = check_small() if recipe.sequence_parallel_size > 1 else start.world.main(check_small)
+    layers = check_small() if recipe.sequence_parallel_size > 1 else start.world.run_on_rank_0(check_small)
     if deferred.note is not None:
         notify(deferred.note)
     notify(

@@ -351,7 +351,7 @@ def _make_base_model(
     options, remote = models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code
     if sharing is not None and quantization is None:
         if name is not None:
-            return sharing.together(lambda: models.defer_load(name, options, trust_remote_code=remote))
+            return sharing.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
         assert recipe.model is not None, "the schema asks for a model"
         return models.defer_init(
             recipe.model.init,

@@ -150,7 +150,7 @@ def make_backend(
         )
     optimizer = make_optimizer(recipe, model)
     if isinstance(optimizer, optim.ZerothOrderSGD):
-        return train.ForwardBackend(model, optimizer, layers, world)
+        return train.ZerothOrderBackend(model, optimizer, layers, world)
     from streamtune.distributed.pytorch import DdpBackend
 
     return DdpBackend(model, optimizer)
@@ -167,7 +167,7 @@ def local_backend(recipe: OptimizerSettings, model: nn.Module, optimizer: torch.
     if isinstance(optimizer, optim.BlockAdamW):
         return train.BlockBackend(model, optimizer)
     if isinstance(optimizer, optim.ZerothOrderSGD):
-        return train.ForwardBackend(model, optimizer, decoder_layers(base_of(model)))
+        return train.ZerothOrderBackend(model, optimizer, decoder_layers(base_of(model)))
     if recipe.step_kind.gradients == "layer":
         return train.InBackwardBackend(model, optimizer, recipe.max_grad_norm, lagged=recipe.clip_norm == "lagged")
     return train.LocalBackend(model, optimizer)
@@ -195,7 +195,7 @@ def load_weights_by_layer(
     from streamtune.distributed.pytorch import load_sharded_weights
 
     assert device is not None, "deferred weights need a device"
-    load_sharded_weights(model, layers, source, device=device, run_on_rank_0=world.main, shard=share)
+    load_sharded_weights(model, layers, source, device=device, run_on_rank_0=world.run_on_rank_0, shard=share)
 
 
 def shard_reference(

@@ -130,7 +130,7 @@ def cached_logps(
     if known is not None:
         parts = [how, *([configuration_hash(model, adapters=False)] if own else [])]
         kept = read_logps(known, notify) if str(known).split("-")[: len(parts)] == parts else None
-        if not world.any(kept is None):
+        if not world.any_rank(kept is None):
             assert kept is not None
             start.identity["reference"] = known
             return kept
@@ -144,11 +144,11 @@ def cached_logps(
     with doing("reading the reference's weights"):
         weights = gather_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
         adapters = asked is not model
-        rows = world.collect(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
+        rows = world.gather_all_ranks(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
         key = f"{how}-{configuration_hash(asked, adapters=adapters)}-{rows}"
     start.identity["reference"] = key
     kept = None if key == known else read_logps(key, notify)  # read above, and unusable
-    if not world.any(kept is None):
+    if not world.any_rank(kept is None):
         assert kept is not None
         notify("log-probs of the reference were read from the cache")
         return kept

@@ -54,7 +54,7 @@ def write_samples(
         prompts: list[str | data.Example] = [*sample.prompts, *rows]
         for prompt in prompts:
             stopped = stop is not None and stop.requested
-            if world.any(stopped) if together else stopped:
+            if world.any_rank(stopped) if together else stopped:
                 return None
             if isinstance(prompt, str):
                 text = models.sample_text(
@@ -71,7 +71,7 @@ def write_samples(
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
     with train.preserve_rng(), train.evaluating(built.model), routers:
-        found = world.together(write) if together else world.main(write)
+        found = world.run_on_all_ranks(write) if together else world.run_on_rank_0(write)
     if found is None:
         return None
     return [{"step": step, **redact_values(each)} for each in found]

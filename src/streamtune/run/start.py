@@ -124,7 +124,7 @@ class Start(Setup):
             return self.directory.move_aside()
         aside = self.lock.move_aside()
         try:
-            self.lock.take(new=True)
+            self.lock.acquire(must_create=True)
         except ArgumentError as error:
             error.what += f"; the earlier run is now in {aside}"
             raise
@@ -160,7 +160,7 @@ class Start(Setup):
         """
         known = self._compare_with_resumed()
         before = self.identity.get("files", {})
-        found = self.world.main(lambda: self.fingerprint(hubs))
+        found = self.world.run_on_rank_0(lambda: self.fingerprint(hubs))
         for key, value in before.items():
             if found.get(key) != value:
                 raise ArgumentError(
@@ -290,7 +290,7 @@ def start_run(
         def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None, str]:
             if not dry_run:
                 lock = held.enter_context(directory.lock())
-                if not lock.works:
+                if not lock.is_effective:
                     notify(f"{directory.path} is not protected from a second start: its file system has no locks")
                 taken.append(lock)
             identity = directory.read_identity()
@@ -302,7 +302,7 @@ def start_run(
             return identity, None if found is None else (found.path, found.state), files, date.today().isoformat()
 
         taken: list[train.DirectoryLock] = []
-        before, kept, tokenizer_files, today = world.main(look)
+        before, kept, tokenizer_files, today = world.run_on_rank_0(look)
         checkpoint = None if kept is None else train.Checkpoint(*kept)
         begun = checkpoint.state["identity"] if checkpoint is not None else before if resume != "never" else None
         if begun is not None:
@@ -333,7 +333,7 @@ def start_run(
             start.record_files()
         start._notify_tokenizer_change(tokenizer_files)
         last = list(continued.values())[-1] if continued else start.identity
-        start._notify_changes(train.tell_changes(last, start.identity))
+        start._notify_changes(train.describe_harmless_changes(last, start.identity))
         if start.resets_optimizer:
             notify("the optimizer changed, so its states are initialised again")
         if checkpoint is not None and checkpoint.ranks != world.size:

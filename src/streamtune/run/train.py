@@ -74,7 +74,7 @@ class Run(Built):
 class RunOutcome:
     """Results of a run, and the way it ended."""
 
-    progressed: train.Progressed
+    progressed: train.RunProgress
     finished: bool
     exit_code: int
     """0; 1 if most steps were skipped; 130 or 143 if a signal stopped the run."""
@@ -144,7 +144,7 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
         with train.StopRequest() as stop, failures:
             progressed = _train(run, training, writer, stop, console, listeners)
             ended["step"] = progressed.step
-            run.world.main(listeners.raise_error)
+            run.world.run_on_rank_0(listeners.raise_first_error)
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps or progressed.ended_early
         samples = _write_final(run, progressed.step, writer, listeners) if finished else []
@@ -161,7 +161,7 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
             ended |= {"error": str(failure)} if failure is not None else {}
             listeners.finished(ended)
             ended["told"] = True
-        run.world.main(listeners.raise_error)
+        run.world.run_on_rank_0(listeners.raise_first_error)
         run.backend.close()
         run.closing.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
@@ -185,9 +185,9 @@ def _claim_directory(run: Run) -> Iterator[Path | None]:
     start, world = run.start, run.world
     with ExitStack() as held:
         held.callback(start.release)
-        moved_aside = world.main(start.move_aside)
+        moved_aside = world.run_on_rank_0(start.move_aside)
         text = dump_recipe(run.recipe, comment=f"resolved from {run.start.loaded.path}")
-        world.main(
+        world.run_on_rank_0(
             lambda: held.enter_context(
                 run.directory.claim(start.identity, text, run.backend.config, start.lock, _run_documents(run))
             )
@@ -215,7 +215,7 @@ def _train(
     stop: train.StopRequest,
     console: Console,
     listeners: train.Listeners,
-) -> train.Progressed:
+) -> train.RunProgress:
     recipe, plan, directory = run.recipe, run.plan, run.directory
     first_step = run.first_step
     world = run.world
@@ -229,7 +229,7 @@ def _train(
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, on_activity) as progress:
         training.begin(run.backend, progress, stop)
         if (times := _step_times(run, progress)) is not None:
-            listeners.each = [*listeners.each, times]
+            listeners.listeners = [*listeners.listeners, times]
         job = train.TrainJob(
             backend=run.backend,
             objective=training.objective,
@@ -265,7 +265,7 @@ def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
         return None
 
     def say(step: int, text: str, figures: dict[str, float]) -> None:
-        progress.note(step, text)
+        progress.report_note(step, text)
         train.append_event(run.directory.events, "step_time", step=step, **figures)
 
     return StepTimes(plan, run.device, torch.bfloat16 if recipe.bf16 else base_of(run.model).dtype, say)
@@ -311,10 +311,10 @@ def _smaller_schedule(run: Run, install: bool) -> Schedule | None:
     return found
 
 
-def _most_skipped_error(run: Run, progressed: train.Progressed) -> NonFiniteError | None:
+def _most_skipped_error(run: Run, progressed: train.RunProgress) -> NonFiniteError | None:
     """Return the error of a finished run if most of its steps were skipped."""
     dtype = next(run.model.parameters()).dtype
-    return train.skipped_most(progressed.step, progressed.skipped, run.directory, dtype)
+    return train.mostly_skipped_error(progressed.step, progressed.skipped, run.directory, dtype)
 
 
 def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
@@ -324,12 +324,12 @@ def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
 def _write_final(run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
     """Write ``final/`` and return the trained model's lines of ``samples.jsonl``; empty without sample prompts."""
     world, backend = run.world, run.backend
-    with backend.averaged():
-        train.write_final(run.directory.final, writer, world)
+    with backend.use_averaged_weights():
+        train.write_final_model(run.directory.final, writer, world)
     if run.recipe.sample is None:
         return []
     run.handle.remove()
-    with backend.averaged(), backend.called_directly() if run.shares_weights else nullcontext():
+    with backend.use_averaged_weights(), backend.allow_direct_calls() if run.shares_weights else nullcontext():
         samples = write_samples(run, run.recipe, step)
     assert samples is not None, "no stop request is passed"
     if world.is_main:
@@ -350,14 +350,14 @@ def _make_writer(run: Run) -> train.ModelWriter:
         main = run.world.is_main
 
         def gather(folder: Path) -> None:
-            models.save_gathered(run.model, tokenizer, folder, run.backend.weights, is_main=main)
+            models.save_gathered(run.model, tokenizer, folder, run.backend.full_weights, is_main=main)
 
         def gather_copy() -> Callable[[Path], None]:
             tokenizer.read()
-            copies = models.copy_gathered(run.model, run.backend.weights, is_main=main)
+            copies = models.copy_gathered(run.model, run.backend.full_weights, is_main=main)
             return lambda folder: models.save_copied(run.model, tokenizer, folder, copies)
 
-        return train.ModelWriter(gather, num_bytes, gather_copy, together=True)
+        return train.ModelWriter(gather, num_bytes, gather_copy, needs_all_ranks=True)
 
     def write(folder: Path) -> None:
         models.save_pretrained(run.model, tokenizer, folder)
@@ -400,7 +400,7 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
         greater_is_better=_greater_is_better(recipe),
         save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
         sample_steps=recipe.sample_steps,
-        least_moved=_least_improvement(recipe),
+        min_moved_share=_least_improvement(recipe),
     )
 
 

@@ -209,7 +209,7 @@ class PreferenceBatches:
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
     """Return the policy's differentiable log-probs ``[K]``, and the router loss."""
     scores = handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments)
-    return batch.ragged(scores.logprobs), scores.router_loss
+    return batch.gather_targets(scores.logprobs), scores.router_loss
 
 
 class PairObjective:
@@ -220,7 +220,9 @@ class PairObjective:
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
         """Return the number of pairs of the step."""
-        return world.count(sum(_as_preference_batch(batch).num_rows // 2 for batch in train.counted(micro_batches)))
+        return world.sum_count_over_ranks(
+            sum(_as_preference_batch(batch).num_rows // 2 for batch in train.without_fillers(micro_batches))
+        )
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: int | None) -> train.Score:
         batch, recipe = _as_preference_batch(batch), self.recipe
@@ -273,7 +275,9 @@ class UnpairedObjective:
         batches = [_as_preference_batch(batch) for batch in micro_batches]
         with self._autocast():
             baseline = self._baseline(batches, world)
-        return _UnpairedTotals(world.count(sum(batch.num_rows for batch in train.counted(batches))), baseline)
+        return _UnpairedTotals(
+            world.sum_count_over_ranks(sum(batch.num_rows for batch in train.without_fillers(batches))), baseline
+        )
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: _UnpairedTotals | None) -> train.Score:
         batch, recipe = _as_preference_batch(batch), self.recipe
@@ -323,7 +327,7 @@ class UnpairedObjective:
             mine = [(part.logp_N.tolist(), part.tokens_N.tolist()) for part in parts]
             parts = [
                 objectives.RowLogps(torch.tensor(logps, dtype=torch.float64), torch.tensor(tokens, dtype=torch.int64))
-                for found in world.gather(mine)
+                for found in world.gather_data_ranks(mine)
                 for logps, tokens in found
             ]
         joined = objectives.RowLogps(

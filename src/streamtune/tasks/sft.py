@@ -38,7 +38,7 @@ from streamtune.tasks.task import (
     delay_messages,
 )
 from streamtune.tasks.teacher_file import TeacherFile
-from streamtune.train.sketch import RowSketch, value_weights
+from streamtune.train.sketch import RowSketch, value_projection_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -207,7 +207,7 @@ class Sft(Task[Recipe]):
         if self.per_turn:
             self._check_turns(handle)
         if self.recipe.select_rows is not None:
-            value_weights(handle.layers)
+            value_projection_weights(handle.layers)
 
     def _check_turns(self, handle: StreamHandle) -> None:
         """Check that rows with a shared beginning give the same results as separate rows."""
@@ -300,7 +300,7 @@ class Sft(Task[Recipe]):
         def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
             def tell(messages: Sequence[str], errors: Sequence[DataError]) -> None:
                 for message in messages:
-                    progress.note(built.first_step + steps.taken, message)
+                    progress.report_note(built.first_step + steps.taken, message)
                 if errors and built.world.is_main:
                     record_bad_rows(built.directory.bad_rows, errors)
 

@@ -345,7 +345,7 @@ class SelectedSteps(Steps):
         self.sketch, self.bounds, self.small = sketch, bounds, data.small_sources(sizes)
         self.origin, self.path, self.taken = origin, path, taken
         self.fix = "write a smaller max_length, or delete select_rows"
-        self.activity: Callable[[str], None] = lambda text: None
+        self.show_activity: Callable[[str], None] = lambda text: None
         """Called with a short text on what is being computed."""
         self.stopped: Callable[[], bool] = lambda: False
         """Returns True if a stop was requested. The step then has arbitrary rows, and is not taken."""
@@ -356,7 +356,7 @@ class SelectedSteps(Steps):
         Later means after the step from which the run resumes: those choices are made again.
         """
         assert isinstance(backend, TorchBackend), "other backends have no optimizer moments of whole weights"
-        self.sketch.optimizer, self.activity = backend.optimizer, progress.activity
+        self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
         self.stopped = lambda: stop.requested
         if self.world.is_main:
             cut_after_step(self.path, self.taken)
@@ -369,7 +369,7 @@ class SelectedSteps(Steps):
         if points is None:
             return self._make_batches(drawn[:count])
         sources = (np.searchsorted(self.bounds, drawn, side="right") - 1).tolist()
-        places, kept, gap, chance = self.world.main(
+        places, kept, gap, chance = self.world.run_on_rank_0(
             lambda: _choice_values(data.choose_rows(points, sources, count, self.small))
         )
         chosen = [drawn[place] for place in places]
@@ -390,14 +390,14 @@ class SelectedSteps(Steps):
         )
         mine: dict[int, list[float]] = {}
         for number, own in enumerate(shares[self.world.data_rank]):
-            if self.world.any(self.stopped()):
+            if self.world.any_rank(self.stopped()):
                 return None
-            self.activity(f"choosing rows {number + 1}/{len(shares[0])}")
+            self.show_activity(f"choosing rows {number + 1}/{len(shares[0])}")
             for place in own:
                 batch = self.batches.training([drawn[place]])
                 with explain_out_of_memory("choosing rows", [batch], self.fix):
                     mine[place] = self.sketch(batch).tolist()
-        found = [(place, point) for share in self.world.gather(list(mine.items())) for place, point in share]
+        found = [(place, point) for share in self.world.gather_data_ranks(list(mine.items())) for place, point in share]
         return np.array([point for _, point in sorted(found, key=lambda each: each[0])], dtype=np.float64)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from streamtune.train.backend import Backend, BlockBackend, ForwardBackend, LocalBackend
-from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
+from streamtune.train.backend import Backend, BlockBackend, LocalBackend, ZerothOrderBackend
+from streamtune.train.checkpoint import Checkpoint, checkpoint_path, set_aside_later_checkpoints
 from streamtune.train.directory_lock import DirectoryLock
-from streamtune.train.evaluations import Progressed
-from streamtune.train.guard import skipped_most
+from streamtune.train.evaluations import RunProgress
+from streamtune.train.guard import mostly_skipped_error
 from streamtune.train.in_backward import HostOptimizer, InBackwardBackend
 from streamtune.train.loop import TrainJob, train
 from streamtune.train.objective import (
@@ -20,8 +20,8 @@ from streamtune.train.objective import (
     SupervisedObjective,
     TreeBatch,
     autocast,
-    counted,
     evaluating,
+    without_fillers,
 )
 from streamtune.train.process import StopRequest, preserve_rng, seed_everything, use_deterministic_kernels
 from streamtune.train.progress import Listener, Listeners, Progress, RunFacts, draw_loss, format_duration, format_rate
@@ -38,11 +38,11 @@ from streamtune.train.rundir import (
     RunDirectory,
     check_same_run,
     check_shared_folder,
+    describe_harmless_changes,
     find_checkpoint,
-    tell_changes,
 )
-from streamtune.train.saver import ModelWriter, write_final
-from streamtune.train.slices import SliceReader, share_out_whole
+from streamtune.train.saver import ModelWriter, write_final_model
+from streamtune.train.slices import SliceReader, slices_of_replicated_state
 from streamtune.train.staging import commit_directory, write_durably
 from streamtune.train.step import (
     GIB,
@@ -62,7 +62,6 @@ __all__ = [
     "BlockBackend",
     "Checkpoint",
     "DirectoryLock",
-    "ForwardBackend",
     "HeldOut",
     "HostOptimizer",
     "InBackwardBackend",
@@ -75,10 +74,10 @@ __all__ = [
     "Objective",
     "PrefixBatch",
     "Progress",
-    "Progressed",
     "Reference",
     "RunDirectory",
     "RunFacts",
+    "RunProgress",
     "Score",
     "SliceReader",
     "StepContext",
@@ -89,6 +88,7 @@ __all__ = [
     "TrainSettings",
     "TreeBatch",
     "World",
+    "ZerothOrderBackend",
     "append_event",
     "append_records",
     "autocast",
@@ -97,25 +97,25 @@ __all__ = [
     "check_shared_folder",
     "checkpoint_path",
     "commit_directory",
-    "counted",
     "cut_after_step",
+    "describe_harmless_changes",
     "draw_loss",
     "evaluating",
     "find_checkpoint",
     "format_duration",
     "format_rate",
     "is_out_of_memory",
+    "mostly_skipped_error",
     "peak_memory_bytes",
     "preserve_rng",
     "read_records",
     "record_failure",
     "seed_everything",
-    "share_out_whole",
-    "skipped_most",
-    "supersede",
-    "tell_changes",
+    "set_aside_later_checkpoints",
+    "slices_of_replicated_state",
     "train",
     "use_deterministic_kernels",
+    "without_fillers",
     "write_durably",
-    "write_final",
+    "write_final_model",
 ]

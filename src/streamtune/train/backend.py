@@ -30,7 +30,7 @@ from streamtune.optim import (
 )
 from streamtune.train.objective import StepScore
 from streamtune.train.process import capture_rng, restore_rng
-from streamtune.train.slices import MASTER, Slice, SliceReader, check_same_parameters, share_out_whole
+from streamtune.train.slices import MASTER, Slice, SliceReader, check_same_parameters, slices_of_replicated_state
 from streamtune.train.world import WORLD, World
 
 TRAINED = "trained"
@@ -45,10 +45,10 @@ class Backend(ABC):
         config: Configuration of the library behind the backend, with every default filled in; empty without one.
     """
 
-    whole = False
+    has_whole_state = False
     """True if this rank holds everything: its slices, and the slices in a checkpoint, are whole tensors."""
 
-    clipped_by: float | None = None
+    clip_norm: float | None = None
     """Norm with which this step's gradient is clipped; None if it is the gradient's own norm."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -67,13 +67,14 @@ class Backend(ABC):
             recompute: Function that computes the step's gradients again, with the same rows and random numbers.
         """
 
-    def compute(self, take: Callable[[], StepScore | None]) -> StepScore | None:
+    def compute_gradients(self, run_micro_batches: Callable[[], StepScore | None]) -> StepScore | None:
         """Compute the gradients of a step; return its score, or None if it was stopped.
 
         Args:
-            take: Function that runs forward and backward of all micro-batches; it may be called several times.
+            run_micro_batches: Function that runs forward and backward of all micro-batches; may be called several
+                times.
         """
-        return take()
+        return run_micro_batches()
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context for forward and backward of one micro-batch; ``last`` is True for the step's last one."""
@@ -107,15 +108,15 @@ class Backend(ABC):
         """Restore the state that :meth:`state` returned; empty if the checkpoint has none."""
 
     @abstractmethod
-    def stepped(self) -> Iterator[Tensor]:
+    def updated_weights(self) -> Iterator[Tensor]:
         """Iterate over the weights that the optimizer updates; under sharding, over this rank's shards."""
 
     @abstractmethod
-    def slices(self) -> Iterator[Slice]:
+    def optimizer_slices(self) -> Iterator[Slice]:
         """Iterate over the optimizer state that this rank saves; all ranks together save each value once."""
 
     @abstractmethod
-    def load_slices(self, saved: SliceReader) -> None:
+    def load_optimizer_slices(self, saved: SliceReader) -> None:
         """Load this rank's part of a saved optimizer state, whatever ranks saved it.
 
         Raises:
@@ -123,7 +124,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """Iterate over parameter names with the full tensor on rank 0 and None on other ranks.
 
         All ranks must iterate to the end, because each tensor may be gathered. A tensor is valid until the next one.
@@ -132,11 +133,11 @@ class Backend(ABC):
             names: Names of the parameters; None: all.
         """
 
-    def called_directly(self) -> AbstractContextManager[Any]:
+    def allow_direct_calls(self) -> AbstractContextManager[Any]:
         """Return a context to call parts of the model without gradients (as in generation), on all ranks alike."""
         return nullcontext()
 
-    def averaged(self) -> AbstractContextManager[Any]:
+    def use_averaged_weights(self) -> AbstractContextManager[Any]:
         """Return a context in which the model has the weights to evaluate and save.
 
         With an averaging optimizer these are the averaged weights. On exit the trained weights are restored bit for
@@ -179,7 +180,7 @@ class TorchBackend(Backend):
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def stepped(self) -> Iterator[Tensor]:
+    def updated_weights(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def reset_optimizer(self) -> None:
@@ -200,7 +201,7 @@ class TorchBackend(Backend):
         return {**optimizer_tensors(self.optimizer, self.module), **trained}
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def use_averaged_weights(self) -> Iterator[None]:
         """Context manager: the model has the averaged weights; a copy of the trained weights is in host memory."""
         if self._trained_weights or not any(map(is_averaged, self.optimizer.param_groups)):
             yield
@@ -217,29 +218,29 @@ class TorchBackend(Backend):
                     parameter.copy_(trained)
             self._trained_weights = {}
 
-    def slices(self) -> Iterator[Slice]:
-        return share_out_whole(self.optimizer_tensors(), 0, 1)
+    def optimizer_slices(self) -> Iterator[Slice]:
+        return slices_of_replicated_state(self.optimizer_tensors(), 0, 1)
 
-    def load_slices(self, saved: SliceReader) -> None:
+    def load_optimizer_slices(self, saved: SliceReader) -> None:
         trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         saved.check_parameters(trained)
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 if TRAINED in saved.keys(name):
-                    parameter.copy_(saved.whole(name, TRAINED))
+                    parameter.copy_(saved.read_whole(name, TRAINED))
         keys = {name: [key for key in saved.keys(name) if key not in (MASTER, TRAINED)] for name in trained}
-        found = {f"{name}/{key}": saved.whole(name, key) for name in trained for key in keys[name]}
+        found = {f"{name}/{key}": saved.read_whole(name, key) for name in trained for key in keys[name]}
         if found:
             load_optimizer_tensors(self.optimizer, self.module, found)
 
-    def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
+    def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         return ((name, x.detach()) for name, x in self.module.named_parameters() if names is None or name in names)
 
 
 class LocalBackend(TorchBackend):
     """A backend of one device, which holds everything."""
 
-    whole = True
+    has_whole_state = True
 
 
 class BlockBackend(LocalBackend):
@@ -259,9 +260,9 @@ class BlockBackend(LocalBackend):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.go_to(state["steps_taken"])
 
-    def load_slices(self, saved: SliceReader) -> None:
+    def load_optimizer_slices(self, saved: SliceReader) -> None:
         if saved.parameters():
-            super().load_slices(saved)
+            super().load_optimizer_slices(saved)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -291,18 +292,18 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
     check_same_parameters(by_parameter, order)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            _check_form(names[id(parameter)], parameter, by_parameter[names[id(parameter)]], group)
+            _check_state_shapes(names[id(parameter)], parameter, by_parameter[names[id(parameter)]], group)
     # torch numbers parameters in the order of the groups, and moves each entry to its device.
     state = {index: by_parameter[name] for index, name in enumerate(order)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-ADAMW = {"step", "exp_avg", "exp_avg_sq"}
-BLOCK = 256
+ADAMW_STATE_KEYS = {"step", "exp_avg", "exp_avg_sq"}
+QUANTIZED_BLOCK_SIZE = 256
 """Number of values that share a scale in states of bitsandbytes, and number of entries in its lookup table."""
 
 
-def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
+def _check_state_shapes(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
     """Check that the saved state of one parameter has the shapes and dtypes that the optimizer expects.
 
     Fused kernels derive sizes from the weight alone, so they would read beyond the end of a state that is too small.
@@ -311,34 +312,36 @@ def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group
         CheckpointError: An entry is missing or has a wrong shape or dtype.
     """
 
-    def refuse(what: str) -> CheckpointError:
+    def mismatch_error(what: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint's optimizer state of {name} {what}", fix="use another checkpoint: --resume PATH"
         )
 
     rule = group.get("rule")
     own_shapes = rule in RULES and RULES[rule].own_shapes  # torch's operators check these shapes
-    if rule in (None, "adamw") and entry and (missing := ADAMW - entry.keys()):
-        raise refuse(f"has no {', '.join(sorted(missing))}")
+    if rule in (None, "adamw") and entry and (missing := ADAMW_STATE_KEYS - entry.keys()):
+        raise mismatch_error(f"has no {', '.join(sorted(missing))}")
     for key, value in entry.items():
         start = key.rstrip("12")
         if start == "absmax":
-            fits = value.numel() == -(-parameter.numel() // BLOCK)
+            fits = value.numel() == -(-parameter.numel() // QUANTIZED_BLOCK_SIZE)
         elif start == "qmap":
-            fits = value.numel() == BLOCK
+            fits = value.numel() == QUANTIZED_BLOCK_SIZE
         else:
             fits = value.ndim == 0 or own_shapes or value.shape == parameter.shape
         if not fits:
-            raise refuse(f"has '{key}' of shape {list(value.shape)}, but the weight has shape {list(parameter.shape)}")
-        if key in ADAMW and not value.is_floating_point() and rule in (None, "adamw"):
-            raise refuse(f"has '{key}' in {str(value.dtype).removeprefix('torch.')}, expected floating point")
+            raise mismatch_error(
+                f"has '{key}' of shape {list(value.shape)}, but the weight has shape {list(parameter.shape)}"
+            )
+        if key in ADAMW_STATE_KEYS and not value.is_floating_point() and rule in (None, "adamw"):
+            raise mismatch_error(f"has '{key}' in {str(value.dtype).removeprefix('torch.')}, expected floating point")
 
 
-LEAST_MOVED = 0.5
+MIN_MOVED_SHARE = 0.5
 """Smallest fraction of the weights that a perturbation must change."""
 
 
-class ForwardBackend(TorchBackend):
+class ZerothOrderBackend(TorchBackend):
     """A backend for zeroth-order optimization: steps from losses at perturbed weights, without a backward.
 
     All ranks have the same weights and draw the same directions. They exchange only the loss of each forward, and then
@@ -365,13 +368,13 @@ class ForwardBackend(TorchBackend):
         world: World = WORLD,
     ) -> None:
         super().__init__(module, optimizer)
-        self.whole, self.layers = world.size == 1, list(layers)
+        self.has_whole_state, self.layers = world.size == 1, list(layers)
         self._world, self._loss = world, 0.0
         self._slopes: list[float] = []
-        self._check_moved()
+        self._check_perturbation_size()
 
-    def compute(self, take: Callable[[], StepScore | None]) -> StepScore | None:
-        """Call ``take`` with weights perturbed both ways along each direction; return the mean score."""
+    def compute_gradients(self, run_micro_batches: Callable[[], StepScore | None]) -> StepScore | None:
+        """Call ``run_micro_batches`` with weights perturbed both ways along each direction; return the mean score."""
         optimizer, began, scores = self.optimizer, capture_rng(), list[StepScore]()
         self._slopes = []
         for direction in range(optimizer.directions):
@@ -380,11 +383,11 @@ class ForwardBackend(TorchBackend):
                 restore_rng(began)
                 self._loss = 0.0
                 with perturbed(optimizer, self.module, self.layers, direction, sign), torch.no_grad():
-                    score = take()
+                    score = run_micro_batches()
                 if score is None:
                     return None
                 scores.append(score)
-                losses += self._world.sums([self._loss])
+                losses += self._world.sum_over_ranks([self._loss])
             self._slopes.append((losses[0] - losses[1]) / (2 * optimizer.eps))
         return StepScore.mean(scores)
 
@@ -413,16 +416,16 @@ class ForwardBackend(TorchBackend):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.steps_taken = state.get("steps_taken", 0)
 
-    def slices(self) -> Iterator[Slice]:
+    def optimizer_slices(self) -> Iterator[Slice]:
         """Return an empty iterator: the optimizer has no tensors as state."""
         return iter(())
 
-    def load_slices(self, saved: SliceReader) -> None:
+    def load_optimizer_slices(self, saved: SliceReader) -> None:
         """Do nothing: the optimizer has no tensors as state."""
 
-    def _check_moved(self) -> None:
+    def _check_perturbation_size(self) -> None:
         moved = self.optimizer.moved_share()
-        if moved < LEAST_MOVED:
+        if moved < MIN_MOVED_SHARE:
             trained = [p for group in self.optimizer.param_groups for p in group["params"]]
             dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
             raise ArgumentError(

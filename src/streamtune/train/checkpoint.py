@@ -31,7 +31,7 @@ from streamtune.errors import CheckpointError, StreamTuneError
 from streamtune.train.process import RngState
 from streamtune.train.staging import (
     fsync_path,
-    remove_any,
+    remove_path,
 )
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
@@ -68,12 +68,12 @@ class Checkpoint:
 
     def rng(self, rank: int = 0) -> RngState:
         """Return the saved random state of a rank."""
-        path = self.path / f"{rng_name(rank)}.safetensors"
+        path = self.path / f"{rng_file_stem(rank)}.safetensors"
         plain = json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) if rank else self.state["rng"]
         return RngState(_read_tensors([path]), plain)
 
 
-def rng_name(rank: int) -> str:
+def rng_file_stem(rank: int) -> str:
     """Return the file name of a rank's random state, without suffix."""
     return f"rng-r{rank:05d}" if rank else "rng"
 
@@ -172,7 +172,7 @@ def _check_types(value: Any, types: Mapping[str, tuple[type, ...]], needed: Iter
 
 
 @contextmanager
-def restoring(path: Path, what: str) -> Iterator[None]:
+def explain_restore_errors(path: Path, what: str) -> Iterator[None]:
     """Context manager: an error inside becomes a CheckpointError that says ``what`` cannot be restored.
 
     StreamTune's own errors and out-of-memory errors are not changed.
@@ -220,21 +220,21 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
     return None
 
 
-def supersede(folder: Path, step: int) -> None:
+def set_aside_later_checkpoints(folder: Path, step: int) -> None:
     """Rename the checkpoints after ``step`` to ``step-000200.superseded``, because the run resumes from ``step``.
 
     They are damaged, or the user resumed from an earlier one. Their steps are trained again.
     """
-    later = [path for path in step_directories(folder) if step_of(path) > step]
+    later = [path for path in step_directories(folder) if checkpoint_step(path) > step]
     for path in later:
         aside = path.with_name(f"{path.name}.superseded")
-        remove_any(aside)
+        remove_path(aside)
         path.rename(aside)
     if later:
         fsync_path(folder)
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """Return the step number in the name of a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
@@ -260,7 +260,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 REQUIRED_FILES = (STATE, "rng.safetensors", "optimizer-00001.safetensors")
 """Files that every checkpoint has."""
-LARGEST_MANIFEST = 16 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 """Largest manifest that is read, in bytes; a real one has a few hundred bytes per file."""
 
 
@@ -296,9 +296,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         if path.is_symlink() or stat.S_ISLNK((path / MANIFEST).lstat().st_mode):
-            raise _damaged(path, "it is a symbolic link")
-        if (path / MANIFEST).stat().st_size > LARGEST_MANIFEST:
-            raise _damaged(path, f"{MANIFEST} is larger than {LARGEST_MANIFEST >> 20} MiB")
+            raise _damaged_error(path, "it is a symbolic link")
+        if (path / MANIFEST).stat().st_size > MAX_MANIFEST_BYTES:
+            raise _damaged_error(path, f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
         text = (path / MANIFEST).read_text(encoding="utf-8")
         found = json.loads(text)
         if found["format"] != FORMAT:
@@ -312,17 +312,17 @@ def read_manifest(path: Path) -> Manifest:
             or not isinstance(found["run"], str)
             or not isinstance(found["files"], dict)
         ):
-            raise _damaged(path, f"{MANIFEST} was changed")
+            raise _damaged_error(path, f"{MANIFEST} was changed")
         if manifest.metric is not None and not isinstance(manifest.metric, float):
-            raise _damaged(path, f"{MANIFEST} was changed")
+            raise _damaged_error(path, f"{MANIFEST} was changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint",
             fix="give a folder such as runs/NAME/checkpoints/step-000100",
         ) from error
     for name in manifest.files:
-        if not _is_plain(name):
-            raise _damaged(path, f"its manifest lists {name!r}, which is not a valid path in a checkpoint")
+        if not _is_safe_relative_path(name):
+            raise _damaged_error(path, f"its manifest lists {name!r}, which is not a valid path in a checkpoint")
     return manifest
 
 
@@ -334,18 +334,18 @@ def verify_files(path: Path, manifest: Manifest) -> None:
     """
     for name in REQUIRED_FILES:
         if name not in manifest.files:
-            raise _damaged(path, f"its manifest does not list {name}")
+            raise _damaged_error(path, f"its manifest does not list {name}")
     try:
-        there = set(_files_below(path))
+        existing = set(_files_below(path))
         for name, expected in manifest.files.items():
-            if name not in there:
-                raise _damaged(path, f"{name} is missing")
+            if name not in existing:
+                raise _damaged_error(path, f"{name} is missing")
             if _describe_file(path / name) != expected:
-                raise _damaged(path, f"{name} was changed")
+                raise _damaged_error(path, f"{name} was changed")
     except OSError as error:
-        raise _damaged(path, f"it cannot be read: {error}") from error
-    if added := sorted(there - manifest.files.keys() - {MANIFEST}):
-        raise _damaged(path, f"{added[0]} is not in its manifest")
+        raise _damaged_error(path, f"it cannot be read: {error}") from error
+    if added := sorted(existing - manifest.files.keys() - {MANIFEST}):
+        raise _damaged_error(path, f"{added[0]} is not in its manifest")
 
 
 def _manifest_text(manifest: Manifest) -> str:
@@ -360,7 +360,7 @@ def _files_below(folder: Path) -> Iterator[str]:
     Raises:
         CheckpointError: An entry is neither a regular file nor a directory.
     """
-    for directory, subfolders, names in os.walk(folder, onerror=_raise):
+    for directory, subfolders, names in os.walk(folder, onerror=_raise_walk_error):
         for name in (*subfolders, *names):
             found = Path(directory, name)
             mode = found.lstat().st_mode
@@ -368,14 +368,14 @@ def _files_below(folder: Path) -> Iterator[str]:
                 yield found.relative_to(folder).as_posix()
             elif not stat.S_ISDIR(mode):
                 what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
-                raise _damaged(folder, f"{found.relative_to(folder).as_posix()} is {what}")
+                raise _damaged_error(folder, f"{found.relative_to(folder).as_posix()} is {what}")
 
 
-def _raise(error: OSError) -> None:
+def _raise_walk_error(error: OSError) -> None:
     raise error
 
 
-def _is_plain(name: str) -> bool:
+def _is_safe_relative_path(name: str) -> bool:
     """Return True if ``name`` is a normalised relative path that stays inside the checkpoint."""
     path = PurePosixPath(name)
     safe = not path.is_absolute() and ".." not in path.parts and path.as_posix() == name
@@ -387,5 +387,5 @@ def _describe_file(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def _damaged_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {why}", fix="use another checkpoint")

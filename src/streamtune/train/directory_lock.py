@@ -25,7 +25,7 @@ from typing import Any
 
 from streamtune.base.result_cache import is_open_at, try_lock
 from streamtune.errors import ArgumentError, CheckpointError
-from streamtune.train.staging import OpenFolder, make_directory, write_error
+from streamtune.train.staging import OpenFolder, failed_write_error, make_directory
 
 LOCK = ".lock"
 IDENTITY = "run.json"
@@ -55,19 +55,19 @@ if hasattr(os, "register_at_fork"):
 class _Lock:
     path: Path
     descriptor: int
-    made: list[Path]
-    """Directories that were created for it, the deepest first."""
-    process: int
+    created_folders: list[Path]
+    """Directories that were created for the lock, the deepest first."""
+    pid: int
 
-    def release(self, *, tidy: bool = True) -> None:
-        """Release the lock; with ``tidy``, remove the file and the folders created for it if no run has started."""
-        if os.getpid() != self.process:
+    def release(self, *, remove_unused: bool = True) -> None:
+        """Release the lock; with ``remove_unused``, remove its file and the created folders if no run has started."""
+        if os.getpid() != self.pid:
             return
-        if tidy and not os.path.lexists(self.path / IDENTITY):
+        if remove_unused and not os.path.lexists(self.path / IDENTITY):
             with suppress(OSError):
                 if is_open_at(self.descriptor, self.path / LOCK):
                     (self.path / LOCK).unlink()
-                    for folder in self.made:
+                    for folder in self.created_folders:
                         folder.rmdir()  # fails if it is not empty
         _open_locks.discard(self.descriptor)
         os.close(self.descriptor)
@@ -80,17 +80,17 @@ class DirectoryLock:
         path: The run directory; it is created if it does not exist.
 
     Raises:
-        ArgumentError: Another process has locked it, or a symbolic link in its path has no target.
-        CheckpointError: It cannot be created or written to.
+        ArgumentError: Another process has locked the directory, or a symbolic link in its path has no target.
+        CheckpointError: The directory cannot be created or written to.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: _Lock | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
-        self.works = True
+        self.is_effective = True
         """True if the file system supports locks; otherwise other processes are not kept out."""
-        self.take()
+        self.acquire()
 
     def __enter__(self) -> DirectoryLock:
         return self
@@ -98,11 +98,11 @@ class DirectoryLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def take(self, *, new: bool = False) -> None:
+    def acquire(self, *, must_create: bool = False) -> None:
         """Lock the directory, unless this object has locked it already.
 
         Args:
-            new: True to refuse a directory that exists.
+            must_create: True to raise an error if the directory exists.
         """
         if self._lock is not None:
             return
@@ -118,7 +118,7 @@ class DirectoryLock:
                     fix="create the folder that it points to, or use another --output-dir",
                 )
             try:
-                if new:
+                if must_create:
                     self.path.mkdir()
                 make_directory(self.path)
                 with OpenFolder(self.path) as folder:
@@ -126,7 +126,7 @@ class DirectoryLock:
             except FileNotFoundError:
                 continue  # removed by the process that created it
             except FileExistsError as error:
-                if new:
+                if must_create:
                     raise self._in_use("") from error
                 if self.path.is_dir() or not os.path.lexists(self.path):
                     continue  # removed or created again in between
@@ -134,13 +134,13 @@ class DirectoryLock:
             except OSError as error:
                 raise self._unwritable(error) from error
             try:
-                self.works = try_lock(descriptor)
-                there = is_open_at(descriptor, self.path / LOCK)
+                self.is_effective = try_lock(descriptor)
+                is_current = is_open_at(descriptor, self.path / LOCK)
             except BlockingIOError:
                 holder = _read_holder(descriptor)
                 os.close(descriptor)
                 raise self._in_use(holder) from None
-            if there:
+            if is_current:
                 self._lock = _Lock(self.path, descriptor, missing, os.getpid())
                 _open_locks.add(descriptor)
                 self._finalizer = weakref.finalize(self, self._lock.release)
@@ -151,7 +151,7 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Release the lock; remove the directory if it was created for the lock and no run has started in it."""
-        self._release(tidy=True)
+        self._release(remove_unused=True)
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free ``NAME.old-N``, release the lock, and return the new path."""
@@ -159,15 +159,15 @@ class DirectoryLock:
         while os.path.lexists(aside := self.path.with_name(f"{self.path.name}.old-{number}")):
             number += 1
         self.path.rename(aside)
-        self._release(tidy=False)
+        self._release(remove_unused=False)
         return aside
 
-    def _release(self, *, tidy: bool) -> None:
+    def _release(self, *, remove_unused: bool) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             assert self._finalizer is not None
             self._finalizer.detach()
-            lock.release(tidy=tidy)
+            lock.release(remove_unused=remove_unused)
 
     def _in_use(self, holder: str) -> ArgumentError:
         return ArgumentError(
@@ -177,7 +177,7 @@ class DirectoryLock:
         )
 
     def _unwritable(self, error: OSError) -> CheckpointError:
-        return write_error(error, self.path / LOCK, needed=HOLDER_BYTES, safe="existing files are unchanged")
+        return failed_write_error(error, self.path / LOCK, needed=HOLDER_BYTES, safe="existing files are unchanged")
 
 
 def _write_holder(descriptor: int) -> None:

@@ -15,7 +15,7 @@ from streamtune.train.step import TrainSettings
 
 
 @dataclass(frozen=True)
-class Progressed:
+class RunProgress:
     """The progress of a run, saved in every checkpoint and returned at the end."""
 
     step: int = 0
@@ -42,23 +42,23 @@ class Progressed:
     """Pairs of metric value and step, the best first, for ``metric_for_best_model`` (default: ``eval_loss``)."""
 
     @property
-    def boundary(self) -> tuple[int, bool, bool]:
-        """Step, and whether evaluation and samples are still due there; a checkpoint is saved once per boundary."""
+    def save_key(self) -> tuple[int, bool, bool]:
+        """Step, and whether its evaluation and samples are due; two checkpoints never have the same key."""
         return self.step, self.eval_due, self.sample_due
 
 
 def update_early_stopping(
-    state: Progressed, found: Mapping[str, Any], settings: TrainSettings, progress: Progress
-) -> Progressed:
+    state: RunProgress, metrics: Mapping[str, Any], settings: TrainSettings, progress: Progress
+) -> RunProgress:
     """Return the state after an evaluation, with the fields for early stopping updated.
 
     Args:
         state: State before the evaluation.
-        found: Metrics of the evaluation.
+        metrics: Metrics of the evaluation.
         settings: Settings of the run.
         progress: Output, for a note if the run stops early.
     """
-    value = found.get(settings.metric_for_best_model or "")
+    value = metrics.get(settings.metric_for_best_model or "")
     if settings.early_stopping_patience == 0 or value is None:
         return state
     gain = math.inf if state.best is None else value - state.best if settings.greater_is_better else state.best - value
@@ -67,7 +67,7 @@ def update_early_stopping(
     not_better = state.not_better + 1
     ended = not_better >= settings.early_stopping_patience and state.step < settings.total_steps
     if ended:
-        progress.note(
+        progress.report_note(
             state.step,
             f"stopped early: {settings.metric_for_best_model} was not better than {state.best:.4g} in the last "
             f"{not_better} evaluations",
@@ -75,32 +75,31 @@ def update_early_stopping(
     return replace(state, not_better=not_better, ended_early=ended)
 
 
-def rank_evaluation(state: Progressed, found: Mapping[str, Any], settings: TrainSettings) -> tuple[Progressed, bool]:
+def rank_evaluation(
+    state: RunProgress, metrics: Mapping[str, Any], settings: TrainSettings
+) -> tuple[RunProgress, bool]:
     """Return the state with ``best_evaluations`` updated, and True if this evaluation's checkpoint must be saved.
 
-    It must be saved at once if ``metric_for_best_model`` is set and this evaluation is among the best, whatever
-    ``save_steps`` is: later steps overwrite these weights.
+    The checkpoint must be saved at once if ``metric_for_best_model`` is set and this evaluation is among the best,
+    whatever ``save_steps`` is: later steps overwrite these weights.
     """
-    value = found.get(settings.metric_for_best_model or "eval_loss")
+    value = metrics.get(settings.metric_for_best_model or "eval_loss")
     if value is None:
         return state, False
     limit = settings.save_best_limit or 1
-    before = [tuple(each) for each in state.best_evaluations]
-    ranked = sorted(
-        [*before, (value, state.step)], key=lambda each: -each[0] if settings.greater_is_better else each[0]
-    )
-    best = ranked[:limit]
+    pairs = [*(tuple(pair) for pair in state.best_evaluations), (value, state.step)]
+    best = sorted(pairs, key=lambda pair: -pair[0] if settings.greater_is_better else pair[0])[:limit]
     is_best = (value, state.step) in best and settings.metric_for_best_model is not None
     return replace(state, best_evaluations=tuple(best)), is_best
 
 
-def note_lost_best(state: Progressed, settings: TrainSettings, run: RunDirectory, progress: Progress) -> None:
+def note_unsaved_best(state: RunProgress, settings: TrainSettings, run: RunDirectory, progress: Progress) -> None:
     """Show a note if an earlier evaluation was better than the last, and no checkpoint has its weights."""
     if settings.metric_for_best_model is not None or not state.best_evaluations or state.eval_loss is None:
         return
     value, step = state.best_evaluations[0]
     if value < state.eval_loss and not checkpoint_path(run.checkpoints, int(step)).exists():
-        progress.note(
+        progress.report_note(
             state.step,
             f"eval_loss was best at step {int(step)} ({value:.4g}, now {state.eval_loss:.4g}), but no checkpoint has "
             "those weights; next time set metric_for_best_model: eval_loss to keep the best",
@@ -111,6 +110,6 @@ def note_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step
     """Show a note if ``metric_for_best_model`` names a metric that is not measured."""
     name = settings.metric_for_best_model
     if name is not None and name not in latest:
-        what = "keep checkpoints by" if settings.early_stopping_patience == 0 else "stop early by"
-        known = did_you_mean(name, latest) or f"metrics: {', '.join(latest)}"
-        progress.note(step, f"unknown metric '{name}' to {what}; {known}")
+        use = "keep checkpoints by" if settings.early_stopping_patience == 0 else "stop early by"
+        suggestion = did_you_mean(name, latest) or f"metrics: {', '.join(latest)}"
+        progress.report_note(step, f"unknown metric '{name}' to {use}; {suggestion}")

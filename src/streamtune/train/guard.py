@@ -1,7 +1,7 @@
 """Watch training steps for non-finite numbers, out of memory, spikes, and updates lost in rounding.
 
 :class:`StepGuard` decides before the weights are changed. All ranks must decide alike, so all of them call
-:meth:`StepGuard.skips` at the same place, which combines their findings.
+:meth:`StepGuard.should_skip` at the same place, which combines their findings.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
 from streamtune.schedule import Schedule
 from streamtune.train.objective import MicroBatch
 from streamtune.train.process import capture_rng, restore_rng
-from streamtune.train.records import append_event, read_records, records_backwards
+from streamtune.train.records import append_event, read_records, read_records_backwards
 from streamtune.train.rundir import RunDirectory
-from streamtune.train.step import GIB, TrainSettings, name_rows, peak_memory_bytes
+from streamtune.train.step import GIB, TrainSettings, describe_rows, peak_memory_bytes
 from streamtune.train.world import WORLD, World
 
 NextSchedule = Callable[[bool], Schedule | None]
@@ -32,29 +32,29 @@ NextSchedule = Callable[[bool], Schedule | None]
 also installs that schedule in the model's engine.
 """
 
-Taken = TypeVar("Taken")
+T = TypeVar("T")
 
-WINDOW = 50
+SPIKE_WINDOW = 50
 """Number of earlier steps with which a value is compared."""
-LEAST_STEPS = 10
+MIN_WINDOW_STEPS = 10
 """Smallest number of earlier steps for a comparison."""
 SPIKE_DEVIATIONS = 6.0
 """Number of deviations by which a spike exceeds the median of the window. A deviation is 1.4826 times the median
 distance from the median.
 """
-LEAST_SPIKE = 0.5
+MIN_SPIKE_FRACTION = 0.5
 """Fraction of the median by which a spike must also exceed it, because a curve without noise has no deviations."""
-MOST_REPLANS = 4
+MAX_REPLANS = 4
 """Largest number of schedules tried in one step after out of memory."""
 FIRST_STEPS = 10
 """Number of steps at the start of a run for which the share of changed weights is recorded."""
-MOST_COMPARED = 1 << 22
+MAX_COMPARED_VALUES = 1 << 22
 """Largest number of a model's values that are compared."""
-COMPARED_WHOLE = 4096
+MAX_FULLY_COMPARED_VALUES = 4096
 """Largest number of values of a weight that is always compared whole."""
 
 
-def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
+def mostly_skipped_error(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
     """Return the error of a run most of whose steps were skipped, with the first skipped step; else None.
 
     Args:
@@ -105,43 +105,49 @@ class StepGuard:
     ) -> None:
         self.settings, self.run, self.device = settings, run, device
         self.next_schedule, self.world = next_schedule, world
-        losses = (record for record in records_backwards(run.metrics) if "loss" in record)
-        before = list(islice(losses, WINDOW))[::-1]
-        self._seen = {name: deque((r[name] for r in before), maxlen=WINDOW) for name in ("loss", "grad_norm")}
+        losses = (record for record in read_records_backwards(run.metrics) if "loss" in record)
+        before = list(islice(losses, SPIKE_WINDOW))[::-1]
+        self._recent_values = {
+            name: deque((r[name] for r in before), maxlen=SPIKE_WINDOW) for name in ("loss", "grad_norm")
+        }
         self._event_steps: dict[str, int] = {}
         """Step of the last event of each metric; spikes within a window after it are counted in the next event."""
-        for event in islice((e for e in records_backwards(run.events) if e.get("event") == "spike"), 4 * WINDOW):
+        for event in islice(
+            (e for e in read_records_backwards(run.events) if e.get("event") == "spike"), 4 * SPIKE_WINDOW
+        ):
             if isinstance(event.get("step"), int):
                 self._event_steps.setdefault(str(event.get("metric")), event["step"])
         self._unreported: Counter[str] = Counter()
 
-    def skips(self, wrong: NonFiniteError | None, step: int, skipped: int) -> bool:
+    def should_skip(self, not_finite: NonFiniteError | None, step: int, skipped: int) -> bool:
         """Return True if ``step`` is skipped: its gradients are dropped, and the learning-rate schedule continues.
 
         Args:
-            wrong: Error of this rank if its loss or gradient is not finite; else None.
+            not_finite: Error of this rank if its loss or gradient is not finite; else None.
             step: Number of the step, counted from 1.
             skipped: Number of steps that the run has skipped so far.
 
         Raises:
             NonFiniteError: A loss or gradient is not finite, and the settings stop the run. This step changed nothing.
         """
-        if not self.world.any(wrong is not None):
+        if not self.world.any_rank(not_finite is not None):
             return False
-        reports = self.world.gather(None if wrong is None else (wrong.what, wrong.where, wrong.fix))
+        reports = self.world.gather_data_ranks(
+            None if not_finite is None else (not_finite.what, not_finite.where, not_finite.fix)
+        )
         what, where, fix = next((each for each in reports if each is not None), (f"step {step} is not finite", "", ""))
-        wrong = NonFiniteError(what, where=where, fix=fix)
+        not_finite = NonFiniteError(what, where=where, fix=fix)
         if self.settings.on_nan == "stop":
-            wrong.fix += "; or set on_nan: skip to skip such steps"
-            raise wrong
+            not_finite.fix += "; or set on_nan: skip to skip such steps"
+            raise not_finite
         if skipped >= self.settings.max_skips:
-            wrong.fix = f"max_skips ({self.settings.max_skips}) is reached; {wrong.fix}"
-            raise wrong
+            not_finite.fix = f"max_skips ({self.settings.max_skips}) is reached; {not_finite.fix}"
+            raise not_finite
         if self.world.is_main:
             append_event(self.run.events, "non_finite", step=step, what=what, rows=where, skipped=skipped + 1)
         return True
 
-    def attempt(self, take: Callable[[], Taken], undo: Callable[[], None], step: int) -> Taken:
+    def run_or_replan(self, take: Callable[[], T], undo: Callable[[], None], step: int) -> T:
         """Return ``take()``; with ``on_oom: replan``, repeat it with another schedule when memory runs out.
 
         Every schedule gives the same gradient. A repetition draws the same random numbers, as far as the schedule does
@@ -158,7 +164,7 @@ class StepGuard:
         alone = self.world.size == 1
         replans = self.settings.on_oom == "replan" and alone
         began = capture_rng() if replans else None
-        for tried in range(MOST_REPLANS + 1):
+        for tried in range(MAX_REPLANS + 1):
             try:
                 return take()
             except OutOfMemoryError as error:
@@ -171,7 +177,7 @@ class StepGuard:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             schedule = None
-            if alone and tried < MOST_REPLANS:
+            if alone and tried < MAX_REPLANS:
                 # An error of the planner must not hide the out-of-memory error.
                 with suppress(StreamTuneError, RuntimeError, MemoryError):
                     schedule = self.next_schedule(replans)
@@ -188,18 +194,18 @@ class StepGuard:
             restore_rng(began)
         raise AssertionError("the last attempt returns or raises")
 
-    def watch(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
+    def record_spikes(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
         """Write an event with this rank's rows if the loss or the gradient norm spiked.
 
         At most one event per metric is written in a window of steps, because with rewards they spike in most steps. The
         next event has the number of spikes since.
         """
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
-            seen = self._seen[name]
-            if len(seen) >= LEAST_STEPS:
+            seen = self._recent_values[name]
+            if len(seen) >= MIN_WINDOW_STEPS:
                 middle = median(seen)
                 deviation = 1.4826 * median(abs(other - middle) for other in seen)
-                jump = max(SPIKE_DEVIATIONS * deviation, LEAST_SPIKE * abs(middle))
+                jump = max(SPIKE_DEVIATIONS * deviation, MIN_SPIKE_FRACTION * abs(middle))
                 if value > middle + jump:
                     self._write_event(step, name, value, middle, micro_batches)
             seen.append(value)
@@ -208,13 +214,13 @@ class StepGuard:
         self, step: int, name: str, value: float, usual: float, micro_batches: Sequence[MicroBatch]
     ) -> None:
         last = self._event_steps.get(name)
-        if last is not None and last < step < last + WINDOW:
+        if last is not None and last < step < last + SPIKE_WINDOW:
             self._unreported[name] += 1
             return
         self._event_steps[name] = step
-        more = {"more": untold} if (untold := self._unreported.pop(name, 0)) else {}
+        more = {"more": unreported} if (unreported := self._unreported.pop(name, 0)) else {}
         if self.world.is_main:
-            rows = name_rows(micro_batches, most=16)
+            rows = describe_rows(micro_batches, max_rows=16)
             details = {"step": step, "metric": name, "value": value, "usual": usual, "rows": rows}
             append_event(self.run.events, "spike", **details, **more)
 
@@ -232,25 +238,25 @@ class MovedWeights:
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = [x for x in weights if x.numel()]
-        every = -(-sum(x.numel() for x in self._weights) // MOST_COMPARED)
-        self._every = [1 if x.numel() <= COMPARED_WHOLE else max(1, every) for x in self._weights]
-        self._before = [_sample_values(x, n) for x, n in zip(self._weights, self._every, strict=True)]
+        stride = -(-sum(x.numel() for x in self._weights) // MAX_COMPARED_VALUES)
+        self._strides = [1 if x.numel() <= MAX_FULLY_COMPARED_VALUES else max(1, stride) for x in self._weights]
+        self._before = [_sample_values(x, n) for x, n in zip(self._weights, self._strides, strict=True)]
 
-    def share(self, world: World) -> float:
+    def moved_share(self, world: World) -> float:
         """Return the share of the values of all ranks that have changed since, between 0 and 1."""
         moved = 0.0
-        for x, n, before in zip(self._weights, self._every, self._before, strict=True):
+        for x, n, before in zip(self._weights, self._strides, self._before, strict=True):
             changed = int((_sample_values(x, n) != before).sum())
             moved += changed / len(before) * x.numel()
-        found, all_of_them = world.sums([moved, float(sum(x.numel() for x in self._weights))])
+        found, all_of_them = world.sum_over_ranks([moved, float(sum(x.numel() for x in self._weights))])
         return found / all_of_them if all_of_them else 0.0
 
 
-def _sample_values(x: Tensor, every: int) -> Tensor:
-    return x.detach().reshape(-1)[::every].to("cpu", copy=True)
+def _sample_values(x: Tensor, stride: int) -> Tensor:
+    return x.detach().reshape(-1)[::stride].to("cpu", copy=True)
 
 
-def describe_moved(share: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
+def describe_unmoved_weights(share: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
     """Return a note that a step changed only ``share`` of the trained weights, which have these dtypes."""
     narrow = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
     why = f"most updates are smaller than the rounding{' of 16-bit weights' if narrow else ''}"

@@ -49,44 +49,44 @@ class InBackwardBackend(LocalBackend):
     ) -> None:
         super().__init__(module, optimizer)
         self.max_norm, self.lagged = max_norm, lagged and max_norm > 0
-        self._norm_before: float | None = None
+        self._previous_norm: float | None = None
         """Norm of the previous step if ``lagged``; else None."""
-        self._norm_now = math.nan
+        self._current_norm = math.nan
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trained]
         # By index, because an optimizer replaces its groups when it loads a state.
         self._group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._last = self._stepping = self._stepped = False
-        self._measuring, self._is_non_finite = True, False
-        self._scale: Tensor | None = None
+        self._is_last_micro_batch = self._updates_weights = self._has_updated_weights = False
+        self._measures_norms, self._is_non_finite = True, False
+        self._gradient_scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._recompute: Callable[[], object] = lambda: None
         accelerated = any(p.device.type != "cpu" for p in module.parameters())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if accelerated else None
-        self._pending: list[Future[None]] = []
+        self._pending_updates: list[Future[None]] = []
         self._groups_lock = Lock()
         """Held while the optimizer's groups have one weight, because two threads update weights."""
 
     def begin_step(self, learning_rate: float, recompute: Callable[[], object]) -> None:
         set_learning_rate(self.optimizer, learning_rate)
-        self._norms, self._recompute, self._scale = {}, recompute, None
-        self._measuring, self._stepping, self._stepped = True, self.max_norm == 0, False
+        self._norms, self._recompute, self._gradient_scale = {}, recompute, None
+        self._measures_norms, self._updates_weights, self._has_updated_weights = True, self.max_norm == 0, False
         self._is_non_finite = False
-        self.clipped_by = self._norm_before
-        if self._norm_before is not None:
-            self._stepping, self._scale = True, self._scale_of(torch.tensor(self._norm_before))
+        self.clip_norm = self._previous_norm
+        if self._previous_norm is not None:
+            self._updates_weights, self._gradient_scale = True, self._clip_factor(torch.tensor(self._previous_norm))
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        self._last = last
+        self._is_last_micro_batch = last
         try:
             yield
         finally:
-            self._last = False
+            self._is_last_micro_batch = False
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward, unless the loss is not finite and weights would be updated; the loop then ends the run."""
-        if self._stepping and not math.isfinite(loss.item()):
+        if self._updates_weights and not math.isfinite(loss.item()):
             self._is_non_finite = True
         else:
             loss.backward()
@@ -104,33 +104,33 @@ class InBackwardBackend(LocalBackend):
         norms = [self._norms[id(p)].to(device) for p in self._trained if id(p) in self._norms]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         value = norm.item()
-        if self._stepping and not math.isfinite(value):
+        if self._updates_weights and not math.isfinite(value):
             raise NonFiniteError(
                 f"the gradient norm is {value}, and weights were already updated in the backward",
                 where="optim_in_backward",
                 fix="start the run again, which resumes from the last checkpoint, with a lower learning_rate; with "
                 "max_grad_norm: 1.0 the norm is checked before any update",
             )
-        if not self._stepping:
-            self._scale = self._scale_of(norm)
-            self.clipped_by = value if self.lagged else None
-        self._norm_now = value
+        if not self._updates_weights:
+            self._gradient_scale = self._clip_factor(norm)
+            self.clip_norm = value if self.lagged else None
+        self._current_norm = value
         return value
 
-    def _scale_of(self, norm: Tensor) -> Tensor:
+    def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the factor by which torch's clipping scales a gradient with this norm."""
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def step(self, learning_rate: float) -> None:
         """Run the second backward if the first one only measured the norm; wait until all weights are updated."""
-        if not self._stepping:
+        if not self._updates_weights:
             set_learning_rate(self.optimizer, learning_rate)
-            self._stepping, self._measuring = True, False
+            self._updates_weights, self._measures_norms = True, False
             self._recompute()
         self._wait_for_thread()
-        self._stepping = self._stepped = False
+        self._updates_weights = self._has_updated_weights = False
         if self.lagged:
-            self._norm_before = self._norm_now
+            self._previous_norm = self._current_norm
 
     def drop_gradients(self) -> None:
         """Drop the gradients.
@@ -139,7 +139,7 @@ class InBackwardBackend(LocalBackend):
             OutOfMemoryError: Some weights were already updated, so the step cannot be repeated.
         """
         self._wait_for_thread()
-        if self._stepping and self._stepped:
+        if self._updates_weights and self._has_updated_weights:
             raise OutOfMemoryError(
                 "memory ran out in a backward that had already updated some weights",
                 where="optim_in_backward",
@@ -151,14 +151,14 @@ class InBackwardBackend(LocalBackend):
 
     def reset_optimizer(self) -> None:
         super().reset_optimizer()
-        self._norm_before = None  # the next gradients are clipped by their own norm
+        self._previous_norm = None  # the next gradients are clipped by their own norm
 
     def state(self) -> dict[str, Any]:
-        return {} if self._norm_before is None else {"norm_before": self._norm_before}
+        return {} if self._previous_norm is None else {"norm_before": self._previous_norm}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.lagged:
-            self._norm_before = state.get("norm_before")
+            self._previous_norm = state.get("norm_before")
 
     def close(self) -> None:
         self._wait_for_thread()
@@ -167,49 +167,49 @@ class InBackwardBackend(LocalBackend):
         if self._thread is not None:
             self._thread.shutdown()
 
-    def called_directly(self) -> AbstractContextManager[Any]:
+    def allow_direct_calls(self) -> AbstractContextManager[Any]:
         self._wait_for_thread()
-        return super().called_directly()
+        return super().allow_direct_calls()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Measure the norm of a weight's complete gradient, or update the weight with it; then free the gradient."""
-        if not self._last:  # gradients of later micro-batches are still missing
+        if not self._is_last_micro_batch:  # gradients of later micro-batches are still missing
             return
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
-        if self._measuring:
+        if self._measures_norms:
             self._norms[id(parameter)] = torch.linalg.vector_norm(grad)
-        if not self._stepping or self._is_non_finite:  # a loss of this step was not finite
+        if not self._updates_weights or self._is_non_finite:  # a loss of this step was not finite
             return
-        self._stepped = True
-        if self._thread is None or not self._steps_in_thread(parameter):
-            self._step(parameter, grad)
+        self._has_updated_weights = True
+        if self._thread is None or not self._is_updated_in_thread(parameter):
+            self._update_weight(parameter, grad)
         else:
             event = torch.cuda.current_stream(grad.device).record_event() if grad.device.type == "cuda" else None
-            self._pending.append(self._thread.submit(self._step_in_thread, parameter, grad, event))
-            while len(self._pending) > MOST_PENDING:
-                self._pending.pop(0).result()
+            self._pending_updates.append(self._thread.submit(self._update_in_thread, parameter, grad, event))
+            while len(self._pending_updates) > MAX_PENDING_UPDATES:
+                self._pending_updates.pop(0).result()
 
-    def _steps_in_thread(self, parameter: Tensor) -> bool:
+    def _is_updated_in_thread(self, parameter: Tensor) -> bool:
         """Return True if the worker thread updates this weight: the CPU is idle while the device computes."""
         return parameter.device.type == "cpu" or isinstance(self.optimizer, HostOptimizer)
 
-    def _step_in_thread(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
+    def _update_in_thread(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
         """Update one weight in the worker thread, after ``event``: then its gradient on the device is complete."""
         stream = self.optimizer.stream if isinstance(self.optimizer, HostOptimizer) else None
         if stream is None or event is None:
-            self._step(parameter, grad)
+            self._update_weight(parameter, grad)
             return
         with torch.cuda.stream(stream):
             stream.wait_event(event)
-            self._step(parameter, grad)
+            self._update_weight(parameter, grad)
             stream.synchronize()
 
     @torch.no_grad()
-    def _step(self, parameter: Tensor, grad: Tensor) -> None:
+    def _update_weight(self, parameter: Tensor, grad: Tensor) -> None:
         """Update one weight with ``grad``; meanwhile the optimizer's groups have no other weight."""
-        if self._scale is not None:
-            grad.mul_(self._scale.to(grad.device))
+        if self._gradient_scale is not None:
+            grad.mul_(self._gradient_scale.to(grad.device))
         own = self._group_of[id(parameter)]
         with self._groups_lock:
             before = [(group, group["params"]) for group in self.optimizer.param_groups]
@@ -225,12 +225,12 @@ class InBackwardBackend(LocalBackend):
 
     def _wait_for_thread(self) -> None:
         """Wait until the worker thread has updated all its weights."""
-        waiting, self._pending = self._pending, []
+        waiting, self._pending_updates = self._pending_updates, []
         for each in waiting:
             each.result()
 
 
-MOST_PENDING = 16
+MAX_PENDING_UPDATES = 16
 """Largest number of gradients that wait for the worker thread; about two layers have as many."""
 
 
@@ -249,12 +249,12 @@ class HostOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = groups = [dict(group) for group in optimizer.param_groups]
         every = [parameter for group in groups for parameter in group["params"]]
-        self._stand_ins = {
+        self._cpu_parameters = {
             parameter: nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu")) for parameter in every
         }
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
-        self.inner = make([{**g, "params": [self._stand_ins[p] for p in g["params"]]} for g in groups])
-        self.state = _StatesByWeight(self._stand_ins, self.inner)  # type: ignore[assignment]
+        self.inner = make([{**g, "params": [self._cpu_parameters[p] for p in g["params"]]} for g in groups])
+        self.state = _StatesByWeight(self._cpu_parameters, self.inner)  # type: ignore[assignment]
         self.pool = HostPool()
         device = next((p.device for p in every if p.device.type == "cuda"), None)
         self.stream = None if device is None else torch.cuda.Stream(device)
@@ -272,8 +272,8 @@ class HostOptimizer(torch.optim.Optimizer):
                 own.update({key: value for key, value in group.items() if key != "params"})
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        own["params"] = [self._stand_ins[parameter]]
-                        self._step_one(parameter)
+                        own["params"] = [self._cpu_parameters[parameter]]
+                        self._update_on_host(parameter)
         finally:
             for inner, parameters in zip(self.inner.param_groups, whole, strict=True):
                 inner["params"] = parameters
@@ -295,28 +295,28 @@ class HostOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key != "params"})
 
-    def _step_one(self, parameter: nn.Parameter) -> None:
+    def _update_on_host(self, parameter: nn.Parameter) -> None:
         """Update one weight; the inner optimizer's groups have only its CPU parameter."""
-        stand_in, grad = self._stand_ins[parameter], parameter.grad
+        cpu_parameter, grad = self._cpu_parameters[parameter], parameter.grad
         assert grad is not None
         stays = is_host_storage(parameter.untyped_storage())  # weight and gradient are already on the host
-        nothing = stand_in.data
-        stand_in.data = parameter.data if stays else self._copy_to_host(parameter.data)
-        stand_in.grad = grad if stays else self._copy_to_host(grad)
+        nothing = cpu_parameter.data
+        cpu_parameter.data = parameter.data if stays else self._copy_to_host(parameter.data)
+        cpu_parameter.grad = grad if stays else self._copy_to_host(grad)
         parameter.grad = None
         try:
-            self._wait(parameter)
+            self._synchronize(parameter)
             self.inner.step()
             if not stays:
-                parameter.copy_(stand_in, non_blocking=True)
-                self._wait(parameter)  # before the pinned memory is reused
+                parameter.copy_(cpu_parameter, non_blocking=True)
+                self._synchronize(parameter)  # before the pinned memory is reused
         finally:
-            stand_in.data, stand_in.grad = nothing, None
+            cpu_parameter.data, cpu_parameter.grad = nothing, None
 
     def _copy_to_host(self, x: Tensor) -> Tensor:
         return self.pool.take(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
-    def _wait(self, parameter: Tensor) -> None:
+    def _synchronize(self, parameter: Tensor) -> None:
         if parameter.device.type == "cuda":
             torch.cuda.current_stream(parameter.device).synchronize()
 
@@ -325,16 +325,16 @@ class _StatesByWeight(Mapping[Any, Any]):
     """Maps a weight to its optimizer state, which the inner optimizer has under the weight's CPU parameter."""
 
     def __init__(self, stand_ins: Mapping[nn.Parameter, nn.Parameter], inner: torch.optim.Optimizer) -> None:
-        self._stand_ins, self._inner = stand_ins, inner
+        self._cpu_parameters, self._inner = stand_ins, inner
 
     def __getitem__(self, parameter: Any) -> Any:
-        stand_in = self._stand_ins[parameter]
-        if stand_in not in self._inner.state:
+        cpu_parameter = self._cpu_parameters[parameter]
+        if cpu_parameter not in self._inner.state:
             raise KeyError(parameter)
-        return self._inner.state[stand_in]
+        return self._inner.state[cpu_parameter]
 
     def __iter__(self) -> Iterator[Any]:
-        return (parameter for parameter, own in self._stand_ins.items() if own in self._inner.state)
+        return (parameter for parameter, own in self._cpu_parameters.items() if own in self._inner.state)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -124,26 +124,26 @@ class SupervisedObjective:
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
         """Return the sum of the weights of all targets of the step; without weights, the number of targets."""
-        return world.sums([sum(batch.target_weight for batch in counted(micro_batches))])[0]
+        return world.sum_over_ranks([sum(batch.target_weight for batch in without_fillers(micro_batches))])[0]
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: float | None) -> Score:
         if totals is None:
-            loss: Tensor = output_of(model, batch, num_targets=1).loss
+            loss: Tensor = call_model(model, batch, num_targets=1).loss
             return Score(loss, held_out=[(loss.item(), batch.num_targets)])
         metrics: dict[str, SumAndCount] = {}
         if self.loss.is_plain and batch.weights is None:
-            loss = output_of(model, batch, num_targets=totals).loss
+            loss = call_model(model, batch, num_targets=totals).loss
         elif self._handle is None:
             loss = plain_token_loss(model, batch, self.loss, self.teacher) / totals
         else:
             taught = None if self.teacher is None else self.teacher.lazy_logits(batch)
-            asked = LossRequest(self.loss, batch.weights, taught, batch.top_k)
-            with self._handle.with_loss(asked):
-                loss = output_of(model, batch, num_targets=totals).loss
-            assert asked.measured is not None, "a call with labels computes its loss"
+            request = LossRequest(self.loss, batch.weights, taught, batch.top_k)
+            with self._handle.with_loss(request):
+                loss = call_model(model, batch, num_targets=totals).loss
+            assert request.measured is not None, "a call with labels computes its loss"
             metrics = {
                 name: (value.item(), batch.num_targets)
-                for name, value in asked.measured.items()
+                for name, value in request.measured.items()
                 if name != "kl" or self.loss.divergence is not None
             }
         watch = None if self._handle is None else self._handle.routers
@@ -151,10 +151,10 @@ class SupervisedObjective:
         return Score(loss, reported=None if terms is None else terms.loss, metrics=metrics)
 
 
-def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bool) -> Tensor:
+def supervised_loss(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bool) -> Tensor:
     """Return the sum of ``-log p`` over the targets of ``batch``, divided by ``num_targets``, plus the router loss."""
     with autocast(batch.input_ids.device, bf16):
-        loss: Tensor = output_of(model, batch, num_targets=num_targets).loss
+        loss: Tensor = call_model(model, batch, num_targets=num_targets).loss
     return loss
 
 
@@ -172,7 +172,7 @@ def plain_token_loss(
     )
 
 
-def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:
+def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:
     """Return the model's output for a batch with labels; ``more`` adds or replaces arguments of the call."""
     branches = batch.branches if isinstance(batch, PrefixBatch) else None
     with nullcontext() if branches is None else StreamHandle.of(model).laid_out(branches):
@@ -213,12 +213,12 @@ class ModelReference:
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
         """Return log-probabilities of the batch's targets, computed under the caller's autocast."""
-        without = nullcontext() if self.adapters else _without_adapters(self.model)
+        without = nullcontext() if self.adapters else _disabled_adapters(self.model)
         with torch.no_grad(), evaluating(self.model), without, self.handle.routers.silenced():
             scores = self.handle.logprobs(
                 targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
             )
-        return batch.ragged(scores.logprobs)
+        return batch.gather_targets(scores.logprobs)
 
     def lazy_logits(self, batch: MicroBatch) -> LazyLogits:
         """Return lazy logits of a batch: its final hidden states, computed under the caller's autocast."""
@@ -239,7 +239,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _without_adapters(model: Any) -> Iterator[None]:
+def _disabled_adapters(model: Any) -> Iterator[None]:
     if not hasattr(model, "disable_adapter"):
         yield
         return
@@ -340,7 +340,7 @@ class TreeBatch(MicroBatch):
     beginning occurs once per completion, and its gradients add up.
     """
 
-    place_K: Tensor  # noqa: N815
+    flat_index_K: Tensor  # noqa: N815
     """int64 ``[K]``: index of each target in the flattened ``[B, T]``"""
     row_K: Tensor  # noqa: N815
     """int64 ``[K]``, sorted: index of each target's completion"""
@@ -353,7 +353,7 @@ class TreeBatch(MicroBatch):
         "input_ids",
         "attention_mask",
         "shift_labels",
-        "place_K",
+        "flat_index_K",
         "row_K",
         "position_ids",
     )
@@ -363,9 +363,9 @@ class TreeBatch(MicroBatch):
         """Number of targets of all completions, K."""
         return len(self.row_K)
 
-    def ragged(self, x_BT: Tensor) -> Tensor:
+    def gather_targets(self, x_BT: Tensor) -> Tensor:
         """Return the values of ``x_BT`` at the targets, ``[K]``, ordered by completion; differentiable."""
-        return x_BT.flatten()[self.place_K]
+        return x_BT.flatten()[self.flat_index_K]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -374,7 +374,7 @@ class TreeBatch(MicroBatch):
         return given if self.branches is None else {**given, "branches": self.branches}
 
 
-def counted(batches: Sequence[Batch]) -> list[Batch]:
+def without_fillers(batches: Sequence[Batch]) -> list[Batch]:
     """Return the batches without fillers."""
     return [batch for batch in batches if not batch.filler]
 

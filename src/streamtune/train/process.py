@@ -26,7 +26,7 @@ class RngState:
 
     tensors: dict[str, Tensor]
     """``cpu`` and ``cuda:0`` ... -> uint8"""
-    plain: dict[str, Any]
+    json_states: dict[str, Any]
     """``python`` and ``numpy`` -> nested lists of numbers and strings"""
 
 
@@ -74,9 +74,9 @@ def restore_rng(state: RngState) -> None:
     for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in state.tensors:
             torch.cuda.set_rng_state(state.tensors[f"cuda:{index}"], index)
-    version, internal, gauss = state.plain["python"]
+    version, internal, gauss = state.json_states["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state.plain["numpy"]
+    name, keys, *rest = state.json_states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
@@ -105,13 +105,13 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self._owner = 0
+        self._owner_pid = 0
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
         self._entered = ExitStack()
 
     @property
     def requested(self) -> bool:
-        return self.signum is not None or (bool(self._owner) and reader_is_gone())
+        return self.signum is not None or (bool(self._owner_pid) and reader_is_gone())
 
     @property
     def reason(self) -> str:
@@ -128,7 +128,7 @@ class StopRequest:
         return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)
 
     def __enter__(self) -> StopRequest:
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
             self._entered.enter_context(interrupts.use_other_handlers())
             for signum in interrupts.SIGNALS:
@@ -144,12 +144,12 @@ class StopRequest:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         interrupts.record_handled()
-        if os.getpid() != self._owner:  # in a forked worker: its parent decides
+        if os.getpid() != self._owner_pid:  # in a forked worker: its parent decides
             return
         self.signum = signum
         for caught in self._previous:
-            again = signal.SIG_DFL if caught in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN
-            signal.signal(caught, again)
+            next_handler = signal.SIG_DFL if caught in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN
+            signal.signal(caught, next_handler)
         # Written to the file descriptor, because the handler may interrupt a print and must not touch its buffer.
         # The live line hides the cursor; show it now, because the process may be killed next.
         with suppress(OSError):  # the terminal may be closed

@@ -1,7 +1,7 @@
-"""Output of a run while it trains.
+"""Output of a run while it trains: console, ``loss.png`` and listeners.
 
-There are a live line on a terminal, or else ``key=value`` lines; ``loss.png``; and calls of listeners (experiment
-trackers and the user's callbacks).
+A terminal shows a live line; other outputs get ``key=value`` lines. Listeners are experiment trackers and the user's
+callbacks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.staging import replace_file
 
-SHOWN = {"reward": "reward", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "kl"}
-"""Metrics that the screen shows, with their names there; ``metrics.jsonl`` has all metrics."""
-
-
-SAMPLE_PROMPT, SAMPLE_WIDTH = 24, 80
+SHOWN_METRICS = {"reward": "reward", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "kl"}
+"""Metrics that the console shows -> their names on the console; ``metrics.jsonl`` has all metrics."""
+SAMPLE_PROMPT_WIDTH, SAMPLE_WIDTH = 24, 80
 """Width of a sample's prompt, and of its completion without a terminal, in columns."""
 
 
@@ -60,11 +58,11 @@ class Progress:
         self._record: dict[str, Any] = {"step": self.first_step}
         self._activity = ""
         self._started = time.monotonic()
-        self._live = Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True)
+        self._live = Live(get_renderable=self._live_line, console=self.console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
-        self.activity("")
+        self.show_activity("")
         if self.console.is_terminal:
             self._live.start()
         return self
@@ -72,19 +70,19 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def step(self, record: dict[str, Any]) -> None:
+    def report_step(self, record: dict[str, Any]) -> None:
         """Report a finished step; ``record`` is its line of ``metrics.jsonl``."""
         self._record = record
-        self.activity("")
+        self.show_activity("")
         done = record["step"]
         if "loss" not in record:
-            self.note(done, "skipped: loss or gradient not finite")
+            self.report_note(done, "skipped: loss or gradient not finite")
             return
         if not self.console.is_terminal and (done % self.logging_steps == 0 or done == self.total_steps):
             self._print_pairs(
                 step=f"{done}/{self.total_steps}",
                 loss=f"{record['loss']:.4f}",
-                **{SHOWN[name]: f"{record[name]:.4f}" for name in SHOWN if name in record},
+                **{SHOWN_METRICS[name]: f"{record[name]:.4f}" for name in SHOWN_METRICS if name in record},
                 **({"aux_loss": f"{record['aux_loss']:.4f}"} if "aux_loss" in record else {}),
                 lr=f"{record['lr']:.3g}",
                 grad_norm=f"{record['grad_norm']:.3g}",
@@ -94,20 +92,20 @@ class Progress:
                 eta=format_duration(self._seconds_left()),
             )
 
-    def activity(self, text: str) -> None:
+    def show_activity(self, text: str) -> None:
         """Show ``text`` as the current activity, at the end of the live line; empty text shows none."""
         self._activity = text
         self.on_activity(self._record["step"] + 1, text or "training")
 
-    def evaluated(self, step: int, found: Mapping[str, float]) -> None:
-        """Report the metrics ``found`` in the evaluation after ``step`` steps, overall and of each held-out set."""
-        self.activity("")
-        names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
+    def report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report the metrics of the evaluation after ``step`` steps, overall and of each held-out set."""
+        self.show_activity("")
+        names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN_METRICS.items()}}
         for metric in ("loss", "reward"):
-            for name in eval_set_names([self._record, found], metric):
+            for name in eval_set_names([self._record, metrics], metric):
                 called = name if metric == "loss" and self.console.is_terminal else f"{name}_{metric}"
                 names[f"eval_{name}_{metric}"] = called
-        shown = {called: f"{found[name]:.4f}" for name, called in names.items() if name in found}
+        shown = {called: f"{metrics[name]:.4f}" for name, called in names.items() if name in metrics}
         if self.console.is_terminal:
             parts: list[Any] = ["held-out"]
             for called, value in shown.items():
@@ -116,27 +114,31 @@ class Progress:
         else:
             self._print_pairs(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
 
-    def sampled(self, step: int, prompt: str, completion: str) -> None:
+    def report_sample(self, step: int, prompt: str, completion: str) -> None:
         """Report a completion of a sample prompt, shortened to one line; ``samples.jsonl`` has the full text."""
-        asked, wrote = shorten(prompt, SAMPLE_PROMPT), " ".join(completion.split())
+        shown_prompt, shown_completion = shorten(prompt, SAMPLE_PROMPT_WIDTH), " ".join(completion.split())
         if self.console.is_terminal:
-            left = self.console.width - cell_len(asked) - len(str(self.total_steps)) - 20
-            wrote = shorten(wrote, max(left, 20)) or "(nothing)"
-            self._print_event(step, Text.assemble("wrote ", (wrote, "green"), (f"  to: {asked}", "dim")))
+            left = self.console.width - cell_len(shown_prompt) - len(str(self.total_steps)) - 20
+            shown_completion = shorten(shown_completion, max(left, 20)) or "(nothing)"
+            self._print_event(
+                step, Text.assemble("wrote ", (shown_completion, "green"), (f"  to: {shown_prompt}", "dim"))
+            )
         else:
-            wrote = json.dumps(shorten(wrote, SAMPLE_WIDTH), ensure_ascii=False)
+            shown_completion = json.dumps(shorten(shown_completion, SAMPLE_WIDTH), ensure_ascii=False)
             self._print_pairs(
-                step=f"{step}/{self.total_steps}", prompt=json.dumps(asked, ensure_ascii=False), sample=wrote
+                step=f"{step}/{self.total_steps}",
+                prompt=json.dumps(shown_prompt, ensure_ascii=False),
+                sample=shown_completion,
             )
 
-    def saved(self, step: int, path: object) -> None:
-        self.activity("")
+    def report_checkpoint(self, step: int, path: object) -> None:
+        self.show_activity("")
         if self.console.is_terminal:
             self._print_event(step, Text.assemble("saved ", (str(path), "cyan")))
         else:
             self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
 
-    def note(self, step: int, text: str) -> None:
+    def report_note(self, step: int, text: str) -> None:
         """Report a note about ``step``."""
         if self.console.is_terminal:
             self._print_event(step, Text(text))
@@ -158,7 +160,7 @@ class Progress:
             return None
         return (time.monotonic() - self._started) / done * (self.total_steps - self._record["step"])
 
-    def _line(self) -> Text:
+    def _live_line(self) -> Text:
         """Return the live line; if it is wider than the terminal, the least important fields are left out."""
         record, width = self._record, self.console.width
         step = Text(f"step {record['step']}/{self.total_steps}", style="bold")
@@ -169,7 +171,7 @@ class Progress:
                 (Text.assemble("loss ", (f"{record['loss']:.3f}", "bold green")), 1),
                 *[
                     (Text.assemble(f"{called} ", (f"{record[name]:.2f}", "bold")), 6)
-                    for name, called in SHOWN.items()
+                    for name, called in SHOWN_METRICS.items()
                     if name in record
                 ],
                 (Text(f"lr {record['lr']:.2g}"), 5),
@@ -180,19 +182,19 @@ class Progress:
                 (Text(f"ETA {format_duration(self._seconds_left())}"), 2),
             ]
         fields.append((Text(self._activity or " ", style="dim"), 8))
-        while len(fields) > 1 and _width(fields) > width:
+        while len(fields) > 1 and _fields_width(fields) > width:
             fields.remove(max(fields, key=lambda field: field[1]))
-        room = min(width - _width(fields) - 2, 40)
+        room = min(width - _fields_width(fields) - 2, 40)
         if room >= 8:
-            fields.insert(1, (_bar(int(record["step"]), self.total_steps, room), 9))
+            fields.insert(1, (_progress_bar(int(record["step"]), self.total_steps, room), 9))
         return Text("  ", end="").join(text for text, _ in fields)
 
 
-def _width(fields: list[tuple[Text, int]]) -> int:
+def _fields_width(fields: list[tuple[Text, int]]) -> int:
     return sum(cell_len(text.plain) for text, _ in fields) + 2 * (len(fields) - 1)
 
 
-def _bar(done: int, total: int, width: int) -> Text:
+def _progress_bar(done: int, total: int, width: int) -> Text:
     filled = round(width * done / max(total, 1))
     return Text.assemble(("━" * filled, "green"), ("─" * (width - filled), "bright_black"))
 
@@ -220,8 +222,8 @@ def format_rate(per_second: float) -> str:
     return f"{per_second:.0f}" if per_second < 1000 else f"{per_second / 1000:.1f}k"
 
 
-INK, MUTED, TRAIN, HELD_OUT = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
-OTHER_TRAIN, OTHER_HELD_OUT = "#7a5cc9", "#c98a1b"
+TEXT_COLOUR, GRID_COLOUR, TRAINING_COLOUR, HELD_OUT_COLOUR = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
+SECOND_TRAINING_COLOUR, SECOND_HELD_OUT_COLOUR = "#7a5cc9", "#c98a1b"
 SET_STYLES = (
     ("#c98a1b", "s"),
     ("#2a9d6f", "^"),
@@ -237,13 +239,13 @@ Records = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Panel:
-    """One set of axes of the plot, drawn if the run has its first metric."""
+    """One set of axes of the plot, drawn if the run has the first of the panel's metrics."""
 
     label: str
     """Label of the vertical axis."""
     metrics: tuple[str, ...]
-    """Metrics to draw, at most two; each has a curve, and another for held-out values if they exist."""
-    names: tuple[str, ...] = ("",)
+    """Metrics to draw, at most two; each has one curve, and a second curve if held-out values exist."""
+    legend_prefixes: tuple[str, ...] = ("",)
     """Prefix of each metric's labels in the legend."""
     limits: tuple[float, float] | None = None
 
@@ -259,20 +261,20 @@ PANELS = (
 
 @dataclass
 class LossPlot:
-    """Draws ``loss.png`` of a run, in at most about a fiftieth of the run's time."""
+    """Draws ``loss.png`` of a run. Drawing takes at most about 1/50 of the run's time."""
 
     run: RunDirectory
-    _next: float = field(default=0.0, init=False)
+    _next_time: float = field(default=0.0, init=False)
 
     def draw(self, *, last: bool = False) -> None:
-        """Draw the plot, unless it was drawn a short time ago; ``last`` draws it in any case."""
+        """Draw the plot, unless the last drawing was a short time ago and ``last`` is False."""
         began = time.monotonic()
-        if began < self._next and not last:
+        if began < self._next_time and not last:
             return
         with suppress(OSError):  # a plot must not stop a run; its values are in metrics.jsonl
             draw_loss(read_records(self.run.metrics), self.run.loss_plot, title=self.run.path.name)
         now = time.monotonic()
-        self._next = now + 50 * (now - began)
+        self._next_time = now + 50 * (now - began)
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
@@ -312,8 +314,10 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
     for axes, panel in zip(grid, [loss, *panels], strict=True):
         _draw_panel(axes, panel, records)
     # A name is not a formula: `$` is shown literally.
-    grid[0].set_title(plain(title), loc="left", parse_math=False, color=INK, fontsize=13, fontweight="bold", pad=12)
-    grid[-1].set_xlabel("optimizer step", color=INK)
+    grid[0].set_title(
+        plain(title), loc="left", parse_math=False, color=TEXT_COLOUR, fontsize=13, fontweight="bold", pad=12
+    )
+    grid[-1].set_xlabel("optimizer step", color=TEXT_COLOUR)
     grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1].set_xlim(left=0)
     picture = BytesIO()
@@ -325,8 +329,8 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
 
 def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
     """Draw the metrics of a panel over the steps: measured, smoothed and held-out values."""
-    colours = ((TRAIN, HELD_OUT), (OTHER_TRAIN, OTHER_HELD_OUT))
-    for metric, name, (colour, other) in zip(panel.metrics, panel.names, colours, strict=False):
+    colours = ((TRAINING_COLOUR, HELD_OUT_COLOUR), (SECOND_TRAINING_COLOUR, SECOND_HELD_OUT_COLOUR))
+    for metric, name, (colour, held_out_colour) in zip(panel.metrics, panel.legend_prefixes, colours, strict=False):
         steps, values = _read_series(records, metric)
         if not steps:
             continue
@@ -338,27 +342,27 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
         if steps:
             shape = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linewidth": 1.4}
             whole = f"{name}all held out" if sets else f"{name}held out"
-            axes.plot(steps, values, color=other, label=f"{whole}  {values[-1]:.3f}", **shape)
+            axes.plot(steps, values, color=held_out_colour, label=f"{whole}  {values[-1]:.3f}", **shape)
         for called, (set_colour, marker) in zip(sets, cycle(SET_STYLES), strict=False):
             steps, values = _read_series(records, f"eval_{called}_{metric}")
             shape = {"marker": marker, "markersize": 5, "linewidth": 1.1, "linestyle": "--"}
             axes.plot(steps, values, color=set_colour, label=f"{name}{called}  {values[-1]:.3f}", **shape)
-    axes.set_ylabel(panel.label, color=INK)
+    axes.set_ylabel(panel.label, color=TEXT_COLOUR)
     axes.margins(x=0.02)
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
-    axes.grid(axis="y", color=MUTED, alpha=0.25)
+    axes.grid(axis="y", color=GRID_COLOUR, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(MUTED)
-    axes.tick_params(colors=INK)
+    axes.spines[["left", "bottom"]].set_color(GRID_COLOUR)
+    axes.tick_params(colors=TEXT_COLOUR)
     # Four curves leave no free corner for the legend.
     above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 2} if len(panel.metrics) > 1 else {}
-    axes.legend(frameon=False, labelcolor=INK, **above)
+    axes.legend(frameon=False, labelcolor=TEXT_COLOUR, **above)
 
 
 def _read_series(records: Records, metric: str) -> tuple[list[int], list[float]]:
-    found = [(record["step"], record[metric]) for record in records if metric in record]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(record["step"], record[metric]) for record in records if metric in record]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 @dataclass(frozen=True)
@@ -420,46 +424,46 @@ class Listener:
 class Listeners(Listener):
     """Calls several listeners, each with its own copy of the arguments. Ranks other than 0 have no listeners."""
 
-    each: Sequence[Listener] = ()
+    listeners: Sequence[Listener] = ()
     error: Exception | None = field(default=None, init=False)
-    """First error that a listener raised; this listener is no longer called."""
+    """First error that a listener raised; that listener is no longer called."""
     _failed: Listener | None = field(default=None, init=False)
 
     def started(self, facts: RunFacts) -> None:
-        self._call_each(lambda one: one.started(copy.deepcopy(facts)))
+        self._call_each(lambda listener: listener.started(copy.deepcopy(facts)))
 
     def step(self, record: dict[str, Any]) -> None:
-        self._call_each(lambda one: one.step(copy.deepcopy(record)))
+        self._call_each(lambda listener: listener.step(copy.deepcopy(record)))
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        self._call_each(lambda one: one.evaluated(copy.deepcopy(record)))
+        self._call_each(lambda listener: listener.evaluated(copy.deepcopy(record)))
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
-        self._call_each(lambda one: one.sampled(copy.deepcopy(samples)))
+        self._call_each(lambda listener: listener.sampled(copy.deepcopy(samples)))
 
     def saved(self, step: int, path: Path) -> None:
-        self._call_each(lambda one: one.saved(step, path))
+        self._call_each(lambda listener: listener.saved(step, path))
 
     def event(self, name: str, details: dict[str, Any]) -> None:
-        self._call_each(lambda one: one.event(name, copy.deepcopy(details)))
+        self._call_each(lambda listener: listener.event(name, copy.deepcopy(details)))
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Call all listeners, except one that has raised an error."""
-        self._call_each(lambda one: one.finished(copy.deepcopy(outcome)))
+        """Call all listeners, except a listener that has raised an error."""
+        self._call_each(lambda listener: listener.finished(copy.deepcopy(outcome)))
 
-    def raise_error(self) -> None:
+    def raise_first_error(self) -> None:
         if self.error is not None:
             raise self.error
 
     def _call_each(self, call: Callable[[Listener], None]) -> None:
-        for one in self.each:
-            if one is self._failed:
+        for listener in self.listeners:
+            if listener is self._failed:
                 continue
             if self.error is not None:  # only the first error is reported
                 with suppress(Exception):
-                    call(one)
+                    call(listener)
                 continue
             try:
-                call(one)
+                call(listener)
             except Exception as error:
-                self.error, self._failed = error, one
+                self.error, self._failed = error, listener

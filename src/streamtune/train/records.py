@@ -18,17 +18,15 @@ from typing import Any
 
 from streamtune.base.privacy import redact_values
 from streamtune.errors import ArgumentError, CheckpointError
-from streamtune.train.staging import append_to, cut_file, rename_file, replace_file, write_error
+from streamtune.train.staging import append_to_file, failed_write_error, rename_file, replace_file, truncate_file
 
 STEP_EVENTS = ("non_finite", "out_of_memory", "spike", "skip")
 """Events of a step, which are deleted when the step is repeated. Other events are kept."""
-
-
 CHECKED_BYTES = 4 << 20
 """Number of bytes at the end of a records file that are checked before a run resumes."""
 ROTATE_BYTES = 64 << 20
 """File size from which a text file is rotated."""
-ROTATED = 3
+MAX_ROTATED_FILES = 3
 """Number of rotated files that are kept."""
 
 
@@ -49,9 +47,9 @@ def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """
     lines = "".join(json.dumps(record) + "\n" for record in records)
     try:
-        append_to(path, lines.encode("utf-8"))
+        append_to_file(path, lines.encode("utf-8"))
     except OSError as error:
-        raise write_error(error, path, needed=len(lines), safe="earlier checkpoints are intact") from error
+        raise failed_write_error(error, path, needed=len(lines), safe="earlier checkpoints are intact") from error
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:
@@ -66,19 +64,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         ArgumentError: The file cannot be read, or a line is not a JSON object; the error names ``file:line``.
     """
-    return [record for _, record in _read_from(path, 0)]
+    return [record for _, record in _read_records_from(path, 0)]
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a records file, with its place for error messages."""
+    """A line of a records file, with its position for error messages."""
 
     path: Path
     start: int
-    """Offset of its first byte."""
+    """Offset of the line's first byte."""
     text: bytes
     is_last: bool
-    """True if it is the last line, which a crash may have truncated."""
+    """True for the last line, which a crash may have truncated."""
 
     def record(self) -> dict[str, Any] | None:
         """Return the record; None for a last line truncated by a crash."""
@@ -89,25 +87,25 @@ class _Line:
             if self.is_last and (b"\0" in self.text or not self.text.endswith(b"\n")):
                 return None
             reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "is not JSON"
-            raise self.invalid(reason) from error
+            raise self.invalid_error(reason) from error
         if not isinstance(record, dict):
-            raise self.invalid("is not a JSON object")
+            raise self.invalid_error("is not a JSON object")
         return record
 
-    def invalid(self, reason: str) -> ArgumentError:
-        """Return the error that this line is invalid."""
+    def invalid_error(self, reason: str) -> ArgumentError:
+        """Return an ArgumentError that names this line and the reason why it is invalid."""
         with self.path.open("rb") as file:
             number, left = 1, self.start
-            while left and (block := file.read(min(left, BLOCK))):
+            while left and (block := file.read(min(left, BLOCK_BYTES))):
                 number, left = number + block.count(b"\n"), left - len(block)
-        return _invalid_records(self.path, number, reason)
+        return _invalid_records_error(self.path, number, reason)
 
 
-BLOCK = 1 << 16
+BLOCK_BYTES = 1 << 16
 """Number of bytes read at a time from the end of a file."""
 
 
-def _read_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]:
+def _read_records_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]:
     """Yield lines with their records from byte ``start``, the start of a line; nothing if the file does not exist."""
     if not path.exists():
         return
@@ -122,10 +120,10 @@ def _read_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]
                 if record is not None:
                     yield line, record
     except OSError as error:
-        raise _invalid_records(path, 0, f"cannot be read: {error.strerror or error}") from error
+        raise _invalid_records_error(path, 0, f"cannot be read: {error.strerror or error}") from error
 
 
-def _lines_backwards(path: Path) -> Iterator[_Line]:
+def _read_lines_backwards(path: Path) -> Iterator[_Line]:
     """Yield the lines of a file from the last to the first; nothing if the file does not exist."""
     if not path.exists():
         return
@@ -133,68 +131,68 @@ def _lines_backwards(path: Path) -> Iterator[_Line]:
         with path.open("rb") as file:
             start, rest, is_last = file.seek(0, os.SEEK_END), b"", True
             while start:
-                size = min(BLOCK, start)
+                size = min(BLOCK_BYTES, start)
                 start = file.seek(start - size)
                 rest = file.read(size) + rest
                 # The first line in ``rest`` may begin in an earlier block.
-                *whole, rest = _split(rest, start == 0)
+                *whole, rest = _split_lines_reversed(rest, start == 0)
                 end = start + len(rest) + sum(map(len, whole))
                 for text in whole:
                     end -= len(text)
                     yield _Line(path, end, text, is_last)
                     is_last = False
     except OSError as error:
-        raise _invalid_records(path, 0, f"cannot be read: {error.strerror or error}") from error
+        raise _invalid_records_error(path, 0, f"cannot be read: {error.strerror or error}") from error
 
 
-def _split(text: bytes, from_start: bool) -> list[bytes]:
-    """Return the lines of a text from the last to the first; ``from_start`` means that the first line is complete."""
+def _split_lines_reversed(text: bytes, is_start_complete: bool) -> list[bytes]:
+    """Return the lines of a text from the last to the first; ``is_start_complete``: the first line is complete."""
     *lines, last = text.split(b"\n")
-    found = [line + b"\n" for line in lines] + [last] * bool(last)
-    return [*reversed(found), b""] if from_start else found[::-1]
+    complete = [line + b"\n" for line in lines] + [last] * bool(last)
+    return [*reversed(complete), b""] if is_start_complete else complete[::-1]
 
 
-def records_backwards(path: Path) -> Iterator[dict[str, Any]]:
+def read_records_backwards(path: Path) -> Iterator[dict[str, Any]]:
     """Yield records from the last to the first; the file is read only as far as the caller iterates."""
-    for line in _lines_backwards(path):
+    for line in _read_lines_backwards(path):
         if (record := line.record()) is not None:
             yield record
 
 
-def check_records(metrics: Sequence[Path], events: Path) -> None:
+def check_records(step_files: Sequence[Path], events: Path) -> None:
     """Check the records of a run before it resumes; of a long file only the last :data:`CHECKED_BYTES` bytes.
 
     Args:
-        metrics: Files in which each line must have a step.
+        step_files: Paths of files in which each line must have a step.
         events: Path of ``events.jsonl``.
 
     Raises:
         ArgumentError: A file cannot be read, a line is not a JSON object, or a line has no step.
     """
-    for path in metrics:
-        for line, record in _read_last(path):
+    for path in step_files:
+        for line, record in _read_last_records(path):
             if not _is_step(record.get("step")):
-                raise line.invalid("has no integer 'step'")
-    for line, record in _read_last(events):
+                raise line.invalid_error("has no integer 'step'")
+    for line, record in _read_last_records(events):
         if record.get("event") in STEP_EVENTS and not _is_step(record.get("step", 0)):
-            raise line.invalid("has no integer 'step'")
+            raise line.invalid_error("has no integer 'step'")
 
 
-def _read_last(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
+def _read_last_records(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
     start = 0
     if path.exists() and (size := path.stat().st_size) > CHECKED_BYTES:
         with path.open("rb") as file:
             file.seek(size - CHECKED_BYTES)
             file.readline()
             start = file.tell()
-    yield from _read_from(path, start)
+    yield from _read_records_from(path, start)
 
 
 def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _invalid_records(path: Path, number: int, reason: str) -> ArgumentError:
+def _invalid_records_error(path: Path, number: int, reason: str) -> ArgumentError:
     line = f"line {number} of {path.name} " if number else f"{path.name} "
     return ArgumentError(
         f"{line}{reason}, so the run cannot resume",
@@ -203,84 +201,84 @@ def _invalid_records(path: Path, number: int, reason: str) -> ArgumentError:
     )
 
 
-def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
+def cut_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> None:
     """Delete the lines of steps after ``step``, which are repeated.
 
     Args:
         path: Records file; nothing happens if it does not exist.
         step: Last step whose lines are kept.
-        evaluated: False to delete the evaluation of ``step`` too, which is also repeated.
+        keep_evaluation: False to delete the evaluation of ``step`` too, which is also repeated.
     """
     if not path.is_file():
         return
 
     region: list[tuple[bytes, bool]] = []
     cut = path.stat().st_size
-    for line in _lines_backwards(path):
+    for line in _read_lines_backwards(path):
         record = line.record()
         if record is not None and not _is_step(record.get("step")):
-            raise line.invalid("has no integer 'step'")
+            raise line.invalid_error("has no integer 'step'")
         if record is not None and record["step"] < step:
             break
-        is_kept = record is not None and record["step"] == step and (evaluated or not _is_evaluation(record))
+        is_kept = record is not None and record["step"] == step and (keep_evaluation or not _is_evaluation(record))
         region.append((line.text, is_kept))
         cut = line.start
     while region and region[-1][1]:
         cut += len(region.pop()[0])
-    _cut(path, cut, b"".join(text for text, is_kept in reversed(region) if is_kept))
+    _truncate_and_append(path, cut, b"".join(text for text, is_kept in reversed(region) if is_kept))
 
 
-def cut_events(path: Path, step: int) -> None:
+def cut_events_after_step(path: Path, step: int) -> None:
     """Delete the events of steps after ``step``, which are repeated, and a last line truncated by a crash."""
     if path.is_file():
         records = read_records(path)
         kept = [r for r in records if r.get("event") not in STEP_EVENTS or r.get("step", 0) <= step]
-        _replace(path, "".join(json.dumps(record) + "\n" for record in kept).encode("utf-8"))
+        _replace_records(path, "".join(json.dumps(record) + "\n" for record in kept).encode("utf-8"))
 
 
-def _cut(path: Path, size: int, more: bytes) -> None:
-    """Truncate a file to ``size`` bytes and append ``more``; if ``more`` is not empty, replace the file atomically."""
-    if path.stat().st_size == size and not more:
+def _truncate_and_append(path: Path, size: int, tail: bytes) -> None:
+    """Truncate a file to ``size`` bytes and append ``tail``; if ``tail`` is not empty, replace the file atomically."""
+    if path.stat().st_size == size and not tail:
         return
-    if more:
+    if tail:
         with path.open("rb") as file:
-            _replace(path, file.read(size) + more)
+            _replace_records(path, file.read(size) + tail)
         return
     try:
-        cut_file(path, size)
+        truncate_file(path, size)
     except OSError as error:
-        raise write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
+        raise failed_write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace_records(path: Path, content: bytes) -> None:
     try:
         replace_file(path, content)
     except OSError as error:
         safe = "earlier checkpoints are intact"
-        raise write_error(error, path, needed=path.stat().st_size, safe=safe) from error
+        raise failed_write_error(error, path, needed=path.stat().st_size, safe=safe) from error
 
 
-def rotated(path: Path) -> list[Path]:
+def rotated_paths(path: Path) -> list[Path]:
     """Return the paths of a text file and of its rotated files, the newest first; they need not exist."""
-    return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, ROTATED + 1))]
+    return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, MAX_ROTATED_FILES + 1))]
 
 
-def rotate(path: Path) -> None:
+def rotate_file(path: Path) -> None:
     """Rotate a long text file: ``name.jsonl`` becomes ``name.1.jsonl``, and the oldest rotated file is deleted."""
     if not path.is_file() or path.stat().st_size < ROTATE_BYTES:
         return
-    names = rotated(path)
+    names = rotated_paths(path)
     try:
         for old, new in reversed(list(pairwise(names))):
             if old.is_file():
                 rename_file(old, new.name)
     except OSError as error:
-        raise write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
+        raise failed_write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
 
 
-def cut_rotated(path: Path, step: int) -> None:
+def cut_rotated_after_step(path: Path, step: int) -> None:
     """Delete the lines of steps after ``step`` in a text file and its rotated files."""
-    for file in rotated(path):
+    for file in rotated_paths(path):
         if not file.is_file():
             return
         cut_after_step(file, step)

@@ -34,8 +34,8 @@ from typing import Any
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_you_mean
 from streamtune.train.checkpoint import Checkpoint, check_identity, newest_checkpoint, open_checkpoint
 from streamtune.train.directory_lock import IDENTITY, LOCK, DirectoryLock
-from streamtune.train.records import read_records, rotated
-from streamtune.train.staging import fsync_path, write_durably, write_error
+from streamtune.train.records import read_records, rotated_paths
+from streamtune.train.staging import failed_write_error, fsync_path, write_durably
 from streamtune.train.world import World
 
 FILES = {
@@ -137,7 +137,7 @@ class RunDirectory:
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
         texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
-        texts += [self.path / LOCK, *rotated(self.path / "completions.jsonl")]
+        texts += [self.path / LOCK, *rotated_paths(self.path / "completions.jsonl")]
         folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
         folders += [self.path / name for name in ("tensorboard", "wandb", "mlflow", "trackio")]
         files = (*texts, *folders)
@@ -207,9 +207,9 @@ class RunDirectory:
     @staticmethod
     def _unwritable(error: OSError, texts: Mapping[Path, str]) -> CheckpointError:
         needed = sum(map(len, texts.values()))
-        return write_error(error, next(iter(texts)), needed=needed, safe="existing files are unchanged")
+        return failed_write_error(error, next(iter(texts)), needed=needed, safe="existing files are unchanged")
 
-    def sync(self) -> None:
+    def fsync_records(self) -> None:
         """Wait until all records of the run are on disk."""
         for path in self.path.glob("[!.]*.jsonl"):
             if path.is_file() and not path.is_symlink():  # anything else was not written by the run
@@ -310,7 +310,7 @@ def check_same_run(
     return list(found.values())
 
 
-def tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_harmless_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return descriptions of harmless differences from the start of a run: free keys, library versions, ranks."""
     parts = [_describe_changes(before[part], now.get(part, {})) for part in ("free", "versions") if part in before]
     parts.append(_describe_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
@@ -337,18 +337,18 @@ def check_shared_folder(folder: Path, world: World) -> None:
         ArgumentError: A rank does not see a file that rank 0 wrote.
         CheckpointError: Rank 0 cannot write to the directory.
     """
-    probe = folder / f".probe-{world.main(lambda: secrets.token_hex(8))}"
+    probe = folder / f".probe-{world.run_on_rank_0(lambda: secrets.token_hex(8))}"
 
     def make() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch(exist_ok=False)
 
     try:
-        world.main(make)
+        world.run_on_rank_0(make)
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}") from error
     try:
-        blind = [rank for rank, sees in enumerate(world.collect(_can_see(probe))) if not sees]
+        blind = [rank for rank, sees in enumerate(world.gather_all_ranks(_can_see(probe))) if not sees]
     finally:
         if world.is_main:
             probe.unlink(missing_ok=True)

@@ -5,9 +5,9 @@
 
 At most one save is in flight; a second save waits for the first. Its copy has trained weights, buffers and optimizer
 tensors. The save runs in the training thread if the model cannot be copied, or the copy would exceed half of the free
-host memory. It then copies only 2 GiB at a time.
+host memory. The training thread then copies only 2 GiB at a time.
 
-With several ranks, each rank's worker writes what the rank holds into one staging directory that all ranks must see.
+With several ranks, each rank's worker writes the rank's part into one staging directory that all ranks must see.
 The workers have their own process group. Rank 0 writes the model, the index of slices and the manifest. An error on
 one rank is raised on all ranks, and the directory is deleted.
 
@@ -38,7 +38,7 @@ from streamtune.train.checkpoint import (
     checkpoint_path,
     open_checkpoint,
     read_manifest,
-    rng_name,
+    rng_file_stem,
     step_directories,
     write_manifest,
 )
@@ -46,12 +46,12 @@ from streamtune.train.process import RngState
 from streamtune.train.slices import Entry, Slice, write_index, write_slices
 from streamtune.train.staging import (
     commit_directory,
+    failed_write_error,
     free_bytes,
     fsync_path,
     make_directory,
-    refuse_link,
+    refuse_symlink,
     remove_directory,
-    write_error,
 )
 from streamtune.train.world import WORLD, World
 
@@ -65,24 +65,26 @@ class ModelWriter:
         num_bytes: Approximate size of the written files, in bytes.
         snapshot: Function that copies weights that training changes to the host, and returns a function that writes
             the copy, from any thread. None: the model cannot be copied.
-        together: True if no rank has the whole model. Then all ranks call ``write`` or ``snapshot``, and an error on
-            one is an error on all. Rank 0 has the snapshot and writes it alone.
+        needs_all_ranks: True if no rank has the whole model. Then all ranks call ``write`` or ``snapshot``, and an
+            error on one rank is raised on all ranks. Rank 0 has the snapshot and writes the snapshot alone.
     """
 
     write: Callable[[Path], None]
     num_bytes: int
     snapshot: Callable[[], Callable[[Path], None]] | None = None
-    together: bool = False
+    needs_all_ranks: bool = False
 
-    def copied(self, world: World) -> ModelWriter:
+    def snapshot_writer(self, world: World) -> ModelWriter:
         """Return a writer of a copy of the current model, for any thread of rank 0. Called by all ranks."""
-        if self.snapshot is None or not (self.together or world.is_main):
+        if self.snapshot is None or not (self.needs_all_ranks or world.is_main):
             return self
         return ModelWriter(self.snapshot(), self.num_bytes)
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepPolicy:
+    """Numbers of checkpoints that are not deleted when a new checkpoint is saved."""
+
     newest: int
     """Number of newest checkpoints to keep; 0 keeps all."""
     best: int = 0
@@ -90,24 +92,25 @@ class Keep:
     greater_is_better: bool = False
 
 
-def rotate(folder: Path, keep: Keep, *, run: str = "") -> list[Path]:
-    """Delete the checkpoints of ``run`` that ``keep`` does not keep, and return their paths.
+def delete_old_checkpoints(folder: Path, keep: KeepPolicy, *, run: str = "") -> list[Path]:
+    """Delete the checkpoints of ``run`` that the policy ``keep`` does not keep, and return the deleted paths.
 
     A directory without a manifest of this run is never deleted, whatever its name.
     """
     if keep.newest <= 0:
         return []
-    own = [(path, manifest) for path in step_directories(folder) if (manifest := _manifest_of(path, run)) is not None]
+    manifests = ((path, _read_manifest_of_run(path, run)) for path in step_directories(folder))
+    own = [(path, manifest) for path, manifest in manifests if manifest is not None]
     measured = [(manifest.metric, path) for path, manifest in own if manifest.metric is not None]
     measured.sort(key=lambda found: found[0] if keep.greater_is_better else -found[0])  # on a tie the newer is kept
-    stay = {path for path, _ in own[-keep.newest :]} | {path for _, path in measured[-keep.best :] if keep.best}
-    surplus = [path for path, _ in own if path not in stay]
-    for path in surplus:
+    kept = {path for path, _ in own[-keep.newest :]} | {path for _, path in measured[-keep.best :] if keep.best}
+    deleted = [path for path, _ in own if path not in kept]
+    for path in deleted:
         remove_directory(path)
-    return surplus
+    return deleted
 
 
-def _manifest_of(path: Path, run: str) -> Manifest | None:
+def _read_manifest_of_run(path: Path, run: str) -> Manifest | None:
     try:
         manifest = read_manifest(path)
     except CheckpointError:
@@ -121,26 +124,26 @@ class CheckpointSaver:
     Args:
         folder: Folder of the checkpoints.
         writer: Writer of the model.
-        keep: Which checkpoints are kept after a new one is verified.
-        world: Ranks; if ``asynchronous``, with a process group that nothing else uses.
+        keep: Numbers of checkpoints that are kept after a new one is verified.
+        world: Ranks that save; if ``asynchronous``, with a process group that nothing else uses.
         run: Id of the run.
         asynchronous: True to write in a worker thread.
-        before: Function called in the writing thread before each save, to flush records that must be on disk first.
+        before_write: Function called in the writing thread before each save; flushes records to disk.
     """
 
     def __init__(
         self,
         folder: Path,
         writer: ModelWriter,
-        keep: Keep,
+        keep: KeepPolicy,
         *,
         world: World = WORLD,
         run: str = "",
         asynchronous: bool = True,
-        before: Callable[[], None] = lambda: None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.writer, self.keep, self.world, self.run = folder, writer, keep, world, run
-        self.asynchronous, self.before = asynchronous, before
+        self.asynchronous, self.before_write = asynchronous, before_write
         self._worker: threading.Thread | None = None
         self._saved: list[Path] = []
         self._error: BaseException | None = None
@@ -149,7 +152,7 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._join()
+        self._join_worker()
 
     def save(self, backend: Backend, *, state: Mapping[str, Any], rng: RngState, metric: float | None = None) -> None:
         """Save the current state of the run; when this returns, training may continue. Called by all ranks.
@@ -158,32 +161,43 @@ class CheckpointSaver:
             backend: Backend with the optimizer's state.
             state: JSON values, equal on all ranks, including ``step``; must not be changed later.
             rng: This rank's random state before the next step.
-            metric: Value by which :class:`Keep` ranks the checkpoint; None if there is none.
+            metric: Value by which :class:`KeepPolicy` ranks the checkpoint; None if there is none.
 
         Raises:
             CheckpointError: This save or the previous one failed on a rank. Earlier checkpoints are intact.
         """
-        self.wait_for_last()
+        self.wait_for_save()
         writer, world = self.writer, self.world
-        held = _state_bytes(backend)
-        needed = writer.num_bytes + sum(world.collect(held))
-        slices = backend.slices()
-        copied = self.asynchronous and writer.snapshot is not None
-        copied = copied and _copies_fit(world, held + writer.num_bytes * world.is_main)
-        if copied:
+        state_bytes = _state_bytes(backend)
+        needed_bytes = writer.num_bytes + sum(world.gather_all_ranks(state_bytes))
+        slices = backend.optimizer_slices()
+        is_copied = self.asynchronous and writer.snapshot is not None
+        is_copied = is_copied and _copies_fit_in_host_memory(world, state_bytes + writer.num_bytes * world.is_main)
+        if is_copied:
             slices = iter([each._replace(values=each.values.detach().to("cpu", copy=True)) for each in slices])
-            writer = writer.copied(world)
-        content = Content(
-            state, rng, slices, backend.whole, needed, self.run, None if metric is None else float(metric)
+            writer = writer.snapshot_writer(world)
+        content = CheckpointContent(
+            state,
+            rng,
+            slices,
+            backend.has_whole_state,
+            needed_bytes,
+            self.run,
+            None if metric is None else float(metric),
         )
 
         def write() -> None:
             path = save_checkpoint(
-                self.folder, content, writer, world, before=self.before, after=self._verify_and_rotate
+                self.folder,
+                content,
+                writer,
+                world,
+                before_write=self.before_write,
+                after_commit=self._verify_and_rotate,
             )
             self._saved.append(path)
 
-        if not copied:
+        if not is_copied:
             write()
             return
         worker = threading.Thread(target=self._run_and_store_error, args=(write,), name="checkpoint")
@@ -192,35 +206,35 @@ class CheckpointSaver:
 
     def check_disk_space(self, backend: Backend) -> None:
         """Raise a CheckpointError if the disk has no space for a checkpoint. Called by all ranks."""
-        needed = self.writer.num_bytes + sum(self.world.collect(_state_bytes(backend)))
-        explained = _explain_errors(self.folder, needed, step_directories(self.folder))
-        self.world.main(explained(lambda: _check_free_bytes(self.folder, needed)))
+        needed = self.writer.num_bytes + sum(self.world.gather_all_ranks(_state_bytes(backend)))
+        explained = _explain_write_errors(self.folder, needed, step_directories(self.folder))
+        self.world.run_on_rank_0(explained(lambda: _check_free_bytes(self.folder, needed)))
 
     def _verify_and_rotate(self, path: Path) -> None:
         open_checkpoint(path)  # verify it before old ones are deleted
-        rotate(self.folder, self.keep, run=self.run)
+        delete_old_checkpoints(self.folder, self.keep, run=self.run)
 
-    def wait_for_last(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the save in flight, and raise its error if it failed."""
-        self._join()
+        self._join_worker()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     @property
-    def failed(self) -> bool:
-        """True if the last save failed; :meth:`wait` raises its error."""
+    def has_failed(self) -> bool:
+        """True if the last save failed; :meth:`wait_and_pop_committed` raises its error."""
         return self._error is not None
 
-    def finished(self) -> list[Path]:
+    def pop_committed(self) -> list[Path]:
         """Return the paths of the checkpoints committed since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
-    def wait(self) -> list[Path]:
-        """Wait for the save in flight, raise its error if it failed, and return the result of :meth:`finished`."""
-        self.wait_for_last()
-        return self.finished()
+    def wait_and_pop_committed(self) -> list[Path]:
+        """Wait for the save in flight, raise its error if it failed, and return the result of :meth:`pop_committed`."""
+        self.wait_for_save()
+        return self.pop_committed()
 
     def _run_and_store_error(self, write: Callable[[], None]) -> None:
         try:
@@ -228,14 +242,14 @@ class CheckpointSaver:
         except BaseException as error:  # raised again in the training thread
             self._error = error
 
-    def _join(self) -> None:
+    def _join_worker(self) -> None:
         if self._worker is not None:
             self._worker.join()
             self._worker = None
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """The content of a checkpoint except the model."""
 
     state: Mapping[str, Any]
@@ -243,10 +257,10 @@ class Content:
     rng: RngState
     """Random state of this rank before the next step."""
     slices: Iterable[Slice]
-    """Optimizer state that this rank holds; copied to the host in parts."""
-    whole: bool
+    """Optimizer state that this rank writes; copied to the host in parts."""
+    has_whole_state: bool
     """True if the slices are whole tensors and this rank has all of them."""
-    needed: int
+    needed_bytes: int
     """Approximate size of the checkpoint in bytes, model included."""
     run: str = ""
     """Id of the run; a run deletes only its own checkpoints."""
@@ -256,12 +270,12 @@ class Content:
 
 def save_checkpoint(
     folder: Path,
-    content: Content,
+    content: CheckpointContent,
     writer: ModelWriter,
     world: World = WORLD,
     *,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[Path], None] = lambda path: None,
+    before_write: Callable[[], None] = lambda: None,
+    after_commit: Callable[[Path], None] = lambda path: None,
 ) -> Path:
     """Write the checkpoint ``folder/step-N``, commit it, and return its path. Called by all ranks.
 
@@ -270,67 +284,67 @@ def save_checkpoint(
         content: Content of the checkpoint except the model.
         writer: Writer of the model.
         world: Ranks that write.
-        before: Function that rank 0 calls before anything is written.
-        after: Function that rank 0 calls with the path of the committed checkpoint.
+        before_write: Function that rank 0 calls before anything is written.
+        after_commit: Function that rank 0 calls with the path of the committed checkpoint.
 
     Raises:
         CheckpointError: The checkpoint cannot be written. Earlier checkpoints are intact.
     """
     step = int(content.state["step"])
     target = checkpoint_path(folder, step)
-    explained = _explain_errors(target, content.needed, step_directories(folder))
-    ranks = {} if content.whole else {"ranks": world.size}
+    explained = _explain_write_errors(target, content.needed_bytes, step_directories(folder))
+    ranks = {} if content.has_whole_state else {"ranks": world.size}
 
     def begin() -> Path:
-        before()
-        refuse_link(folder)
+        before_write()
+        refuse_symlink(folder)
         make_directory(folder)
-        _check_free_bytes(folder, content.needed)
+        _check_free_bytes(folder, content.needed_bytes)
         return staging.enter_context(commit_directory(target))
 
     def commit() -> None:
-        if not content.whole:
+        if not content.has_whole_state:
             write_index(staged, every)
-        _write_json(staged / STATE, {**content.state, **ranks, "rng": content.rng.plain})
+        _write_json(staged / STATE, {**content.state, **ranks, "rng": content.rng.json_states})
         # The manifest is written last, so it lists only complete files.
         write_manifest(staged, run=content.run, step=step, metric=content.metric)
         staging.pop_all().close()
-        after(target)
+        after_commit(target)
 
     with ExitStack() as staging:
-        staged = world.main(explained(begin))
-        entries = world.together(explained(lambda: _write_rank_state(staged, world, content)))
-        every = [entry for found in world.collect(entries) for entry in found]
+        staged = world.run_on_rank_0(explained(begin))
+        entries = world.run_on_all_ranks(explained(lambda: _write_rank_state(staged, world, content)))
+        every = [entry for found in world.gather_all_ranks(entries) for entry in found]
         _write_model(writer, staged / "model", world, explained)
-        world.main(explained(commit))
+        world.run_on_rank_0(explained(commit))
     return target
 
 
-def write_final(target: Path, writer: ModelWriter, world: World = WORLD) -> None:
+def write_final_model(target: Path, writer: ModelWriter, world: World = WORLD) -> None:
     """Write the trained model to ``target`` atomically, replacing an earlier one. Called by all ranks.
 
     Raises:
         CheckpointError: The model cannot be written.
     """
-    explained = _explain_errors(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
+    explained = _explain_write_errors(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
     with ExitStack() as staging:
-        staged = world.main(explained(lambda: staging.enter_context(commit_directory(target))))
+        staged = world.run_on_rank_0(explained(lambda: staging.enter_context(commit_directory(target))))
         _write_model(writer, staged, world, explained)
-        world.main(explained(lambda: staging.pop_all().close()))
+        world.run_on_rank_0(explained(lambda: staging.pop_all().close()))
 
 
 def _write_model(writer: ModelWriter, folder: Path, world: World, explained: ContextDecorator) -> None:
     """Write the model, by rank 0 if it has the whole model, else by all ranks."""
-    (world.together if writer.together else world.main)(explained(lambda: writer.write(folder)))
+    (world.run_on_all_ranks if writer.needs_all_ranks else world.run_on_rank_0)(explained(lambda: writer.write(folder)))
 
 
-def _write_rank_state(staged: Path, world: World, content: Content) -> list[Entry]:
-    """Write the optimizer and random state that this rank holds; return its index entries."""
-    entries = write_slices(staged, content.slices, world.rank, whole=content.whole)
-    name = rng_name(world.rank)
+def _write_rank_state(staged: Path, world: World, content: CheckpointContent) -> list[Entry]:
+    """Write this rank's optimizer slices and random state; return the index entries of the slices."""
+    entries = write_slices(staged, content.slices, world.rank, whole=content.has_whole_state)
+    name = rng_file_stem(world.rank)
     save_file(content.rng.tensors, staged / f"{name}.safetensors")
     if world.rank:
-        _write_json(staged / f"{name}.json", content.rng.plain)
+        _write_json(staged / f"{name}.json", content.rng.json_states)
     if world.size > 1:  # each rank flushes its own files: on a network file system another machine cannot
         for path in {staged / entry[-1] for entry in entries} | set(staged.glob(f"{name}.*")):
             fsync_path(path)
@@ -343,19 +357,19 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _state_bytes(backend: Backend) -> int:
     """Return how many bytes of optimizer state this rank writes."""
-    return sum(each.values.nbytes for each in backend.slices())
+    return sum(each.values.nbytes for each in backend.optimizer_slices())
 
 
-def _copies_fit(world: World, size: int) -> bool:
-    """Return True if the copies of all ranks take at most half of the free memory on every host.
+def _copies_fit_in_host_memory(world: World, num_bytes: int) -> bool:
+    """Return True if the copies of all ranks need at most half of the free memory on every host.
 
     Args:
         world: Ranks that copy.
-        size: Bytes that this rank copies.
+        num_bytes: Number of bytes that this rank copies.
     """
     host = socket.gethostname()
-    needed = sum(size for other, size in world.collect((host, size)) if other == host)
-    return not world.any(2 * needed > psutil.virtual_memory().available)
+    needed_bytes = sum(size for other, size in world.gather_all_ranks((host, num_bytes)) if other == host)
+    return not world.any_rank(2 * needed_bytes > psutil.virtual_memory().available)
 
 
 def _check_free_bytes(folder: Path, needed: int) -> None:
@@ -364,7 +378,7 @@ def _check_free_bytes(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def _explain_errors(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
+def _explain_write_errors(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
     """Context manager: an error while ``target`` is written becomes a CheckpointError.
 
     Args:
@@ -379,4 +393,4 @@ def _explain_errors(target: Path, needed: int, previous: Sequence[Path]) -> Iter
         # Tokenizers raise plain Exception for I/O errors; any more specific class is a bug of ours.
         if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
             raise
-        raise write_error(error, target, needed=needed, safe=safe) from error
+        raise failed_write_error(error, target, needed=needed, safe=safe) from error

@@ -29,13 +29,13 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.train.objective import MicroBatch, Objective, TreeBatch, autocast, evaluating
 from streamtune.train.process import preserve_rng
 
-VALUES = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
+VALUE_PROJECTIONS = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 """Names of modules that project values, alone or together with keys or queries."""
 
 Weights = Mapping[str, nn.Parameter]
 
 
-def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict[str, nn.Parameter]:
+def value_projection_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict[str, nn.Parameter]:
     """Return the trained weights of the value projection, by name, of the last layer that has any.
 
     Args:
@@ -49,19 +49,19 @@ def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict
         found = {
             name: parameter
             for name, parameter in layer.named_parameters()
-            if parameter.requires_grad and not set(VALUES).isdisjoint(name.split("."))
+            if parameter.requires_grad and not set(VALUE_PROJECTIONS).isdisjoint(name.split("."))
         }
         if found:
             return found
     raise UnsupportedModelError(
         f"{key} needs a trained value projection, but {type(layers[-1]).__name__} has no trained weight in a module "
-        f"named {', '.join(VALUES)}",
+        f"named {', '.join(VALUE_PROJECTIONS)}",
         where=key,
         fix="add the module to lora_target, or delete the line",
     )
 
 
-class Projection:
+class CountSketch:
     """A random projection (count sketch), stored on the host; the same seed gives the same projection.
 
     Args:
@@ -109,8 +109,8 @@ class RowSketch:
         bf16: bool = False,
     ) -> None:
         self.model, self.handle, self.objective, self.device, self.bf16 = model, handle, objective, device, bf16
-        self.weights: Weights = value_weights(handle.layers)
-        self.project = Projection(sum(weight.numel() for weight in self.weights.values()), size, seed)
+        self.weights: Weights = value_projection_weights(handle.layers)
+        self.project = CountSketch(sum(weight.numel() for weight in self.weights.values()), size, seed)
         self.optimizer: torch.optim.Optimizer | None = None
         """Optimizer whose moments replace the gradient by Adam's step; None uses the plain gradient."""
 
@@ -132,9 +132,11 @@ class RowSketch:
         grads = _weight_gradients(self.model, self.handle, self.weights, loss)
         with torch.no_grad():
             pairs = zip(self.weights.values(), grads, strict=True)
-            return self.project(torch.cat([self._scaled(weight, grad).flatten() for weight, grad in pairs])).cpu()
+            return self.project(
+                torch.cat([self._adam_step_or_gradient(weight, grad).flatten() for weight, grad in pairs])
+            ).cpu()
 
-    def _scaled(self, weight: nn.Parameter, grad: Tensor) -> Tensor:
+    def _adam_step_or_gradient(self, weight: nn.Parameter, grad: Tensor) -> Tensor:
         grad = grad if grad.dtype == torch.float64 else grad.float()
         if self.optimizer is None:
             return grad
@@ -162,7 +164,7 @@ class CompletionGradient:
     @cached_property
     def weights(self) -> Weights:
         """Weights by name, looked up on first use, because a model in evaluation may have no trained weights."""
-        return value_weights(self.handle.layers, "allocation")
+        return value_projection_weights(self.handle.layers, "allocation")
 
     def __call__(self, batch: TreeBatch) -> float:
         """Return the gradient norm of a batch with one completion; gradients and random state do not change."""
@@ -173,7 +175,7 @@ class CompletionGradient:
                 scores = self.handle.logprobs(
                     targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
                 )
-            return -batch.ragged(scores.logprobs).sum()
+            return -batch.gather_targets(scores.logprobs).sum()
 
         grads = _weight_gradients(self.model, self.handle, self.weights, loss)
         return float(torch.stack([grad.double().norm() for grad in grads]).norm())
@@ -181,7 +183,7 @@ class CompletionGradient:
 
 def _weight_gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
     """Return the gradients of a loss for ``weights`` only; zeros for a weight that the loss does not depend on."""
-    with preserve_rng(), evaluating(model), handle.routers.silenced(), _only_trained(model, weights):
+    with preserve_rng(), evaluating(model), handle.routers.silenced(), _only_these_trained(model, weights):
         grads = torch.autograd.grad(loss(), list(weights.values()), allow_unused=True)
     pairs = zip(weights.values(), grads, strict=True)
     return [torch.zeros_like(weight) if grad is None else grad for weight, grad in pairs]
@@ -207,7 +209,7 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
 
 
 @contextmanager
-def _only_trained(model: nn.Module, weights: Weights) -> Iterator[None]:
+def _only_these_trained(model: nn.Module, weights: Weights) -> Iterator[None]:
     """Context manager: only ``weights`` require a gradient."""
     mine = {id(weight) for weight in weights.values()}
     others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]

@@ -66,26 +66,26 @@ def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: boo
         whole: True if each slice is a whole tensor; it is then written with its shape and plain name.
     """
     entries: list[Entry] = []
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     number = 0
 
     def flush() -> None:
-        nonlocal held, number
+        nonlocal pending, number
         number += 1
-        save_file(held, folder / _file_name(rank, number))
-        held = {}
+        save_file(pending, folder / _slice_file_name(rank, number))
+        pending = {}
 
     for each in slices:
         if not (whole or each.values.numel()):
             continue
-        if held and sum(tensor.nbytes for tensor in held.values()) + each.values.nbytes > FILE_BYTES:
+        if pending and sum(tensor.nbytes for tensor in pending.values()) + each.values.nbytes > FILE_BYTES:
             flush()
         if whole:
-            held[each.name] = each.values.detach().cpu().contiguous().reshape(each.shape)
+            pending[each.name] = each.values.detach().cpu().contiguous().reshape(each.shape)
         else:  # a file cannot store tensors that share memory, as slices of one tensor do
-            held[f"{each.name}@{each.offset}"] = each.values.detach().to("cpu", copy=True).contiguous().flatten()
-        entries.append((each.name, each.shape, each.offset, each.values.numel(), _file_name(rank, number + 1)))
-    if held or rank == 0:  # every checkpoint has a first file, even if it is empty
+            pending[f"{each.name}@{each.offset}"] = each.values.detach().to("cpu", copy=True).contiguous().flatten()
+        entries.append((each.name, each.shape, each.offset, each.values.numel(), _slice_file_name(rank, number + 1)))
+    if pending or rank == 0:  # every checkpoint has a first file, even if it is empty
         flush()
     return entries
 
@@ -114,7 +114,7 @@ def write_index(folder: Path, entries: Iterable[Entry]) -> None:
     (folder / INDEX).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
 
 
-def _file_name(rank: int, number: int) -> str:
+def _slice_file_name(rank: int, number: int) -> str:
     return f"optimizer-r{rank:05d}-{number:05d}.safetensors" if rank else f"optimizer-{number:05d}.safetensors"
 
 
@@ -123,15 +123,15 @@ class SliceReader:
 
     Args:
         folder: Folder of a verified checkpoint.
-        masters: True to read only fp32 master weights, not the optimizer's states.
+        only_masters: True to read only fp32 master weights, not the optimizer's states.
     """
 
-    def __init__(self, folder: Path, *, masters: bool = False) -> None:
+    def __init__(self, folder: Path, *, only_masters: bool = False) -> None:
         self._folder = folder
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._slices: dict[str, list[tuple[int, int, str, str]]] = {}
         self._read_index(folder)
-        if masters:
+        if only_masters:
             self._shapes = {name: shape for name, shape in self._shapes.items() if name.endswith(f"/{MASTER}")}
 
     def _read_index(self, folder: Path) -> None:
@@ -181,7 +181,7 @@ class SliceReader:
             raise CheckpointError(f"{self._folder} lacks values of {name}", fix="use another checkpoint")
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
-    def whole(self, parameter: str, key: str) -> Tensor:
+    def read_whole(self, parameter: str, key: str) -> Tensor:
         shape = self._shapes[f"{parameter}/{key}"]
         return self.read(parameter, key, 0, math.prod(shape)).reshape(shape)
 
@@ -212,7 +212,7 @@ def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
         return rows.flatten()[first - start * row : last - start * row].clone()
 
 
-def share_out_whole(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
+def slices_of_replicated_state(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
     """Yield the slices that this rank writes of a state that every rank has whole, balanced by bytes.
 
     Args:

@@ -28,8 +28,8 @@ STAGING_PREFIX = ".tmp-"
 REPLACED_PREFIX = ".old-"
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd and os.rename in os.supports_dir_fd
 """True if the system can look up names relative to an open directory; False on Windows."""
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+NO_FOLLOW_FLAG = getattr(os, "O_NOFOLLOW", 0)
+NONBLOCK_FLAG = getattr(os, "O_NONBLOCK", 0)
 """Flag with which opening a named pipe does not block."""
 
 
@@ -60,7 +60,9 @@ class OpenFolder:
             OSError: The entry is a symbolic link or not a regular file, or opening it fails.
         """
         try:
-            found = os.open(self._relative_name(name), flags | NO_LINK | NO_WAIT, 0o666, dir_fd=self._descriptor)
+            found = os.open(
+                self._relative_name(name), flags | NO_FOLLOW_FLAG | NONBLOCK_FLAG, 0o666, dir_fd=self._descriptor
+            )
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise OSError(errno.ELOOP, "symbolic links are not followed here", name) from error
@@ -82,7 +84,7 @@ class OpenFolder:
             self._relative_name(old), self._relative_name(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor
         )
 
-    def sync(self) -> None:
+    def fsync(self) -> None:
         if self._descriptor is not None:
             os.fsync(self._descriptor)
 
@@ -128,7 +130,7 @@ def commit_directory(target: Path) -> Iterator[Path]:
         with suppress(OSError):  # the first error is reported, not one of cleaning up
             discard_leftovers(target.parent)
         raise
-    remove_any(replaced)
+    remove_path(replaced)
 
 
 def make_directory(path: Path) -> None:
@@ -142,7 +144,7 @@ def make_directory(path: Path) -> None:
 def remove_directory(path: Path) -> None:
     """Rename ``path``, then delete it, so that a killed process never leaves half a directory under this name."""
     doomed = path.with_name(f"{STAGING_PREFIX}deleted-{path.name}")
-    remove_any(doomed)
+    remove_path(doomed)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -162,7 +164,7 @@ def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
     """
     staged = STAGING_PREFIX + path.name
     if (path.parent / staged).is_dir():
-        remove_any(path.parent / staged)
+        remove_path(path.parent / staged)
     with OpenFolder(path.parent) as folder:
         with folder.create(staged) as file:
             file.write(content)
@@ -171,10 +173,10 @@ def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
                 os.fsync(file.fileno())
         folder.rename(staged, path.name)
         if durably:
-            folder.sync()
+            folder.fsync()
 
 
-def check_outputs(folder: Path, names: Iterable[str], *, where: str = "--output-dir") -> None:
+def check_output_files(folder: Path, names: Iterable[str], *, where: str = "--output-dir") -> None:
     """Create a folder for results and check that files can be written to it, before the results are computed.
 
     Args:
@@ -204,7 +206,7 @@ def check_outputs(folder: Path, names: Iterable[str], *, where: str = "--output-
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a result file atomically, in a folder that :func:`check_outputs` has checked.
+    """Write a result file atomically, in a folder that :func:`check_output_files` has checked.
 
     Raises:
         RunError: The file cannot be written.
@@ -218,7 +220,7 @@ def write_output(path: Path, content: bytes) -> None:
         raise RunError(what, fix="fix the cause and start again") from error
 
 
-def append_to(path: Path, content: bytes) -> None:
+def append_to_file(path: Path, content: bytes) -> None:
     """Append whole lines to a regular file, created if needed; a last line truncated by a crash is removed first."""
     _break_hard_links(path)
     with OpenFolder(path.parent) as folder:
@@ -253,7 +255,7 @@ def _last_line_end(file: IO[bytes], end: int) -> int:
     return 0
 
 
-def cut_file(path: Path, size: int) -> None:
+def truncate_file(path: Path, size: int) -> None:
     """Truncate a regular file to ``size`` bytes; when this returns, the change is on disk."""
     _break_hard_links(path)
     with OpenFolder(path.parent) as folder:
@@ -270,7 +272,7 @@ def rename_file(path: Path, name: str) -> None:
         folder.rename(path.name, name)
 
 
-def refuse_link(folder: Path) -> None:
+def refuse_symlink(folder: Path) -> None:
     """Raise an OSError if ``folder`` is a symbolic link."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "symbolic links are not followed here", str(folder))
@@ -281,14 +283,14 @@ def discard_leftovers(folder: Path) -> None:
     for leftover in folder.glob(f"{REPLACED_PREFIX}*"):
         original = leftover.with_name(leftover.name.removeprefix(REPLACED_PREFIX))
         if leftover.is_symlink() or original.exists():  # this module never renames links
-            remove_any(leftover)
+            remove_path(leftover)
         else:
             leftover.rename(original)
     for leftover in folder.glob(f"{STAGING_PREFIX}*"):
-        remove_any(leftover)
+        remove_path(leftover)
 
 
-def remove_any(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Delete a file, link or directory if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -318,7 +320,7 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_error(error: Exception, target: Path, *, needed: int, safe: str) -> CheckpointError:
+def failed_write_error(error: Exception, target: Path, *, needed: int, safe: str) -> CheckpointError:
     """Return the error that ``target`` could not be written.
 
     Args:

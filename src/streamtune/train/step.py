@@ -7,7 +7,7 @@ The loss of a step is a sum over its G micro-batches. For supervised fine-tuning
 Each micro-batch contributes its sum divided by N, and gradients accumulate. So every token has the same weight, however
 a step is split, and also in a shorter step at the end of an epoch. Other objectives have other divisors
 (``objective``). With several ranks, N counts the targets of all ranks, and their contributions add up. The router loss
-of a mixture of experts (:class:`StepRouters`) is in the gradient, but not in the reported loss.
+of a mixture of experts (:class:`StepRouterLoss`) is in the gradient, but not in the reported loss.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from torch import nn
 
 from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.backend import Backend
-from streamtune.train.objective import MicroBatch, Objective, StepScore, SumAndCount, autocast, counted
+from streamtune.train.objective import MicroBatch, Objective, StepScore, SumAndCount, autocast, without_fillers
 from streamtune.train.process import StopRequest, preserve_rng
 from streamtune.train.world import WORLD, World
 
@@ -69,7 +68,7 @@ class TrainSettings:
     early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
     """Number of checkpoints to keep for their metric, besides the newest."""
-    least_moved: float = 0.0
+    min_moved_share: float = 0.0
     """Share of the trained weights that a step should change; below it a note is shown."""
     sample_steps: int = 0
     """Number of steps between completions of the sample prompts; 0: never."""
@@ -89,7 +88,7 @@ class StepContext:
     handle: StreamHandle | None = None
     """Handle of the streamed model. Its router loss is in the gradient, but not in the reported loss."""
     world: World = WORLD
-    activity: Callable[[str], None] = lambda doing: None
+    show_activity: Callable[[str], None] = lambda doing: None
     """Function called with a description of the current activity."""
 
 
@@ -97,26 +96,26 @@ HeldOut = Mapping[str, Callable[[], Iterable[MicroBatch]]]
 """Functions that make held-out batches, by name of the set; a single set may have the name ``""``."""
 
 
-class _Means:
+class _MeanAccumulator:
     """Accumulates sums and counts by name over micro-batches."""
 
     def __init__(self) -> None:
-        self._found: dict[str, SumAndCount] = {}
+        self._sums: dict[str, SumAndCount] = {}
 
     def add(self, scored: Mapping[str, SumAndCount]) -> None:
         for name, (value, count) in scored.items():
-            before, counted = self._found.get(name, (0.0, 0.0))
-            self._found[name] = (before + value, counted + count)
+            earlier_value, earlier_count = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (earlier_value + value, earlier_count + count)
 
-    def over(self, world: World) -> _Means:
-        joined = _Means()
-        for found in world.gather(self._found):
-            joined.add(found)
-        return joined
+    def summed_over_ranks(self, world: World) -> _MeanAccumulator:
+        total = _MeanAccumulator()
+        for sums in world.gather_data_ranks(self._sums):
+            total.add(sums)
+        return total
 
     def means(self) -> dict[str, float]:
         """Return the mean by name; names with count 0 are left out."""
-        return {name: value / count for name, (value, count) in self._found.items() if count}
+        return {name: value / count for name, (value, count) in self._sums.items() if count}
 
 
 def accumulate_gradients(
@@ -128,7 +127,7 @@ def accumulate_gradients(
         context: Backend, objective and ranks of the run.
         micro_batches: This rank's micro-batches of the step; every rank has the same number.
         step: Number of the step, counted from 1, for messages.
-        stop: Stop request, checked after each micro-batch. If one rank is stopped, all stop.
+        stop: Stop request, checked after each micro-batch. If one rank is stopped, all ranks stop.
 
     Returns:
         The score, or None if a stop was requested before the last micro-batch; gradients are then incomplete.
@@ -137,25 +136,25 @@ def accumulate_gradients(
         OutOfMemoryError: Memory ran out.
     """
     backend, objective, settings, world = context.backend, context.objective, context.settings, context.world
-    routers = StepRouters(context.handle, micro_batches, world)
-    if world.any(stop.requested):  # a stop may have interrupted the making of micro-batches
+    routers = StepRouterLoss(context.handle, micro_batches, world)
+    if world.any_rank(stop.requested):  # a stop may have interrupted the making of micro-batches
         return None
     model = backend.model
-    device, fix = device_of(model), settings.out_of_memory_fix
+    device, fix = model_device(model), settings.out_of_memory_fix
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, fix):
         totals = objective.totals(micro_batches, world)
-    total, metrics, wrong = 0.0, _Means(), None
+    total, metrics, not_finite = 0.0, _MeanAccumulator(), None
     model.train()
-    if routers.need_counting:
-        context.activity("counting routes")
+    if routers.needs_counting:
+        context.show_activity("counting routes")
         with explain_out_of_memory(f"step {step}", micro_batches, fix), autocast(device, settings.bf16):
-            routers.count(device)
+            routers.count_expert_choices(device)
     for index, batch in enumerate(micro_batches):
-        if world.any(stop.requested):
+        if world.any_rank(stop.requested):
             return None
         if len(micro_batches) > 1:
-            context.activity(f"batch {index + 1}/{len(micro_batches)}")
+            context.show_activity(f"batch {index + 1}/{len(micro_batches)}")
         with explain_out_of_memory(f"step {step}", [batch], fix):
             batch = batch.to(device)
             last = index == len(micro_batches) - 1
@@ -164,39 +163,42 @@ def accumulate_gradients(
                     score = objective.score(model, batch, totals)
                 minimised = score.minimised * 0.0 if batch.filler else score.minimised
                 value = minimised.item()
-                wrong = wrong or find_non_finite("loss", value, step, [batch])
+                not_finite = not_finite or non_finite_error("loss", value, step, [batch])
                 backend.backward(minimised)
         if batch.filler:
             continue
         shown = score.loss if score.reported is None else score.reported
         total += value if shown is minimised else shown.item()
         metrics.add(score.metrics)
-    return StepScore(world.sums([total])[0], metrics.over(world).means(), wrong, routers.aux_loss)
+    return StepScore(
+        world.sum_over_ranks([total])[0], metrics.summed_over_ranks(world).means(), not_finite, routers.aux_loss
+    )
 
 
-def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) -> dict[str, float] | None:
+def evaluate(context: StepContext, held_out: HeldOut, step: int, stop: StopRequest) -> dict[str, float] | None:
     """Score all held-out batches without gradients; return the metrics, or None if ``stop`` was requested.
 
     Every rank has the same number of batches. No router loss is added, so recipes with different router losses can be
     compared. The random state is restored afterwards.
 
     Returns:
-        ``eval_loss``, a mean over all batches, if the objective has a held-out loss, and ``eval_METRIC`` for each of
-        its metrics. For each named set also ``eval_NAME_loss`` and ``eval_NAME_METRIC``.
+        ``eval_loss``, a mean over all batches, if the objective has a held-out loss, and ``eval_METRIC`` for each
+        metric of the objective. For each named set also ``eval_NAME_loss`` and ``eval_NAME_METRIC``.
 
     Raises:
         NonFiniteError: A held-out loss is not finite.
         OutOfMemoryError: Memory ran out.
     """
     model, objective, settings, world = context.backend.model, context.objective, context.settings, context.world
-    device = device_of(model)
-    losses, metrics = (_Means(), {name: _Means() for name in sets}), (_Means(), {name: _Means() for name in sets})
+    device = model_device(model)
+    prefixes = ["eval", *(f"eval_{name}" for name in held_out if name)]
+    losses, metrics = ({prefix: _MeanAccumulator() for prefix in prefixes} for _ in range(2))
     model.eval()
     silenced = nullcontext() if context.handle is None else context.handle.routers.silenced()
     with torch.no_grad(), preserve_rng(), silenced:
-        for name, make_batches in sets.items():
+        for name, make_batches in held_out.items():
             for batch in make_batches():
-                if world.any(stop.requested):
+                if world.any_rank(stop.requested):
                     return None
                 with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_fix):
                     batch = batch.to(device)
@@ -205,26 +207,22 @@ def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) 
                 if batch.filler:
                     continue
                 parts = {str(index): part for index, part in enumerate(score.held_out)}
-                for summed, scored in ((losses, parts), (metrics, score.metrics)):
-                    summed[0].add(scored)
-                    summed[1][name].add(scored)
-    found: dict[str, float] = {}
-    named = {f"eval_{name}": (losses[1][name], metrics[1][name]) for name in sets if name}
-    for prefix, (of_loss, of_metrics) in {"eval": (losses[0], metrics[0]), **named}.items():
-        means = of_loss.over(world).means()
-        found |= {f"{prefix}_loss": sum(means.values())} if means else {}
-        found |= {f"{prefix}_{name}": value for name, value in of_metrics.over(world).means().items()}
-        if not math.isfinite(loss := found.get(f"{prefix}_loss", 0.0)):
+                for prefix in ("eval", f"eval_{name}") if name else ("eval",):
+                    losses[prefix].add(parts)
+                    metrics[prefix].add(score.metrics)
+    values: dict[str, float] = {}
+    for prefix in prefixes:
+        terms = losses[prefix].summed_over_ranks(world).means()
+        values |= {f"{prefix}_loss": sum(terms.values())} if terms else {}
+        means = metrics[prefix].summed_over_ranks(world).means()
+        values |= {f"{prefix}_{name}": value for name, value in means.items()}
+        if not math.isfinite(loss := values.get(f"{prefix}_loss", 0.0)):
             raise NonFiniteError(f"the held-out loss {prefix}_loss is {loss} at step {step}",
                                  fix="lower learning_rate")  # fmt: skip
-    return found
+    return values
 
 
-def device_of(model: nn.Module) -> torch.device:
-    return model_device(model)
-
-
-def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
+def non_finite_error(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
     """Return an error if ``value`` is NaN or infinite, because such a step would ruin all weights; else None.
 
     Args:
@@ -237,17 +235,17 @@ def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[
         return None
     return NonFiniteError(
         f"the {name} of step {step} is {value}; the weights were not changed",
-        where=name_rows(micro_batches),
+        where=describe_rows(micro_batches),
         fix="look at these rows; lower learning_rate or warm up longer; earlier checkpoints are intact",
     )
 
 
 @contextmanager
-def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], fix: str) -> Iterator[None]:
+def explain_out_of_memory(activity: str, micro_batches: Sequence[MicroBatch], fix: str) -> Iterator[None]:
     """Context manager: when memory runs out, raise an OutOfMemoryError that names the largest batch and its rows.
 
     Args:
-        doing: Activity for the message, such as ``step 3``.
+        activity: Activity for the message, such as ``step 3``.
         micro_batches: Micro-batches of the activity.
         fix: Fix for the message.
     """
@@ -257,15 +255,15 @@ def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], fix: 
         if not is_out_of_memory(error):
             raise
         rows, length = max((tuple(batch.input_ids.shape) for batch in micro_batches), key=math.prod)
-        what = f"out of memory in {doing}, with a batch of {rows} x {length:,} tokens"
-        raise OutOfMemoryError(what, where=name_rows(micro_batches), fix=fix) from error
+        what = f"out of memory in {activity}, with a batch of {rows} x {length:,} tokens"
+        raise OutOfMemoryError(what, where=describe_rows(micro_batches), fix=fix) from error
 
 
-def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:
-    """Return the sources of the rows as text; of many rows only the first ``most`` are named."""
+def describe_rows(micro_batches: Sequence[MicroBatch], max_rows: int = 4) -> str:
+    """Return the sources of the rows as text; of many rows only the first ``max_rows`` are named."""
     origins = [origin for batch in micro_batches for origin in batch.origins]
-    rest = f" and {len(origins) - most} more" if len(origins) > most else ""
-    return ", ".join(origins[:most]) + rest
+    rest = f" and {len(origins) - max_rows} more" if len(origins) > max_rows else ""
+    return ", ".join(origins[:max_rows]) + rest
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -275,7 +273,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory in bytes: of an accelerator since the last reset, or on a CPU of the whole process."""
+    """Return the peak memory in bytes: on an accelerator since the last reset, on a CPU since the process started."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":
@@ -294,7 +292,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("can't allocate memory" in message or "out of memory" in message)
 
 
-class StepRouters:
+class StepRouterLoss:
     """Weights the router loss of each micro-batch of a step, and sums it.
 
     The router loss of a step (``streamtune.engine.routers``) has two forms; micro-batch g has n_g of the step's n
@@ -304,9 +302,9 @@ class StepRouters:
         global    coefficient * balance + z_coefficient * z                            the whole step is balanced
 
     As in the cross-entropy, every token has the same weight in any micro-batch, and padding has none. With one
-    micro-batch both forms are equal, and equal to the loss in ``transformers``. With several, ``global`` takes an extra
-    forward per micro-batch, without gradient. It counts how often each expert is chosen in the whole step, which must
-    be known before the first backward.
+    micro-batch both forms are equal, and equal to the loss in ``transformers``. With several, ``global`` needs an extra
+    forward per micro-batch, without gradient. This forward counts how often each expert is chosen in the whole step,
+    because the first backward needs these counts.
 
     Args:
         handle: Handle of the streamed model; without a router loss this class does nothing.
@@ -320,48 +318,48 @@ class StepRouters:
         batches: Sequence[MicroBatch],
         world: World = WORLD,
     ) -> None:
-        self._watch = handle.routers if handle is not None and handle.routers.loss is not None else None
+        self._routers = handle.routers if handle is not None and handle.routers.loss is not None else None
         self._handle, self._batches = handle, batches
         self._world = world
-        self._tokens = sum(batch.num_tokens for batch in counted(batches))
-        if self._watch is not None:
-            self._tokens = world.count(self._tokens)
+        self._tokens = sum(batch.num_tokens for batch in without_fillers(batches))
+        if self._routers is not None:
+            self._tokens = world.sum_count_over_ranks(self._tokens)
         self._totals: torch.Tensor | None = None
-        self.aux_loss: float | None = None if self._watch is None else 0.0
+        self.aux_loss: float | None = None if self._routers is None else 0.0
         """Balance loss of the step so far, without its coefficient; None without router loss."""
 
     @property
-    def need_counting(self) -> bool:
+    def needs_counting(self) -> bool:
         """True if the router loss is ``global`` and the step has several micro-batches or ranks."""
-        loss = None if self._watch is None else self._watch.loss
+        loss = None if self._routers is None else self._routers.loss
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 
-    def count(self, device: torch.device) -> None:
+    def count_expert_choices(self, device: torch.device) -> None:
         """Count how often each expert is chosen in the whole step. The random state is restored."""
         assert self._handle is not None
-        self._totals = self._handle.count_routes(self._calls(device))
+        self._totals = self._handle.count_routes(self._calls_of_micro_batches(device))
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
         """Context manager for forward and backward of one micro-batch, which sets the routers' totals and weight."""
-        if self._watch is None:
+        if self._routers is None:
             yield
             return
-        watch = self._watch
-        watch.totals, watch.weight = self._totals, 0.0 if batch.filler else batch.num_tokens / self._tokens
+        routers = self._routers
+        routers.totals, routers.weight = self._totals, 0.0 if batch.filler else batch.num_tokens / self._tokens
         try:
-            with watch.counting(batch.attention_mask):
+            with routers.counting(batch.attention_mask):
                 yield
         finally:
-            watch.totals, watch.weight = None, 1.0
-        assert watch.terms is not None, "a call with labels sets the terms of its loss"
+            routers.totals, routers.weight = None, 1.0
+        assert routers.terms is not None, "a call with labels sets the terms of its loss"
         if not batch.filler:
-            self.aux_loss = (self.aux_loss or 0.0) + watch.terms.balance.item()
+            self.aux_loss = (self.aux_loss or 0.0) + routers.terms.balance.item()
 
-    def _calls(self, device: torch.device) -> Iterator[dict[str, Any]]:
-        """Yield the call arguments of each micro-batch; routers ignore its padding until the next is requested."""
-        assert self._watch is not None
+    def _calls_of_micro_batches(self, device: torch.device) -> Iterator[dict[str, Any]]:
+        """Yield the call arguments of each micro-batch; while a call runs, routers ignore the batch's padding."""
+        assert self._routers is not None
         for batch in self._batches:
             moved = batch.to(device)
-            with self._watch.counting(moved.attention_mask):
+            with self._routers.counting(moved.attention_mask):
                 yield moved.arguments

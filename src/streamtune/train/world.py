@@ -51,18 +51,18 @@ class World:
     group: distributed.ProcessGroup | None = None
     """Process group for exchanges; None is the default group."""
 
-    def apart(self) -> World:
+    def with_new_group(self) -> World:
         """Return the same ranks with a new process group, for use in another thread. Called by all ranks."""
         return replace(self, group=distributed.new_group(backend="gloo")) if self.size > 1 else self
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which writes files and output."""
+        """True on rank 0, which alone writes files and console output."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Data-parallel rank; ranks that share a sequence have the same one."""
+        """Data-parallel rank; ranks that share a sequence have the same data-parallel rank."""
         return self.rank // self.sequence_size
 
     @property
@@ -70,31 +70,31 @@ class World:
         """Number of data-parallel ranks."""
         return self.size // self.sequence_size
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Return each value summed over the data ranks."""
         if self.size == 1:
             return list(values)
-        found = torch.tensor(list(values), dtype=torch.float64)
-        distributed.all_reduce(found, group=self.group)
-        return [value / self.sequence_size for value in found.tolist()]
+        sums = torch.tensor(list(values), dtype=torch.float64)
+        distributed.all_reduce(sums, group=self.group)
+        return [value / self.sequence_size for value in sums.tolist()]
 
-    def count(self, value: int) -> int:
+    def sum_count_over_ranks(self, value: int) -> int:
         """Return a count summed over the data ranks."""
-        return round(self.sums([value])[0])
+        return round(self.sum_over_ranks([value])[0])
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return True on all ranks if the flag is set on any of them."""
-        return flag if self.size == 1 else self.sums([float(flag)])[0] > 0
+        return flag if self.size == 1 else self.sum_over_ranks([float(flag)])[0] > 0
 
-    def gather(self, value: T) -> list[T]:
+    def gather_data_ranks(self, value: T) -> list[T]:
         """Return the values of all data ranks, in order; values must be small and encodable."""
-        return [value] if self.size == 1 else self.collect(value)[:: self.sequence_size]
+        return [value] if self.size == 1 else self.gather_all_ranks(value)[:: self.sequence_size]
 
-    def collect(self, value: T) -> list[T]:
+    def gather_all_ranks(self, value: T) -> list[T]:
         """Return the values of all ranks, in order; values must be small and encodable."""
         if self.size == 1:
             return [value]
-        data, unsent = _encode_or_error({"value": value})
+        data, encode_error = _encode_or_error({"value": value})
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         size = torch.tensor([len(mine)])
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
@@ -102,20 +102,20 @@ class World:
         lengths = [_check_size(int(length), rank) for rank, length in enumerate(sizes)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(mine)] = mine
-        found = [torch.empty_like(padded) for _ in lengths]
-        distributed.all_gather(found, padded, group=self.group)
-        if unsent is not None:
-            raise unsent
+        received = [torch.empty_like(padded) for _ in lengths]
+        distributed.all_gather(received, padded, group=self.group)
+        if encode_error is not None:
+            raise encode_error
         return [
             _decode_or_raise(part[:length], rank)
-            for rank, (part, length) in enumerate(zip(found, lengths, strict=True))
+            for rank, (part, length) in enumerate(zip(received, lengths, strict=True))
         ]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Return ``work()``, called on every rank; if it fails on one rank, all ranks raise an error.
 
-        A rank that failed raises its own error. The others raise the error of the first rank that failed, with its
-        rank. ``work`` must not wait for other ranks if a rank can fail alone in it.
+        A rank that failed raises its own error. The other ranks raise the error of the first rank that failed, with the
+        number of that rank. ``work`` must not wait for other ranks if one rank alone can fail in ``work``.
         """
         if self.size == 1:
             return work()
@@ -125,22 +125,22 @@ class World:
             result = work()
         except Exception as failed:
             error = failed
-        outcomes = self.collect(None if error is None else describe_error(error))
+        outcomes = self.gather_all_ranks(None if error is None else describe_error(error))
         if error is not None:
             raise error
         for rank, outcome in enumerate(outcomes):
             if outcome is not None:
-                raise remake_error(outcome, rank, named=True)
+                raise rebuild_error(outcome, rank, has_rank_prefix=True)
         return result
 
-    def largest(self, value: int) -> int:
-        return max(self.gather(value))
+    def max_over_ranks(self, value: int) -> int:
+        return max(self.gather_data_ranks(value))
 
-    def main(self, work: Callable[[], T]) -> T:
+    def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Call ``work()`` on rank 0 only, and return its result, an encodable value, on every rank.
 
-        If ``work`` raises a StreamTuneError, every rank raises it. Any other error of rank 0 is a RunError on the
-        others.
+        If ``work`` raises a StreamTuneError, every rank raises this error. Any other error of rank 0 becomes a RunError
+        on the other ranks.
         """
         if self.size == 1:
             return work()
@@ -178,19 +178,21 @@ def _encode_or_error(document: dict[str, Any]) -> tuple[bytes, Exception | None]
     """Return the encoded document and None; if it cannot be encoded or sent, the encoded error and the error."""
     try:
         data = encode_value(document)
-        if len(data) <= MOST_BYTES:
+        if len(data) <= MAX_MESSAGE_BYTES:
             return data, None
-        error: Exception = RunError(f"a message between ranks has {len(data):,} bytes; at most {MOST_BYTES:,} are sent")
+        error: Exception = RunError(
+            f"a message between ranks has {len(data):,} bytes; at most {MAX_MESSAGE_BYTES:,} are sent"
+        )
     except (TypeError, RecursionError) as failed:
         error = failed
     return encode_value({"error": describe_error(error)}), error
 
 
 def _decode_or_raise(sent: Tensor, rank: int) -> Any:
-    """Return the value that ``rank`` sent; if it sent an error, raise that."""
+    """Return the value that ``rank`` sent; if ``rank`` sent an error, raise the error."""
     document = decode_value(sent.numpy().tobytes(), rank)
     if isinstance(document, dict) and "error" in document:
-        raise remake_error(document["error"], rank, named=False)
+        raise rebuild_error(document["error"], rank, has_rank_prefix=False)
     if not isinstance(document, dict) or "value" not in document:
         raise DistributedError(f"rank {rank} sent a message that is neither a value nor an error")
     return document["value"]
@@ -200,9 +202,9 @@ def _check_size(size: int, rank: int) -> int:
     """Return ``size``, the message size that ``rank`` announced.
 
     Raises:
-        DistributedError: The size is not between 1 and :data:`MOST_BYTES`.
+        DistributedError: The size is not between 1 and :data:`MAX_MESSAGE_BYTES`.
     """
-    if not 0 < size <= MOST_BYTES:
+    if not 0 < size <= MAX_MESSAGE_BYTES:
         raise DistributedError(
             f"rank {rank} announced a message with an impossible size ({size} bytes)",
             fix="run the same version on every rank, and make sure that no other program uses the ports of this run",
@@ -210,9 +212,9 @@ def _check_size(size: int, rank: int) -> int:
     return size
 
 
-MOST_BYTES = 1 << 30
-"""Largest encoded value of one rank, in bytes: larger than any rollout, but too small to exhaust host memory."""
-SHORT_INT = 1 << 63
+MAX_MESSAGE_BYTES = 1 << 30
+"""Maximum size in bytes of one rank's encoded value: larger than any rollout, too small to exhaust host memory."""
+INT64_LIMIT = 1 << 63
 
 
 def encode_value(value: Any) -> bytes:
@@ -225,7 +227,7 @@ def encode_value(value: Any) -> bytes:
     Raises:
         TypeError: The value has another type.
     """
-    return json.dumps(_pack(value), separators=(",", ":"), allow_nan=False).encode("ascii")
+    return json.dumps(_to_json_value(value), separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def decode_value(data: bytes, rank: int) -> Any:
@@ -235,7 +237,7 @@ def decode_value(data: bytes, rank: int) -> Any:
         DistributedError: The bytes cannot be decoded.
     """
     try:
-        return _unpack(json.loads(data.decode("ascii"), parse_constant=_refuse))
+        return _from_json_value(json.loads(data.decode("ascii"), parse_constant=_refuse_constant))
     except (ValueError, TypeError, KeyError, RecursionError, struct.error):
         raise DistributedError(
             f"rank {rank} sent {len(data)} bytes that StreamTune cannot decode",
@@ -243,27 +245,27 @@ def decode_value(data: bytes, rank: int) -> Any:
         ) from None
 
 
-def _pack(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
         number = int(value)
-        return number if -SHORT_INT <= number < SHORT_INT else {"i": hex(number)}
+        return number if -INT64_LIMIT <= number < INT64_LIMIT else {"i": hex(number)}
     if isinstance(value, float):
         number_f = float(value)
         return number_f if math.isfinite(number_f) else {"f": struct.pack(">d", number_f).hex()}
     if isinstance(value, list):
-        return [_pack(each) for each in value]
+        return [_to_json_value(each) for each in value]
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return {"t": [_pack(each) for each in value]}
+        return {"t": [_to_json_value(each) for each in value]}
     if isinstance(value, set):
-        return {"s": [_pack(each) for each in value]}
+        return {"s": [_to_json_value(each) for each in value]}
     if isinstance(value, dict):
         if all(type(key) is str for key in value):
-            return {"d": {key: _pack(each) for key, each in value.items()}}
-        return {"m": [[_pack(key), _pack(each)] for key, each in value.items()]}
+            return {"d": {key: _to_json_value(each) for key, each in value.items()}}
+        return {"m": [[_to_json_value(key), _to_json_value(each)] for key, each in value.items()]}
     if isinstance(value, bytes):
         return {"b": base64.b64encode(value).decode("ascii")}
     if isinstance(value, PurePath):
@@ -271,9 +273,9 @@ def _pack(value: Any) -> Any:
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to other ranks")
 
 
-def _unpack(packed: Any) -> Any:
+def _from_json_value(packed: Any) -> Any:
     if isinstance(packed, list):
-        return [_unpack(each) for each in packed]
+        return [_from_json_value(each) for each in packed]
     if not isinstance(packed, dict):
         return packed
     ((tag, content),) = packed.items()
@@ -284,10 +286,10 @@ def _unpack(packed: Any) -> Any:
 
 
 READERS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
-    "t": (list, lambda content: tuple(_unpack(each) for each in content)),
-    "s": (list, lambda content: {_unpack(each) for each in content}),
-    "d": (dict, lambda content: {key: _unpack(each) for key, each in content.items()}),
-    "m": (list, lambda content: {_unpack(key): _unpack(each) for key, each in content}),
+    "t": (list, lambda content: tuple(_from_json_value(each) for each in content)),
+    "s": (list, lambda content: {_from_json_value(each) for each in content}),
+    "d": (dict, lambda content: {key: _from_json_value(each) for key, each in content.items()}),
+    "m": (list, lambda content: {_from_json_value(key): _from_json_value(each) for key, each in content}),
     "b": (str, lambda content: base64.b64decode(content, validate=True)),
     "p": (str, Path),
     "f": (str, lambda content: struct.unpack(">d", bytes.fromhex(content))[0]),
@@ -296,19 +298,19 @@ READERS: Mapping[str, tuple[type, Callable[[Any], Any]]] = {
 """For each tag, the JSON type of its content and the function that decodes it."""
 
 
-def _refuse(constant: str) -> Any:
+def _refuse_constant(constant: str) -> Any:
     raise ValueError(constant)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return an error as a dict of class names and text, from which :func:`remake_error` makes it on another rank."""
+    """Return an error as a dict of class names and text, from which :func:`rebuild_error` makes it on another rank."""
     described: dict[str, Any] = {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
     if isinstance(error, StreamTuneError):
-        described |= {"what": error.what, "where": error.where, "mend": error.fix, "exit_code": error.exit_code}
+        described |= {"what": error.what, "where": error.where, "fix": error.fix, "exit_code": error.exit_code}
     return described
 
 
-def remake_error(described: Any, rank: int, *, named: bool) -> StreamTuneError:
+def rebuild_error(described: Any, rank: int, *, has_rank_prefix: bool) -> StreamTuneError:
     """Return the error that ``rank`` described, with the nearest class in ``errors``.
 
     An error that is not StreamTune's becomes a RunError, which names the rank.
@@ -316,15 +318,17 @@ def remake_error(described: Any, rank: int, *, named: bool) -> StreamTuneError:
     Args:
         described: Result of :func:`describe_error`.
         rank: Rank on which it was raised.
-        named: True to put the rank before the message of a StreamTune error.
+        has_rank_prefix: True to put the rank before the message of a StreamTune error.
     """
     try:
         kinds, text = list(described["kinds"]), str(described["text"])
         if "what" not in described:
             return errors.RunError(f"rank {rank} failed: {kinds[0]}: {text}")
         kind = next((name for name in kinds if name in errors.__all__ and name[0].isupper()), "RunError")
-        what, where, fix = (str(described[name]) for name in ("what", "where", "mend"))
-        made: StreamTuneError = getattr(errors, kind)(f"rank {rank}: {what}" if named else what, where=where, fix=fix)
+        what, where, fix = (str(described[name]) for name in ("what", "where", "fix"))
+        made: StreamTuneError = getattr(errors, kind)(
+            f"rank {rank}: {what}" if has_rank_prefix else what, where=where, fix=fix
+        )
         if (code := int(described["exit_code"])) != made.exit_code:
             made.exit_code = code
     except (KeyError, TypeError, ValueError, IndexError):

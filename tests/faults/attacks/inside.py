@@ -30,7 +30,7 @@ def _moments() -> dict[str, tuple[Any, str]]:
         "step": (LocalBackend, "step"),
         "evaluation": (loop, "evaluate"),
         "save": (saver, "save_checkpoint"),
-        "final": (train, "write_final"),
+        "final": (train, "write_final_model"),
     }
 
 

@@ -35,13 +35,13 @@ from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import TeacherShape
 from streamtune.schedule import Schedule
 from streamtune.train import (
-    ForwardBackend,
     HostOptimizer,
     InBackwardBackend,
     LocalBackend,
     MicroBatch,
     ModelReference,
     SupervisedObjective,
+    ZerothOrderBackend,
 )
 from streamtune.train.objective import StepScore
 from tests.conformance.reducer import tiny_config
@@ -566,7 +566,7 @@ def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
         return made
 
     model: Any = make("cpu").train()
-    backend = ForwardBackend(model, optimizer(model), decoder_layers(model))
+    backend = ZerothOrderBackend(model, optimizer(model), decoder_layers(model))
     ids = torch.randint(3, model.config.vocab_size, (1, LENGTH))
 
     def take() -> StepScore:
@@ -575,10 +575,10 @@ def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
         return StepScore(loss.item(), {})
 
     with stream(model, schedule=BASE):
-        backend.compute(take)
+        backend.compute_gradients(take)
         gc.collect()
         with LiveBytes(model, decoder_layers(model)) as live:
-            backend.compute(take)
+            backend.compute_gradients(take)
             backend.step(1e-6)
     weights = model_bytes(model)
     for micro_batches in (1, 3):

@@ -396,7 +396,7 @@ class CollatedTrees(TypedDict):
     """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
     """[B, T] target of each position; -100 if there is none, or if it does not count"""
-    place_K: Tensor
+    flat_index_K: Tensor
     """[K] index of each target among all B x T positions, ordered by completion, then by position"""
     row_K: Tensor
     """[K] completion of each target"""
@@ -472,7 +472,7 @@ def _collate_shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
         shift_labels=torch.as_tensor(labels)[None],
-        place_K=torch.as_tensor(at),
+        flat_index_K=torch.as_tensor(at),
         row_K=torch.arange(len(rows)).repeat_interleave(torch.tensor([int(kept.sum()) for kept in counted])),
         position_ids=torch.as_tensor(positions)[None],
         num_rows=len(rows),
@@ -490,7 +490,7 @@ def _collate_separate(
         input_ids=torch.full(shape, pad_token_id),
         attention_mask=torch.zeros(shape, dtype=torch.int64),
         shift_labels=torch.full(shape, IGNORE_INDEX),
-        place_K=torch.empty(0, dtype=torch.int64),
+        flat_index_K=torch.empty(0, dtype=torch.int64),
         row_K=torch.empty(0, dtype=torch.int64),
         position_ids=torch.zeros(shape, dtype=torch.int64),
         num_rows=len(branches),
@@ -506,6 +506,6 @@ def _collate_separate(
         batch["position_ids"][row, held] = torch.arange(size)
         targets = torch.as_tensor(tree.branch(index)[1].astype(np.int64))
         batch["shift_labels"][row, held][len(tree.prompt) - 1 :] = targets
-    batch["place_K"] = (batch["shift_labels"].flatten() != IGNORE_INDEX).nonzero()[:, 0]
-    batch["row_K"] = batch["place_K"] // shape[1]
+    batch["flat_index_K"] = (batch["shift_labels"].flatten() != IGNORE_INDEX).nonzero()[:, 0]
+    batch["row_K"] = batch["flat_index_K"] // shape[1]
     return batch

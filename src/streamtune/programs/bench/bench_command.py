@@ -156,9 +156,9 @@ def bench(
         from streamtune.programs.bench.bench_recipe import table_recipe
         from streamtune.programs.bench.measure_table import TableOptions
         from streamtune.programs.bench.named_tables import draw_table, table_markdown
-        from streamtune.train.staging import check_outputs, write_output
+        from streamtune.train.staging import check_output_files, write_output
 
-        check_outputs(folder, [])  # file names are known once the device is
+        check_output_files(folder, [])  # file names are known once the device is
 
         options = TableOptions(
             lengths=_parse_lengths(lengths or LENGTHS[table]),
@@ -194,9 +194,9 @@ def _run_bench(
     with err.status("loading libraries") as status:
         from streamtune.programs.bench.bench_recipe import bench_recipe
         from streamtune.programs.bench.plots import draw_bench
-        from streamtune.train.staging import check_outputs, write_output
+        from streamtune.train.staging import check_output_files, write_output
 
-        check_outputs(folder, ["bench.json", "bench.png"])
+        check_output_files(folder, ["bench.json", "bench.png"])
         notify = status.update if err.is_terminal else err.print
         report = bench_recipe(
             loaded, lengths=lengths, modes=modes, repeats=repeats, packed_rows=packed_rows, notify=notify

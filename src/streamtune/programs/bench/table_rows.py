@@ -13,7 +13,7 @@ from streamtune.engine.memory.placement import best_segment_size
 from streamtune.plan.simulate.workload import LABELS, Mode
 from streamtune.programs.bench.subject import SHARING, Case, Layout
 from streamtune.schedule import Schedule
-from streamtune.train.staging import check_outputs, write_output
+from streamtune.train.staging import check_output_files, write_output
 
 TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
 
@@ -163,7 +163,7 @@ class TableReport:
 
     def check(self, folder: Path) -> None:
         """Raise an error if a file of the table cannot be written, or is a link or a folder."""
-        check_outputs(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
+        check_output_files(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
 
     def resume(self, folder: Path) -> None:
         """Take over the rows of an earlier run with the same settings on the same machine."""

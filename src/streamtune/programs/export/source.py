@@ -22,8 +22,14 @@ import torch
 from streamtune import models, train
 from streamtune.errors import ArgumentError, RecipeError, StreamTuneError, did_you_mean
 from streamtune.recipe import LoadedRecipe, load_recipe
-from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint, step_directories, step_of
-from streamtune.train.records import records_backwards
+from streamtune.train.checkpoint import (
+    Checkpoint,
+    checkpoint_step,
+    newest_checkpoint,
+    open_checkpoint,
+    step_directories,
+)
+from streamtune.train.records import read_records_backwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,13 +172,15 @@ def _from_checkpoint(
 def _notify_newer_checkpoint(run: train.RunDirectory, notify: Notify) -> None:
     """Notify if a resumed run has a checkpoint that is newer than its final model."""
     with suppress(StreamTuneError):  # without readable events there is no note
-        ends = (event.get("step") for event in records_backwards(run.events) if event.get("event") == "finish")
+        ends = (event.get("step") for event in read_records_backwards(run.events) if event.get("event") == "finish")
         done = next(ends, None)
-        later = [path for path in step_directories(run.checkpoints) if isinstance(done, int) and step_of(path) > done]
+        later = [
+            path for path in step_directories(run.checkpoints) if isinstance(done, int) and checkpoint_step(path) > done
+        ]
         if later:
             notify(
                 f"{run.final} is the model after step {done:,}, but the run has a newer checkpoint: --checkpoint "
-                f"{step_of(later[-1])}"
+                f"{checkpoint_step(later[-1])}"
             )
 
 

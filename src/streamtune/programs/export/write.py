@@ -31,7 +31,7 @@ from streamtune.models.quantize import is_quantised, logical_size
 from streamtune.programs.export.check import Differences
 from streamtune.programs.export.merge import merged_weights, needs_untying
 from streamtune.programs.export.source import TrainedModel
-from streamtune.train.staging import free_bytes, remove_any
+from streamtune.train.staging import free_bytes, remove_path
 
 MARK = ".streamtune-export"
 """Marker file of an incomplete folder, locked during the export."""
@@ -121,7 +121,7 @@ def _lock_partial(partial: Path, out: Path) -> int:
             raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(partial / MARK))
         for path in partial.iterdir():
             if path.name != MARK:
-                remove_any(path)
+                remove_path(path)
     except (BlockingIOError, FileExistsError, FileNotFoundError) as error:
         with suppress(OSError):
             os.close(lock)

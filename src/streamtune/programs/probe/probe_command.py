@@ -138,9 +138,9 @@ def probe_max_len(
     with err.status("loading libraries") as status:
         from streamtune.programs.probe.probe import draw_probe
         from streamtune.programs.probe.probe_recipe import ProbeOptions, probe_recipe
-        from streamtune.train.staging import check_outputs, write_output
+        from streamtune.train.staging import check_output_files, write_output
 
-        check_outputs(folder, ["probe.json", "probe.png"])
+        check_output_files(folder, ["probe.json", "probe.png"])
         options = ProbeOptions(
             method=method,
             device_bytes=sizes[0],

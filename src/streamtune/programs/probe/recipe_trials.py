@@ -56,7 +56,7 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep
-from streamtune.train.loop import take_gradients
+from streamtune.train.loop import compute_step_gradients
 from streamtune.train.step import explain_out_of_memory
 
 
@@ -181,7 +181,7 @@ def run_optimizer_step(
     batches = make_batches()
     backend = local_backend(recipe, trial.model, optimizer)
     context = train.StepContext(backend, objective, settings, trial.handle)
-    gradients = partial(take_gradients, context, batches, step=1, stop=train.StopRequest())
+    gradients = partial(compute_step_gradients, context, batches, step=1, stop=train.StopRequest())
     if recipe.clip_norm == "lagged":
         backend.load_state({"norm_before": recipe.max_grad_norm})  # as after a first step, which takes two backwards
     backend.begin_step(0.0, gradients)

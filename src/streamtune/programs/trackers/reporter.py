@@ -159,7 +159,7 @@ class Reporters(Listeners):
     def finished(self, outcome: dict[str, Any]) -> None:
         super().finished(outcome)
         until = time.monotonic() + self.seconds
-        for listener in self.each:
+        for listener in self.listeners:
             if isinstance(listener, Reporter):
                 with self.doing(f"waiting for {listener.name}"):
                     listener.wait(until - time.monotonic())

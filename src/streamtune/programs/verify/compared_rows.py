@@ -44,7 +44,7 @@ from streamtune.plan.simulate.scored import PlainScores
 from streamtune.programs.verify.restore import widening_weights
 from streamtune.run.reference import reference_model, stream_reference
 from streamtune.tasks.task import ScoringTask
-from streamtune.train.objective import autocast, loss_of, output_of
+from streamtune.train.objective import autocast, call_model, supervised_loss
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def model_cross_entropy(
     """Return the cross entropy that the model computes from labels, with the balance loss if there is one."""
     arguments, balance = _balance_loss_arguments(batch, router_loss, model)
     if not arguments:
-        return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
+        return supervised_loss(model, batch, num_targets=batch.target_weight, bf16=bf16)
     with autocast(batch.input_ids.device, bf16), warnings.catch_warnings():
         # The argument asks for the balance loss; nobody reads the router logits.
         warnings.filterwarnings("ignore", message="a streamed evaluation with labels or gradients returns")
-        output = output_of(model, batch, num_targets=batch.target_weight, **arguments)
+        output = call_model(model, batch, num_targets=batch.target_weight, **arguments)
     loss: Tensor = output.loss + (balance - balance_coefficient(base_of(model))) * output.aux_loss
     return loss
 

@@ -336,7 +336,7 @@ def _divide_work(world: train.World, count: int, work: Callable[[list[int]], lis
     size = world.data_size
     mine = list(range(world.data_rank, count, size))
     mine += [0] * (-(-count // size) - len(mine))
-    found = world.gather(world.together(lambda: work(mine)))
+    found = world.gather_data_ranks(world.run_on_all_ranks(lambda: work(mine)))
     return [found[number % size][number // size] for number in range(count)]
 
 

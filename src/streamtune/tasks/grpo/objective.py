@@ -64,7 +64,7 @@ class PolicyBatch(train.TreeBatch):
         """
         share_K = weight / counts(self.row_K, self.num_rows)[self.row_K].double()
         flat = torch.zeros(self.input_ids.numel(), dtype=share_K.dtype, device=share_K.device)
-        weights = flat.index_add(0, self.place_K, share_K).view(self.input_ids.shape)
+        weights = flat.index_add(0, self.flat_index_K, share_K).view(self.input_ids.shape)
         fields: dict[str, Any] = {
             "input_ids": self.input_ids,
             "attention_mask": self.attention_mask,
@@ -105,12 +105,12 @@ class RolloutObjective(ABC):
 
         For a supervised step, return how many targets it has.
         """
-        policy = [batch for batch in train.counted(micro_batches) if isinstance(batch, PolicyBatch)]
-        if not world.any(bool(policy)):
+        policy = [batch for batch in train.without_fillers(micro_batches) if isinstance(batch, PolicyBatch)]
+        if not world.any_rank(bool(policy)):
             return self.supervised.totals(micro_batches, world)
         return StepTotals(
-            completions=world.count(sum(batch.num_rows + batch.silent_rows for batch in policy)),
-            tokens=world.count(sum(batch.num_targets + batch.silent_tokens for batch in policy)),
+            completions=world.sum_count_over_ranks(sum(batch.num_rows + batch.silent_rows for batch in policy)),
+            tokens=world.sum_count_over_ranks(sum(batch.num_targets + batch.silent_tokens for batch in policy)),
             max_completion_length=self.recipe.max_completion_length,
         )
 
@@ -146,11 +146,11 @@ class PolicyObjective(RolloutObjective):
         )
         assert scores.entropy is not None
         logps = TokenLogps(
-            batch.ragged(scores.logprobs),
+            batch.gather_targets(scores.logprobs),
             batch.row_K,
             old_K=batch.old_K,
             ref_K=batch.ref_K,
-            entropy_K=batch.ragged(scores.entropy).detach(),
+            entropy_K=batch.gather_targets(scores.entropy).detach(),
         )
         terms = policy_loss(self.recipe.loss_type, logps, batch.advantages_N, totals, self.knobs)
         return train.Score(terms.loss, scores.router_loss, metrics={**batch.metrics, **terms.metrics})

@@ -35,7 +35,7 @@ from streamtune.tasks.grpo.groups import (
 )
 from streamtune.tasks.objectives import Advantages, group_advantages, reward_with_kl
 from streamtune.train.objective import autocast
-from streamtune.train.sketch import value_weights
+from streamtune.train.sketch import value_projection_weights
 
 UNSEEN = 0.5
 """Assumed pass rate of a prompt that has no completions yet."""
@@ -63,7 +63,7 @@ class RolloutTools:
     device: torch.device
     """The device of the policy and the reference."""
     world: train.World = field(default_factory=train.World)
-    activity: Callable[[str], None] = lambda text: None
+    show_activity: Callable[[str], None] = lambda text: None
     """Called with a short text on what is being computed."""
 
     @property
@@ -124,7 +124,7 @@ class RolloutTools:
         for name, model in wanted.items():
             if model is None or all(getattr(group, name) is not None for group in groups):
                 continue
-            self.activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
+            self.show_activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
             for part in self.parts(groups):
                 logprobs = partial(SharedLogprobs(self.world), partial(self._logprobs, model))
                 remember_logprobs(name, logprobs, part, self.prompts.train, self.layout)
@@ -288,7 +288,7 @@ class Allocation(RolloutRule):
 
     @classmethod
     def check_model(cls, handle: StreamHandle) -> None:
-        value_weights(handle.layers, "allocation")
+        value_projection_weights(handle.layers, "allocation")
 
     def counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
         allocation = self.tools.recipe.allocation
@@ -312,7 +312,7 @@ class Allocation(RolloutRule):
         passed = [(group, batch) for group, batch in zip(groups, found, strict=True) if batch is not None]
         if not passed:
             return
-        tools.activity("gradient norms")
+        tools.show_activity("gradient norms")
         measure = SharedLogprobs(tools.world)
         norms = measure(lambda batch: [norm(batch)], len(passed), lambda number: passed[number][1])
         for (group, _), (value,) in zip(passed, norms, strict=True):

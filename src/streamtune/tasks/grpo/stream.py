@@ -36,7 +36,7 @@ from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completi
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_of, rules_of
 from streamtune.tasks.steps import divide_among_ranks
 from streamtune.tasks.task import chat_options
-from streamtune.train.records import append_records, cut_rotated, rotate
+from streamtune.train.records import append_records, cut_rotated_after_step, rotate_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,9 +126,9 @@ class GrpoSteps:
         for start in range(first, stop, size):
             asked = [prompts[index] for index in range(start, min(start + size, stop))]
             written = self.tools.write_greedy(asked)
-            self.tools.activity("scoring held-out completions")
+            self.tools.show_activity("scoring held-out completions")
             scores = self.tools.score(asked, [completion.token_ids for completion in written])
-            self.tools.activity("evaluating")
+            self.tools.show_activity("evaluating")
             if self.loss.scores_held_out:
                 yield from self._held_out_completions(range(start, start + len(asked)), written, scores)
                 continue
@@ -179,12 +179,12 @@ class GrpoSteps:
         tools, numbers = self.tools, self.picker.next(self.recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
         counts = self._completion_counts(numbers)
-        tools.activity(f"writing {sum(counts)} completions")
+        tools.show_activity(f"writing {sum(counts)} completions")
         written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling)
-        tools.activity("scoring completions")
+        tools.show_activity("scoring completions")
         asked = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
         scores = tools.score(asked, [completion.token_ids for group in written for completion in group])
-        tools.activity("advantages")
+        tools.show_activity("advantages")
         groups = self._make_groups(numbers, written, scores)
         scored = ScoredRollout(prompts, groups, rewards_of(scores.total))
         for rule in self.rules:
@@ -280,7 +280,7 @@ class CompletionLog:
         most = max(len(group.completions) for group in groups)
         rows = [(place, index) for index in range(most) for place in range(len(groups))]
         existing = [(place, index) for place, index in rows if index < len(groups[place].completions)]
-        rotate(self.path)
+        rotate_file(self.path)
         chosen = existing[: self.count]
         append_records(self.path, [self._record(step, groups[place], prompts[place], index) for place, index in chosen])
 
@@ -291,7 +291,7 @@ class CompletionLog:
     def cut(self, step: int) -> None:
         """Delete the completions that were written after ``step``, because these steps are repeated."""
         if self.writes:
-            cut_rotated(self.path, step)
+            cut_rotated_after_step(self.path, step)
 
     def _record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
         return {

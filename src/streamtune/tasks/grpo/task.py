@@ -236,7 +236,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             if isinstance(writer, rollout.TransformersWriter):
                 writer.stop = lambda: stop.requested
             log.cut(built.first_step)
-            tools.activity = progress.activity
+            tools.show_activity = progress.show_activity
             # Moments of the supervised loss would scale the first steps of the loss on completions.
             steps.on_first_rollout = backend.reset_optimizer
 
@@ -367,7 +367,7 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
     @contextmanager
     def computing() -> Iterator[None]:
         # Adapters are around the model that writes; so are the hooks of FSDP2 that gather what is outside of layers.
-        gathered = built.backend.called_directly() if built.shares_weights else nullcontext()
+        gathered = built.backend.allow_direct_calls() if built.shares_weights else nullcontext()
         with gathered, built.handle.routers.silenced(), autocast(built.device, bool(recipe.bf16)):
             yield
 
@@ -388,5 +388,5 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
         prefill_chunk_size=built.handle.schedule.chunk_size,
         max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
         computing=computing,
-        longest=built.world.largest if built.shares_weights else None,
+        longest=built.world.max_over_ranks if built.shares_weights else None,
     )
