@@ -372,7 +372,7 @@ def test_steps_in_the_backward_on_the_host_and_after_a_resume_are_the_same(name:
         folder.mkdir()
         backend = backend_of(model, name, before)
         run_steps(model, backend, range(3))
-        write_slices(folder, backend.optimizer_slices(), 0, whole=True)
+        write_slices(folder, backend.optimizer_slices(), 0, has_whole_tensors=True)
         resumed = Net()
         resumed.load_state_dict(model.state_dict())
         again = backend_of(resumed, name, after)

@@ -82,7 +82,7 @@ def test_steps_in_the_backward_on_the_host_and_after_a_resume_are_the_same(name:
         folder.mkdir()
         backend = backend_of(model, name, before, rounding="stochastic", seed=3)
         run_steps(model, backend, range(2))
-        write_slices(folder, backend.optimizer_slices(), 0, whole=True)
+        write_slices(folder, backend.optimizer_slices(), 0, has_whole_tensors=True)
         resumed = start()
         resumed.load_state_dict(model.state_dict())
         again = backend_of(resumed, name, after, rounding="stochastic", seed=3)

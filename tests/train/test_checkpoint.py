@@ -362,7 +362,7 @@ def test_a_run_of_another_objective_is_refused_by_one_line() -> None:
     """The error does not list the keys of both recipes, and no flag allows the change."""
     now = {"recipe": {"objective": "dpo", "seed": 1, "beta": 0.1, "loss_type": "sigmoid"}, "data": "b"}
     with pytest.raises(RecipeError) as caught:
-        check_same_run({"recipe": {"seed": 1}, "data": "a"}, now, where=Path("runs/x"), allow={"objective"})
+        check_same_run({"recipe": {"seed": 1}, "data": "a"}, now, where=Path("runs/x"), allowed_keys={"objective"})
     assert caught.value.what == "runs/x already has a run of sft, which cannot resume as dpo"
     assert "--output-dir" in caught.value.fix
     assert "--allow-change" not in caught.value.fix
@@ -372,11 +372,13 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
     before = {"recipe": {"learning_rate": 1e-4, "max_steps": 3}, "data": "a"}
     now = {"recipe": {"learning_rate": 1e-3, "max_steps": 5}, "data": "b"}
     with pytest.raises(RecipeError) as caught:
-        check_same_run(before, now, where=Path("runs/x"), allow={"data"})
+        check_same_run(before, now, where=Path("runs/x"), allowed_keys={"data"})
     assert caught.value.fix.endswith("--allow-change learning_rate --allow-change max_steps")
-    assert len(check_same_run(before, now, where=Path("runs/x"), allow={"data", "learning_rate", "max_steps"})) == 3
+    assert (
+        len(check_same_run(before, now, where=Path("runs/x"), allowed_keys={"data", "learning_rate", "max_steps"})) == 3
+    )
     with pytest.raises(RecipeError) as caught:
-        check_same_run(before, now, where=Path("runs/x"), fixed={"max_steps"})
+        check_same_run(before, now, where=Path("runs/x"), never_allowed_keys={"max_steps"})
     assert "--allow-change" not in caught.value.fix
 
 

@@ -208,7 +208,9 @@ class Start(Setup):
         for where, started_as in self.continued.items():
             self._check_rows_per_step(started_as, where)
         found = (
-            train.check_same_run(started_as, self.identity, where=where, allow=self.allow, fixed=SHAPE_KEYS)
+            train.check_same_run(
+                started_as, self.identity, where=where, allowed_keys=self.allow, never_allowed_keys=SHAPE_KEYS
+            )
             for where, started_as in self.continued.items()
         )
         return list(dict.fromkeys(text for texts in found for text in texts))

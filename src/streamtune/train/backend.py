@@ -1,7 +1,7 @@
-"""Backends turn a loss into new weights: they hold the weights, gradients and optimizer.
+"""Backends turn a loss into new weights: a backend owns the weights, gradients and optimizer.
 
-The backends here are for one device; ``streamtune.distributed`` has those for several ranks. The gradients of all ranks
-add up to the gradient of the step.
+This module has the backends for one device; ``streamtune.distributed`` has the backends for several ranks. The
+gradients of all ranks add up to the gradient of the step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Backend(ABC):
     """
 
     has_whole_state = False
-    """True if this rank holds everything: its slices, and the slices in a checkpoint, are whole tensors."""
+    """True if this rank has the whole optimizer state; its slices, also in a checkpoint, are then whole tensors."""
 
     clip_norm: float | None = None
     """Norm with which this step's gradient is clipped; None if it is the gradient's own norm."""
@@ -229,16 +229,16 @@ class TorchBackend(Backend):
                 if TRAINED in saved.keys(name):
                     parameter.copy_(saved.read_whole(name, TRAINED))
         keys = {name: [key for key in saved.keys(name) if key not in (MASTER, TRAINED)] for name in trained}
-        found = {f"{name}/{key}": saved.read_whole(name, key) for name in trained for key in keys[name]}
-        if found:
-            load_optimizer_tensors(self.optimizer, self.module, found)
+        tensors = {f"{name}/{key}": saved.read_whole(name, key) for name in trained for key in keys[name]}
+        if tensors:
+            load_optimizer_tensors(self.optimizer, self.module, tensors)
 
     def full_weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         return ((name, x.detach()) for name, x in self.module.named_parameters() if names is None or name in names)
 
 
 class LocalBackend(TorchBackend):
-    """A backend of one device, which holds everything."""
+    """A backend of one device, which has the whole optimizer state."""
 
     has_whole_state = True
 
@@ -288,19 +288,19 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         name, _, key = full_name.rpartition("/")
         by_parameter[name][key] = value
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    check_same_parameters(by_parameter, order)
+    parameter_order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    check_same_parameters(by_parameter, parameter_order)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             _check_state_shapes(names[id(parameter)], parameter, by_parameter[names[id(parameter)]], group)
     # torch numbers parameters in the order of the groups, and moves each entry to its device.
-    state = {index: by_parameter[name] for index, name in enumerate(order)}
+    state = {index: by_parameter[name] for index, name in enumerate(parameter_order)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 ADAMW_STATE_KEYS = {"step", "exp_avg", "exp_avg_sq"}
 QUANTIZED_BLOCK_SIZE = 256
-"""Number of values that share a scale in states of bitsandbytes, and number of entries in its lookup table."""
+"""Number of values per quantization scale in states of bitsandbytes, and number of entries of the quantization map."""
 
 
 def _check_state_shapes(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
@@ -312,9 +312,9 @@ def _check_state_shapes(name: str, parameter: Tensor, entry: Mapping[str, Tensor
         CheckpointError: An entry is missing or has a wrong shape or dtype.
     """
 
-    def mismatch_error(what: str) -> CheckpointError:
+    def mismatch_error(problem: str) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint's optimizer state of {name} {what}", fix="use another checkpoint: --resume PATH"
+            f"the checkpoint's optimizer state of {name} {problem}", fix="use another checkpoint: --resume PATH"
         )
 
     rule = group.get("rule")
@@ -322,14 +322,14 @@ def _check_state_shapes(name: str, parameter: Tensor, entry: Mapping[str, Tensor
     if rule in (None, "adamw") and entry and (missing := ADAMW_STATE_KEYS - entry.keys()):
         raise mismatch_error(f"has no {', '.join(sorted(missing))}")
     for key, value in entry.items():
-        start = key.rstrip("12")
-        if start == "absmax":
-            fits = value.numel() == -(-parameter.numel() // QUANTIZED_BLOCK_SIZE)
-        elif start == "qmap":
-            fits = value.numel() == QUANTIZED_BLOCK_SIZE
+        kind = key.rstrip("12")
+        if kind == "absmax":
+            has_right_size = value.numel() == -(-parameter.numel() // QUANTIZED_BLOCK_SIZE)
+        elif kind == "qmap":
+            has_right_size = value.numel() == QUANTIZED_BLOCK_SIZE
         else:
-            fits = value.ndim == 0 or own_shapes or value.shape == parameter.shape
-        if not fits:
+            has_right_size = value.ndim == 0 or own_shapes or value.shape == parameter.shape
+        if not has_right_size:
             raise mismatch_error(
                 f"has '{key}' of shape {list(value.shape)}, but the weight has shape {list(parameter.shape)}"
             )
@@ -375,12 +375,12 @@ class ZerothOrderBackend(TorchBackend):
 
     def compute_gradients(self, run_micro_batches: Callable[[], StepScore | None]) -> StepScore | None:
         """Call ``run_micro_batches`` with weights perturbed both ways along each direction; return the mean score."""
-        optimizer, began, scores = self.optimizer, capture_rng(), list[StepScore]()
+        optimizer, rng, scores = self.optimizer, capture_rng(), list[StepScore]()
         self._slopes = []
         for direction in range(optimizer.directions):
             losses = []
             for sign in (1, -1):
-                restore_rng(began)
+                restore_rng(rng)
                 self._loss = 0.0
                 with perturbed(optimizer, self.module, self.layers, direction, sign), torch.no_grad():
                     score = run_micro_batches()

@@ -95,10 +95,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         state = _check_state(json.loads((path / STATE).read_text(encoding="utf-8")))
         step = state["step"]
     except (OSError, ValueError, RecursionError) as error:
-        why = f"{STATE} cannot be read ({error})"
-        raise CheckpointError(f"{path} is damaged: {why}", fix="use another checkpoint") from error
-    named = STEP_NAME.fullmatch(path.name)
-    if step != manifest.step or (named is not None and int(named[1]) != step):
+        reason = f"{STATE} cannot be read ({error})"
+        raise CheckpointError(f"{path} is damaged: {reason}", fix="use another checkpoint") from error
+    name_match = STEP_NAME.fullmatch(path.name)
+    if step != manifest.step or (name_match is not None and int(name_match[1]) != step):
         raise CheckpointError(
             f"{path} is damaged: {STATE} names step {step}, which does not match", fix="use another checkpoint"
         )
@@ -128,7 +128,7 @@ def _check_state(value: Any) -> dict[str, Any]:
     Raises:
         ValueError: An entry is missing or has a wrong type.
     """
-    state = _check_types(value, _STATE_TYPES, needed=("step", "identity"))
+    state = _check_types(value, _STATE_TYPES, required_names=("step", "identity"))
     ranks = state.get("ranks", 1)
     if state["step"] < 0 or not isinstance(ranks, int) or ranks < 1:
         raise ValueError("'step' must be 0 or more, and 'ranks' 1 or more")
@@ -139,17 +139,17 @@ def _check_state(value: Any) -> dict[str, Any]:
     return state
 
 
-def check_identity(value: Any, needed: Iterable[str] = ()) -> dict[str, Any]:
+def check_identity(value: Any, required_names: Iterable[str] = ()) -> dict[str, Any]:
     """Return the identity of a run, from ``run.json`` or a checkpoint, after checking its types.
 
     Args:
         value: Parsed JSON.
-        needed: Names of entries that must exist.
+        required_names: Names of entries that must exist.
 
     Raises:
         ValueError: An entry is missing or has a wrong type.
     """
-    identity = _check_types(value, _IDENTITY_TYPES, needed)
+    identity = _check_types(value, _IDENTITY_TYPES, required_names)
     _check_types(identity.get("recipe", {}), _RECIPE_TYPES)
     for name, texts in identity.items():
         if name in ("files", "versions") and not all(isinstance(text, str) for text in texts.values()):
@@ -157,23 +157,25 @@ def check_identity(value: Any, needed: Iterable[str] = ()) -> dict[str, Any]:
     return identity
 
 
-def _check_types(value: Any, types: Mapping[str, tuple[type, ...]], needed: Iterable[str] = ()) -> dict[str, Any]:
+def _check_types(
+    value: Any, types: Mapping[str, tuple[type, ...]], required_names: Iterable[str] = ()
+) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {'null' if value is None else type(value).__name__}")
-    for name in needed:
+    for name in required_names:
         if name not in value:
             raise ValueError(f"'{name}' is missing")
     for name, allowed in types.items():
         if name in value and (not isinstance(value[name], allowed) or isinstance(value[name], bool)):
-            wanted = " or ".join({dict: "an object", type(None): "null"}.get(kind, kind.__name__) for kind in allowed)
-            found = "null" if value[name] is None else type(value[name]).__name__
-            raise ValueError(f"'{name}' must be {wanted}, found {found}")
+            expected = " or ".join({dict: "an object", type(None): "null"}.get(kind, kind.__name__) for kind in allowed)
+            found_type = "null" if value[name] is None else type(value[name]).__name__
+            raise ValueError(f"'{name}' must be {expected}, found {found_type}")
     return value
 
 
 @contextmanager
-def explain_restore_errors(path: Path, what: str) -> Iterator[None]:
-    """Context manager: an error inside becomes a CheckpointError that says ``what`` cannot be restored.
+def explain_restore_errors(path: Path, part: str) -> Iterator[None]:
+    """Context manager: an error inside becomes a CheckpointError: ``part`` cannot be restored.
 
     StreamTune's own errors and out-of-memory errors are not changed.
     """
@@ -184,7 +186,7 @@ def explain_restore_errors(path: Path, what: str) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError,
             ValueError) as error:  # fmt: skip
         raise CheckpointError(
-            f"{path} is damaged: its {what} cannot be restored ({type(error).__name__}: {error})",
+            f"{path} is damaged: its {part} cannot be restored ({type(error).__name__}: {error})",
             fix="use another checkpoint: --resume PATH",
         ) from error
 
@@ -202,13 +204,13 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
     damaged: list[str] = []
     for path in reversed(step_directories(folder)):
         try:
-            found = open_checkpoint(path)
+            checkpoint = open_checkpoint(path)
         except CheckpointError as error:
             damaged.append(error.what)
             continue
-        for what in damaged:
-            notify(f"{what}; going back to {found.path.name}")
-        return found
+        for message in damaged:
+            notify(f"{message}; going back to {checkpoint.path.name}")
+        return checkpoint
     if damaged:
         count = "the only checkpoint" if len(damaged) == 1 else f"none of the {len(damaged)} checkpoints"
         verb = "cannot be used" if len(damaged) == 1 else "can be used"
@@ -223,13 +225,13 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
 def set_aside_later_checkpoints(folder: Path, step: int) -> None:
     """Rename the checkpoints after ``step`` to ``step-000200.superseded``, because the run resumes from ``step``.
 
-    They are damaged, or the user resumed from an earlier one. Their steps are trained again.
+    These checkpoints are damaged, or the user resumed from an earlier one. Their steps are trained again.
     """
     later = [path for path in step_directories(folder) if checkpoint_step(path) > step]
     for path in later:
-        aside = path.with_name(f"{path.name}.superseded")
-        remove_path(aside)
-        path.rename(aside)
+        renamed = path.with_name(f"{path.name}.superseded")
+        remove_path(renamed)
+        path.rename(renamed)
     if later:
         fsync_path(folder)
 
@@ -243,8 +245,8 @@ def step_directories(folder: Path) -> list[Path]:
     """Return the checkpoints in ``folder``, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    checkpoints = [(int(match[1]), path) for path in folder.iterdir() if (match := STEP_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(checkpoints)]
 
 
 def _read_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
@@ -269,8 +271,8 @@ class Manifest:
     """Content of ``manifest.json``: size and SHA-256 of every file of a checkpoint, and a digest of the list.
 
     A checkpoint consists of exactly the files in its manifest. A changed, missing or additional file is refused, and so
-    is a symbolic link. The manifest's own bytes must equal what :func:`write_manifest` writes for its values, so every
-    changed byte is noticed.
+    is a symbolic link. The manifest's own bytes must equal the bytes that :func:`write_manifest` writes for its values,
+    so every changed byte is detected.
     """
 
     run: str
@@ -300,17 +302,17 @@ def read_manifest(path: Path) -> Manifest:
         if (path / MANIFEST).stat().st_size > MAX_MANIFEST_BYTES:
             raise _damaged_error(path, f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES >> 20} MiB")
         text = (path / MANIFEST).read_text(encoding="utf-8")
-        found = json.loads(text)
-        if found["format"] != FORMAT:
+        document = json.loads(text)
+        if document["format"] != FORMAT:
             raise CheckpointError(
-                f"{path} has checkpoint format {found['format']}; this version reads {FORMAT}",
+                f"{path} has checkpoint format {document['format']}; this version reads {FORMAT}",
                 fix="use the version of streamtune that wrote it",
             )
-        manifest = Manifest(found["run"], int(found["step"]), found["metric"], found["files"])
+        manifest = Manifest(document["run"], int(document["step"]), document["metric"], document["files"])
         if (
             _manifest_text(manifest) != text
-            or not isinstance(found["run"], str)
-            or not isinstance(found["files"], dict)
+            or not isinstance(document["run"], str)
+            or not isinstance(document["files"], dict)
         ):
             raise _damaged_error(path, f"{MANIFEST} was changed")
         if manifest.metric is not None and not isinstance(manifest.metric, float):
@@ -318,7 +320,7 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint",
-            fix="give a folder such as runs/NAME/checkpoints/step-000100",
+            fix="pass a folder such as runs/NAME/checkpoints/step-000100",
         ) from error
     for name in manifest.files:
         if not _is_safe_relative_path(name):
@@ -362,13 +364,13 @@ def _files_below(folder: Path) -> Iterator[str]:
     """
     for directory, subfolders, names in os.walk(folder, onerror=_raise_walk_error):
         for name in (*subfolders, *names):
-            found = Path(directory, name)
-            mode = found.lstat().st_mode
+            path = Path(directory, name)
+            mode = path.lstat().st_mode
             if stat.S_ISREG(mode):
-                yield found.relative_to(folder).as_posix()
+                yield path.relative_to(folder).as_posix()
             elif not stat.S_ISDIR(mode):
-                what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
-                raise _damaged_error(folder, f"{found.relative_to(folder).as_posix()} is {what}")
+                kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+                raise _damaged_error(folder, f"{path.relative_to(folder).as_posix()} is {kind}")
 
 
 def _raise_walk_error(error: OSError) -> None:
@@ -387,5 +389,5 @@ def _describe_file(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _damaged_error(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {why}", fix="use another checkpoint")
+def _damaged_error(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {reason}", fix="use another checkpoint")

@@ -177,7 +177,9 @@ class DirectoryLock:
         )
 
     def _unwritable(self, error: OSError) -> CheckpointError:
-        return failed_write_error(error, self.path / LOCK, needed=HOLDER_BYTES, safe="existing files are unchanged")
+        return failed_write_error(
+            error, self.path / LOCK, needed_bytes=HOLDER_BYTES, intact="existing files are unchanged"
+        )
 
 
 def _write_holder(descriptor: int) -> None:
@@ -194,13 +196,13 @@ def _write_holder(descriptor: int) -> None:
 
 def _read_holder(descriptor: int) -> str:
     """Return a description of the process that has the lock; empty if the file does not name it."""
-    until = time.monotonic() + HOLDER_SECONDS
+    deadline = time.monotonic() + HOLDER_SECONDS
     while True:
         try:
-            found = json.loads(os.pread(descriptor, HOLDER_BYTES, 0))
-            host = "".join(letter for letter in str(found["host"])[:64] if letter.isprintable())
-            return f": process {int(found['pid'])} on {host}, since {datetime.fromisoformat(found['since'])}"
+            holder = json.loads(os.pread(descriptor, HOLDER_BYTES, 0))
+            host = "".join(character for character in str(holder["host"])[:64] if character.isprintable())
+            return f": process {int(holder['pid'])} on {host}, since {datetime.fromisoformat(holder['since'])}"
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return ""
             time.sleep(0.05)

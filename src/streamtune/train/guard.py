@@ -83,13 +83,13 @@ def mostly_skipped_error(steps: int, skipped: int, run: RunDirectory, dtype: tor
 
 
 class StepGuard:
-    """Decides about the steps of a run: skip, repeat with another schedule, or report a spike.
+    """Decides for each step of a run: skip it, repeat it with another schedule, or report a spike.
 
     Args:
         settings: Settings of the run.
         run: Directory of the run.
         device: Device whose memory is measured.
-        next_schedule: Function that finds another schedule, see :data:`NextSchedule`.
+        next_schedule: Function that returns another schedule, see :data:`NextSchedule`.
         world: Ranks that train together. With several, out of memory ends the run: if one rank repeated a step, the
             others would wait in a collective.
     """
@@ -106,9 +106,9 @@ class StepGuard:
         self.settings, self.run, self.device = settings, run, device
         self.next_schedule, self.world = next_schedule, world
         losses = (record for record in read_records_backwards(run.metrics) if "loss" in record)
-        before = list(islice(losses, SPIKE_WINDOW))[::-1]
+        earlier = list(islice(losses, SPIKE_WINDOW))[::-1]
         self._recent_values = {
-            name: deque((r[name] for r in before), maxlen=SPIKE_WINDOW) for name in ("loss", "grad_norm")
+            name: deque((r[name] for r in earlier), maxlen=SPIKE_WINDOW) for name in ("loss", "grad_norm")
         }
         self._event_steps: dict[str, int] = {}
         """Step of the last event of each metric; spikes within a window after it are counted in the next event."""
@@ -147,51 +147,51 @@ class StepGuard:
             append_event(self.run.events, "non_finite", step=step, what=what, rows=where, skipped=skipped + 1)
         return True
 
-    def run_or_replan(self, take: Callable[[], T], undo: Callable[[], None], step: int) -> T:
+    def run_or_replan(self, compute: Callable[[], T], drop_gradients: Callable[[], None], step: int) -> T:
         """Return ``take()``; with ``on_oom: replan``, repeat it with another schedule when memory runs out.
 
         Every schedule gives the same gradient. A repetition draws the same random numbers, as far as the schedule does
         not change how they are drawn.
 
         Args:
-            take: Function that computes the gradients of the step.
-            undo: Function that frees the gradients of a failed attempt.
+            compute: Function that computes the gradients of the step.
+            drop_gradients: Function that frees the gradients of a failed attempt.
             step: Number of the step, counted from 1.
 
         Raises:
             OutOfMemoryError: Memory ran out; the error has the peak and the schedule that the planner would try next.
         """
         alone = self.world.size == 1
-        replans = self.settings.on_oom == "replan" and alone
-        began = capture_rng() if replans else None
-        for tried in range(MAX_REPLANS + 1):
+        can_replan = self.settings.on_oom == "replan" and alone
+        rng = capture_rng() if can_replan else None
+        for attempt in range(MAX_REPLANS + 1):
             try:
-                return take()
+                return compute()
             except OutOfMemoryError as error:
                 peak = peak_memory_bytes(self.device)
                 # Made anew without its cause, because the traceback keeps the step's tensors alive.
-                failed = OutOfMemoryError(error.what, where=error.where, fix=error.fix)
-            failed.what += f" (peak {peak / GIB:.2f} GiB)"
-            undo()
+                failure = OutOfMemoryError(error.what, where=error.where, fix=error.fix)
+            failure.what += f" (peak {peak / GIB:.2f} GiB)"
+            drop_gradients()
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             schedule = None
-            if alone and tried < MAX_REPLANS:
+            if alone and attempt < MAX_REPLANS:
                 # An error of the planner must not hide the out-of-memory error.
                 with suppress(StreamTuneError, RuntimeError, MemoryError):
-                    schedule = self.next_schedule(replans)
-            details = {"step": step, "what": failed.what, "rows": failed.where, "peak_bytes": peak}
-            if schedule is None or began is None:
+                    schedule = self.next_schedule(can_replan)
+            details = {"step": step, "what": failure.what, "rows": failure.where, "peak_bytes": peak}
+            if schedule is None or rng is None:
                 if schedule is not None:
-                    failed.fix = (
+                    failure.fix = (
                         f"set on_oom: replan to continue with {schedule.describe()}, which gives the same gradient; "
-                        f"or {failed.fix}"
+                        f"or {failure.fix}"
                     )
                     append_event(self.run.events, "out_of_memory", **details, next_schedule=asdict(schedule))
-                raise failed
+                raise failure
             append_event(self.run.events, "out_of_memory", **details, replanned=asdict(schedule))
-            restore_rng(began)
+            restore_rng(rng)
         raise AssertionError("the last attempt returns or raises")
 
     def record_spikes(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
@@ -201,14 +201,14 @@ class StepGuard:
         next event has the number of spikes since.
         """
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
-            seen = self._recent_values[name]
-            if len(seen) >= MIN_WINDOW_STEPS:
-                middle = median(seen)
-                deviation = 1.4826 * median(abs(other - middle) for other in seen)
-                jump = max(SPIKE_DEVIATIONS * deviation, MIN_SPIKE_FRACTION * abs(middle))
-                if value > middle + jump:
-                    self._write_event(step, name, value, middle, micro_batches)
-            seen.append(value)
+            recent = self._recent_values[name]
+            if len(recent) >= MIN_WINDOW_STEPS:
+                usual = median(recent)
+                deviation = 1.4826 * median(abs(recent_value - usual) for recent_value in recent)
+                threshold_gap = max(SPIKE_DEVIATIONS * deviation, MIN_SPIKE_FRACTION * abs(usual))
+                if value > usual + threshold_gap:
+                    self._write_event(step, name, value, usual, micro_batches)
+            recent.append(value)
 
     def _write_event(
         self, step: int, name: str, value: float, usual: float, micro_batches: Sequence[MicroBatch]
@@ -248,8 +248,8 @@ class MovedWeights:
         for x, n, before in zip(self._weights, self._strides, self._before, strict=True):
             changed = int((_sample_values(x, n) != before).sum())
             moved += changed / len(before) * x.numel()
-        found, all_of_them = world.sum_over_ranks([moved, float(sum(x.numel() for x in self._weights))])
-        return found / all_of_them if all_of_them else 0.0
+        moved_values, all_values = world.sum_over_ranks([moved, float(sum(x.numel() for x in self._weights))])
+        return moved_values / all_values if all_values else 0.0
 
 
 def _sample_values(x: Tensor, stride: int) -> Tensor:

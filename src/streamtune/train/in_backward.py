@@ -2,8 +2,8 @@
 
 During the backward a weight is updated as soon as its gradient is complete, and the gradient is freed. So gradients
 take the memory of one layer. With ``max_grad_norm`` there are two backwards with the same random numbers. The first
-measures the gradient norm and stores nothing. The second updates the weights with gradients scaled by it. Without
-``max_grad_norm`` there is one backward. Both give bit for bit the ordinary step.
+measures the gradient norm and stores nothing. The second scales the gradients by this norm and updates the weights.
+Without ``max_grad_norm`` there is one backward. Both ways equal the ordinary step bit for bit.
 
 With ``lagged`` there is one backward, and gradients are scaled by the norm of the previous step:
 
@@ -61,11 +61,11 @@ class InBackwardBackend(LocalBackend):
         self._gradient_scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._recompute: Callable[[], object] = lambda: None
-        accelerated = any(p.device.type != "cpu" for p in module.parameters())
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if accelerated else None
+        is_accelerated = any(p.device.type != "cpu" for p in module.parameters())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if is_accelerated else None
         self._pending_updates: list[Future[None]] = []
         self._groups_lock = Lock()
-        """Held while the optimizer's groups have one weight, because two threads update weights."""
+        """Locked while the optimizer's groups have one weight, because two threads update weights."""
 
     def begin_step(self, learning_rate: float, recompute: Callable[[], object]) -> None:
         set_learning_rate(self.optimizer, learning_rate)
@@ -92,7 +92,7 @@ class InBackwardBackend(LocalBackend):
             loss.backward()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the norm of this step's gradients; the second backward scales gradients by it.
+        """Return the norm of this step's gradients, which the second backward uses to clip.
 
         Raises:
             NonFiniteError: The norm is not finite, and this backward has already updated weights.
@@ -195,7 +195,7 @@ class InBackwardBackend(LocalBackend):
         return parameter.device.type == "cpu" or isinstance(self.optimizer, HostOptimizer)
 
     def _update_in_thread(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
-        """Update one weight in the worker thread, after ``event``: then its gradient on the device is complete."""
+        """Update one weight in the worker thread, after ``event``, at which its gradient on the device is complete."""
         stream = self.optimizer.stream if isinstance(self.optimizer, HostOptimizer) else None
         if stream is None or event is None:
             self._update_weight(parameter, grad)
@@ -210,24 +210,24 @@ class InBackwardBackend(LocalBackend):
         """Update one weight with ``grad``; meanwhile the optimizer's groups have no other weight."""
         if self._gradient_scale is not None:
             grad.mul_(self._gradient_scale.to(grad.device))
-        own = self._group_of[id(parameter)]
+        own_group_index = self._group_of[id(parameter)]
         with self._groups_lock:
-            before = [(group, group["params"]) for group in self.optimizer.param_groups]
+            groups_and_parameters = [(group, group["params"]) for group in self.optimizer.param_groups]
             parameter.grad = grad
             try:
-                for index, (group, _) in enumerate(before):
-                    group["params"] = [parameter] if index == own else []
+                for index, (group, _) in enumerate(groups_and_parameters):
+                    group["params"] = [parameter] if index == own_group_index else []
                 self.optimizer.step()
             finally:
-                for group, parameters in before:
+                for group, parameters in groups_and_parameters:
                     group["params"] = parameters
                 parameter.grad = None
 
     def _wait_for_thread(self) -> None:
         """Wait until the worker thread has updated all its weights."""
-        waiting, self._pending_updates = self._pending_updates, []
-        for each in waiting:
-            each.result()
+        updates, self._pending_updates = self._pending_updates, []
+        for update in updates:
+            update.result()
 
 
 MAX_PENDING_UPDATES = 16
@@ -235,11 +235,11 @@ MAX_PENDING_UPDATES = 16
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """An optimizer that keeps its states on the host and updates weights of the device there.
+    """An optimizer that stores its states on the host, and updates the device's weights on the host.
 
-    It handles one weight after another: weight and gradient are copied to the host, and the updated weight is copied
-    back. So the host holds the states of all weights, and two tensors of one weight. On a CPU the step is bit-identical
-    to the wrapped optimizer's step; an accelerator's kernels may round differently.
+    Weights are updated one after another: weight and gradient are copied to the host, and the updated weight is copied
+    back. So the host stores the states of all weights, and two tensors of one weight. On a CPU the step is
+    bit-identical to the wrapped optimizer's step; an accelerator's kernels may round differently.
 
     Args:
         optimizer: Optimizer over the weights, without states yet. An optimizer of the same class and options is made
@@ -248,34 +248,34 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = groups = [dict(group) for group in optimizer.param_groups]
-        every = [parameter for group in groups for parameter in group["params"]]
+        parameters = [parameter for group in groups for parameter in group["params"]]
         self._cpu_parameters = {
-            parameter: nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu")) for parameter in every
+            parameter: nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu")) for parameter in parameters
         }
-        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
-        self.inner = make([{**g, "params": [self._cpu_parameters[p] for p in g["params"]]} for g in groups])
+        make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
+        self.inner = make_optimizer([{**g, "params": [self._cpu_parameters[p] for p in g["params"]]} for g in groups])
         self.state = _StatesByWeight(self._cpu_parameters, self.inner)  # type: ignore[assignment]
         self.pool = HostPool()
-        device = next((p.device for p in every if p.device.type == "cuda"), None)
+        device = next((p.device for p in parameters if p.device.type == "cuda"), None)
         self.stream = None if device is None else torch.cuda.Stream(device)
         """CUDA stream for the copies, for a caller that updates weights while the device computes."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update the weights that have a gradient, and free their gradients."""
-        whole = [group["params"] for group in self.inner.param_groups]
+        all_parameters = [group["params"] for group in self.inner.param_groups]
         try:
             for index, group in enumerate(self.param_groups):
                 for inner in self.inner.param_groups:
                     inner["params"] = []
-                own = self.inner.param_groups[index]
-                own.update({key: value for key, value in group.items() if key != "params"})
+                own_group = self.inner.param_groups[index]
+                own_group.update({key: value for key, value in group.items() if key != "params"})
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        own["params"] = [self._cpu_parameters[parameter]]
+                        own_group["params"] = [self._cpu_parameters[parameter]]
                         self._update_on_host(parameter)
         finally:
-            for inner, parameters in zip(self.inner.param_groups, whole, strict=True):
+            for inner, parameters in zip(self.inner.param_groups, all_parameters, strict=True):
                 inner["params"] = parameters
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -299,19 +299,19 @@ class HostOptimizer(torch.optim.Optimizer):
         """Update one weight; the inner optimizer's groups have only its CPU parameter."""
         cpu_parameter, grad = self._cpu_parameters[parameter], parameter.grad
         assert grad is not None
-        stays = is_host_storage(parameter.untyped_storage())  # weight and gradient are already on the host
-        nothing = cpu_parameter.data
-        cpu_parameter.data = parameter.data if stays else self._copy_to_host(parameter.data)
-        cpu_parameter.grad = grad if stays else self._copy_to_host(grad)
+        is_on_host = is_host_storage(parameter.untyped_storage())  # weight and gradient are already on the host
+        empty_data = cpu_parameter.data
+        cpu_parameter.data = parameter.data if is_on_host else self._copy_to_host(parameter.data)
+        cpu_parameter.grad = grad if is_on_host else self._copy_to_host(grad)
         parameter.grad = None
         try:
             self._synchronize(parameter)
             self.inner.step()
-            if not stays:
+            if not is_on_host:
                 parameter.copy_(cpu_parameter, non_blocking=True)
                 self._synchronize(parameter)  # before the pinned memory is reused
         finally:
-            cpu_parameter.data, cpu_parameter.grad = nothing, None
+            cpu_parameter.data, cpu_parameter.grad = empty_data, None
 
     def _copy_to_host(self, x: Tensor) -> Tensor:
         return self.pool.take(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
@@ -324,8 +324,8 @@ class HostOptimizer(torch.optim.Optimizer):
 class _StatesByWeight(Mapping[Any, Any]):
     """Maps a weight to its optimizer state, which the inner optimizer has under the weight's CPU parameter."""
 
-    def __init__(self, stand_ins: Mapping[nn.Parameter, nn.Parameter], inner: torch.optim.Optimizer) -> None:
-        self._cpu_parameters, self._inner = stand_ins, inner
+    def __init__(self, cpu_parameters: Mapping[nn.Parameter, nn.Parameter], inner: torch.optim.Optimizer) -> None:
+        self._cpu_parameters, self._inner = cpu_parameters, inner
 
     def __getitem__(self, parameter: Any) -> Any:
         cpu_parameter = self._cpu_parameters[parameter]
@@ -334,7 +334,9 @@ class _StatesByWeight(Mapping[Any, Any]):
         return self._inner.state[cpu_parameter]
 
     def __iter__(self) -> Iterator[Any]:
-        return (parameter for parameter, own in self._cpu_parameters.items() if own in self._inner.state)
+        return (
+            parameter for parameter, cpu_parameter in self._cpu_parameters.items() if cpu_parameter in self._inner.state
+        )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -279,7 +279,7 @@ class _Loop:
 
     def _record(self, taken: _StepResult) -> None:
         """Update the progress after a step, write its record and show it."""
-        state, settings, skip = self.state, self.settings, taken.skip
+        state, settings, skip = self.state, self.settings, taken.is_skipped
         step, tokens = state.step + 1, self.world.sum_count_over_ranks(sum(batch.num_tokens for batch in taken.batches))
         loss = taken.score.loss
         self.state = replace(
@@ -309,7 +309,7 @@ class _Loop:
 
     def _make_record(self, taken: _StepResult, tokens: int, seconds: float) -> dict[str, Any]:
         """Return the record of the current step for ``metrics.jsonl``."""
-        score, skip, clip_norm, world = taken.score, taken.skip, self.backend.clip_norm, self.world
+        score, skip, clip_norm, world = taken.score, taken.is_skipped, self.backend.clip_norm, self.world
         measured: dict[str, Any] = {"loss": score.loss, **score.metrics}
         if score.aux_loss is not None:
             measured["aux_loss"] = world.sum_over_ranks([score.aux_loss])[0]
@@ -346,7 +346,7 @@ class _StepResult:
     learning_rate: float
     score: StepScore
     grad_norm: float
-    skip: bool
+    is_skipped: bool
     """True if the weights were not updated, because a loss or gradient was not finite."""
     moved: float | None
     """Share of the weights that the step changed; None if not measured."""

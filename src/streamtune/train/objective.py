@@ -172,8 +172,8 @@ def plain_token_loss(
     )
 
 
-def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:
-    """Return the model's output for a batch with labels; ``more`` adds or replaces arguments of the call."""
+def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **extra_arguments: Any) -> Any:
+    """Return the model's output for a batch with labels; ``extra_arguments`` adds or replaces arguments of the call."""
     branches = batch.branches if isinstance(batch, PrefixBatch) else None
     with nullcontext() if branches is None else StreamHandle.of(model).laid_out(branches):
         return model(
@@ -181,7 +181,7 @@ def call_model(model: nn.Module, batch: MicroBatch, *, num_targets: float, **mor
             labels=batch.shift_labels,
             shift_labels=batch.shift_labels,
             num_items_in_batch=num_targets,
-            **{**batch.arguments, **more},
+            **{**batch.arguments, **extra_arguments},
         )
 
 
@@ -370,8 +370,8 @@ class TreeBatch(MicroBatch):
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``StreamHandle.logprobs``, without targets."""
-        given = super().arguments
-        return given if self.branches is None else {**given, "branches": self.branches}
+        arguments = super().arguments
+        return arguments if self.branches is None else {**arguments, "branches": self.branches}
 
 
 def without_fillers(batches: Sequence[Batch]) -> list[Batch]:

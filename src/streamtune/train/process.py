@@ -22,7 +22,7 @@ from streamtune.base.streams import reader_is_gone
 
 @dataclass(frozen=True)
 class RngState:
-    """The states of all random generators: torch's as tensors, ``random``'s and numpy's as JSON values."""
+    """The states of all random generators: of torch as tensors, of ``random`` and numpy as JSON values."""
 
     tensors: dict[str, Tensor]
     """``cpu`` and ``cuda:0`` ... -> uint8"""
@@ -93,12 +93,12 @@ def preserve_rng() -> Iterator[None]:
 class StopRequest:
     """Context manager that records the first signal in :attr:`signum`; the loop checks it and stops cleanly.
 
-    A second SIGINT or SIGTERM has the system's default effect. It ends the process at once, even inside a kernel or
-    while a checkpoint is written. No data is lost, because a checkpoint counts only after it is renamed into place.
+    A second SIGINT or SIGTERM has the system's default effect: the process ends at once, even inside a kernel or while
+    a checkpoint is written. No data is lost, because a checkpoint is valid only after it is renamed into place.
     SIGHUP never counts as the second signal, because a closing terminal sends it several times, also after SIGTERM.
     Under ``nohup`` SIGHUP stays ignored.
 
-    A stop is also requested if the reader of standard output has gone (``| head``, a closed viewer).
+    A stop is also requested if the reader of standard output has closed the pipe (``| head``, a closed viewer).
 
     Outside the main thread Python accepts no handlers, so signals have their usual effect.
     """
@@ -147,9 +147,9 @@ class StopRequest:
         if os.getpid() != self._owner_pid:  # in a forked worker: its parent decides
             return
         self.signum = signum
-        for caught in self._previous:
-            next_handler = signal.SIG_DFL if caught in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN
-            signal.signal(caught, next_handler)
+        for handled_signum in self._previous:
+            next_handler = signal.SIG_DFL if handled_signum in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN
+            signal.signal(handled_signum, next_handler)
         # Written to the file descriptor, because the handler may interrupt a print and must not touch its buffer.
         # The live line hides the cursor; show it now, because the process may be killed next.
         with suppress(OSError):  # the terminal may be closed

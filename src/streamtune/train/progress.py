@@ -74,13 +74,13 @@ class Progress:
         """Report a finished step; ``record`` is its line of ``metrics.jsonl``."""
         self._record = record
         self.show_activity("")
-        done = record["step"]
+        step = record["step"]
         if "loss" not in record:
-            self.report_note(done, "skipped: loss or gradient not finite")
+            self.report_note(step, "skipped: loss or gradient not finite")
             return
-        if not self.console.is_terminal and (done % self.logging_steps == 0 or done == self.total_steps):
+        if not self.console.is_terminal and (step % self.logging_steps == 0 or step == self.total_steps):
             self._print_pairs(
-                step=f"{done}/{self.total_steps}",
+                step=f"{step}/{self.total_steps}",
                 loss=f"{record['loss']:.4f}",
                 **{SHOWN_METRICS[name]: f"{record[name]:.4f}" for name in SHOWN_METRICS if name in record},
                 **({"aux_loss": f"{record['aux_loss']:.4f}"} if "aux_loss" in record else {}),
@@ -100,16 +100,16 @@ class Progress:
     def report_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report the metrics of the evaluation after ``step`` steps, overall and of each held-out set."""
         self.show_activity("")
-        names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN_METRICS.items()}}
+        names = {"eval_loss": "loss", **{f"eval_{name}": shown_name for name, shown_name in SHOWN_METRICS.items()}}
         for metric in ("loss", "reward"):
             for name in eval_set_names([self._record, metrics], metric):
-                called = name if metric == "loss" and self.console.is_terminal else f"{name}_{metric}"
-                names[f"eval_{name}_{metric}"] = called
-        shown = {called: f"{metrics[name]:.4f}" for name, called in names.items() if name in metrics}
+                shown_name = name if metric == "loss" and self.console.is_terminal else f"{name}_{metric}"
+                names[f"eval_{name}_{metric}"] = shown_name
+        shown = {shown_name: f"{metrics[name]:.4f}" for name, shown_name in names.items() if name in metrics}
         if self.console.is_terminal:
             parts: list[Any] = ["held-out"]
-            for called, value in shown.items():
-                parts += [f" {called} ", (value, "bold")]
+            for shown_name, value in shown.items():
+                parts += [f" {shown_name} ", (value, "bold")]
             self._print_event(step, Text.assemble(*parts))
         else:
             self._print_pairs(step=f"{step}/{self.total_steps}", **{f"eval_{name}": v for name, v in shown.items()})
@@ -209,12 +209,12 @@ def format_duration(seconds: float | None) -> str:
     """Return a duration as ``0:42``, ``1:02:03`` or ``2d 03:04``; ``-:--`` for None."""
     if seconds is None:
         return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
         return f"{days}d {hours:02d}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def format_rate(per_second: float) -> str:
@@ -341,12 +341,12 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
         sets = eval_set_names(records, metric)
         if steps:
             shape = {"marker": "o", "markersize": 6, "markeredgecolor": "white", "linewidth": 1.4}
-            whole = f"{name}all held out" if sets else f"{name}held out"
-            axes.plot(steps, values, color=held_out_colour, label=f"{whole}  {values[-1]:.3f}", **shape)
-        for called, (set_colour, marker) in zip(sets, cycle(SET_STYLES), strict=False):
-            steps, values = _read_series(records, f"eval_{called}_{metric}")
+            label = f"{name}all held out" if sets else f"{name}held out"
+            axes.plot(steps, values, color=held_out_colour, label=f"{label}  {values[-1]:.3f}", **shape)
+        for set_name, (set_colour, marker) in zip(sets, cycle(SET_STYLES), strict=False):
+            steps, values = _read_series(records, f"eval_{set_name}_{metric}")
             shape = {"marker": marker, "markersize": 5, "linewidth": 1.1, "linestyle": "--"}
-            axes.plot(steps, values, color=set_colour, label=f"{name}{called}  {values[-1]:.3f}", **shape)
+            axes.plot(steps, values, color=set_colour, label=f"{name}{set_name}  {values[-1]:.3f}", **shape)
     axes.set_ylabel(panel.label, color=TEXT_COLOUR)
     axes.margins(x=0.02)
     if panel.limits is not None:

@@ -26,6 +26,7 @@ CHECKED_BYTES = 4 << 20
 """Number of bytes at the end of a records file that are checked before a run resumes."""
 ROTATE_BYTES = 64 << 20
 """File size from which a text file is rotated."""
+INTACT = "earlier checkpoints are intact"
 MAX_ROTATED_FILES = 3
 """Number of rotated files that are kept."""
 
@@ -49,7 +50,7 @@ def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
     try:
         append_to_file(path, lines.encode("utf-8"))
     except OSError as error:
-        raise failed_write_error(error, path, needed=len(lines), safe="earlier checkpoints are intact") from error
+        raise failed_write_error(error, path, needed_bytes=len(lines), intact=INTACT) from error
 
 
 def append_event(path: Path, event: str, **details: Any) -> None:
@@ -212,8 +213,8 @@ def cut_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> No
     if not path.is_file():
         return
 
-    region: list[tuple[bytes, bool]] = []
-    cut = path.stat().st_size
+    tail_lines: list[tuple[bytes, bool]] = []
+    end = path.stat().st_size
     for line in _read_lines_backwards(path):
         record = line.record()
         if record is not None and not _is_step(record.get("step")):
@@ -221,11 +222,11 @@ def cut_after_step(path: Path, step: int, *, keep_evaluation: bool = True) -> No
         if record is not None and record["step"] < step:
             break
         is_kept = record is not None and record["step"] == step and (keep_evaluation or not _is_evaluation(record))
-        region.append((line.text, is_kept))
-        cut = line.start
-    while region and region[-1][1]:
-        cut += len(region.pop()[0])
-    _truncate_and_append(path, cut, b"".join(text for text, is_kept in reversed(region) if is_kept))
+        tail_lines.append((line.text, is_kept))
+        end = line.start
+    while tail_lines and tail_lines[-1][1]:
+        end += len(tail_lines.pop()[0])
+    _truncate_and_append(path, end, b"".join(text for text, is_kept in reversed(tail_lines) if is_kept))
 
 
 def cut_events_after_step(path: Path, step: int) -> None:
@@ -247,15 +248,14 @@ def _truncate_and_append(path: Path, size: int, tail: bytes) -> None:
     try:
         truncate_file(path, size)
     except OSError as error:
-        raise failed_write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
+        raise failed_write_error(error, path, needed_bytes=0, intact=INTACT) from error
 
 
 def _replace_records(path: Path, content: bytes) -> None:
     try:
         replace_file(path, content)
     except OSError as error:
-        safe = "earlier checkpoints are intact"
-        raise failed_write_error(error, path, needed=path.stat().st_size, safe=safe) from error
+        raise failed_write_error(error, path, needed_bytes=path.stat().st_size, intact=INTACT) from error
 
 
 def rotated_paths(path: Path) -> list[Path]:
@@ -273,7 +273,7 @@ def rotate_file(path: Path) -> None:
             if old.is_file():
                 rename_file(old, new.name)
     except OSError as error:
-        raise failed_write_error(error, path, needed=0, safe="earlier checkpoints are intact") from error
+        raise failed_write_error(error, path, needed_bytes=0, intact=INTACT) from error
 
 
 def cut_rotated_after_step(path: Path, step: int) -> None:

@@ -109,7 +109,7 @@ class RunDirectory:
         if self.identity.is_file():
             try:
                 identity: dict[str, Any] = check_identity(
-                    json.loads(self.identity.read_text(encoding="utf-8")), needed=("recipe",)
+                    json.loads(self.identity.read_text(encoding="utf-8")), required_names=("recipe",)
                 )
             except (OSError, ValueError, RecursionError) as error:
                 raise ArgumentError(
@@ -135,12 +135,12 @@ class RunDirectory:
         Raises:
             ArgumentError: An entry is a symbolic link or has another type.
         """
-        texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
-        texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
-        texts += [self.path / LOCK, *rotated_paths(self.path / "completions.jsonl")]
+        text_files = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
+        text_files += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
+        text_files += [self.path / LOCK, *rotated_paths(self.path / "completions.jsonl")]
         folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
         folders += [self.path / name for name in ("tensorboard", "wandb", "mlflow", "trackio")]
-        files = (*texts, *folders)
+        files = (*text_files, *folders)
         steps = self.checkpoints.iterdir() if self.checkpoints.is_dir() and not self.checkpoints.is_symlink() else ()
         for path in (*files, *(path for path in steps if path.name.startswith("step-"))):
             if path.is_symlink():
@@ -150,7 +150,7 @@ class RunDirectory:
                     fix="remove the link; output_dir itself may be a link, such as to a larger disk",
                 )
         for path, is_right, kind in [
-            *((path, path.is_file, "regular file") for path in texts),
+            *((path, path.is_file, "regular file") for path in text_files),
             *((path, path.is_dir, "folder") for path in folders),
         ]:
             if os.path.lexists(path) and not is_right() and os.path.lexists(path):  # again: it may have been removed
@@ -207,7 +207,7 @@ class RunDirectory:
     @staticmethod
     def _unwritable(error: OSError, texts: Mapping[Path, str]) -> CheckpointError:
         needed = sum(map(len, texts.values()))
-        return failed_write_error(error, next(iter(texts)), needed=needed, safe="existing files are unchanged")
+        return failed_write_error(error, next(iter(texts)), needed_bytes=needed, intact="existing files are unchanged")
 
     def fsync_records(self) -> None:
         """Wait until all records of the run are on disk."""
@@ -263,57 +263,63 @@ def _refuse_lost_checkpoints(run: RunDirectory) -> None:
 
 
 def check_same_run(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
+    old_identity: Mapping[str, Any],
+    new_identity: Mapping[str, Any],
     *,
     where: Path,
-    allow: Container[str] = (),
-    fixed: Container[str] = (),
+    allowed_keys: Container[str] = (),
+    never_allowed_keys: Container[str] = (),
 ) -> list[str]:
     """Check that a run resumes with the settings and data of its start; return descriptions of allowed differences.
 
     Args:
-        before: Identity at the start: ``{"recipe": {key: value}, "data": fingerprint, "files": {key: fingerprint}}``.
-        now: Identity of this start; missing parts are not compared.
-        where: Path of the run, for the message.
-        allow: Keys that may differ: recipe keys, ``data``, and keys of :data:`FILES`.
-        fixed: Keys that --allow-change does not accept, so that the error does not suggest it.
+        old_identity: Identity at the run's start: ``{"recipe": {key: value}, "data": hash, "files": {key: hash}}``.
+        new_identity: Identity of this start; missing parts are not compared.
+        where: Path of the run, for the error.
+        allowed_keys: Keys that may differ: recipe keys, ``data``, and keys of :data:`FILES`.
+        never_allowed_keys: Keys that --allow-change does not accept, so that the error does not suggest it.
 
     Raises:
         RecipeError: Other keys differ; the message names each key with both values.
     """
-    objectives = [each.get("recipe", {}).get("objective", "sft") for each in (before, now)]
+    objectives = [each.get("recipe", {}).get("objective", "sft") for each in (old_identity, new_identity)]
     if objectives[0] != objectives[1]:
         raise RecipeError(
             f"{where} already has a run of {objectives[0]}, which cannot resume as {objectives[1]}",
             fix="use another folder (--output-dir NEW), or start a new run: --resume never moves the old one aside",
         )
-    found = _describe_changes(before.get("recipe", {}), now.get("recipe", {}))
-    if "data" in now and before.get("data") != now["data"]:
-        found["data"] = "the data changed"
-    old, new = before.get("files", {}), now.get("files", {})
-    found |= {
+    changes = _describe_changes(old_identity.get("recipe", {}), new_identity.get("recipe", {}))
+    if "data" in new_identity and old_identity.get("data") != new_identity["data"]:
+        changes["data"] = "the data changed"
+    old, new = old_identity.get("files", {}), new_identity.get("files", {})
+    changes |= {
         key: f"{what} changed ({key})"
         for key, what in FILES.items()
         if key in old and new.get(key, old[key]) != old[key]
     }
-    refused = {key: text for key, text in found.items() if key not in allow}
+    refused = {key: text for key, text in changes.items() if key not in allowed_keys}
     if refused:
         fix = "undo the change to resume, or start a new run: --output-dir NEW, or --resume never (which moves the "
         fix += "old run aside)"
-        if not any(key in fixed for key in refused):
+        if not any(key in never_allowed_keys for key in refused):
             fix += "; to resume with the change, " + " ".join(f"--allow-change {key}" for key in refused)
         raise RecipeError(
             f"{where} already has a run with other settings: {'; '.join(refused.values())}",
             fix=fix,
         )
-    return list(found.values())
+    return list(changes.values())
 
 
-def describe_harmless_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_harmless_changes(old_identity: Mapping[str, Any], new_identity: Mapping[str, Any]) -> list[str]:
     """Return descriptions of harmless differences from the start of a run: free keys, library versions, ranks."""
-    parts = [_describe_changes(before[part], now.get(part, {})) for part in ("free", "versions") if part in before]
-    parts.append(_describe_changes(*({"world_size": each.get("world_size", 1)} for each in (before, now))))
+    parts = [
+        _describe_changes(old_identity[part], new_identity.get(part, {}))
+        for part in ("free", "versions")
+        if part in old_identity
+    ]
+    parts.append(
+        _describe_changes(*({"world_size": each.get("world_size", 1)} for each in (old_identity, new_identity)))
+    )
     return [text for part in parts for text in part.values()]
 
 
@@ -348,14 +354,14 @@ def check_shared_folder(folder: Path, world: World) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot write to {folder}: {error}") from error
     try:
-        blind = [rank for rank, sees in enumerate(world.gather_all_ranks(_can_see(probe))) if not sees]
+        blind_ranks = [rank for rank, sees in enumerate(world.gather_all_ranks(_can_see(probe))) if not sees]
     finally:
         if world.is_main:
             probe.unlink(missing_ok=True)
-    if blind:
-        named = ", ".join(map(str, blind[:8])) + (" ..." if len(blind) > 8 else "")
+    if blind_ranks:
+        shown_ranks = ", ".join(map(str, blind_ranks[:8])) + (" ..." if len(blind_ranks) > 8 else "")
         raise ArgumentError(
-            f"{folder} is not the same directory on all nodes: rank {named} cannot see a file that rank 0 wrote",
+            f"{folder} is not the same directory on all nodes: rank {shown_ranks} cannot see a file that rank 0 wrote",
             where="output_dir",
             fix="use a directory on a file system that all nodes share",
         )

@@ -174,7 +174,7 @@ class CheckpointSaver:
         is_copied = self.asynchronous and writer.snapshot is not None
         is_copied = is_copied and _copies_fit_in_host_memory(world, state_bytes + writer.num_bytes * world.is_main)
         if is_copied:
-            slices = iter([each._replace(values=each.values.detach().to("cpu", copy=True)) for each in slices])
+            slices = iter([part._replace(values=part.values.detach().to("cpu", copy=True)) for part in slices])
             writer = writer.snapshot_writer(world)
         content = CheckpointContent(
             state,
@@ -206,9 +206,9 @@ class CheckpointSaver:
 
     def check_disk_space(self, backend: Backend) -> None:
         """Raise a CheckpointError if the disk has no space for a checkpoint. Called by all ranks."""
-        needed = self.writer.num_bytes + sum(self.world.gather_all_ranks(_state_bytes(backend)))
-        explained = _explain_write_errors(self.folder, needed, step_directories(self.folder))
-        self.world.run_on_rank_0(explained(lambda: _check_free_bytes(self.folder, needed)))
+        needed_bytes = self.writer.num_bytes + sum(self.world.gather_all_ranks(_state_bytes(backend)))
+        explained = _explain_write_errors(self.folder, needed_bytes, step_directories(self.folder))
+        self.world.run_on_rank_0(explained(lambda: _check_free_bytes(self.folder, needed_bytes)))
 
     def _verify_and_rotate(self, path: Path) -> None:
         open_checkpoint(path)  # verify it before old ones are deleted
@@ -304,7 +304,7 @@ def save_checkpoint(
 
     def commit() -> None:
         if not content.has_whole_state:
-            write_index(staged, every)
+            write_index(staged, all_entries)
         _write_json(staged / STATE, {**content.state, **ranks, "rng": content.rng.json_states})
         # The manifest is written last, so it lists only complete files.
         write_manifest(staged, run=content.run, step=step, metric=content.metric)
@@ -314,7 +314,7 @@ def save_checkpoint(
     with ExitStack() as staging:
         staged = world.run_on_rank_0(explained(begin))
         entries = world.run_on_all_ranks(explained(lambda: _write_rank_state(staged, world, content)))
-        every = [entry for found in world.gather_all_ranks(entries) for entry in found]
+        all_entries = [entry for rank_entries in world.gather_all_ranks(entries) for entry in rank_entries]
         _write_model(writer, staged / "model", world, explained)
         world.run_on_rank_0(explained(commit))
     return target
@@ -340,7 +340,7 @@ def _write_model(writer: ModelWriter, folder: Path, world: World, explained: Con
 
 def _write_rank_state(staged: Path, world: World, content: CheckpointContent) -> list[Entry]:
     """Write this rank's optimizer slices and random state; return the index entries of the slices."""
-    entries = write_slices(staged, content.slices, world.rank, whole=content.has_whole_state)
+    entries = write_slices(staged, content.slices, world.rank, has_whole_tensors=content.has_whole_state)
     name = rng_file_stem(world.rank)
     save_file(content.rng.tensors, staged / f"{name}.safetensors")
     if world.rank:
@@ -372,25 +372,25 @@ def _copies_fit_in_host_memory(world: World, num_bytes: int) -> bool:
     return not world.any_rank(2 * needed_bytes > psutil.virtual_memory().available)
 
 
-def _check_free_bytes(folder: Path, needed: int) -> None:
-    if needed > free_bytes(folder):
+def _check_free_bytes(folder: Path, needed_bytes: int) -> None:
+    if needed_bytes > free_bytes(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @contextmanager
-def _explain_write_errors(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
+def _explain_write_errors(target: Path, needed_bytes: int, previous_checkpoints: Sequence[Path]) -> Iterator[None]:
     """Context manager: an error while ``target`` is written becomes a CheckpointError.
 
     Args:
         target: Path that is written.
-        needed: Size of ``target`` in bytes.
-        previous: Existing checkpoints, of which the error names the last.
+        needed_bytes: Size of ``target`` in bytes.
+        previous_checkpoints: Existing checkpoints, of which the error names the last.
     """
-    safe = f"{previous[-1]} is intact" if previous else "there is no earlier checkpoint"
+    safe = f"{previous_checkpoints[-1]} is intact" if previous_checkpoints else "there is no earlier checkpoint"
     try:
         yield
     except Exception as error:
         # Tokenizers raise plain Exception for I/O errors; any more specific class is a bug of ours.
         if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
             raise
-        raise failed_write_error(error, target, needed=needed, safe=safe) from error
+        raise failed_write_error(error, target, needed_bytes=needed_bytes, intact=safe) from error

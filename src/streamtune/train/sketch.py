@@ -10,8 +10,9 @@ If the weight has Adam's moments m and v, the gradient g is replaced by the step
 
     ((b1 m + (1 - b1) g) / (1 - b1^t))  /  (sqrt((b2 v + (1 - b2) g^2) / (1 - b2^t)) + eps)
 
-A count sketch projects the n numbers: they are divided into k random groups, and each group is summed with random
-signs. In expectation, the dot product and the squared distance of two sketches equal those between the gradients.
+A count sketch projects the n numbers of a gradient: the numbers are divided into k random groups, and each group is
+summed with random signs. In expectation, the dot product and the squared distance of two sketches equal the dot product
+and the squared distance of the two gradients.
 """
 
 from __future__ import annotations
@@ -35,28 +36,28 @@ VALUE_PROJECTIONS = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_valu
 Weights = Mapping[str, nn.Parameter]
 
 
-def value_projection_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict[str, nn.Parameter]:
+def value_projection_weights(layers: Sequence[nn.Module], recipe_key: str = "select_rows") -> dict[str, nn.Parameter]:
     """Return the trained weights of the value projection, by name, of the last layer that has any.
 
     Args:
         layers: Decoder layers.
-        key: Recipe key that needs them, for the error.
+        recipe_key: Recipe key that needs the weights, for the error.
 
     Raises:
         UnsupportedModelError: No layer has a trained value projection.
     """
     for layer in reversed(layers):
-        found = {
+        weights = {
             name: parameter
             for name, parameter in layer.named_parameters()
             if parameter.requires_grad and not set(VALUE_PROJECTIONS).isdisjoint(name.split("."))
         }
-        if found:
-            return found
+        if weights:
+            return weights
     raise UnsupportedModelError(
-        f"{key} needs a trained value projection, but {type(layers[-1]).__name__} has no trained weight in a module "
-        f"named {', '.join(VALUE_PROJECTIONS)}",
-        where=key,
+        f"{recipe_key} needs a trained value projection, but {type(layers[-1]).__name__} has no trained weight in a "
+        f"module named {', '.join(VALUE_PROJECTIONS)}",
+        where=recipe_key,
         fix="add the module to lora_target, or delete the line",
     )
 
@@ -70,11 +71,11 @@ class CountSketch:
         seed: Random seed.
     """
 
-    def __init__(self, count: int, size: int, seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        self.size = min(size, count)
-        self.order_n = torch.randperm(count, generator=draw).to(torch.int32)
-        self.signs_n = torch.randint(0, 2, (count,), generator=draw, dtype=torch.int8) * 2 - 1
+    def __init__(self, num_values: int, max_size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.size = min(max_size, num_values)
+        self.order_n = torch.randperm(num_values, generator=generator).to(torch.int32)
+        self.signs_n = torch.randint(0, 2, (num_values,), generator=generator, dtype=torch.int8) * 2 - 1
 
     def __call__(self, values_n: Tensor) -> Tensor:
         """Return the projection ``[k]`` of ``values_n`` ``[n]``, on their device and in their dtype."""
@@ -198,8 +199,8 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
         group: Options of its parameter group, with ``betas`` and ``eps``.
     """
     moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
-    whole = all(isinstance(x, Tensor) and x.shape == grad.shape and x.is_floating_point() for x in moments)
-    if not whole or "step" not in state or "betas" not in group or "eps" not in group:
+    has_moments = all(isinstance(x, Tensor) and x.shape == grad.shape and x.is_floating_point() for x in moments)
+    if not has_moments or "step" not in state or "betas" not in group or "eps" not in group:
         return grad
     (beta1, beta2), step = group["betas"], float(state["step"]) + 1
     mean, square = (x.to(grad.device, grad.dtype) for x in moments if x is not None)
@@ -211,8 +212,8 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
 @contextmanager
 def _only_these_trained(model: nn.Module, weights: Weights) -> Iterator[None]:
     """Context manager: only ``weights`` require a gradient."""
-    mine = {id(weight) for weight in weights.values()}
-    others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
+    kept_ids = {id(weight) for weight in weights.values()}
+    others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in kept_ids]
     for parameter in others:
         parameter.requires_grad_(False)
     try:

@@ -1,6 +1,6 @@
-"""Save optimizer state in slices: each rank writes the slices it holds, and any rank can read the slices it needs.
+"""Save optimizer state in slices: each rank writes its own slices, and any rank can read the slices that it needs.
 
-A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that shard the state hold
+A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that shard the state have
 different slices of the same tensors. FSDP2 shards by rows, ZeRO-3 by a range of each parameter, and ZeRO-1 and 2 by a
 range of all parameters joined. Offsets are relative to the parameter, so any layout can read files of any other layout.
 A rank reads only the ranges that overlap its own.
@@ -35,7 +35,7 @@ FILE_BYTES = 2 << 30
 
 
 class Slice(NamedTuple):
-    """A range of one tensor of the optimizer state that this rank holds."""
+    """A range of one tensor of the optimizer state, on this rank."""
 
     parameter: str
     key: str
@@ -56,14 +56,14 @@ Entry = tuple[str, tuple[int, ...], int, int, str]
 """Name, shape, offset, number of values, file."""
 
 
-def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: bool = False) -> list[Entry]:
-    """Write the slices that this rank holds, and return their entries for the index.
+def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, has_whole_tensors: bool = False) -> list[Entry]:
+    """Write this rank's slices, and return their entries for the index.
 
     Args:
         folder: Folder of the files, which have about :data:`FILE_BYTES` bytes each.
-        slices: Slices that this rank holds.
+        slices: Slices of this rank.
         rank: This rank.
-        whole: True if each slice is a whole tensor; it is then written with its shape and plain name.
+        has_whole_tensors: True if each slice is a whole tensor; it is then written with its shape and plain name.
     """
     entries: list[Entry] = []
     pending: dict[str, Tensor] = {}
@@ -75,16 +75,16 @@ def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: boo
         save_file(pending, folder / _slice_file_name(rank, number))
         pending = {}
 
-    for each in slices:
-        if not (whole or each.values.numel()):
+    for part in slices:
+        if not (has_whole_tensors or part.values.numel()):
             continue
-        if pending and sum(tensor.nbytes for tensor in pending.values()) + each.values.nbytes > FILE_BYTES:
+        if pending and sum(tensor.nbytes for tensor in pending.values()) + part.values.nbytes > FILE_BYTES:
             flush()
-        if whole:
-            pending[each.name] = each.values.detach().cpu().contiguous().reshape(each.shape)
+        if has_whole_tensors:
+            pending[part.name] = part.values.detach().cpu().contiguous().reshape(part.shape)
         else:  # a file cannot store tensors that share memory, as slices of one tensor do
-            pending[f"{each.name}@{each.offset}"] = each.values.detach().to("cpu", copy=True).contiguous().flatten()
-        entries.append((each.name, each.shape, each.offset, each.values.numel(), _slice_file_name(rank, number + 1)))
+            pending[f"{part.name}@{part.offset}"] = part.values.detach().to("cpu", copy=True).contiguous().flatten()
+        entries.append((part.name, part.shape, part.offset, part.values.numel(), _slice_file_name(rank, number + 1)))
     if pending or rank == 0:  # every checkpoint has a first file, even if it is empty
         flush()
     return entries
@@ -96,22 +96,22 @@ def write_index(folder: Path, entries: Iterable[Entry]) -> None:
     Raises:
         CheckpointError: Ranks disagree on a shape, or their slices do not cover a tensor exactly.
     """
-    found: dict[str, dict[str, Any]] = {}
+    index: dict[str, dict[str, Any]] = {}
     for name, shape, offset, count, file in entries:
-        listed = found.setdefault(name, {"shape": list(shape), "slices": []})
-        if listed["shape"] != list(shape):
-            raise CheckpointError(f"ranks disagree on the shape of {name}: {listed['shape']} and {list(shape)}")
-        listed["slices"].append([offset, count, file])
-    for name, listed in found.items():
-        listed["slices"].sort()
+        entry = index.setdefault(name, {"shape": list(shape), "slices": []})
+        if entry["shape"] != list(shape):
+            raise CheckpointError(f"ranks disagree on the shape of {name}: {entry['shape']} and {list(shape)}")
+        entry["slices"].append([offset, count, file])
+    for name, entry in index.items():
+        entry["slices"].sort()
         end = 0
-        for offset, count, _ in listed["slices"]:
+        for offset, count, _ in entry["slices"]:
             if offset != end:
                 raise CheckpointError(f"slices of {name} do not join: one ends at {end}, the next begins at {offset}")
             end = offset + count
-        if end != math.prod(listed["shape"]):
-            raise CheckpointError(f"slices of {name} have {end} of {math.prod(listed['shape'])} values")
-    (folder / INDEX).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+        if end != math.prod(entry["shape"]):
+            raise CheckpointError(f"slices of {name} have {end} of {math.prod(entry['shape'])} values")
+    (folder / INDEX).write_text(json.dumps(index, indent=0) + "\n", encoding="utf-8")
 
 
 def _slice_file_name(rank: int, number: int) -> str:
@@ -136,11 +136,11 @@ class SliceReader:
 
     def _read_index(self, folder: Path) -> None:
         if (folder / INDEX).is_file():
-            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            self._shapes = {name: tuple(entry["shape"]) for name, entry in listed.items()}
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            self._shapes = {name: tuple(entry["shape"]) for name, entry in index.items()}
             self._slices = {
                 name: [(offset, count, file, f"{name}@{offset}") for offset, count, file in entry["slices"]]
-                for name, entry in listed.items()
+                for name, entry in index.items()
             }
             return
         for path in sorted(folder.glob("optimizer-*.safetensors")):
@@ -199,17 +199,17 @@ def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
 def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
     """Return the values ``first`` to ``last`` (excluded) of a flattened tensor; only the rows needed are read."""
     with safe_open(path, framework="pt") as file:
-        stored = file.get_slice(name)
-        shape = stored.get_shape()
+        tensor_slice = file.get_slice(name)
+        shape = tensor_slice.get_shape()
         if len(shape) == 0:
             values: Tensor = file.get_tensor(name)
             return values.reshape(1).clone()
-        row = math.prod(shape[1:])
-        if row == 0:
+        values_per_row = math.prod(shape[1:])
+        if values_per_row == 0:
             return file.get_tensor(name).flatten().clone()
-        start, stop = first // row, -(-last // row)
-        rows: Tensor = stored[start:stop]
-        return rows.flatten()[first - start * row : last - start * row].clone()
+        start, stop = first // values_per_row, -(-last // values_per_row)
+        rows: Tensor = tensor_slice[start:stop]
+        return rows.flatten()[first - start * values_per_row : last - start * values_per_row].clone()
 
 
 def slices_of_replicated_state(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
@@ -220,17 +220,17 @@ def slices_of_replicated_state(tensors: Mapping[str, Tensor], rank: int, size: i
         rank: This rank.
         size: Number of ranks.
     """
-    load = [0] * size
+    bytes_by_rank = [0] * size
     parameters: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         parameters.setdefault(name.rpartition("/")[0], []).append((name.rpartition("/")[2], tensor))
     for parameter, entries in parameters.items():
-        writer = _least_loaded(load)
-        load[writer] += sum(tensor.nbytes for _, tensor in entries)
+        writer = _least_loaded(bytes_by_rank)
+        bytes_by_rank[writer] += sum(tensor.nbytes for _, tensor in entries)
         if writer == rank:
             for key, tensor in entries:
                 yield Slice(parameter, key, tuple(tensor.shape), 0, tensor.reshape(-1))
 
 
-def _least_loaded(load: Sequence[int]) -> int:
-    return min(range(len(load)), key=lambda rank: load[rank])
+def _least_loaded(bytes_by_rank: Sequence[int]) -> int:
+    return min(range(len(bytes_by_rank)), key=lambda rank: bytes_by_rank[rank])

@@ -34,9 +34,9 @@ NONBLOCK_FLAG = getattr(os, "O_NONBLOCK", 0)
 
 
 class OpenFolder:
-    """Context manager for an open directory; names are looked up in it even if its path changes later.
+    """Context manager for an open directory; names are looked up in this directory even if its path changes later.
 
-    The path may contain symbolic links, but the entries may not be links.
+    The path may contain symbolic links, but the entries must not be links.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,17 +60,17 @@ class OpenFolder:
             OSError: The entry is a symbolic link or not a regular file, or opening it fails.
         """
         try:
-            found = os.open(
+            descriptor = os.open(
                 self._relative_name(name), flags | NO_FOLLOW_FLAG | NONBLOCK_FLAG, 0o666, dir_fd=self._descriptor
             )
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise OSError(errno.ELOOP, "symbolic links are not followed here", name) from error
             raise
-        if not stat.S_ISREG(os.fstat(found).st_mode):
-            os.close(found)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
             raise OSError(errno.EINVAL, "not a regular file", name)
-        return found
+        return descriptor
 
     def create(self, name: str) -> IO[bytes]:
         """Create a file and open it for writing; an existing file with this name is removed first."""
@@ -89,7 +89,7 @@ class OpenFolder:
             os.fsync(self._descriptor)
 
     def is_at_path(self) -> bool:
-        """Return True if its path still leads to this directory."""
+        """Return True if the path still leads to this directory."""
         if self._descriptor is None:
             return True
         try:  # while it is open, its inode number is not reused
@@ -115,9 +115,9 @@ def commit_directory(target: Path) -> Iterator[Path]:
     staged, replaced = target.with_name(STAGING_PREFIX + target.name), target.with_name(REPLACED_PREFIX + target.name)
     staged.mkdir()  # fails if the name exists, also as a link
     try:
-        with OpenFolder(staged) as made:
+        with OpenFolder(staged) as open_folder:
             yield staged
-            if not made.is_at_path():
+            if not open_folder.is_at_path():
                 raise OSError(errno.EEXIST, "another process replaced it", str(staged))
         fsync_tree(staged)
         if target.is_symlink():
@@ -143,10 +143,10 @@ def make_directory(path: Path) -> None:
 
 def remove_directory(path: Path) -> None:
     """Rename ``path``, then delete it, so that a killed process never leaves half a directory under this name."""
-    doomed = path.with_name(f"{STAGING_PREFIX}deleted-{path.name}")
-    remove_path(doomed)
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    renamed = path.with_name(f"{STAGING_PREFIX}deleted-{path.name}")
+    remove_path(renamed)
+    path.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -176,13 +176,13 @@ def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
             folder.fsync()
 
 
-def check_output_files(folder: Path, names: Iterable[str], *, where: str = "--output-dir") -> None:
+def check_output_files(folder: Path, names: Iterable[str], *, option: str = "--output-dir") -> None:
     """Create a folder for results and check that files can be written to it, before the results are computed.
 
     Args:
         folder: The folder.
         names: Names of the files that :func:`write_output` will write.
-        where: Option that gives the folder, for errors.
+        option: Name of the option that sets the folder, for errors.
 
     Raises:
         ArgumentError: The folder cannot be written to, or a name in it is not a regular file.
@@ -194,14 +194,14 @@ def check_output_files(folder: Path, names: Iterable[str], *, where: str = "--ou
                 kind = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "not a regular file"
                 raise ArgumentError(
                     f"{path} is {kind}, but a result file has this name",
-                    where=where,
-                    fix=f"move it away, or use another {where}",
+                    where=option,
+                    fix=f"move it away, or use another {option}",
                 )
         replace_file(folder / ".probe", b"", durably=False)
         (folder / ".probe").unlink()
     except OSError as error:
         raise ArgumentError(
-            f"cannot write to {folder}: {error.strerror or error}", where=where, fix=f"use another {where}"
+            f"cannot write to {folder}: {error.strerror or error}", where=option, fix=f"use another {option}"
         ) from error
 
 
@@ -227,9 +227,9 @@ def append_to_file(path: Path, content: bytes) -> None:
         descriptor = folder.open(path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        whole = _last_line_end(file, end)
-        if whole < end:
-            file.truncate(whole)
+        complete_bytes = _last_line_end(file, end)
+        if complete_bytes < end:
+            file.truncate(complete_bytes)
         file.write(content)
 
 
@@ -314,36 +314,36 @@ def fsync_path(path: Path) -> None:
     try:
         os.fsync(descriptor)
         if hasattr(os, "posix_fadvise") and not path.is_dir():
-            # Drop it from the page cache, so that the verification reads the disk.
+            # Drop the file from the page cache, so that the verification reads the disk.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
 
-def failed_write_error(error: Exception, target: Path, *, needed: int, safe: str) -> CheckpointError:
+def failed_write_error(error: Exception, target: Path, *, needed_bytes: int, intact: str) -> CheckpointError:
     """Return the error that ``target`` could not be written.
 
     Args:
         error: Error of the operating system or of safetensors.
         target: Path that was written.
-        needed: Size of ``target`` in bytes.
-        safe: Clause about files that are intact, for the fix.
+        needed_bytes: Size of ``target`` in bytes.
+        intact: Clause about files that are intact, for the fix.
     """
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
+    is_disk_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
         text in str(error) for text in ("No space left", "quota exceeded", "File too large")
     )
-    takes = f"{show_size(needed)} are needed, {show_size(free_bytes(target))} are free"
+    sizes = f"{show_size(needed_bytes)} are needed, {show_size(free_bytes(target))} are free"
     if getattr(error, "errno", None) == errno.EFBIG or "File too large" in str(error):
         return CheckpointError(
-            f"{target} exceeds the limit on file size: {show_size(needed)} are needed",
-            fix=f"raise the limit (ulimit -f), or write to another file system, and start again; {safe}",
+            f"{target} exceeds the limit on file size: {show_size(needed_bytes)} are needed",
+            fix=f"raise the limit (ulimit -f), or write to another file system, and start again; {intact}",
         )
-    if not full:
-        what = f"cannot write {target}: {error}; {takes}"
-        return CheckpointError(what, fix=f"fix the cause and start again; {safe}")
+    if not is_disk_full:
+        what = f"cannot write {target}: {error}; {sizes}"
+        return CheckpointError(what, fix=f"fix the cause and start again; {intact}")
     return CheckpointError(
-        f"the disk is full: cannot write {target}: {takes}",
-        fix=f"free disk space or lower save_total_limit, and start again; {safe}",
+        f"the disk is full: cannot write {target}: {sizes}",
+        fix=f"free disk space or lower save_total_limit, and start again; {intact}",
     )
 
 

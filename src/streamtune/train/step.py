@@ -144,7 +144,7 @@ def accumulate_gradients(
     reset_peak_memory(device)
     with explain_out_of_memory(f"step {step}", micro_batches, fix):
         totals = objective.totals(micro_batches, world)
-    total, metrics, not_finite = 0.0, _MeanAccumulator(), None
+    total_loss, metrics, not_finite = 0.0, _MeanAccumulator(), None
     model.train()
     if routers.needs_counting:
         context.show_activity("counting routes")
@@ -167,11 +167,11 @@ def accumulate_gradients(
                 backend.backward(minimised)
         if batch.filler:
             continue
-        shown = score.loss if score.reported is None else score.reported
-        total += value if shown is minimised else shown.item()
+        reported = score.loss if score.reported is None else score.reported
+        total_loss += value if reported is minimised else reported.item()
         metrics.add(score.metrics)
     return StepScore(
-        world.sum_over_ranks([total])[0], metrics.summed_over_ranks(world).means(), not_finite, routers.aux_loss
+        world.sum_over_ranks([total_loss])[0], metrics.summed_over_ranks(world).means(), not_finite, routers.aux_loss
     )
 
 
@@ -255,15 +255,15 @@ def explain_out_of_memory(activity: str, micro_batches: Sequence[MicroBatch], fi
         if not is_out_of_memory(error):
             raise
         rows, length = max((tuple(batch.input_ids.shape) for batch in micro_batches), key=math.prod)
-        what = f"out of memory in {activity}, with a batch of {rows} x {length:,} tokens"
-        raise OutOfMemoryError(what, where=describe_rows(micro_batches), fix=fix) from error
+        message = f"out of memory in {activity}, with a batch of {rows} x {length:,} tokens"
+        raise OutOfMemoryError(message, where=describe_rows(micro_batches), fix=fix) from error
 
 
 def describe_rows(micro_batches: Sequence[MicroBatch], max_rows: int = 4) -> str:
     """Return the sources of the rows as text; of many rows only the first ``max_rows`` are named."""
     origins = [origin for batch in micro_batches for origin in batch.origins]
-    rest = f" and {len(origins) - max_rows} more" if len(origins) > max_rows else ""
-    return ", ".join(origins[:max_rows]) + rest
+    remainder = f" and {len(origins) - max_rows} more" if len(origins) > max_rows else ""
+    return ", ".join(origins[:max_rows]) + remainder
 
 
 def reset_peak_memory(device: torch.device) -> None:
