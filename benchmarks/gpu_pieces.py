@@ -45,7 +45,7 @@ from streamtune.programs.bench.modes import MODE_SETUPS, Ready, absent
 from streamtune.programs.probe.recipe_trials import run_optimizer_step
 from streamtune.recipe import load_recipe
 from streamtune.run.device import prepare_libraries, stream_model
-from streamtune.run.model import make_model_alone, train_largest
+from streamtune.run.model import make_model_without_data, train_largest_block
 from streamtune.run.plan import LongestStep, plan_model
 from streamtune.run.ranks import local_optimizer
 from streamtune.tasks import task_of
@@ -268,12 +268,12 @@ def measure_whole(recipe: Any, length: int, short: int, repeats: int) -> dict[st
     task = task_of(recipe)
     start = time.monotonic()
     with device:
-        model = make_model_alone(recipe, device)
+        model = make_model_without_data(recipe, device)
     built = time.monotonic()
     plan = plan_model(recipe, model, LongestStep(length), device)
     planned = time.monotonic()
     handle = stream_model(recipe, model, plan.schedule)
-    train_largest(recipe, model)
+    train_largest_block(recipe, model)
     optimizer = local_optimizer(recipe, model)
     trial = TrialStep(
         model=model, handle=handle, scorer=handle, reference=None, length=length, batch_size=1, share=False

@@ -203,7 +203,7 @@ def seconds(model: Any, batches: Sequence[train.TreeBatch]) -> float:
         scores = handle.logprobs(targets=batch.shift_labels, **batch.arguments)
         logp_K = batch.gather_targets(scores.logprobs)
         if batch.num_rows == 2:
-            logps = objectives.PairLogps.of(logp_K, batch.row_K, 2)
+            logps = objectives.PairLogps.from_tokens(logp_K, batch.row_K, 2)
             loss = objectives.preference_loss("orpo", logps, None).losses_P.sum()
         else:
             loss = (logp_K * (batch.row_K - 3.5)).sum()

@@ -295,7 +295,7 @@ def test_prompts_that_are_shared_wrongly_are_caught(
         return {"position_ids": torch.arange(self.length)[None], "attention_mask": torch.ones_like(input_ids)}
 
     monkeypatch.setattr(Branches, "arguments", arguments)
-    monkeypatch.setattr("streamtune.tasks.task.Task.can_share", lambda *_, **more: True)  # it would find out
+    monkeypatch.setattr("streamtune.tasks.task.Task.can_share_prompts", lambda *_, **more: True)  # it would find out
     assert run("verify", "dpo.yaml", "--length", "320") == 1
     assert "NOT exact: " in capsys.readouterr().out
 
@@ -303,11 +303,11 @@ def test_prompts_that_are_shared_wrongly_are_caught(
 def test_trees_are_cut_where_their_completions_differ() -> None:
     alike = list(range(50))
     tree = data.Tree([1] * 100, [[*alike, 7, 8], [*alike, 9]], origin="rows:1")
-    [cut], shortened = choose_trees([tree], 40, differing=False)
+    [cut], shortened = choose_trees([tree], 40, needs_different_prompts=False)
     assert shortened
     assert cut.num_tokens_separate <= 40
     assert cut.completions[0] != cut.completions[1]
-    [same], shortened = choose_trees([tree], 1000, differing=False)
+    [same], shortened = choose_trees([tree], 1000, needs_different_prompts=False)
     assert same == tree
     assert not shortened
 

@@ -102,7 +102,7 @@ def outcome_of(run: Any, **changes: Any) -> Any:
 
     state = RunProgress(step=12, tokens=1440, first_loss=5.8, last_loss=0.483, eval_loss=0.612)
     found = RunOutcome(
-        progressed=state,
+        progress=state,
         finished=True,
         exit_code=0,
         checkpoint=None,

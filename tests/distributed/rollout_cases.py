@@ -11,7 +11,7 @@ from torch import distributed
 from streamtune import train
 from streamtune.errors import StreamTuneError
 from streamtune.tasks import rollout
-from streamtune.tasks.grpo.groups import SharedRewards, SharedWriter
+from streamtune.tasks.grpo.groups import DistributedRewards, DistributedWriter
 from streamtune.tasks.rewards import RewardScores
 
 
@@ -49,10 +49,10 @@ def run(case: str) -> Any:
 
     prompts = [[number] for number in range(2 * world.size + 1)]
     try:
-        writer = SharedWriter(_Writer(case == "stop" and last), world)
+        writer = DistributedWriter(_Writer(case == "stop" and last), world)
         written = writer.write(prompts, 1, rollout.Sampling(1))
         ids = [completions[0].token_ids for completions in written]
-        outcome: Any = SharedRewards(judge, world)([None] * len(ids), ids).total  # type: ignore[list-item]
+        outcome: Any = DistributedRewards(judge, world)([None] * len(ids), ids).total  # type: ignore[list-item]
     except (rollout.WritingStopped, StreamTuneError, _BrokenError) as error:
         outcome = f"{type(error).__name__}: {error}"
     return world.gather_all_ranks(outcome)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from streamtune import RouterLoss, Schedule, stream
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.schema import GrpoRecipe
-from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches
+from streamtune.tasks.grpo.groups import BatchLayout, Group, make_micro_batches
 from streamtune.tasks.grpo.objective import DistillationObjective
 from streamtune.train import ModelReference
 from tests.exactness.families import build, gradients
@@ -118,7 +118,7 @@ def compare(
     with stream(model, schedule=schedule) as handle, stream(teacher, schedule=schedule) as other:
         loss = TokenLoss(divergence=asked)
         objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
-        batches = micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
+        batches = make_micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
         totals, total = objective.totals(batches), 0.0
         for batch in batches:
             score = objective.score(model, batch, totals)
@@ -187,7 +187,7 @@ def test_held_out_completions_have_their_mean_divergence() -> None:
             objective = DistillationObjective(
                 handle, recipe, TokenLoss(divergence=asked), ModelReference(teacher, other)
             )
-            batches = micro_batches(groups, prompts, make_layout(recipe, 5, share=True))
+            batches = make_micro_batches(groups, prompts, make_layout(recipe, 5, share=True))
             parts = [objective.score(model, batch, None).held_out[0] for batch in batches]
     assert sum(part[1] for part in parts) == 12
     assert sum(part[0] for part in parts) / 12 == pytest.approx(want, rel=1e-5)
@@ -204,7 +204,7 @@ def test_losses_on_routers_are_added_and_not_shown() -> None:
         weight = RouterLoss(coefficient)
         with stream(model, chunk_size=4, router_loss=weight) as handle, stream(teacher, 4) as other:
             objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
-            (batch,) = micro_batches(groups, prompts, make_layout(recipe, 12, share=False))
+            (batch,) = make_micro_batches(groups, prompts, make_layout(recipe, 12, share=False))
             score = objective.score(model, batch, objective.totals([batch]))
         assert score.reported is not None
         return score.reported.item(), score.minimised.item()
@@ -222,7 +222,7 @@ def test_no_logits_of_a_whole_row_are_made() -> None:
         objective = DistillationObjective(
             handle, recipe, TokenLoss(divergence=DIVERGENCES["jsd"]), ModelReference(teacher, other)
         )
-        batches = micro_batches(groups, prompts, make_layout(recipe, 5, share=True))
+        batches = make_micro_batches(groups, prompts, make_layout(recipe, 5, share=True))
         with largest:
             for batch in batches:
                 objective.score(model, batch, objective.totals(batches)).loss.backward()

@@ -358,7 +358,7 @@ def test_metrics_are_those_of_the_pairs() -> None:
     model, reference = models()
     trees, recipe = pairs(), recipe_of(beta=0.2)
 
-    def rewards_of(model: nn.Module, reference: nn.Module) -> Tensor:
+    def rewards_tensor(model: nn.Module, reference: nn.Module) -> Tensor:
         found = [
             [0.2 * (p - r) for (p, _), (r, _) in zip(scored(model, t), scored(reference, t), strict=True)]
             for t in trees
@@ -366,9 +366,9 @@ def test_metrics_are_those_of_the_pairs() -> None:
         return torch.stack([torch.stack(pair) for pair in found])
 
     with torch.no_grad():
-        rewards = rewards_of(model, reference)
+        rewards = rewards_tensor(model, reference)
         with Float64():
-            truth = rewards_of(in_float64(model), in_float64(reference))
+            truth = rewards_tensor(in_float64(model), in_float64(reference))
     with streamtune.stream(model, chunk_size=8) as handle, streamtune.stream(reference, chunk_size=8) as h:
         score, _ = ours(model, handle, train.ModelReference(reference, h), [trees[:1], trees[1:]], recipe, "shared")
     margins = rewards[:, 0] - rewards[:, 1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamtune import Schedule, data, stream
 from streamtune.recipe.schema import GrpoRecipe
-from streamtune.tasks.grpo.groups import BatchLayout, Group, SharedLogprobs, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.groups import BatchLayout, DistributedLogprobs, Group, make_micro_batches, store_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
 from streamtune.train import ModelReference, World
 from tests.exactness.families import VOCAB, build, gradients
@@ -145,7 +145,7 @@ def compare(
     )
     with stream(model, schedule=schedule or Schedule(chunk_size=chunk_size)) as handle:
         objective = PolicyObjective(handle, recipe)
-        batches = micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
+        batches = make_micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
         totals, total = objective.totals(batches), 0.0
         for batch in batches:
             score = objective.score(model, batch, totals)
@@ -232,8 +232,8 @@ def test_remembered_log_probs_are_those_of_each_row_alone() -> None:
             truth = rows_alone(in_float64(model))
         with stream(model, chunk_size=4) as handle:
             policy = ModelReference(model, handle, temperature=recipe.temperature, adapters=True)
-            asked = partial(SharedLogprobs(World()), lambda batch: policy.logprobs(batch).tolist())
-            remember_logprobs("old", asked, groups, prompts, make_layout(recipe, 5, share=True))
+            asked = partial(DistributedLogprobs(World()), lambda batch: policy.logprobs(batch).tolist())
+            store_logprobs("old", asked, groups, prompts, make_layout(recipe, 5, share=True))
     for group, rows, wide in zip(groups, alone, truth, strict=True):
         assert group.old is not None
         for index, row in enumerate(rows):
@@ -246,6 +246,6 @@ def test_remembered_log_probs_are_those_of_each_row_alone() -> None:
 def test_a_step_without_a_gradient_has_no_micro_batch() -> None:
     groups, prompts = make_groups()
     recipe = make_recipe("dapo")
-    assert micro_batches([groups[1]], prompts, make_layout(recipe, 5, share=True)) == []
+    assert make_micro_batches([groups[1]], prompts, make_layout(recipe, 5, share=True)) == []
     held = make_recipe("dapo", beta=0.1)
-    assert len(micro_batches([groups[1]], prompts, make_layout(held, 5, share=True))) == 1
+    assert len(make_micro_batches([groups[1]], prompts, make_layout(held, 5, share=True))) == 1

@@ -18,7 +18,7 @@ import torch
 from streamtune import Schedule, data, stream
 from streamtune.data import Tree
 from streamtune.data.batches import collate as batching
-from streamtune.tasks.grpo.groups import Group, SharedLogprobs, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.groups import DistributedLogprobs, Group, make_micro_batches, store_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
 from streamtune.tasks.preference import tree_batch
 from streamtune.train import ModelReference, World
@@ -197,7 +197,7 @@ def test_completions_that_were_resampled_in_families(family: str, least: int) ->
     )
     with stream(model, chunk_size=5) as handle:
         objective = PolicyObjective(handle, recipe)
-        batches = micro_batches(groups, prompts, grpo.make_layout(recipe, 6, True))
+        batches = make_micro_batches(groups, prompts, grpo.make_layout(recipe, 6, True))
         totals, total = objective.totals(batches), 0.0
         for batch in batches:
             score = objective.score(model, batch, totals)
@@ -217,9 +217,9 @@ def test_log_probs_of_the_policy_that_wrote_are_those_of_rows_apart(least: int) 
         layout = grpo.make_layout(grpo.make_recipe("grpo"), 8, share)
         with stream(model, chunk_size=5) as handle, torch.no_grad():
             policy = ModelReference(model, handle, temperature=grpo.TEMPERATURE)
-            shared = SharedLogprobs(World())
+            shared = DistributedLogprobs(World())
             for name in ("old", "ref"):
-                remember_logprobs(
+                store_logprobs(
                     name,
                     lambda count, make: shared(lambda batch: policy.logprobs(batch).tolist(), count, make),  # noqa: B023
                     groups,

@@ -124,7 +124,7 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
 def test_a_wrong_callback_is_refused_by_its_line(tmp_path: Path, spec: str, what: str, fix: str) -> None:
     (tmp_path / "audit.py").write_text(SOURCE)
     with pytest.raises(ArgumentError) as refused:
-        load_callbacks([spec], allow_code=True, directory=tmp_path, main=True)
+        load_callbacks([spec], allow_code=True, directory=tmp_path, is_main=True)
     assert what in refused.value.what
     assert fix in refused.value.fix
     assert refused.value.where == "callbacks.0" or "callbacks.py" in refused.value.where

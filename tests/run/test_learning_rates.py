@@ -12,7 +12,7 @@ from streamtune.errors import RecipeError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.keys.preset import describe_preset
 from streamtune.run.build import build_run
-from streamtune.tasks.steps import scaled_rate
+from streamtune.tasks.steps import peak_learning_rate
 from streamtune.train import World
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
@@ -33,7 +33,7 @@ def records(name: str) -> list[dict[str, Any]]:
 def test_the_schedule_of_a_run_has_its_options(folder: Path) -> None:
     keys = {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_ratio": 0.5, "decay_type": "linear"}}
     built = build_run(load_recipe(write_recipe(folder, {**COMMON, **keys}), []))
-    rate = built.start.task.training(built).learning_rate_at
+    rate = built.start.task.make_training(built).learning_rate_at
     assert [rate(step) for step in (0, 5, 6, 9)] == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3])
 
 
@@ -45,7 +45,7 @@ def test_a_warmup_longer_than_the_run_is_told(folder: Path) -> None:
         built = build_run(load_recipe(path, []), dry_run=True, notify=said.append)
         notes = [each for each in said if "warm-up takes" in each]
         assert bool(notes) is told
-        rate = built.start.task.training(built).learning_rate_at
+        rate = built.start.task.make_training(built).learning_rate_at
         if told:
             ends = f"the learning rate ends at {rate(8) / 1e-2:.0%} of learning_rate"
             assert f"warm-up takes {warmup:,} steps, but the run has 9: {ends}" in notes[0]
@@ -64,7 +64,7 @@ def test_a_warmup_longer_than_the_run_is_told(folder: Path) -> None:
 )
 def test_the_rate_is_scaled_by_the_size_of_a_step(folder: Path, keys: dict[str, Any], ranks: int, want: float) -> None:
     recipe = load_recipe(write_recipe(folder, {**COMMON, "lr_scaling_base": 2, **keys}), []).recipe
-    assert scaled_rate(recipe, World(0, ranks)) == pytest.approx(want * 1e-2)
+    assert peak_learning_rate(recipe, World(0, ranks)) == pytest.approx(want * 1e-2)
 
 
 EARLY = {"val_size": 3, "eval_steps": 1, "metric_for_best_model": "eval_loss", "early_stopping_patience": 2}

@@ -51,7 +51,7 @@ def test_an_epoch_has_the_shares_of_the_weights(folder: Path) -> None:
     write_recipe(folder, {**KEYS, "max_steps": -1})
     built = build_run(load_recipe(folder / "tiny.yaml", []))
     assert built.plan.total_steps == 9  # 18 rows, as both datasets have together
-    steps = built.start.task.training(built).steps
+    steps = built.start.task.make_training(built).steps
     seen = [Path(origin).name[0] for _ in range(9) for batch in steps.next_step() for origin in batch.origins]
     assert (seen.count("a"), seen.count("b")) == (4, 14)
 
@@ -60,7 +60,7 @@ def test_an_epoch_has_the_shares_of_the_weights(folder: Path) -> None:
 def test_padding_and_attention_are_those_of_the_rows_that_an_epoch_visits(folder: Path, more: dict[str, Any]) -> None:
     write_recipe(folder, {**KEYS, "max_steps": -1, **more})
     built = build_run(load_recipe(folder / "tiny.yaml", []))
-    facts, steps = built.batch_facts, built.start.task.training(built).steps
+    facts, steps = built.batch_facts, built.start.task.make_training(built).steps
     assert facts is not None
     batches = [batch for _ in range(facts.steps) for batch in steps.next_step()]
     positions = sum(batch.input_ids.numel() for batch in batches)

@@ -200,13 +200,13 @@ def test_a_schedule_that_is_fixed_takes_what_fits(folder: Path):
 
 
 def placed(folder: Path, recipe: Mapping[str, Any], said: list[str]) -> Any:
-    from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
+    from streamtune.run.data import make_sources, make_tokenizer_on_all_ranks, prepare_on_all_ranks
 
     write_recipe(folder, dict(recipe))
     with start_run(load_recipe("tiny.yaml"), "auto", said.append, dry_run=True) as start:
         sources = make_sources(start.loaded)
-        tokenizer = make_tokenizer_together(start.world, start.recipe, sources, None, said.append)
-        prepared = prepare_together(start.task, start.world, sources, tokenizer, said.append)
+        tokenizer = make_tokenizer_on_all_ranks(start.world, start.recipe, sources, None, said.append)
+        prepared = prepare_on_all_ranks(start.task, start.world, sources, tokenizer, said.append)
         return place_weights(start, prepared, start.task.longest(prepared), said.append)
 
 

@@ -125,11 +125,11 @@ def test_pieces_of_a_bucket_share_sequences(folder: Path) -> None:
     pieces = run.prepared.pieces
     assert pieces is not None
     short = [unit for unit in range(len(pieces)) if pieces.buckets[unit] == 16]
-    batch = run.batches.training(short[:10])
+    batch = run.batches.training_batch(short[:10])
     assert batch.input_ids.shape[0] == 1
     assert batch.position_ids is not None
     assert int((batch.position_ids == 0).sum()) >= 10
-    alone = built(folder, "buckets", output_dir="other").batches.training(short[:3])
+    alone = built(folder, "buckets", output_dir="other").batches.training_batch(short[:3])
     assert alone.input_ids.shape == (3, 16)
     assert alone.position_ids is None
 

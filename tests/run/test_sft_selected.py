@@ -61,7 +61,7 @@ def curve(folder: str) -> list[tuple[Any, ...]]:
 def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) -> None:
     """Step 1 has no AdamW moments yet; step 2 has the moments of one step."""
     run = build_run(load_recipe(write_recipe(folder, COMMON), []))
-    training = run.start.task.training(run)
+    training = run.start.task.make_training(run)
     steps, model = training.steps, run.model
     assert isinstance(steps, SelectedSteps)
     optimizer: torch.optim.Optimizer = run.backend.optimizer  # type: ignore[attr-defined]
@@ -167,9 +167,9 @@ def test_another_choice_is_another_run(folder: Path, capsys: pytest.CaptureFixtu
 def test_a_stop_while_rows_are_chosen_takes_no_step(folder: Path) -> None:
     """The stopped step is not counted, and the resumed run chooses the same rows."""
     built = build_run(load_recipe(write_recipe(folder, COMMON), []))
-    steps: Any = built.start.task.training(built).steps
+    steps: Any = built.start.task.make_training(built).steps
     before, asked = steps.state_dict(), iter([False, False, True])
-    steps.stopped = lambda: next(asked)
+    steps.is_stopped = lambda: next(asked)
     assert steps.next_step()
     assert steps.state_dict() == before
     assert not built.directory.selected.exists()

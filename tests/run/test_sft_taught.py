@@ -21,7 +21,7 @@ from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
 from streamtune.tasks.sft import Batches
-from streamtune.tasks.teacher_file import TeacherFileWriter, reserve_output, row_key
+from streamtune.tasks.teacher_file import TeacherFileWriter, lock_output, row_hash
 from tests.engine.test_disk import largest_file
 from tests.run.test_sft_losses import COMMON, make_teacher, records, write_weighed
 from tests.sft_kit import run, write_recipe
@@ -60,7 +60,7 @@ def test_the_file_has_the_likeliest_tokens_of_each_target(folder: Path, capsys: 
     assert len(keys) == 12
     assert len(built.prepared.train) == 24
     for example in built.prepared.train:
-        number = keys[row_key(example)]
+        number = keys[row_hash(example)]
         own = slice(int(found["starts"][number]), int(found["starts"][number + 1]))
         kept = torch.tensor(example.labels)[1:] != -100
         with torch.no_grad():
@@ -85,10 +85,10 @@ def test_batches_have_what_was_said_of_their_own_targets(folder: Path, layout: d
     by_origin = {
         example.origin: found["ids"][found["starts"][number] : found["starts"][number + 1]]
         for example in built.prepared.train
-        for number in [keys[row_key(example)]]
+        for number in [keys[row_hash(example)]]
     }
     for unit in range(batches.num_train):
-        batch = batches.training([unit])
+        batch = batches.training_batch([unit])
         assert batch.top_k is not None
         want = torch.cat([by_origin[origin] for origin in batch.origins])
         kept = batch.shift_labels != -100
@@ -199,19 +199,19 @@ def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path)
 
     batches = build_run(loaded).batches
     assert isinstance(batches, Batches)
-    batches.training([0])
+    batches.training_batch([0])
     with file.open("r+b") as opened:
         opened.seek(place_of("logprobs")[0])
         opened.write(bytes(16))
     with pytest.raises(StorageError, match=r"taught\.safetensors was changed during the run"):
-        batches.training([0])
+        batches.training_batch([0])
     os.truncate(file, 5000)
     with pytest.raises(StorageError, match=r"taught\.safetensors was truncated from .* to 4\.88 KiB"):
-        batches.training([0])
+        batches.training_batch([0])
 
 
 def test_one_process_writes_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reserve_output(folder / "taught.safetensors") as partial:
+    with lock_output(folder / "taught.safetensors") as partial:
         partial.write_text("of the first")
         assert teach(folder) == 2
         assert "another process is writing taught.safetensors" in " ".join(capsys.readouterr().err.split())
@@ -230,7 +230,7 @@ def test_a_name_that_another_program_took_meanwhile_is_left_alone(tmp_path: Path
     out = tmp_path / "taught.safetensors"
 
     def write() -> None:
-        with reserve_output(out) as partial, TeacherFileWriter(partial, [], {"k": "8"}).finished(out):
+        with lock_output(out) as partial, TeacherFileWriter(partial, [], {"k": "8"}).finished(out):
             out.write_text("another program's")
 
     with pytest.raises(ArgumentError, match=r"another program has created .* meanwhile"):

@@ -48,7 +48,7 @@ def recipe(folder: Path, **more: Any) -> Path:
 def test_a_conversation_has_the_gradient_of_its_turns_apart(folder: Path, kind: str) -> None:
     built = build_run(load_recipe(recipe(folder, model={"init": {**QWEN3, **MODELS[kind]}}), []))
     units = [unit for unit in range(built.batches.num_train) if len(built.prepared.packs[unit]) == 4]
-    batch = built.batches.training(units[:1])
+    batch = built.batches.training_batch(units[:1])
     assert isinstance(batch, PrefixBatch)
     rows = [built.prepared.train[row] for row in built.prepared.packs[units[0]]]
     assert batch.num_targets == sum(sum(label != -100 for label in row.labels[1:]) for row in rows)

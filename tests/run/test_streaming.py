@@ -57,7 +57,7 @@ def records(folder: str) -> list[dict[str, Any]]:
 
 def steps_of(folder: Path, **more: Any) -> StreamSteps:
     built = build_run(load_recipe(write_recipe(folder, {**KEYS, **more}), []))
-    steps = built.start.task.training(built).steps
+    steps = built.start.task.make_training(built).steps
     built.start.release()
     assert isinstance(steps, StreamSteps)
     return steps

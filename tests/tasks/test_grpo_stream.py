@@ -88,7 +88,7 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
         device=torch.device("cpu"),
     )
     log = CompletionLog(train.RunDirectory(folder), Letters(), 2)  # type: ignore[arg-type]
-    return GrpoSteps(tools, warm=None, log=log)
+    return GrpoSteps(tools, supervised=None, log=log)
 
 
 def norm_of(batch: train.TreeBatch) -> float:
@@ -140,8 +140,8 @@ def test_flat_groups_are_left_out_and_counted(tmp_path: Path) -> None:
     first = batches[0]
     assert isinstance(first, PolicyBatch)
     assert first.metrics["frac_reward_zero_std"][0] >= 3
-    assert first.silent_rows >= 9
-    assert first.silent_rows + sum(batch.num_rows for batch in batches) == 18  # type: ignore[attr-defined]
+    assert first.left_out_rows >= 9
+    assert first.left_out_rows + sum(batch.num_rows for batch in batches) == 18  # type: ignore[attr-defined]
     flat = {10, 11, 12}  # first tokens of the prompts that teach nothing
     assert not flat & {token for batch in batches for token in batch.input_ids.flatten().tolist()}
 
@@ -199,7 +199,7 @@ def test_samples_are_one_of_each_prompt_first_and_are_cut_with_the_steps(tmp_pat
     kept = train.read_records(stream.log.path)
     assert [record["step"] for record in kept] == [1, 1, 2, 2, 3, 3]
     assert kept[0]["origin"] != kept[1]["origin"]
-    stream.log.cut(1)
+    stream.log.cut_after_step(1)
     assert [record["step"] for record in train.read_records(stream.log.path)] == [1, 1]
 
 
@@ -269,7 +269,7 @@ def test_unequal_groups_resume_anywhere(tmp_path: Path) -> None:
     taken, states = [], []
     for _ in range(14):
         batches = whole.next_step()
-        assert sum(len(b.advantages_N) for b in batches) + batches[0].silent_rows == 8  # type: ignore[attr-defined]
+        assert sum(len(b.advantages_N) for b in batches) + batches[0].left_out_rows == 8  # type: ignore[attr-defined]
         taken.append(seen(batches))
         states.append((json.loads(json.dumps(whole.state_dict())), torch.get_rng_state()))
     assert any(isinstance(count, tuple) for _, count, _ in whole.tools.writer.asked)  # type: ignore[attr-defined]

@@ -15,11 +15,11 @@ from streamtune.data.record_table import Stored, Tree, open_record_table
 from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.tasks import task_of
-from streamtune.tasks.dpo import in_proportion
-from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches
+from streamtune.tasks.dpo import scaled_completions
+from streamtune.tasks.grpo.groups import BatchLayout, Group, make_micro_batches
 from streamtune.tasks.grpo.task import Grpo
 from streamtune.tasks.preference import tree_batch
-from streamtune.tasks.steps import accumulation
+from streamtune.tasks.steps import count_micro_batches
 from streamtune.train import World
 
 COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}
@@ -88,7 +88,7 @@ def test_a_recipe_that_shares_nothing() -> None:
 
 
 def test_a_run_whose_data_is_known() -> None:
-    like = in_proportion(lambda trees, common: Scored(trees, True, common=common), ((600, (300, 401)),), 1000)
+    like = scaled_completions(lambda trees, common: Scored(trees, True, common=common), ((600, (300, 401)),), 1000)
     assert like(1000, 1).trees == ((600, (300, 401)),)
     assert like(500, 1).trees == ((300, (150, 200)),)
     assert like(4000, 1).trees == ((600, (300, 401)),)
@@ -103,7 +103,7 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
     prepared: Any = SimpleNamespace(train=Stored(Tree, tables[0], np.arange(2)))
     for keys, count in (({}, 2), ({"loss_type": "kto"}, 2)):
         task = task_of(dpo(per_device_train_batch_size=count, **keys))
-        completions = task.own_completions(prepared, pairs[1].longest_row_tokens, share=True)
+        completions = task.completions_of_rows(prepared, pairs[1].longest_row_tokens, share=True)
         assert completions is not None
         planned = completions(pairs[1].longest_row_tokens, count)
         batch = tree_batch([pairs[1], replace(pairs[1], prompt=[9, 8, 7])], pad_token_id=0, share=True)
@@ -115,7 +115,7 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
         assert planned.unshared().num_targets == (apart["shift_labels"] != -100).sum()
         half = completions(pairs[1].longest_row_tokens // 2, count)
         assert half.common == (18, 18)
-        separate = task.own_completions(prepared, pairs[1].longest_row_tokens, share=False)
+        separate = task.completions_of_rows(prepared, pairs[1].longest_row_tokens, share=False)
         assert separate is not None
         assert separate(pairs[1].longest_row_tokens, count).length == pairs[1].longest_row_tokens
 
@@ -131,10 +131,10 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
     ],
 )
 def test_whether_a_second_model_is_held(keys: dict[str, Any], held: bool) -> None:
-    assert task_of(dpo(**keys)).holds_reference is held
-    assert task_of(Recipe(**COMMON)).holds_reference is False
-    assert task_of(grpo(beta=0.1)).holds_reference
-    assert not task_of(grpo()).holds_reference
+    assert task_of(dpo(**keys)).has_second_model is held
+    assert task_of(Recipe(**COMMON)).has_second_model is False
+    assert task_of(grpo(beta=0.1)).has_second_model
+    assert not task_of(grpo()).has_second_model
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_step_that_is_planned_where_tokens_are_counted(
 ) -> None:
     """The planned step has rows of ``max_length``; at least two micro-batches if shorter rows would make several."""
     recipe = Recipe(**COMMON, max_length=1024, **keys)
-    assert accumulation(recipe, World(0, ranks)) == micro_batches
+    assert count_micro_batches(recipe, World(0, ranks)) == micro_batches
     assert task_of(recipe).planned_length(700) == (1024 if recipe.packing else 700)
 
 
@@ -161,7 +161,7 @@ def test_the_step_that_is_planned_where_tokens_are_counted(
 def test_a_micro_batch_meets_no_more_prompts_than_are_planned_for(group: int, size: int) -> None:
     """Completions of further prompts go into the next micro-batch, also if completions are left out."""
     recipe = grpo().model_copy(update={"num_generations": group})
-    most = Grpo(recipe).prompts_of(size)
+    most = Grpo(recipe).max_prompts_per_batch(size)
     prompts = [data.Prompt([1, 2, number + 3], "ask", origin="rows:1") for number in range(12)]
     for leaves_out in (False, True):
         groups = [
@@ -176,7 +176,7 @@ def test_a_micro_batch_meets_no_more_prompts_than_are_planned_for(group: int, si
             for number in range(12)
         ]
         layout = BatchLayout(size, 0, True, True, False, False, most)
-        batches = micro_batches(groups, prompts, layout)
+        batches = make_micro_batches(groups, prompts, layout)
         met = [len(batch.origins) for batch in batches]
         assert max(met) <= most
         trained = 12 if leaves_out else 12 * group

@@ -155,13 +155,13 @@ def _plan_document(planned: RecipePlan) -> dict[str, Any]:
         "peak_flops": planned.peak_flops,
         "mfu": planned.mfu,
         "length": planned.length,
-        "positions": planned.positions,
+        "positions": planned.position_advice,
         "tokens": planned.tokens,
         "objective": planned.loaded.recipe.objective,
         **({} if planned.loaded.recipe.select_rows is None else {"select_seconds": planned.select_seconds}),
         "completions": None if planned.scored is None else asdict(planned.scored),
         "device": planned.device_name,
-        "here": planned.here,
+        "here": planned.is_local_device,
     }
 
 
@@ -192,6 +192,6 @@ def _cluster_document(planned: RecipePlan) -> dict[str, Any]:
             "communication_seconds": sending,
             "tokens_per_step": planned.tokens,
             "tokens_per_second": planned.tokens / chosen.step_seconds,
-            "longer": [asdict(each) for each in planned.wider],
+            "longer": [asdict(each) for each in planned.longest_rows],
         }
     }

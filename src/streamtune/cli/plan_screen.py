@@ -40,7 +40,7 @@ def plan_screen_texts(planned: RecipePlan) -> dict[str, Any]:
             ("model", _describe_model(planned)),
             *([("preset", preset)] if (preset := describe_preset(planned.loaded.recipe)) is not None else []),
             ("step", _describe_step(planned)),
-            *([("positions", planned.positions)] if planned.positions is not None else []),
+            *([("positions", planned.position_advice)] if planned.position_advice is not None else []),
             ("device", _describe_device(planned)),
             ("schedule", describe_schedule(chosen.schedule, planned.layers)),
             ("time", _describe_time(planned)),
@@ -307,7 +307,7 @@ def cluster_rows(planned: RecipePlan) -> list[tuple[str, str]]:
                 "longer",
                 f"sequence_parallel_size: {each.sequence_size} ({each.form}) fits rows of {each.max_length:,} tokens",
             )
-            for each in planned.wider
+            for each in planned.longest_rows
         ),
     ]
 

@@ -104,12 +104,12 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
     try:
         with loading_libraries():
             from streamtune.run.build import build_run
-            from streamtune.run.data import blame_recipe
+            from streamtune.run.data import locate_errors_in_recipe
             from streamtune.run.ranks import leave_ranks
             from streamtune.run.train import train_run
         for note in loaded.notes:
             print_note(note)
-        with blame_recipe(loaded):
+        with locate_errors_in_recipe(loaded):
             callbacks = _load_callbacks(loaded, environment.is_main)
         with make_watchdog(environment) as watchdog:
             doing = report_activity(err.status, watchdog)
@@ -162,7 +162,7 @@ def _load_callbacks(loaded: LoadedRecipe, is_main: bool) -> list[Listener]:
     if recipe.allow_code and is_main:
         print_note(f"running the code of {', '.join(recipe.callbacks)}")
     return load_callbacks(
-        recipe.callbacks, allow_code=recipe.allow_code, directory=loaded.path.parent.absolute(), main=is_main
+        recipe.callbacks, allow_code=recipe.allow_code, directory=loaded.path.parent.absolute(), is_main=is_main
     )
 
 

@@ -48,7 +48,7 @@ def print_banner(run: Run) -> None:
             *describe_batches(run.batch_facts if run.recipe.batching != "rows" or run.recipe.packing else None),
             ("steps", _describe_steps(run)),
             *([("time", _describe_time(run, memory))] if memory is not None else []),
-            *([("memory", describe_memory(memory, run.streamed.baselines))] if memory is not None else []),
+            *([("memory", describe_memory(memory, run.streamed.baseline_bytes))] if memory is not None else []),
             ("engine", describe_schedule(run.handle.schedule, len(run.handle.layers))),
             *([("ranks", _describe_ranks(run))] if run.world.size > 1 else []),
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
@@ -156,7 +156,7 @@ def _describe_stop_tokens(run: Run) -> str:
 
 
 def _describe_steps(run: Run) -> str:
-    from streamtune.tasks.steps import scaled_rate
+    from streamtune.tasks.steps import peak_learning_rate
 
     recipe, plan = run.recipe, run.plan
     rows, unit = run.start.rows_per_step, run.start.task.step_unit
@@ -174,7 +174,7 @@ def _describe_steps(run: Run) -> str:
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
         f"{first}{steps:,}{epochs} x {size}; {describe_optimizer(recipe)}, "
-        f"lr {scaled_rate(recipe, run.world):.4g}, {recipe.lr_scheduler_type}{warmup}"
+        f"lr {peak_learning_rate(recipe, run.world):.4g}, {recipe.lr_scheduler_type}{warmup}"
     )
 
 
@@ -185,14 +185,14 @@ def _show_epochs(count: float) -> str:
 def _describe_output(run: Run) -> str:
     if run.checkpoint is not None:
         return f"{run.directory.path}, resumed from {run.checkpoint.path.name}"
-    if run.start.replaces:
+    if run.start.replaces_run:
         return f"{run.directory.path}; the existing run in it is moved aside"
     return str(run.directory.path)
 
 
 def print_outcome(run: Run, outcome: RunOutcome) -> None:
     """Print the results of the run, the samples, and the next command."""
-    state, folder = outcome.progressed, run.directory.path
+    state, folder = outcome.progress, run.directory.path
     out.print()
     print_text(_outcome_title(run, outcome))
     rows = [("trained", _describe_trained_rows(run, outcome))] if outcome.tokens > 0 else []
@@ -242,7 +242,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
 def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
     """Return what was trained on what: ``456,000 parameters of Qwen3 on 3,234 rows, 405 steps``."""
     name = type(base_of(run.model)).__name__.removesuffix("ForCausalLM")
-    steps = outcome.progressed.step - run.first_step
+    steps = outcome.progress.step - run.first_step
     resumed = f" after a resume at step {run.first_step:,}" if run.first_step else ""
     number = getattr(run.prepared.report, "train_examples", None)
     rows = "streamed rows" if number is None else f"{number:,} training row{'' if number == 1 else 's'}"
@@ -252,7 +252,7 @@ def _describe_trained_rows(run: Run, outcome: RunOutcome) -> str:
 
 def _loss_rows(outcome: RunOutcome) -> list[tuple[str, str]]:
     """Return rows of first, last and held-out values: the loss, the accuracy of pairs, and the reward."""
-    state, rows = outcome.progressed, []
+    state, rows = outcome.progress, []
     if state.first_loss is not None and state.last_loss is not None:
         held_out = f"; held out {state.eval_loss:.3f}" if state.eval_loss is not None else ""
         rows.append(("loss", f"{state.first_loss:.3f} -> {state.last_loss:.3f}{held_out}"))
@@ -279,14 +279,14 @@ def _peak_memory_rows(run: Run, outcome: RunOutcome) -> list[tuple[str, str]]:
 
 def _outcome_title(run: Run, outcome: RunOutcome) -> Text:
     """Return the first line of the results: how the run ended."""
-    step, steps = f"{outcome.progressed.step:,}", f"{run.plan.total_steps:,}"
+    step, steps = f"{outcome.progress.step:,}", f"{run.plan.total_steps:,}"
     if not outcome.finished:
         return Text(f"Stopped after step {step} of {steps}", style="bold yellow")
     if outcome.tokens == 0 and outcome.failure is None:
         return Text("Done before: no step is left to train (--resume never trains again from scratch)", "bold green")
     if outcome.failure is not None:
         return Text("Finished, but most steps were skipped", style="bold red")
-    if outcome.progressed.ended_early:
+    if outcome.progress.ended_early:
         metric = run.recipe.metric_for_best_model
         return Text(f"Done early, after step {step} of {steps}: {metric} stopped improving", style="bold green")
     return Text("Done", style="bold green")

@@ -26,18 +26,24 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
-from streamtune.run.data import blame_recipe, make_sources, make_tokenizer, make_tokenizer_together, prepare_together
+from streamtune.run.data import (
+    locate_errors_in_recipe,
+    make_sources,
+    make_tokenizer,
+    make_tokenizer_on_all_ranks,
+    prepare_on_all_ranks,
+)
 from streamtune.run.device import check_host_memory, prepare_libraries
-from streamtune.run.engine import place_weights, plan_start, stream_start
+from streamtune.run.engine import place_weights, plan_schedule, stream_and_make_backend
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.plan import LongestStep
-from streamtune.run.reference import cached_logps, load_reference, make_reference
+from streamtune.run.reference import load_or_compute_logps, load_reference, make_reference
 from streamtune.run.samples import add_stop_tokens
 from streamtune.run.start import Doing, notify_model_warnings, start_run
 from streamtune.run.train import Run
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.grpo.task import GrpoData
-from streamtune.tasks.preference import GivenReference, PreferenceBatches
+from streamtune.tasks.preference import PrecomputedReference, PreferenceBatches
 from streamtune.tasks.task import Notify
 from streamtune.train.step import explain_out_of_memory
 
@@ -73,7 +79,7 @@ def build_run(
     """
     recipe = loaded.recipe
     with (
-        blame_recipe(loaded),
+        locate_errors_in_recipe(loaded),
         ExitStack() as closing,
         start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start,
     ):
@@ -83,27 +89,29 @@ def build_run(
         check_host_memory(recipe.engine)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)
-        prepared = prepare_together(task, start.world, sources, tokenizer, notify)
+            tokenizer = make_tokenizer_on_all_ranks(start.world, recipe, sources, start.checkpoint, notify)
+        prepared = prepare_on_all_ranks(task, start.world, sources, tokenizer, notify)
         start.record_data(prepared.fingerprint)
         longest = task.longest(prepared)
         with doing("choosing the precision and the memory of the weights"):
             start = place_weights(start, prepared, longest, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing_world=start.sharing)
         notify_model_warnings(model, longest, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
-        if task.compares and not task.precomputes:
+        if task.uses_reference and not task.precomputes_reference:
             with doing("loading the reference"):
-                second_model = load_reference(task, model, tokenizer, start.device, sharing=start.sharing)
+                second_model = load_reference(task, model, tokenizer, start.device, sharing_world=start.sharing)
         share = False
-        if task.scores:
+        if task.scores_completions:
             with doing("checking that prompts can be shared"):
-                whole = second_model is not None and models.deferred_of(second_model) is None
-                share = task.can_share(
-                    make_trial_model(recipe, model, start.device), notify, beside=second_model if whole else None
+                has_loaded_weights = second_model is not None and models.deferred_of(second_model) is None
+                share = task.can_share_prompts(
+                    make_trial_model(recipe, model, start.device),
+                    notify,
+                    second_model=second_model if has_loaded_weights else None,
                 )
         batches = task.batches(prepared, tokenizer, share=share)
 
@@ -112,20 +120,22 @@ def build_run(
                 with doing("computing gradients to start the adapters from"):
                     start_adapters_from_rows(recipe, task, model, handle, batches, start.world)
 
-        completions = task.own_completions(prepared, longest, share=share)
+        completions = task.completions_of_rows(prepared, longest, share=share)
         longest_step = LongestStep(
             task.planned_length(longest), completions, 0 if second_model is None else device_model_bytes(second_model)
         )
-        planned = plan_start(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
-        streamed = stream_start(start, model, planned, start_adapters, notify=notify, doing=doing)
+        planned = plan_schedule(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
+        streamed = stream_and_make_backend(start, model, planned, start_adapters, notify=notify, doing=doing)
         plan = task.count_steps(batches, start.micro_batches, start.world)
         if (note := plan.unfinished_warmup) is not None:
             notify(note)
         reference: train.Reference | None
-        if task.precomputes and not dry_run:
+        if task.precomputes_reference and not dry_run:
             assert isinstance(batches, PreferenceBatches), "only preferences precompute log-probs"
-            reference = GivenReference()
-            batches.reference_logps = cached_logps(start, model, streamed.handle, tokenizer, batches, closing, doing)
+            reference = PrecomputedReference()
+            batches.reference_logps = load_or_compute_logps(
+                start, model, streamed.handle, tokenizer, batches, closing, doing
+            )
         else:
             reference = make_reference(start, model, streamed.handle, second_model, closing)
         return Run(
@@ -173,7 +183,7 @@ def start_adapters_from_rows(
         NonFiniteError: A gradient is not finite.
         OutOfMemoryError: A row does not fit.
     """
-    world.run_on_rank_0(partial(_start_adapters, recipe, task, model, handle, batches))
+    world.run_on_rank_0(partial(_start_adapters_on_rank_0, recipe, task, model, handle, batches))
     if world.size > 1:
         with torch.no_grad():
             for values in models.started_values(model):
@@ -182,17 +192,19 @@ def start_adapters_from_rows(
                 values.copy_(sent)
 
 
-def _start_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
+def _start_adapters_on_rank_0(
+    recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any
+) -> None:
     count = min(recipe.lora_ga_rows, batches.num_train)
-    drawn = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
-    rows = [batches.training([int(unit)]) for unit in np.sort(drawn)]
+    units = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
+    rows = [batches.training_batch([int(unit)]) for unit in np.sort(units)]
     if len(rows) > 1:
         _check_host_memory(recipe, model)
-    device, alone = model_device(model), train.WORLD
+    device, world = model_device(model), train.WORLD
     objective = task.objective(handle, None, device)
-    totals = objective.totals(rows, alone)
+    totals = objective.totals(rows, world)
 
-    def loss_of(batch: train.MicroBatch) -> Tensor:
+    def row_loss(batch: train.MicroBatch) -> Tensor:
         with train.autocast(device, bool(recipe.bf16)):
             return objective.score(model, batch.to(device), totals).minimised
 
@@ -206,7 +218,7 @@ def _start_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: 
             explain_out_of_memory("the gradient to start the adapters from", rows, fix),
             handle.routers.silenced(),
         ):
-            losses: list[Callable[[], Tensor]] = [partial(loss_of, batch) for batch in rows]
+            losses: list[Callable[[], Tensor]] = [partial(row_loss, batch) for batch in rows]
             factors = models.first_factors(model, losses, gamma=recipe.lora_ga_gamma, seed=recipe.seed)
     finally:
         model.train(training)
@@ -216,12 +228,12 @@ def _start_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: 
 
 
 def _check_host_memory(recipe: ModelSettings, model: Any) -> None:
-    wanted, given = models.summed_bytes(model), recipe.engine.host_memory
-    room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
-    if wanted > room:
+    needed_bytes, host_memory = models.summed_bytes(model), recipe.engine.host_memory
+    usable_bytes = usable_host_bytes() if host_memory == "auto" else parse_size(host_memory, where="engine.host_memory")
+    if needed_bytes > usable_bytes:
         raise ArgumentError(
-            f"summing the gradients of {recipe.lora_ga_rows:,} rows needs {show_size(wanted)} of host memory, but only "
-            f"{show_size(room)} are usable",
+            f"summing the gradients of {recipe.lora_ga_rows:,} rows needs {show_size(needed_bytes)} of host memory, "
+            f"but only {show_size(usable_bytes)} are usable",
             where="lora_ga_rows",
             fix="write lora_ga_rows: 1, which needs no sum, or adapter_type: lora",
         )
@@ -263,13 +275,13 @@ def inspect_recipe(
 ) -> Inspection:
     """Read, render and measure the rows of a recipe, fitted to its length limit; no model is loaded."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
-    with blame_recipe(loaded):
+    with locate_errors_in_recipe(loaded):
         prepare_libraries(torch.device("cpu"))
         sources = make_sources(loaded)
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         prepared: Prepared[Any, Any] = task.prepare(sources, tokenizer, notify)  # type: ignore[assignment]
-    trees = task.scores and not isinstance(prepared, GrpoData)
+    trees = task.scores_completions and not isinstance(prepared, GrpoData)
     limit_name, limit = task.row_limit
     kinds = tuple(prepared.report.completion_lengths) if trees else ()
     unpaired = "desirable" in kinds or "undesirable" in kinds
@@ -288,7 +300,7 @@ def inspect_recipe(
                 prepared.measured,
                 limit,
                 task.data_options(),
-                batch_size=None if task.scores else recipe.per_device_train_batch_size,
+                batch_size=None if task.scores_completions else recipe.per_device_train_batch_size,
                 shuffle=recipe.shuffle,
                 cuts_trees=trees,
             ),

@@ -25,7 +25,7 @@ from streamtune.plan.simulate.shard import count_heads
 from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.settings import BatchSettings, TrainingSettings
 from streamtune.run.ranks import deepspeed_values
-from streamtune.tasks.steps import accumulation
+from streamtune.tasks.steps import count_micro_batches
 
 DEVICES_PER_NODE = 8
 """Number of devices per node, if the command line does not give the number of nodes."""
@@ -51,31 +51,31 @@ class RequestedRanks:
     nodes: int | None = None
 
 
-def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RequestedRanks, links: Links) -> Cluster:
+def cluster_of(recipe: TrainingSettings, model: nn.Module, requested: RequestedRanks, links: Links) -> Cluster:
     """Return the cluster of ranks that a recipe is planned for.
 
     Args:
         recipe: Recipe; its keys decide what the ranks share.
         model: Model on ``meta``, whose attention heads are counted.
-        asked: Numbers of ranks and nodes; the default number of ranks is ``sequence_parallel_size``.
+        requested: Numbers of ranks and nodes; the default number of ranks is ``sequence_parallel_size``.
         links: Links between the devices.
 
     Raises:
         ArgumentError: The ranks cannot be laid out as asked; ``where`` names the key or option.
     """
     size = recipe.sequence_parallel_size
-    if asked.nodes is not None and asked.ranks is None:
+    if requested.nodes is not None and requested.ranks is None:
         raise ArgumentError(
-            f"--nodes {asked.nodes} without --ranks",
+            f"--nodes {requested.nodes} without --ranks",
             where="--nodes",
             fix="--ranks counts the devices of all nodes, such as "
-            f"--ranks {DEVICES_PER_NODE * asked.nodes} --nodes {asked.nodes}",
+            f"--ranks {DEVICES_PER_NODE * requested.nodes} --nodes {requested.nodes}",
         )
-    for name, number in (("--ranks", asked.ranks), ("--nodes", asked.nodes)):
+    for name, number in (("--ranks", requested.ranks), ("--nodes", requested.nodes)):
         if number is not None and number < 1:
             raise ArgumentError(f"{name} must be at least 1, found {number}", where=name)
-    ranks = size if asked.ranks is None else asked.ranks
-    nodes = asked.nodes or (
+    ranks = size if requested.ranks is None else requested.ranks
+    nodes = requested.nodes or (
         ranks // DEVICES_PER_NODE if ranks % DEVICES_PER_NODE == 0 and ranks > DEVICES_PER_NODE else 1
     )
     Cluster(ranks, nodes, sequence_size=size)  # raises if the ranks cannot be divided
@@ -89,37 +89,37 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RequestedRanks
     return cluster
 
 
-def cluster_here(recipe: TrainingSettings, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
+def cluster_of_run(recipe: TrainingSettings, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
     """Return the cluster of this run's ranks, from the environment variables of the launcher."""
     if world.size == 1:
         return Cluster()
-    on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     return cluster_of(
-        recipe, model, RequestedRanks(world.size, max(1, world.size // on_a_node)), links_for(None, device)
+        recipe, model, RequestedRanks(world.size, max(1, world.size // ranks_per_node)), links_for(None, device)
     )
 
 
 def micro_batches_per_step(recipe: BatchSettings, cluster: Cluster) -> int:
     """Return how many micro-batches a rank computes in one optimizer step."""
-    return accumulation(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
+    return count_micro_batches(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
 
 
-def links_for(device: Device | None, here: torch.device) -> Links:
+def links_for(table_device: Device | None, local_device: torch.device) -> Links:
     """Return the links between devices.
 
     Args:
-        device: Device of the table; None for the local device.
-        here: Local device. An accelerator gets the links of the nearest device in the table. CPU ranks get 5 GB/s
-            within a machine (loopback) and 1 GB/s between machines, which are assumptions.
+        table_device: Device of the table; None for the local device.
+        local_device: Local device. An accelerator gets the links of the nearest device in the table. CPU ranks get an
+            assumed 5 GB/s within a machine (loopback) and 1 GB/s between machines.
     """
-    if device is not None:
-        return sheet_links(device)
-    if here.type == "cuda":
-        return sheet_links(nearest_device(torch.cuda.get_device_properties(here).total_memory))
+    if table_device is not None:
+        return sheet_links(table_device)
+    if local_device.type == "cuda":
+        return sheet_links(nearest_device(torch.cuda.get_device_properties(local_device).total_memory))
     return Links()
 
 
-def longest_if_shared(
+def longest_rows_if_shared(
     recipe: TrainingSettings, workload: Workload, limits: Limits, notify: Callable[[str], None]
 ) -> Iterator[SharedLimit]:
     """Yield the longest row that fits if all ranks of a node share each sequence, then if all ranks do.
@@ -157,11 +157,11 @@ def _backend_cluster(recipe: TrainingSettings, model: nn.Module, world: train.Wo
             sub_group=int(zero.get("sub_group_size", Buckets.sub_group)),
             reuse=int(zero.get("stage3_max_reuse_distance", Buckets.reuse)),
         ),
-        optimizer_offload=_offloads(zero, "offload_optimizer"),
-        weights_offload=_offloads(zero, "offload_param"),
+        optimizer_offload=_is_offloaded(zero, "offload_optimizer"),
+        weights_offload=_is_offloaded(zero, "offload_param"),
     )
 
 
-def _offloads(zero: dict[str, Any], name: str) -> bool:
-    section = zero.get(name)
+def _is_offloaded(zero: dict[str, Any], section_name: str) -> bool:
+    section = zero.get(section_name)
     return isinstance(section, dict) and section.get("device") not in (None, "none")

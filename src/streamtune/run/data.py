@@ -42,7 +42,7 @@ def make_tokenizer(
     checkpoint: train.Checkpoint | None,
     notify: Callable[[str], None],
     *,
-    template: bool = True,
+    set_template: bool = True,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the checkpoint, a tokenizer trained on the rows, or a loaded tokenizer.
 
@@ -51,7 +51,7 @@ def make_tokenizer(
         sources: Sources of the rows.
         checkpoint: Checkpoint that is resumed; None for a new run.
         notify: Called with messages for the user.
-        template: True to set the chat template that the recipe gives.
+        set_template: True to set the chat template that the recipe gives.
     """
     if checkpoint is not None:
         return models.load_tokenizer(str(checkpoint.model_dir), trust_remote_code=recipe.trust_remote_code)
@@ -59,10 +59,10 @@ def make_tokenizer(
     tokenizer: PreTrainedTokenizerBase
     if spec is not None and spec.train is not None:
         trained_on = [source for source in sources if source.evaluates is None]
-        tokenizer, kept = _train_tokenizer(recipe, trained_on, spec.train.vocab_size, notify)
+        tokenizer, is_cached = _train_tokenizer(recipe, trained_on, spec.train.vocab_size, notify)
         how = (
             "reused the byte-level BPE tokenizer that was trained on these rows before, with"
-            if kept
+            if is_cached
             else "trained a byte-level BPE tokenizer with"
         )
         notify(f"{how} {len(tokenizer):,} entries")
@@ -75,7 +75,7 @@ def make_tokenizer(
             added_tokens=recipe.added_tokens,
         )
     _notify_new_tokens(recipe, tokenizer, notify)
-    if template and recipe.chat_template is not None:
+    if set_template and recipe.chat_template is not None:
         models.set_chat_template(tokenizer, recipe.chat_template)
         _notify_split_marks(recipe, tokenizer, notify)
     return tokenizer
@@ -92,23 +92,23 @@ def _train_tokenizer(
         "max_bad_rows": recipe.max_bad_rows,
         "code": [inspect.getsource(sys.modules[each.__module__]) for each in (models.train_tokenizer, data.iter_texts)],
     }
-    made: list[PreTrainedTokenizerBase] = []
+    trained: list[PreTrainedTokenizerBase] = []
 
-    def train_it() -> str:
+    def train_on_rows() -> str:
         texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows, calls=True)
-        made.append(models.train_tokenizer(texts, vocab_size=vocab_size))
-        backend: Any = made[0].backend_tokenizer
+        trained.append(models.train_tokenizer(texts, vocab_size=vocab_size))
+        backend: Any = trained[0].backend_tokenizer
         text: str = backend.to_str()
         return text
 
     if cache is None:
-        train_it()
-        return made[0], False
-    text, kept = cache.cached_text(sources, settings, train_it, notify)
-    return made[0] if made else models.read_trained_tokenizer(text), kept
+        train_on_rows()
+        return trained[0], False
+    text, is_cached = cache.cached_text(sources, settings, train_on_rows, notify)
+    return trained[0] if trained else models.read_trained_tokenizer(text), is_cached
 
 
-def prepare_together(
+def prepare_on_all_ranks(
     task: Task[Any],
     world: train.World,
     sources: Sequence[data.Source],
@@ -116,14 +116,14 @@ def prepare_together(
     notify: Callable[[str], None],
 ) -> PreparedRows:
     """Return the prepared rows; with a cache, one rank per machine fills it first. Called by all ranks."""
-    made: list[PreparedRows] = []
+    prepared_rows: list[PreparedRows] = []
 
     def prepare() -> PreparedRows:
-        return made[0] if made else task.prepare_training(sources, tokenizer, notify)
+        return prepared_rows[0] if prepared_rows else task.prepare_training(sources, tokenizer, notify)
 
     if world.size > 1 and task.recipe.cache:
-        leads = read_environment().local_rank == 0
-        world.run_on_all_ranks(lambda: made.append(prepare()) if leads else None)
+        is_local_main = read_environment().local_rank == 0
+        world.run_on_all_ranks(lambda: prepared_rows.append(prepare()) if is_local_main else None)
     return world.run_on_all_ranks(prepare)
 
 
@@ -165,7 +165,7 @@ def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list
     return models.new_tokens(before, tokenizer, special, recipe.added_tokens)
 
 
-def make_tokenizer_together(
+def make_tokenizer_on_all_ranks(
     world: train.World,
     recipe: TokenizerSettings,
     sources: Sequence[data.Source],
@@ -177,22 +177,22 @@ def make_tokenizer_together(
     Rank 0 trains a new tokenizer and sends it as JSON. An existing tokenizer is loaded by rank 0 first, then by the
     other ranks, from the files of their own machines. All ranks take the chat template of rank 0.
     """
-    made: list[PreTrainedTokenizerBase] = []
+    loaded: list[PreTrainedTokenizerBase] = []
     is_trained = checkpoint is None and recipe.tokenizer is not None and recipe.tokenizer.train is not None
 
     def make() -> tuple[str | None, Any]:
-        made.append(make_tokenizer(recipe, sources, checkpoint, notify))
-        backend: Any = made[0].backend_tokenizer if is_trained else None
-        return backend.to_str() if is_trained else None, made[0].chat_template
+        loaded.append(make_tokenizer(recipe, sources, checkpoint, notify))
+        backend: Any = loaded[0].backend_tokenizer if is_trained else None
+        return backend.to_str() if is_trained else None, loaded[0].chat_template
 
     text, template = world.run_on_rank_0(make)
 
     def read() -> PreTrainedTokenizerBase:
-        if made:
-            return made[0]
+        if loaded:
+            return loaded[0]
         tokenizer: PreTrainedTokenizerBase
         if text is None:
-            tokenizer = make_tokenizer(recipe, sources, checkpoint, notify, template=False)
+            tokenizer = make_tokenizer(recipe, sources, checkpoint, notify, set_template=False)
         else:
             tokenizer = models.read_trained_tokenizer(text)
             models.add_tokens(tokenizer, recipe.special_tokens.model_dump(), recipe.added_tokens)
@@ -203,7 +203,7 @@ def make_tokenizer_together(
 
 
 def fingerprint_inputs(
-    task: Task[Any], folder: Path, *, resumed: bool, hubs: bool, times: models.FileTimes
+    task: Task[Any], folder: Path, *, resumed: bool, include_hubs: bool, times: models.FileTimes
 ) -> dict[str, str]:
     """Return the fingerprints of the files that the run reads, by the keys of :data:`streamtune.train.FILES`.
 
@@ -211,31 +211,31 @@ def fingerprint_inputs(
         task: Task of the run.
         folder: Folder of the recipe, for relative paths of reward functions.
         resumed: True if the run resumes from a checkpoint.
-        hubs: True to include the commits of models on a hub, which are known once the models are loaded.
+        include_hubs: True to include the commits of models on a hub, which are known once the models are loaded.
         times: Modification times of files from earlier calls; new files are added, changed times are an error.
 
     Raises:
         ArgumentError: A file cannot be read, or was changed after it was read before.
     """
-    found: dict[str, str | None] = {}
+    fingerprints: dict[str, str | None] = {}
     recipe = task.recipe
     name, reference = recipe.model_name_or_path, task.reference_name
-    if name is not None and reads_base(task, resumed=resumed) and _can_fingerprint(name, hubs):
-        found["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code, times=times)
+    if name is not None and reads_base_weights(task, resumed=resumed) and _can_fingerprint(name, include_hubs):
+        fingerprints["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code, times=times)
         if (base := models.adapter_base(name)) is not None:
-            found["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
+            fingerprints["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
     if recipe.adapter_name_or_path is not None and recipe.finetuning_type != "full" and not resumed:
-        found["start"] = models.fingerprint_model(recipe.adapter_name_or_path, times=times)
-    if reference is not None and _can_fingerprint(reference, hubs):
-        found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code, times=times)
+        fingerprints["start"] = models.fingerprint_model(recipe.adapter_name_or_path, times=times)
+    if reference is not None and _can_fingerprint(reference, include_hubs):
+        fingerprints["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code, times=times)
         if (base := models.adapter_base(reference)) is not None:
-            under = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
-            found["reference"] = f"{found['reference']} on {under}"
+            base_fingerprint = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
+            fingerprints["reference"] = f"{fingerprints['reference']} on {base_fingerprint}"
     if recipe.teacher_file is not None:
-        found["reference"] = teacher_file_digest(Path(recipe.teacher_file))
+        fingerprints["reference"] = teacher_file_digest(Path(recipe.teacher_file))
     if sources := rewards.reward_sources(list(task.reward_funcs), folder):
-        found["rewards"] = models.fingerprint_files(sources.items(), times)
-    return {key: value for key, value in found.items() if value is not None}
+        fingerprints["rewards"] = models.fingerprint_files(sources.items(), times)
+    return {key: value for key, value in fingerprints.items() if value is not None}
 
 
 def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
@@ -250,22 +250,22 @@ def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
     return " ".join(part for part in parts if part is not None) or None
 
 
-def reads_base(task: Task[Any], *, resumed: bool) -> bool:
+def reads_base_weights(task: Task[Any], *, resumed: bool) -> bool:
     """Return True if starting this run loads the base model's weights.
 
     Only a resumed full fine-tuning run without a base reference does not.
     """
     if not resumed or task.recipe.finetuning_type != "full":
         return True
-    return task.reference_name is None and task.compares
+    return task.reference_name is None and task.uses_reference
 
 
-def _can_fingerprint(name: str, hubs: bool) -> bool:
-    return hubs or models.is_folder(name)
+def _can_fingerprint(name: str, include_hubs: bool) -> bool:
+    return include_hubs or models.is_folder(name)
 
 
 @contextmanager
-def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
+def locate_errors_in_recipe(loaded: LoadedRecipe) -> Iterator[None]:
     """Context manager: replace a key in ``error.where`` by its line of the recipe, and explain out-of-memory errors."""
     try:
         yield
@@ -284,12 +284,12 @@ def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
         ) from error
 
 
-def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.Source]:
+def make_sources(loaded: LoadedRecipe, *, include_eval_sets: bool = True) -> list[data.Source]:
     """Return the sources of the rows, each with the line of the recipe that names it.
 
     Args:
         loaded: Recipe with the lines of its keys.
-        evaluated: True to append the sources of the eval sets.
+        include_eval_sets: True to append the sources of the eval sets.
     """
     recipe = loaded.recipe
 
@@ -305,6 +305,6 @@ def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.S
         )
 
     sources = [source(spec, "datasets", index) for index, spec in enumerate(recipe.datasets)]
-    for name, specs in recipe.eval_datasets.items() if evaluated else ():
+    for name, specs in recipe.eval_datasets.items() if include_eval_sets else ():
         sources += [source(spec, "eval_datasets", name, index, evaluates=name) for index, spec in enumerate(specs)]
     return sources

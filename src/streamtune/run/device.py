@@ -26,11 +26,13 @@ def choose_device(name: str) -> torch.device:
     """Return the device for ``cpu``, ``cuda`` or ``auto``; ``auto`` is CUDA if there is a CUDA device.
 
     Raises:
-        ArgumentError: ``cuda`` is asked for, and there is no CUDA device.
+        ArgumentError: ``cuda`` is requested, and there is no CUDA device.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
-            "there is no CUDA device", where="device", fix="write device: cpu; `streamtune doctor` says what is missing"
+            "there is no CUDA device",
+            where="device",
+            fix="write device: cpu; `streamtune doctor` reports what is missing",
         )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
@@ -79,32 +81,32 @@ def prepare_libraries(device: torch.device) -> None:
 
 
 def make_schedule(spec: EngineSpec) -> Schedule:
-    """Return the schedule that a recipe gives without the planner, with defaults for fields that it leaves out.
+    """Return the schedule that a recipe sets without the planner, with defaults for fields that it leaves out.
 
-    With ``schedule: auto`` a recipe may give ``device_layers`` without ``offload``. Then ``offload`` is ``disk`` if
+    With ``schedule: auto`` a recipe may set ``device_layers`` without ``offload``. Then ``offload`` is ``disk`` if
     there is an ``offload_dir``, else ``host``.
     """
-    chosen = spec.written()
-    if chosen.get("device_layers") and "offload" not in chosen:
-        chosen["offload"] = "disk" if "offload_dir" in chosen else "host"
-    if chosen.get("offload", "device") != "disk":
-        chosen.pop("offload_dir", None)
-    return Schedule(**chosen)
+    fields = spec.written()
+    if fields.get("device_layers") and "offload" not in fields:
+        fields["offload"] = "disk" if "offload_dir" in fields else "host"
+    if fields.get("offload", "device") != "disk":
+        fields.pop("offload_dir", None)
+    return Schedule(**fields)
 
 
 def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
-    """Return the router loss that the recipe or the model's configuration asks for; None if neither does.
+    """Return the router loss that the recipe or the model's configuration sets; None if neither sets a router loss.
 
     Raises:
         ArgumentError: ``moe_balance`` is set, but the router loss is off.
-        UnsupportedModelError: The model asks for a balance loss but has no coefficient for it.
+        UnsupportedModelError: The model's configuration sets a balance loss but has no coefficient for the loss.
     """
     base = base_of(model)
     balance, z = recipe.router_aux_loss_coef, recipe.router_z_loss_coef
-    own = balances_itself(base)
+    has_own_loss = balances_itself(base)
     if balance is None:
-        balance = balance_coefficient(base) if own else 0.0
-    if balance or z or own:  # a coefficient of 0 switches off the loss of the model's configuration
+        balance = balance_coefficient(base) if has_own_loss else 0.0
+    if balance or z or has_own_loss:  # a coefficient of 0 switches off the loss of the model's configuration
         return RouterLoss(balance, z, recipe.moe_balance)
     if recipe.moe_balance != "micro":
         raise ArgumentError(
@@ -116,23 +118,26 @@ def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
 
 
 def stream_model(
-    recipe: ModelSettings, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
+    recipe: ModelSettings,
+    model: Any,
+    schedule: Schedule | None = None,
+    sequence_parallel: SequenceParallel | None = None,
 ) -> StreamHandle:
     """Stream a model, with the router loss that the recipe adds, and return its handle.
 
     Args:
         recipe: Settings of the engine and of the router loss.
         model: Model to stream; changed in place.
-        schedule: Schedule of the planner; None takes the recipe's schedule, with defaults.
-        ranks: Ranks that share each sequence; None if none do.
+        schedule: Schedule of the planner; None: the recipe's schedule, with defaults.
+        sequence_parallel: Ranks that share each sequence; None if none do.
     """
     schedule, router_loss = schedule or make_schedule(recipe.engine), make_router_loss(recipe, model)
-    handle = stream(model, schedule=schedule, sequence_parallel=ranks)
+    handle = stream(model, schedule=schedule, sequence_parallel=sequence_parallel)
     if router_loss is None:
         return handle
     handle.remove()
     try:
-        return stream(model, schedule=schedule, router_loss=router_loss, sequence_parallel=ranks)
+        return stream(model, schedule=schedule, router_loss=router_loss, sequence_parallel=sequence_parallel)
     except UnsupportedModelError as error:  # the model itself streams: its routers are the problem
         keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(recipe, key)]
         if keys:
@@ -141,7 +146,7 @@ def stream_model(
 
 
 def known_peak_flops(recipe: EngineKeys, device: torch.device) -> float | None:
-    """Return the peak FLOP/s that the recipe gives, or the device's data-sheet value; None if neither is known."""
+    """Return the peak FLOP/s that the recipe sets, or the device's data-sheet value; None if neither exists."""
     if recipe.peak_flops is not None:
         return recipe.peak_flops
     return peak_flops(device_name(device)) if device.type == "cuda" else None

@@ -16,14 +16,14 @@ from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.workload import Mode, Workload
-from streamtune.run.cluster import cluster_here
+from streamtune.run.cluster import cluster_of_run
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint, make_trial_model
 from streamtune.run.plan import LongestStep, PlanInputs, make_workload, place_recipe, plan_model, shares_prompts
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
 from streamtune.run.weight_choices import (
-    chosen_values,
+    changed_precision_keys,
     describe_placement,
     describe_precision,
     has_choice,
@@ -38,16 +38,16 @@ TIERS = "tiers"
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedModel:
     """A streamed model with its backend, ready to train."""
 
     handle: StreamHandle
     backend: train.Backend
     memory: Plan | None
     """Plan of the schedule, with memory and time of a step of the longest rows; None if nothing was planned."""
-    baselines: Mapping[str, int]
+    baseline_bytes: Mapping[str, int]
     """Peak bytes of that step by ``plain`` autograd and by gradient ``checkpoint``; empty if nothing was planned."""
-    plan_below: Callable[[Schedule], Plan]
+    plan_smaller: Callable[[Schedule], Plan]
     """Function from a schedule that ran out of memory to the plan of a smaller one; the model must not be streamed."""
 
 
@@ -63,67 +63,67 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
         notify: Called with notes on the choices.
     """
     recipe, task, world = start.recipe, start.task, start.world
-    resumed = start.checkpoint is not None or bool(start.continued)
+    resumed = start.checkpoint is not None or bool(start.resumed_identities)
 
     def completions(model: Any) -> Completions | None:
-        share = task.scores and shares_prompts(task, model, start.device)
-        return task.own_completions(prepared, longest, share=share)
+        share = task.scores_completions and shares_prompts(task, model, start.device)
+        return task.completions_of_rows(prepared, longest, share=share)
 
-    before = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
+    saved_tiers = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
 
     def choose() -> dict[str, Any]:
-        chosen = with_saved_placement(recipe, before) or place_recipe(
+        chosen = with_saved_placement(recipe, saved_tiers) or place_recipe(
             recipe,
             task.planned_length(longest),
             start.device,
             completions,
             resumed=resumed,
-            cluster_of=partial(cluster_here, recipe, world=world, device=start.device) if world.size > 1 else None,
+            cluster_of=partial(cluster_of_run, recipe, world=world, device=start.device) if world.size > 1 else None,
         )
-        moved = {key: getattr(chosen.engine, key) for key in ("weights", "optimizer")}
-        return {"precision": chosen_values(recipe, chosen), "tiers": moved}
+        tiers = {key: getattr(chosen.engine, key) for key in ("weights", "optimizer")}
+        return {"precision": changed_precision_keys(recipe, chosen), "tiers": tiers}
 
     chosen = recipe if resumed else with_best_precision(recipe)
     if world.size == 1 or (not resumed and has_choice(recipe)):  # else weights stay on the device
         # If the model cannot be made on meta, loading it raises the error.
         with suppress(UserError, RuntimeError):
-            made = world.run_on_rank_0(choose)  # rank 0 chooses for all ranks
-            engine = recipe.engine.model_copy(update=made["tiers"])
-            chosen = recipe.model_copy(update={**made["precision"], "engine": engine})
-    moved = describe_placement(recipe, chosen)
-    if moved is not None:
-        notify(moved)
+            choice = world.run_on_rank_0(choose)  # rank 0 chooses for all ranks
+            engine = recipe.engine.model_copy(update=choice["tiers"])
+            chosen = recipe.model_copy(update={**choice["precision"], "engine": engine})
+    placement_note = describe_placement(recipe, chosen)
+    if placement_note is not None:
+        notify(placement_note)
         start.identity[TIERS] = {"weights": chosen.engine.weights, "optimizer": chosen.engine.optimizer}
-    if precision := chosen_values(recipe, chosen):
+    if precision := changed_precision_keys(recipe, chosen):
         start.identity["recipe"] |= precision
         with suppress(UserError, RuntimeError):
             if (note := describe_precision(recipe, chosen, make_blueprint(chosen, start.device))) is not None:
                 notify(note)
-    return start if moved is None and not precision else start.with_recipe(chosen)
+    return start if placement_note is None and not precision else start.with_recipe(chosen)
 
 
 BASELINES: tuple[Mode, ...] = ("plain", "checkpoint")
 
 
 @dataclass(frozen=True)
-class PlannedStart:
+class PlannedSchedule:
     """The planned schedule of a run, before the model is streamed."""
 
-    plan_below: Callable[[Schedule], Plan]
+    plan_smaller: Callable[[Schedule], Plan]
     """Function from a schedule that ran out of memory to the plan of a smaller one."""
     schedule: Schedule | None = None
     """Schedule of all ranks; None if the recipe fixes it."""
-    reserve: int | None = None
+    reserved_host_bytes: int | None = None
     """Bytes of host memory to reserve for tensors of the engine; None if it stores nothing there."""
     memory: Plan | None = None
     """Plan, on rank 0; None on other ranks or if nothing was planned."""
-    baselines: Mapping[str, int] = field(default_factory=dict)
+    baseline_bytes: Mapping[str, int] = field(default_factory=dict)
     """Peak bytes of the longest step without streaming, by mode; on rank 0."""
 
 
-def plan_start(
+def plan_schedule(
     start: Start, model: Any, longest: LongestStep, *, dry_run: bool, notify: Notify, doing: Doing
-) -> PlannedStart:
+) -> PlannedSchedule:
     """Return the planned schedule of a run; without a schedule if the recipe fixes it.
 
     Args:
@@ -140,24 +140,25 @@ def plan_start(
     recipe, world, device = start.recipe, start.world, start.device
     # Chunk order would gather the weights of every layer once per chunk.
     fixed = {"order": "layer"} if start.shares_weights else {}
-    plan_given = partial(plan_model, recipe, model, longest, device)
-    found = PlannedStart(lambda failed: plan_given(PlanInputs(failed_schedule=failed, fixed=fixed)))
+    plan_with = partial(plan_model, recipe, model, longest, device)
+    planned = PlannedSchedule(lambda failed: plan_with(PlanInputs(failed_schedule=failed, fixed=fixed)))
     if recipe.engine.schedule != "auto" and not dry_run:
-        return found
+        return planned
 
     def plan() -> tuple[dict[str, Any], int]:
-        nonlocal found
-        cluster = cluster_here(recipe, model, world, device)
+        nonlocal planned
+        cluster = cluster_of_run(recipe, model, world, device)
         baselines = _baseline_bytes(make_workload(recipe, meta_copy(model), longest, device, cluster))
-        given = PlanInputs(cluster, resumed_schedule=_saved_schedule(start.checkpoint), fixed=fixed)
-        memory = plan_given(given, notify=notify)
-        found = replace(found, memory=memory, baselines=baselines)
+        inputs = PlanInputs(cluster, resumed_schedule=_saved_schedule(start.checkpoint), fixed=fixed)
+        memory = plan_with(inputs, notify=notify)
+        planned = replace(planned, memory=memory, baseline_bytes=baselines)
         return asdict(memory.schedule), memory.simulation.streamed_host_bytes
 
     with doing("planning the steps"):  # rank 0 plans for all ranks, which need the same schedule
-        planned, host_bytes = world.run_on_rank_0(plan)
-    schedule = Schedule(**planned)
-    return replace(found, schedule=schedule, reserve=host_bytes if schedule.uses_host and not dry_run else None)
+        fields, host_bytes = world.run_on_rank_0(plan)
+    schedule = Schedule(**fields)
+    reserved_bytes = host_bytes if schedule.uses_host and not dry_run else None
+    return replace(planned, schedule=schedule, reserved_host_bytes=reserved_bytes)
 
 
 def _baseline_bytes(workload: Workload) -> Mapping[str, int]:
@@ -170,15 +171,15 @@ def _baseline_bytes(workload: Workload) -> Mapping[str, int]:
         return {}
 
 
-def stream_start(
+def stream_and_make_backend(
     start: Start,
     model: Any,
-    planned: PlannedStart,
+    planned: PlannedSchedule,
     before_backend: Callable[[StreamHandle], None],
     *,
     notify: Notify,
     doing: Doing,
-) -> Streamed:
+) -> StreamedModel:
     """Stream the model with the planned schedule or the recipe's, check it, and make its backend.
 
     Args:
@@ -192,19 +193,19 @@ def stream_start(
     recipe, world = start.recipe, start.world
     handle = stream_model(recipe, model, planned.schedule, sequence_ranks(recipe, world))
     with doing("checking that this model streams exactly"):
-        _check_streams(start, model, handle, notify)
+        _check_exact_streaming(start, model, handle, notify)
     before_backend(handle)
     with doing("setting up the optimizer"):  # after the checks, because a backend may shard the weights
         backend = make_backend(recipe, model, handle.layers, world, start.device)
-    if planned.reserve is not None:
-        handle.tiers.reserve(planned.reserve, start.device)
+    if planned.reserved_host_bytes is not None:
+        handle.tiers.reserve(planned.reserved_host_bytes, start.device)
     start.identity["schedule"] = asdict(
         handle.schedule
     )  # not compared: every schedule gives the same gradient, up to rounding
-    return Streamed(handle, backend, planned.memory, planned.baselines, planned.plan_below)
+    return StreamedModel(handle, backend, planned.memory, planned.baseline_bytes, planned.plan_smaller)
 
 
-def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
+def _check_exact_streaming(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
     """Check that the model streams exactly; if its weights are loaded later, check a small model like it."""
     recipe = start.recipe
     deferred = models.deferred_of(model)
@@ -214,11 +215,11 @@ def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notif
         return
 
     def check_small() -> int:
-        trial = make_trial_model(recipe, model, start.device)
-        with stream_model(recipe, trial, handle.schedule, handle.sequence_parallel) as small:
-            small.check()
-            start.task.check_model(small)
-            return len(small.layers)
+        small_model = make_trial_model(recipe, model, start.device)
+        with stream_model(recipe, small_model, handle.schedule, handle.sequence_parallel) as small_handle:
+            small_handle.check()
+            start.task.check_model(small_handle)
+            return len(small_handle.layers)
 
     # Ranks that share a sequence compute each call together; otherwise rank 0 checks for all ranks.
     layers = check_small() if recipe.sequence_parallel_size > 1 else start.world.run_on_rank_0(check_small)

@@ -83,22 +83,22 @@ class Callback(Listener):
             ) from error
 
 
-def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, main: bool) -> list[Listener]:
+def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, is_main: bool) -> list[Listener]:
     """Return a listener for each callback of a recipe; an empty list on other ranks than 0.
 
     Args:
         specs: ``file.py:Name`` or ``module:Name`` of each callback.
         allow_code: True if code that the recipe names may run.
         directory: Folder that relative paths and modules are looked up in.
-        main: True on rank 0. Other ranks import the code without calling it, so that all ranks fail alike.
+        is_main: True on rank 0. Other ranks import the code without calling it, so that all ranks fail alike.
 
     Raises:
         ArgumentError: The class does not exist, it has none of the four methods, or code may not run. ``where`` is
             ``callbacks.N``.
     """
-    found: list[Listener] = []
-    for number, spec in enumerate(specs):
-        where = f"callbacks.{number}"
+    listeners: list[Listener] = []
+    for index, spec in enumerate(specs):
+        where = f"callbacks.{index}"
         if not allow_code:
             raise ArgumentError(
                 f"the callback '{spec}' is Python code, and code is not allowed to run",
@@ -128,19 +128,21 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
                 fix=did_you_mean(match["name"], names) or f"it has: {', '.join(names) or 'none'}",
             )
         _check_methods(spec, target, where)
-        if main:
-            found.append(Callback(spec, _make_callback(spec, target, where)))
-    return found
+        if is_main:
+            listeners.append(Callback(spec, _make_callback(spec, target, where)))
+    return listeners
 
 
 def _check_methods(spec: str, target: Any, where: str) -> None:
     """Check that a class has a method of :data:`EVENTS`, and no other method whose name begins with ``on_``."""
-    named = [name for name in dir(target) if name.startswith("on_") and callable(getattr(target, name))]
-    unknown = [name for name in named if name not in EVENTS]
-    if unknown or not named:
-        what = f"has '{unknown[0]}', which is never called" if unknown else "has none of the methods of a callback"
+    methods = [name for name in dir(target) if name.startswith("on_") and callable(getattr(target, name))]
+    unknown = [name for name in methods if name not in EVENTS]
+    if unknown or not methods:
+        problem = f"has '{unknown[0]}', which is never called" if unknown else "has none of the methods of a callback"
         fix = did_you_mean(unknown[0], EVENTS) if unknown else ""
-        raise ArgumentError(f"the callback {spec} {what}", where=where, fix=fix or f"define any of {', '.join(EVENTS)}")
+        raise ArgumentError(
+            f"the callback {spec} {problem}", where=where, fix=fix or f"define any of {', '.join(EVENTS)}"
+        )
 
 
 def _make_callback(spec: str, target: Any, where: str) -> Any:
@@ -158,9 +160,11 @@ def _make_callback(spec: str, target: Any, where: str) -> Any:
 def _source_line(error: BaseException) -> str:
     """Return ``file:line`` of the last traceback frame in the callback's code, outside StreamTune and libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
-    last = (own or frames)[-1:]
-    return f"{last[0].filename}:{last[0].lineno}" if last else ""
+    user_frames = [
+        frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
+    ]
+    last_frame = (user_frames or frames)[-1:]
+    return f"{last_frame[0].filename}:{last_frame[0].lineno}" if last_frame else ""
 
 
 COMPARED_STEPS = 5
@@ -170,7 +174,7 @@ CORRECTED_RATIO = 4 / 3
 """Ratio of measured to predicted seconds. Rates are corrected if the ratio is at least this, or at most 1 / this."""
 
 SHORTEST_SECONDS = 0.25
-"""Seconds; a step is not compared if its measured and its predicted time are both below."""
+"""Minimum seconds: a step is not compared if its measured and its predicted time are both shorter."""
 
 
 class StepFlops:
@@ -178,10 +182,10 @@ class StepFlops:
 
     def __init__(self, model: Any, step: StepKind = PLAIN_STEP) -> None:
         self.step = step
-        self.count = FlopCount.of_model(model)
+        self.flop_count = FlopCount.of_model(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
-        return self.count.step_flops((span for batch in micro_batches for span in _attention_spans(batch)), self.step)
+        return self.flop_count.step_flops((span for batch in micro_batches for span in _attention_spans(batch)), self.step)
 
 
 def _attention_spans(batch: train.MicroBatch) -> Iterator[Span]:
@@ -204,13 +208,13 @@ class StepTimes(train.Listener):
     Args:
         plan: Plan of the longest rows, with rates measured on the device.
         device, dtype: Device and dtype of the measured rates.
-        say: Called at most once, if measured and predicted time differ, with step number, message and figures by name.
+        report: Function called at most once, if measured and predicted time differ, with step number, message, figures.
     """
 
     plan: Plan
     device: torch.device
     dtype: torch.dtype
-    say: Callable[[int, str, dict[str, float]], None]
+    report: Callable[[int, str, dict[str, float]], None]
     _ratios: list[float] = field(default_factory=list, init=False)
     _steps: int = field(default=0, init=False)
     _processor_seconds: float = field(default=0.0, init=False)
@@ -219,7 +223,7 @@ class StepTimes(train.Listener):
     def step(self, record: dict[str, Any]) -> None:
         """Record a step; after :data:`COMPARED_STEPS` steps, compare the fastest with the prediction."""
         self._steps += 1
-        used, self._processor_seconds = time.process_time() - self._processor_seconds, time.process_time()
+        processor_seconds, self._processor_seconds = time.process_time() - self._processor_seconds, time.process_time()
         flops = record.get("flops", 0)
         if (
             self._steps == 1
@@ -230,7 +234,7 @@ class StepTimes(train.Listener):
             return
         seconds = record["tokens"] / record["tokens_per_s"]
         if self.device.type == "cpu":
-            seconds = min(seconds, used)
+            seconds = min(seconds, processor_seconds)
         predicted = self.plan.step_seconds * flops / self.plan.flops
         if max(seconds, predicted) < SHORTEST_SECONDS:
             return
@@ -241,7 +245,7 @@ class StepTimes(train.Listener):
         if 1 / CORRECTED_RATIO < ratio < CORRECTED_RATIO:
             return
         correct_rates(self.device, self.dtype, ratio)
-        self.say(
+        self.report(
             record["step"],
             f"a step takes {ratio * predicted:.3g} s instead of the predicted {predicted:.3g} s; later plans on this "
             "device use corrected rates",

@@ -1,7 +1,7 @@
 """Make the model of a recipe, and its optimizer.
 
 make_model        for a run: loads the weights to train, for the tokenizer of the data
-make_model_alone  for a measurement: without tokenizer or data
+make_model_without_data  for a measurement: without tokenizer or data
 make_blueprint    for a plan: on ``meta``, without weights
 
 There are the same three functions for a reference model.
@@ -39,7 +39,7 @@ def make_model(
     checkpoint: train.Checkpoint | None,
     device: torch.device,
     *,
-    sharing: train.World | None = None,
+    sharing_world: train.World | None = None,
 ) -> Any:
     """Return the model to train, with the weights of the checkpoint or the base, and with adapters if it has any.
 
@@ -48,12 +48,12 @@ def make_model(
         tokenizer: Tokenizer of the data.
         checkpoint: Checkpoint that is resumed; None for a new run.
         device: Device of this rank.
-        sharing: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
+        sharing_world: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
-        _check_host_room(recipe, device)
+        _check_host_memory(recipe, device)
     return _move_to_device(
-        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing), device
+        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing_world), device
     )
 
 
@@ -62,32 +62,40 @@ def _make_model(
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: train.Checkpoint | None,
     device: torch.device,
-    sharing: train.World | None,
+    sharing_world: train.World | None,
 ) -> Any:
     adapters = recipe.finetuning_type != "full"
-    new = new_token_ids(recipe, tokenizer)
-    if new and sharing is not None and (adapters or checkpoint is None):
-        _refuse_new_tokens(recipe, tokenizer, new)
+    new_tokens = new_token_ids(recipe, tokenizer)
+    if new_tokens and sharing_world is not None and (adapters or checkpoint is None):
+        _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
-    change = _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
-    model = _make_base_model(
-        recipe, device, len(tokenizer), _token_ids(tokenizer), name=name, sharing=sharing, change=change
+    quantisation_change = (
+        _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
     )
-    if new and (adapters or checkpoint is None):
-        models.add_rows(model, len(tokenizer), new)
+    model = _make_base_model(
+        recipe,
+        device,
+        len(tokenizer),
+        _token_ids(tokenizer),
+        name=name,
+        sharing_world=sharing_world,
+        quantisation_change=quantisation_change,
+    )
+    if new_tokens and (adapters or checkpoint is None):
+        models.add_rows(model, len(tokenizer), new_tokens)
     models.use_special_tokens(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
     with models.phantom_weights(model):
         if checkpoint is None or not adapters:
-            made = _add_adapters(recipe, model, new)
+            adapted = _add_adapters(recipe, model, new_tokens)
         elif recipe.adapter_name_or_path is not None:  # adapters of any kind, as they were loaded
-            made = models.load_lora(model, checkpoint.model_dir)
+            adapted = models.load_lora(model, checkpoint.model_dir)
         else:
-            made = models.load_adapters(model, checkpoint.model_dir, _adapter_spec(recipe), new_tokens=new)
+            adapted = models.load_adapters(model, checkpoint.model_dir, _adapter_spec(recipe), new_tokens=new_tokens)
     if recipe.model_name_or_path is not None:
-        for config in getattr(made, "peft_config", {}).values():
+        for config in getattr(adapted, "peft_config", {}).values():
             config.base_model_name_or_path = models.absolute_name(recipe.model_name_or_path)
-    return made
+    return adapted
 
 
 def make_reference_model(
@@ -96,67 +104,71 @@ def make_reference_model(
     device: torch.device,
     *,
     name: str | None = None,
-    sharing: train.World | None = None,
-    change: models.QuantisationChange | None = None,
+    sharing_world: train.World | None = None,
+    quantisation_change: models.QuantisationChange | None = None,
 ) -> Any:
     """Return the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
-    own = name in (None, recipe.model_name_or_path)
-    new = new_token_ids(recipe, tokenizer) if own else []
-    if new and sharing is not None:
-        _refuse_new_tokens(recipe, tokenizer, new)
+    is_own_model = name in (None, recipe.model_name_or_path)
+    new_tokens = new_token_ids(recipe, tokenizer) if is_own_model else []
+    if new_tokens and sharing_world is not None:
+        _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = name or recipe.model_name_or_path
-    there = _loading_device(recipe, device)
+    loading_device = _loading_device(recipe, device)
     model = _make_base_model(
         recipe,
-        there,
+        loading_device,
         len(tokenizer),
         _token_ids(tokenizer),
         name=name,
-        sharing=sharing,
-        change=change,
-        frozen=not own,
+        sharing_world=sharing_world,
+        quantisation_change=quantisation_change,
+        frozen=not is_own_model,
     )
-    if new:
-        models.add_rows(model, len(tokenizer), new)
+    if new_tokens:
+        models.add_rows(model, len(tokenizer), new_tokens)
     return _move_to_device(recipe, model, device)
 
 
-def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
+def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
     """Check that weights or optimizer fit the host memory, before anything is loaded.
 
     Raises:
         ArgumentError: Weights or optimizer do not fit the host memory.
     """
     model = base_of(make_blueprint(recipe, device))
-    waits = recipe.engine.weights == "host"
-    waiting = offloaded_parameters(model, decoder_layers(model)) if waits else []
-    weights = sum(p.nbytes for p in waiting)
-    trained = sum(p.nbytes for p in waiting if p.requires_grad)
+    keeps_weights_on_host = recipe.engine.weights == "host"
+    host_weights = offloaded_parameters(model, decoder_layers(model)) if keeps_weights_on_host else []
+    weights = sum(p.nbytes for p in host_weights)
+    trained = sum(p.nbytes for p in host_weights if p.requires_grad)
     step = recipe.step_kind
-    stepped = waiting if step.states != "host" else list(model.parameters())
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    updated = host_weights if step.states != "host" else list(model.parameters())
+    layer_ids = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     # Stochastic rounding keeps float32 states for bfloat16 weights, except AdamW, which follows `optim_states`.
-    rounds = recipe.weight_rounding == "stochastic" and recipe.optim != "adamw"
-    size = 4 if rounds else {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
+    rounds_stochastically = recipe.weight_rounding == "stochastic" and recipe.optim != "adamw"
+    size = 4 if rounds_stochastically else {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
     states = sum(
-        state_bytes(recipe.optim, tuple(p.shape), size or p.element_size(), recipe.optim_args, in_layer=id(p) in inside)
-        for p in stepped
+        state_bytes(
+            recipe.optim, tuple(p.shape), size or p.element_size(), recipe.optim_args, in_layer=id(p) in layer_ids
+        )
+        for p in updated
         if p.requires_grad
     )
     terms = {"weights": weights, "optimizer": states, "gradients": 0 if step.gradients == "layer" else trained}
-    given = recipe.engine.host_memory
-    room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
-    if sum(terms.values()) <= room:
+    host_memory = recipe.engine.host_memory
+    usable_bytes = usable_host_bytes() if host_memory == "auto" else parse_size(host_memory, where="engine.host_memory")
+    if sum(terms.values()) <= usable_bytes:
         return
     shown = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items() if size)
-    what, key = ("weights", "engine.weights") if waits else ("optimizer", "engine.optimizer")
-    freed = (
-        "" if step.gradients == "layer" or not waits else "write optim_in_backward: true, which keeps few gradients; "
+    noun, key = ("weights", "engine.weights") if keeps_weights_on_host else ("optimizer", "engine.optimizer")
+    advice = (
+        ""
+        if step.gradients == "layer" or not keeps_weights_on_host
+        else "write optim_in_backward: true, which keeps few gradients; "
     )
     raise ArgumentError(
-        f"the host's memory is too small for the {what}: needed {shown}; usable {show_size(room)}",
+        f"the host's memory is too small for the {noun}: needed {shown}; usable {show_size(usable_bytes)}",
         where=key,
-        fix=f"{freed}train adapters (finetuning_type: lora), or use a machine with more memory",
+        fix=f"{advice}train adapters (finetuning_type: lora), or use a machine with more memory",
     )
 
 
@@ -172,14 +184,17 @@ def _move_to_device(recipe: ModelSettings, model: Any, device: torch.device) -> 
     return model
 
 
-def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase, new: Sequence[int]) -> None:
-    tokens = tokenizer.convert_ids_to_tokens(list(new))
+def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[int]) -> None:
+    tokens = tokenizer.convert_ids_to_tokens(list(new_tokens))
     shown = ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
-    whole = "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
+    full_fine_tuning_fix = (
+        "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
+    )
     raise ArgumentError(
         f"the vocabulary lacks {shown}; embeddings cannot be resized under ZeRO-3 or FSDP2",
         where="added_tokens" if recipe.added_tokens else "special_tokens",
-        fix="write deepspeed: zero2" + (f"{whole} as the model" if recipe.finetuning_type == "full" else ""),
+        fix="write deepspeed: zero2"
+        + (f"{full_fine_tuning_fix} as the model" if recipe.finetuning_type == "full" else ""),
     )
 
 
@@ -194,28 +209,31 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
     return _add_adapters(recipe, models.small_like(model, decoder_layers(model), seed=recipe.seed).to(device))
 
 
-def make_model_alone(recipe: ModelSettings, device: torch.device) -> Any:
+def make_model_without_data(recipe: ModelSettings, device: torch.device) -> Any:
     """Return the model without its data; its vocabulary has the size that the recipe gives for a new tokenizer."""
-    base = _make_base_alone(
+    base = _make_base_without_data(
         recipe, _loading_device(recipe, device), recipe.model_name_or_path, _quantisation_change(recipe)
     )
     return _move_to_device(recipe, _add_adapters(recipe, base), device)
 
 
-def make_reference_alone(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
+def make_reference_without_data(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     """Return the reference model without tokenizer or data: the model ``name``, or a copy of the recipe's model."""
-    model = _make_base_alone(recipe, _loading_device(recipe, device), name or recipe.model_name_or_path)
+    model = _make_base_without_data(recipe, _loading_device(recipe, device), name or recipe.model_name_or_path)
     return _move_to_device(recipe, model, device).requires_grad_(False).eval()
 
 
-def _make_base_alone(
-    recipe: ModelSettings, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
+def _make_base_without_data(
+    recipe: ModelSettings,
+    device: torch.device,
+    name: str | None,
+    quantisation_change: models.QuantisationChange | None = None,
 ) -> Any:
     size = _trained_vocabulary_size(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
     frozen = name != recipe.model_name_or_path
-    return _make_base_model(recipe, device, size, {}, name=name, change=change, frozen=frozen)
+    return _make_base_model(recipe, device, size, {}, name=name, quantisation_change=quantisation_change, frozen=frozen)
 
 
 def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
@@ -226,16 +244,16 @@ def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: 
 def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
     """Return the model on ``meta``, with its adapters; ``device`` decides its quantisation."""
     model = _make_blueprint(recipe, device, None)
-    size, named = model.get_input_embeddings().weight.shape[0], _count_added_tokens(recipe)
-    new = range(size - named, size) if recipe.model_name_or_path is not None else range(0)
+    size, num_added = model.get_input_embeddings().weight.shape[0], _count_added_tokens(recipe)
+    new_tokens = range(size - num_added, size) if recipe.model_name_or_path is not None else range(0)
     with torch.device("meta"):
-        return _add_adapters(recipe, model, new)
+        return _add_adapters(recipe, model, new_tokens)
 
 
 def _make_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
-    own: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
+    source: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
     return models.blueprint(
-        own if name is None else name,
+        source if name is None else name,
         models.ModelOptions(
             weights_dtype(recipe, frozen=name not in (None, recipe.model_name_or_path)),
             choose_quantization(recipe, device),
@@ -275,18 +293,18 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
                 where=key,
                 fix="use a rate such as 1e-5 (full) or 1e-4 (lora)",
             )
-    places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
+    layer_places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
     groups = optim.NameGroups(
         [group.match for group in recipe.lr_groups],
         [name for name, parameter in model.named_parameters() if parameter.requires_grad],
     )
 
-    def scale_of(name: str) -> float:
+    def rate_scale_of(name: str) -> float:
         group = groups.find(name)
-        own = None if group is None else recipe.lr_groups[group].learning_rate
-        if own is not None:
-            return own / recipe.learning_rate
-        return recipe.lr_layer_decay ** places.layers_above(name)
+        own_rate = None if group is None else recipe.lr_groups[group].learning_rate
+        if own_rate is not None:
+            return own_rate / recipe.learning_rate
+        return recipe.lr_layer_decay ** layer_places.layers_above(name)
 
     def decay_of(name: str) -> float | None:
         group = groups.find(name)
@@ -304,11 +322,15 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         args=recipe.optim_args,
     )
     return optim.build_optimizer(
-        choice, model.named_parameters(), scale_of=scale_of, decay_of=decay_of, is_in_layer=places.is_in_layer
+        choice,
+        model.named_parameters(),
+        scale_of=rate_scale_of,
+        decay_of=decay_of,
+        is_in_layer=layer_places.is_in_layer,
     )
 
 
-def train_largest(recipe: OptimizerSettings, model: nn.Module) -> None:
+def train_largest_block(recipe: OptimizerSettings, model: nn.Module) -> None:
     """For an optimizer that trains one block at a time, freeze all weights except the most expensive block."""
     if recipe.step_kind.gradients == "block":
         if recipe.finetuning_type == "full":
@@ -342,16 +364,19 @@ def _make_base_model(
     token_ids: dict[str, int],
     *,
     name: str | None,
-    sharing: train.World | None = None,
-    change: models.QuantisationChange | None = None,
+    sharing_world: train.World | None = None,
+    quantisation_change: models.QuantisationChange | None = None,
     frozen: bool = False,
 ) -> Any:
     """Return the model ``name``, or a new model, without adapters; ``frozen`` if it is not the trained model."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
-    options, remote = models.ModelOptions(dtype, quantization, _rope_change(recipe), change), recipe.trust_remote_code
-    if sharing is not None and quantization is None:
+    options, remote = (
+        models.ModelOptions(dtype, quantization, _rope_change(recipe), quantisation_change),
+        recipe.trust_remote_code,
+    )
+    if sharing_world is not None and quantization is None:
         if name is not None:
-            return sharing.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
+            return sharing_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
         assert recipe.model is not None, "the schema asks for a model"
         return models.defer_init(
             recipe.model.init,
@@ -359,7 +384,7 @@ def _make_base_model(
             vocab_size=vocab_size,
             token_ids=token_ids,
             seed=recipe.seed,
-            draw=sharing.is_main,
+            draw=sharing_world.is_main,
         )
     if name is not None:
         return models.load_model(

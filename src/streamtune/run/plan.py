@@ -45,14 +45,14 @@ from streamtune.run.cluster import (
     SharedLimit,
     cluster_of,
     links_for,
-    longest_if_shared,
+    longest_rows_if_shared,
     micro_batches_per_step,
 )
-from streamtune.run.data import blame_recipe
+from streamtune.run.data import locate_errors_in_recipe
 from streamtune.run.device import choose_device, known_peak_flops, make_schedule, prepare_libraries
-from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
+from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest_block
 from streamtune.run.plan_cache import PlanOptions
-from streamtune.run.weight_choices import Settings, first_fitting, placements, with_best_precision
+from streamtune.run.weight_choices import Settings, first_fitting_choice, placement_choices, with_best_precision
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.tasks import Task, task_of
 
@@ -64,7 +64,7 @@ Memory of weights, gradients and optimizer is not counted.
 
 
 SMALL_FRACTION = 0.5
-"""Fraction of device memory. If weights, gradients and optimizer take less, some schedule usually fits."""
+"""Fraction of device memory. If weights, gradients and optimizer need less, some schedule usually fits."""
 
 USUAL_STEPS = 6
 """Typical number of simulated steps in a plan, shown in progress messages."""
@@ -79,15 +79,15 @@ class RecipePlan:
         model_name: Class of the model.
         parameters: Number of parameters.
         length: Tokens of a row, or of a prompt with its longest completion.
-        here: True if the plan is for the local device.
+        is_local_device: True if the plan is for the local device.
         scored: Completions of a micro-batch; None if the objective scores none.
         cluster: Ranks of the step. The bytes of the plan are per rank.
         micro_batches: Number of micro-batches of a rank in an optimizer step.
-        wider: Longest rows if more ranks share each sequence; empty if the recipe fixes ``sequence_parallel_size``.
+        longest_rows: Longest rows if more ranks share each sequence; empty if the recipe sets this number of ranks.
         flops: FLOPs of the model in a step, of all ranks (``simulate.workload``).
         peak_flops: FLOP/s of one device, from the recipe or its data sheet; None if unknown.
         select_flops: FLOPs of a rank to choose the rows of a step; 0 if rows are not chosen.
-        positions: Advice if rows exceed the model's positions; None if they do not.
+        position_advice: Advice if rows exceed the model's positions; None if they do not.
     """
 
     loaded: LoadedRecipe
@@ -97,16 +97,16 @@ class RecipePlan:
     layers: int
     length: int
     device_name: str
-    here: bool
+    is_local_device: bool
     plan: Plan
     scored: Scored | None
     cluster: Cluster = field(default_factory=Cluster)
     micro_batches: int = 1
-    wider: tuple[SharedLimit, ...] = ()
+    longest_rows: tuple[SharedLimit, ...] = ()
     flops: int = 0
     peak_flops: float | None = None
     select_flops: int = 0
-    positions: str | None = None
+    position_advice: str | None = None
 
     @property
     def select_seconds(self) -> float:
@@ -141,7 +141,7 @@ class RecipePlan:
 
 @dataclass(frozen=True)
 class LongestStep:
-    """The longest micro-batch of a run, and the bytes of a second model beside the trained one.
+    """The longest micro-batch of a run, and the bytes of a second model in addition to the trained model.
 
     Attributes:
         length: Tokens of the longest row, or of the longest completion with its prompt.
@@ -162,7 +162,7 @@ class PlanInputs:
         cluster: Ranks of the run.
         resumed_schedule: Schedule of the resumed run. It is used again, for bit-equal losses, if it fits and the recipe
             allows it.
-        failed_schedule: Schedule that ran out of memory. The new one uses less, even if the recipe fixes the schedule.
+        failed_schedule: Schedule that ran out of memory. The new schedule uses less, even if the recipe fixes one.
         fixed: Fields of the schedule that the planner may not choose, besides the fields that the recipe gives.
     """
 
@@ -186,32 +186,37 @@ def plan_recipe(
         UserError: A name is unknown, or no schedule fits; ``where`` is the line of the recipe.
     """
     recipe = loaded.recipe
-    with blame_recipe(loaded):
-        target, here = _planned_device(recipe, options)
-        prepare_libraries(here)
-        device = here if target is None else torch.device("cuda")
+    with locate_errors_in_recipe(loaded):
+        target, local_device = _planned_device(recipe, options)
+        prepare_libraries(local_device)
+        device = local_device if target is None else torch.device("cuda")
         model_of = blueprint_cache(device)
         model = model_of(with_best_precision(recipe))
         length = options.length or recipe.max_length
-        if length < task_of(recipe).shortest:
+        if length < task_of(recipe).min_row_tokens:
             raise ArgumentError(
-                f"a prompt with its completion must have at least {task_of(recipe).shortest} tokens, found {length}",
+                f"a prompt with its completion must have at least {task_of(recipe).min_row_tokens} tokens, found "
+                f"{length}",
                 where="max_length" if options.length is None else "--length",
             )
-        cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), links_for(target, here))
-        limits = _memory_limits(recipe.engine, options, target, here, cluster)
-        rates = sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
+        cluster = cluster_of(
+            recipe, model, RequestedRanks(options.ranks, options.nodes), links_for(target, local_device)
+        )
+        limits = _memory_limits(recipe.engine, options, target, local_device, cluster)
+        rates = sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, local_device, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         recipe, workload, chosen = _plan_first_that_fits(
-            placements(recipe, limits, cluster),
+            placement_choices(recipe, limits, cluster),
             lambda choice: recipe_workload(choice, model_of(choice), length, device, cluster=cluster),
             limits,
             rates,
             announce_simulations(notify),
         )
         model = model_of(recipe)
-        wider = tuple(longest_if_shared(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
+        longest_rows = (
+            tuple(longest_rows_if_shared(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
+        )
     base = base_of(model)
     return RecipePlan(
         loaded=replace(loaded, recipe=recipe),
@@ -220,17 +225,17 @@ def plan_recipe(
         dtype=str(base.dtype).removeprefix("torch."),
         layers=len(decoder_layers(model)),
         length=length,
-        device_name=target.title if target else device_name(here),
-        here=target is None,
+        device_name=target.title if target else device_name(local_device),
+        is_local_device=target is None,
         plan=chosen,
         scored=workload.scored,
         cluster=cluster,
         micro_batches=workload.micro_batches,
-        wider=wider,
+        longest_rows=longest_rows,
         flops=cluster.data_size * chosen.flops,
-        peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
+        peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, local_device)),
         select_flops=_select_flops(recipe, workload),
-        positions=models.describe_positions(base, length),
+        position_advice=models.describe_positions(base, length),
     )
 
 
@@ -251,14 +256,14 @@ def _plan_first_that_fits(
     """Return the first choice for which a schedule fits, with its workload and the plan of its fastest schedule."""
     first, workload = choices[0], workload_of(choices[0])
     if first.engine.schedule == "fixed":
-        choice = first_fitting(choices, workload_of, limits, simulate=simulate)
+        choice = first_fitting_choice(choices, workload_of, limits, simulate=simulate)
         workload = workload_of(choice)
         return choice, workload, evaluate_schedule(workload, make_schedule(choice.engine), limits, rates)
     if len(choices) > 1 and resident_memory(workload).on_device <= SMALL_FRACTION * limits.device:
         with suppress(NothingFitsError):  # usually something fits
-            found = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
-            return first, workload, found
-    choice = first_fitting(choices, workload_of, limits, simulate=simulate)
+            plan = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
+            return first, workload, plan
+    choice = first_fitting_choice(choices, workload_of, limits, simulate=simulate)
     workload = workload_of(choice)
     return choice, workload, choose(workload, limits, rates, fixed=choice.engine.written(), simulate=simulate)
 
@@ -269,8 +274,8 @@ def place_recipe(
     device: torch.device,
     completions: Callable[[Any], Completions | None] = lambda model: None,
     *,
-    sizes: EngineSpec | None = None,
-    rows: int | None = None,
+    memory_spec: EngineSpec | None = None,
+    batch_size: int | None = None,
     resumed: bool = False,
     cluster_of: Callable[[Any], Cluster] | None = None,
 ) -> Settings:
@@ -283,37 +288,37 @@ def place_recipe(
         length: Tokens of the longest row, or of the longest completion with its prompt.
         device: Device of this rank.
         completions: Returns the completions of a micro-batch, given the model on ``meta``.
-        sizes: Memory sizes to plan with; None takes the recipe's.
-        rows: Number of rows in a micro-batch; None takes the recipe's.
+        memory_spec: Memory sizes to plan with; None takes the recipe's.
+        batch_size: Number of rows in a micro-batch; None takes the recipe's.
         resumed: True for a resumed run, whose precision the recipe already has.
         cluster_of: Returns the ranks of the run, given the model on ``meta``; None for one rank.
     """
     model_of = blueprint_cache(device)
     first = recipe if resumed else with_best_precision(recipe)
     cluster = Cluster() if cluster_of is None else cluster_of(model_of(first))
-    limits = _memory_limits(sizes or recipe.engine, PlanOptions(), None, device, cluster)
-    choices = placements(recipe, limits, cluster, resumed=resumed)
+    limits = _memory_limits(memory_spec or recipe.engine, PlanOptions(), None, device, cluster)
+    choices = placement_choices(recipe, limits, cluster, resumed=resumed)
     if len(choices) == 1:
         return choices[0]
     scored = completions(model_of(first))
 
     def workload_of(choice: Settings) -> Workload:
-        held = reference_bytes(task_of(choice), device)
+        second_model_bytes = reference_bytes(task_of(choice), device)
         model = model_of(choice)
-        found = make_workload(choice, model, LongestStep(length, scored, held), device, cluster)
-        return found if rows is None else replace(found, batch_size=rows)
+        workload = make_workload(choice, model, LongestStep(length, scored, second_model_bytes), device, cluster)
+        return workload if batch_size is None else replace(workload, batch_size=batch_size)
 
-    return first_fitting(choices, workload_of, limits)
+    return first_fitting_choice(choices, workload_of, limits)
 
 
 def blueprint_cache(device: torch.device) -> Callable[[ModelSettings], Any]:
     """Return a function that makes the model of a recipe on ``meta`` and caches it by dtype."""
-    made: dict[str, Any] = {}
+    models_by_dtype: dict[str, Any] = {}
 
     def model_of(recipe: ModelSettings) -> Any:
-        if recipe.dtype not in made:
-            made[recipe.dtype] = make_blueprint(recipe, device)
-        return made[recipe.dtype]
+        if recipe.dtype not in models_by_dtype:
+            models_by_dtype[recipe.dtype] = make_blueprint(recipe, device)
+        return models_by_dtype[recipe.dtype]
 
     return model_of
 
@@ -323,7 +328,7 @@ def plan_model(
     model: Any,
     longest: LongestStep,
     device: torch.device,
-    given: PlanInputs | None = None,
+    inputs: PlanInputs | None = None,
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Plan:
@@ -334,52 +339,52 @@ def plan_model(
         model: Model on its device, with its adapters, not yet streamed.
         longest: Longest micro-batch, with whole rows even if ranks share them. Its reference model is loaded.
         device: Device of this rank.
-        given: Ranks of the run and an earlier schedule; None for one rank and no schedule.
+        inputs: Ranks of the run and an earlier schedule; None for one rank and no schedule.
         notify: Called with the name of each long activity before it starts.
 
     Raises:
         ArgumentError: No schedule fits.
     """
-    shape = meta_copy(model)
-    given = given or PlanInputs()
-    limits = _memory_limits(recipe.engine, PlanOptions(), None, device, given.cluster)
+    meta_model = meta_copy(model)
+    inputs = inputs or PlanInputs()
+    limits = _memory_limits(recipe.engine, PlanOptions(), None, device, inputs.cluster)
     # Loaded weights belong to the memory of the step, so their bytes are added to the free memory.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + device_model_bytes(model) + longest.reference_bytes)
-    sizes = recipe.engine
+    spec = recipe.engine
     limits = add_offloaded_weights(
-        limits, model, device_given=sizes.device_memory != "auto", host_given=sizes.host_memory != "auto"
+        limits, model, device_given=spec.device_memory != "auto", host_given=spec.host_memory != "auto"
     )
     rates = local_rates(recipe, model, device, notify)
-    workload = make_workload(recipe, shape, longest, device, given.cluster)
-    written = {**recipe.engine.written(), **given.fixed}
-    if given.failed_schedule is not None:
-        return _plan_smaller(workload, given.failed_schedule, limits, rates, written)
+    workload = make_workload(recipe, meta_model, longest, device, inputs.cluster)
+    fixed_fields = {**recipe.engine.written(), **inputs.fixed}
+    if inputs.failed_schedule is not None:
+        return _plan_smaller(workload, inputs.failed_schedule, limits, rates, fixed_fields)
     if recipe.engine.schedule == "fixed":
         return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
-    keep = given.resumed_schedule
-    if keep is not None and {**as_fixed_fields(keep), **written} == as_fixed_fields(keep):
-        earlier = evaluate_schedule(workload, keep, limits, rates)
+    resumed_schedule = inputs.resumed_schedule
+    if resumed_schedule is not None and {**as_fixed_fields(resumed_schedule), **fixed_fields} == as_fixed_fields(resumed_schedule):
+        earlier = evaluate_schedule(workload, resumed_schedule, limits, rates)
         if earlier.fits:
             return earlier
         notify(
             "the schedule of the resumed run no longer fits; another schedule gives the same gradient, up to rounding"
         )
-    return choose(workload, limits, rates, fixed=written)
+    return choose(workload, limits, rates, fixed=fixed_fields)
 
 
 def _plan_smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates, written: dict[str, Any]) -> Plan:
     """Return the plan of the fastest schedule that needs less memory than ``failed``, which ran out of memory."""
     simulation = evaluate_schedule(workload, failed, limits, rates).simulation
-    stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-    given = {name: value for name, value in written.items() if name in ("offload_dir", *GIVEN)}
-    for part in MEMORY_FRACTIONS:
-        room = int((stays + part * (simulation.peak_bytes - stays)) / (1 - limits.margin))
-        smaller = replace(limits, device_bytes=min(limits.device_bytes, room))
+    fixed_bytes = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+    fixed_fields = {name: value for name, value in written.items() if name in ("offload_dir", *GIVEN)}
+    for fraction in MEMORY_FRACTIONS:
+        device_bytes = int((fixed_bytes + fraction * (simulation.peak_bytes - fixed_bytes)) / (1 - limits.margin))
+        smaller = replace(limits, device_bytes=min(limits.device_bytes, device_bytes))
         try:
-            return choose(workload, smaller, rates, fixed=given)
+            return choose(workload, smaller, rates, fixed=fixed_fields)
         except ArgumentError:
-            if part == MEMORY_FRACTIONS[-1]:
+            if fraction == MEMORY_FRACTIONS[-1]:
                 raise
     raise AssertionError("the last one returns or raises")
 
@@ -391,8 +396,8 @@ def announce_simulations(notify: Callable[[str], None]) -> Simulate:
     def run(workload: Workload, schedule: Schedule) -> Simulation:
         nonlocal count
         count += 1
-        usual = f" (most plans simulate {USUAL_STEPS})" if count <= USUAL_STEPS else ""
-        notify(f"planning: simulating step {count}{usual}")
+        suffix = f" (most plans simulate {USUAL_STEPS})" if count <= USUAL_STEPS else ""
+        notify(f"planning: simulating step {count}{suffix}")
         return simulate(workload, schedule)
 
     return run
@@ -414,7 +419,7 @@ def make_workload(
         device: Device whose kernels are simulated.
         cluster: Ranks that share the step; None for one rank.
     """
-    train_largest(recipe, model)
+    train_largest_block(recipe, model)
     return Workload(
         make_model=lambda: model,
         length=longest.length,
@@ -467,7 +472,7 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
     Raises:
         UnsupportedModelError: Prompts cannot be shared, but the recipe has ``share_prefix: always``.
     """
-    if not task.may_share:
+    if not task.may_share_prompts:
         return False
     tree = Scored(((5, (6, 6)),))
     workload = Workload(lambda: model, tree.length, device_type=device.type, completions=lambda length, size: tree)
@@ -483,7 +488,7 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
 
 def reference_bytes(task: Task[Any], device: torch.device) -> int:
     """Return the bytes of a reference model's weights on the device, from its configuration; 0 without one."""
-    if not task.holds_reference:
+    if not task.has_second_model:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
     if task.recipe.engine.weights == "host":
@@ -492,29 +497,29 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
 
 
 def device_to_simulate(
-    recipe: EngineKeys, name: str | None, device_bytes: int | None, here: torch.device
+    recipe: EngineKeys, device_name_option: str | None, device_bytes: int | None, local_device: torch.device
 ) -> Device | None:
     """Return the device of the table to plan for; None for the local device.
 
     Args:
         recipe: Recipe with the key ``device``.
-        name: Name of the device on the command line; None if not given.
+        device_name_option: Name of the device on the command line; None if not given.
         device_bytes: Device memory on the command line. If no device is named and there is no local accelerator, the
-            accelerator of the table with the nearest memory is taken.
-        here: Local device.
+            accelerator of the table with the nearest memory size is returned.
+        local_device: Local device.
     """
-    if name is not None:
-        return find_device(name)
-    if device_bytes is not None and here.type == "cpu" and recipe.device != "cpu":
+    if device_name_option is not None:
+        return find_device(device_name_option)
+    if device_bytes is not None and local_device.type == "cpu" and recipe.device != "cpu":
         return nearest_device(device_bytes)
     return None
 
 
-def device_memory_bytes(device: Device | None, here: torch.device) -> int:
+def device_memory_bytes(device: Device | None, local_device: torch.device) -> int:
     """Return the bytes of device memory to plan with: all memory of ``device``, or free memory of the local device."""
     if device is not None:
         return device.memory_bytes
-    return usable_host_bytes() if here.type == "cpu" else free_device_bytes(here)
+    return usable_host_bytes() if local_device.type == "cpu" else free_device_bytes(local_device)
 
 
 # --- available memory -------------------------------------------------------------------------------------------------
@@ -522,24 +527,24 @@ def device_memory_bytes(device: Device | None, here: torch.device) -> int:
 
 def _planned_device(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | None, torch.device]:
     """Return the device of the table to plan for (None for the local device), and the local device."""
-    here = torch.device("cpu") if options.device else choose_device(recipe.device)
+    local_device = torch.device("cpu") if options.device else choose_device(recipe.device)
     size = options.device_memory
-    asked = parse_size(size, where="--device-memory") if size is not None else None
-    return device_to_simulate(recipe, options.device, asked, here), here
+    device_bytes = parse_size(size, where="--device-memory") if size is not None else None
+    return device_to_simulate(recipe, options.device, device_bytes, local_device), local_device
 
 
 def _memory_limits(
-    spec: EngineSpec, options: PlanOptions, target: Device | None, here: torch.device, cluster: Cluster
+    spec: EngineSpec, options: PlanOptions, target: Device | None, local_device: torch.device, cluster: Cluster
 ) -> Limits:
     """Return the memory to plan with, per rank: from the command line, else the recipe, else the device.
 
     If no device size is given: all memory of a device from the table, or the free memory of the local device. The ranks
     of a machine share its host memory and disk.
     """
-    on_cpu = target is None and here.type == "cpu"
+    on_cpu = target is None and local_device.type == "cpu"
     device_bytes = _parse_size(options.device_memory, spec.device_memory, "device_memory")
     if device_bytes is None:
-        device_bytes = device_memory_bytes(target, here)
+        device_bytes = device_memory_bytes(target, local_device)
     host_bytes = _parse_size(options.host_memory, spec.host_memory, "host_memory")
     disk_bytes = _parse_size(options.disk_memory, spec.disk_memory, "disk_memory")
     if disk_bytes is None:

@@ -73,19 +73,19 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
 
 def _describe_folder(folder: Path) -> list[Any]:
     """Return the facts of a folder that decide a plan: hashes of files that are read, size and date of others."""
-    found: list[Any] = []
+    facts_of_files: list[Any] = []
     for path in sorted(folder.iterdir()):
         try:
-            facts = path.stat()
+            file_stat = path.stat()
         except FileNotFoundError:  # a dangling link
-            facts = path.lstat()
-        if not stat.S_ISREG(facts.st_mode):
-            found.append([path.name, stat.S_IFMT(facts.st_mode)])
+            file_stat = path.lstat()
+        if not stat.S_ISREG(file_stat.st_mode):
+            facts_of_files.append([path.name, stat.S_IFMT(file_stat.st_mode)])
         elif path.suffix in HASHED_SUFFIXES:
-            found.append([path.name, _hash_file(path)])
+            facts_of_files.append([path.name, _hash_file(path)])
         else:
-            found.append([path.name, facts.st_size, facts.st_mtime_ns])
-    return found
+            facts_of_files.append([path.name, file_stat.st_size, file_stat.st_mtime_ns])
+    return facts_of_files
 
 
 def _describe_deepspeed(recipe: Recipe) -> str | None:

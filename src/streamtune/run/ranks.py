@@ -1,7 +1,7 @@
 """Resolve a recipe for the ranks of the run, join the process group, and make the training backend.
 
 make_world     joins the process group, and returns the rank of this process
-check_layout   checks that the number of ranks suits the recipe
+check_rank_layout   checks that the number of ranks suits the recipe
 make_backend   DDP, FSDP2 or DeepSpeed, as the recipe says; or a backend for one device
 """
 
@@ -28,7 +28,7 @@ from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.run.model import choose_quantization, make_optimizer, shares_weights
 from streamtune.tasks import TASKS, Task
-from streamtune.tasks.steps import accumulation
+from streamtune.tasks.steps import count_micro_batches
 from streamtune.tasks.task import Notify
 
 
@@ -50,7 +50,7 @@ def leave_ranks() -> None:
 def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) -> train.World:
     """Join the ranks of this run from the launcher's environment variables; without them there is one rank."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    check_layout(recipe, size, shares_weights=shares_weights)
+    check_rank_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
         return train.WORLD
     from streamtune.distributed.pytorch import join_process_group
@@ -63,36 +63,36 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
     return train.World(int(os.environ["RANK"]), size, recipe.sequence_parallel_size)
 
 
-def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
+def check_rank_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
     """Check that the recipe can run on ``size`` ranks, and return the world as rank 0 sees it; no group is joined.
 
     Raises:
         ArgumentError: The recipe cannot run on this number of ranks; ``where`` is the key.
     """
-    together = recipe.sequence_parallel_size
-    if size % together:
+    sequence_size = recipe.sequence_parallel_size
+    if size % sequence_size:
         raise ArgumentError(
-            f"the number of ranks must be a multiple of {together}, found {size}",
+            f"the number of ranks must be a multiple of {sequence_size}, found {size}",
             where="sequence_parallel_size",
-            fix=f"start a multiple of {together} ranks with --nproc, or lower sequence_parallel_size",
+            fix=f"start a multiple of {sequence_size} ranks with --nproc, or lower sequence_parallel_size",
         )
-    alone = {
+    single_rank_keys = {
         "engine.weights": recipe.engine.weights == "host",
         "engine.optimizer": recipe.engine.optimizer == "host",
         "optim_in_backward": recipe.optim_in_backward,
     }
-    if size > 1 and any(alone.values()):
-        key = next(name for name, chosen in alone.items() if chosen)
+    if size > 1 and any(single_rank_keys.values()):
+        key = next(name for name, is_set in single_rank_keys.items() if is_set)
         raise ArgumentError(
             f"'{key}' works on one device only, and the run has {size} ranks",
             where=key,
             fix="start one rank, or delete the line and write deepspeed: zero3_offload",
         )
     if shares_weights:  # known from a DeepSpeed file; presets are checked when the recipe is read
-        for key, what, fix in recipe.needs_whole_weights():
-            raise ArgumentError(what, where=key, fix=fix)
-    world = train.World(0, size, together)
-    accumulation(recipe, world)
+        for key, problem, fix in recipe.needs_whole_weights():
+            raise ArgumentError(problem, where=key, fix=fix)
+    world = train.World(0, size, sequence_size)
+    count_micro_batches(recipe, world)
     return world
 
 
@@ -178,7 +178,7 @@ def load_weights_by_layer(
     layers: list[nn.Module],
     world: train.World,
     device: torch.device | None,
-    share: Callable[[nn.Module], None],
+    shard: Callable[[nn.Module], None],
 ) -> None:
     """Load the weights of a model on ``meta``, one layer at a time; do nothing for a model with weights.
 
@@ -187,7 +187,7 @@ def load_weights_by_layer(
         layers: Decoder layers of the model.
         world: Ranks that share the weights.
         device: Device of this rank.
-        share: Function that shards the weights of a module between the ranks.
+        shard: Function that shards the weights of a module between the ranks.
     """
     source = models.deferred_of(model)
     if source is None:
@@ -195,7 +195,7 @@ def load_weights_by_layer(
     from streamtune.distributed.pytorch import load_sharded_weights
 
     assert device is not None, "deferred weights need a device"
-    load_sharded_weights(model, layers, source, device=device, run_on_rank_0=world.run_on_rank_0, shard=share)
+    load_sharded_weights(model, layers, source, device=device, run_on_rank_0=world.run_on_rank_0, shard=shard)
 
 
 def shard_reference(
@@ -243,7 +243,7 @@ def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -
     DeepSpeed counts batches per rank, also if several ranks share the same rows.
     """
     layers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    steps = accumulation(recipe, world)
+    steps = count_micro_batches(recipe, world)
     return {
         "train_micro_batch_size_per_gpu": recipe.per_device_train_batch_size,
         "gradient_accumulation_steps": steps,
@@ -260,7 +260,7 @@ def deepspeed_values(recipe: TrainingSettings, model: Any, world: train.World) -
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunSetup:
     """A recipe with everything that follows from it on this device and these ranks."""
 
     loaded: LoadedRecipe
@@ -295,7 +295,7 @@ class Setup:
         return self.recipe.per_device_train_batch_size * self.micro_batches * self.world.data_size
 
 
-def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> Setup:
+def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> RunSetup:
     """Check the settings of the objective, choose the device, join the ranks, and return the setup of the run.
 
     Raises:
@@ -303,7 +303,7 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> Setup:
         DistributedError: The ranks differ in versions or recipe, or cannot reach each other.
     """
     recipe = loaded.recipe
-    task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
+    task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
     check_reference_start(task)
     device = device_of_rank(choose_device(recipe.device))
     if recipe.deterministic:
@@ -312,9 +312,9 @@ def resolve_setup(loaded: LoadedRecipe, notify: Notify) -> Setup:
     optim.check_optimizer(recipe.optim, device.type)
     prepare_libraries(device)
     check_ranks_agree(_shared_settings(recipe))
-    shares = shares_weights(recipe)
-    world = make_world(recipe, device, shares_weights=shares)
-    return Setup(loaded, task, device, world, quantization, shares, accumulation(recipe, world))
+    is_weight_sharded = shares_weights(recipe)
+    world = make_world(recipe, device, shares_weights=is_weight_sharded)
+    return RunSetup(loaded, task, device, world, quantization, is_weight_sharded, count_micro_batches(recipe, world))
 
 
 def check_reference_start(task: Task[Any]) -> None:
@@ -326,7 +326,7 @@ def check_reference_start(task: Task[Any]) -> None:
     Raises:
         ArgumentError: No reference is named, and training starts from such adapters.
     """
-    if not task.compares or task.reference_name is not None:
+    if not task.uses_reference or task.reference_name is not None:
         return
     if task.recipe.starts_from_quantisation:
         raise ArgumentError(

@@ -48,7 +48,7 @@ def load_reference(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     *,
-    sharing: train.World | None = None,
+    sharing_world: train.World | None = None,
 ) -> Any | None:
     """Return the reference as a second model; None if it is the trained model without its adapters.
 
@@ -57,7 +57,7 @@ def load_reference(
         model: Trained model; None if it is not loaded and a reference is named.
         tokenizer: Tokenizer of the data.
         device: Device of this rank.
-        sharing: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
+        sharing_world: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
 
     Raises:
         ArgumentError: The model does not exist, or its vocabulary differs.
@@ -66,9 +66,9 @@ def load_reference(
     if name is None:
         if recipe.finetuning_type != "full":
             return None
-        return _freeze(make_reference_model(recipe, tokenizer, device, sharing=sharing))
+        return _freeze(make_reference_model(recipe, tokenizer, device, sharing_world=sharing_world))
     try:
-        reference = make_reference_model(recipe, tokenizer, device, name=name, sharing=sharing)
+        reference = make_reference_model(recipe, tokenizer, device, name=name, sharing_world=sharing_world)
     except UserError as error:
         error.where = task.reference_key
         raise
@@ -88,10 +88,14 @@ def make_reference(
         second_model: Second model from :func:`load_reference`; None for the trained model without its adapters.
         closing: Exit stack; if DeepSpeed shards the reference, its engine is destroyed when the stack closes.
     """
-    if not start.task.compares:
+    if not start.task.uses_reference:
         return None
     return reference_model(
-        start.task, model, handle, second_model, _weight_loader(start, closing) if second_model is not None else None
+        start.task,
+        model,
+        handle,
+        second_model,
+        _make_shard_loader(start, closing) if second_model is not None else None,
     )
 
 
@@ -100,17 +104,17 @@ def reference_model(
     model: Any,
     handle: StreamHandle | None,
     second_model: Any | None,
-    share: Callable[[Any, Any], None] | None = None,
+    load_shards: Callable[[Any, Any], None] | None = None,
 ) -> train.ModelReference:
     """Return the reference ``second_model``, or the model without its adapters; streamed if the model is streamed."""
     if handle is not None and second_model is not None:
-        return stream_reference(second_model, handle, temperature=task.temperature, share=share)
+        return stream_reference(second_model, handle, temperature=task.temperature, load_shards=load_shards)
     called = model if second_model is None else second_model
     scorer: Any = PlainScores(called) if handle is None else handle
     return train.ModelReference(called, scorer, temperature=task.temperature)
 
 
-def cached_logps(
+def load_or_compute_logps(
     start: Start,
     model: Any,
     handle: StreamHandle,
@@ -123,67 +127,75 @@ def cached_logps(
     recipe, world, notify = start.recipe, start.world, start.notify
     # A resumed run has the cache key in its checkpoint, because its model has changed since the start.
     # If the reference was allowed to change, its log-probs are computed again.
-    same = start.checkpoint is not None and not start.changed_file_keys() & {"base", "adapter", "reference"}
-    known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
-    how = computation_hash(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
-    own = start.task.reference_name is None
-    if known is not None:
-        parts = [how, *([configuration_hash(model, adapters=False)] if own else [])]
-        kept = read_logps(known, notify) if str(known).split("-")[: len(parts)] == parts else None
-        if not world.any_rank(kept is None):
-            assert kept is not None
-            start.identity["reference"] = known
-            return kept
+    is_unchanged = start.checkpoint is not None and not start.changed_file_keys() & {"base", "adapter", "reference"}
+    saved_key = (
+        start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and is_unchanged else None
+    )
+    computation_key = computation_hash(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
+    is_own_model = start.task.reference_name is None
+    if saved_key is not None:
+        parts = [computation_key, *([configuration_hash(model, adapters=False)] if is_own_model else [])]
+        cached = read_logps(saved_key, notify) if str(saved_key).split("-")[: len(parts)] == parts else None
+        if not world.any_rank(cached is None):
+            assert cached is not None
+            start.identity["reference"] = saved_key
+            return cached
         notify("log-probs of the reference are computed again: the cached ones are damaged, missing or outdated")
-    asked: Any = model
-    if not own or (recipe.finetuning_type == "full" and start.checkpoint is not None):
+    scored_model: Any = model
+    if not is_own_model or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
-            asked = load_reference(start.task, model, tokenizer, start.device, sharing=start.sharing)
-    reference = make_reference(start, model, handle, None if asked is model else asked, closing)
+            scored_model = load_reference(start.task, model, tokenizer, start.device, sharing_world=start.sharing)
+    reference = make_reference(start, model, handle, None if scored_model is model else scored_model, closing)
     assert reference is not None, "only a reference has log-probs"
     with doing("reading the reference's weights"):
-        weights = gather_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
-        adapters = asked is not model
-        rows = world.gather_all_ranks(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
-        key = f"{how}-{configuration_hash(asked, adapters=adapters)}-{rows}"
+        weights = gather_weights(recipe, scored_model) if start.shares_weights else scored_model.named_parameters()
+        adapters = scored_model is not model
+        rows_key = world.gather_all_ranks(row_key(weights, batches.reference_trees(), adapters=adapters))[0]
+        key = f"{computation_key}-{configuration_hash(scored_model, adapters=adapters)}-{rows_key}"
     start.identity["reference"] = key
-    kept = None if key == known else read_logps(key, notify)  # read above, and unusable
-    if not world.any_rank(kept is None):
-        assert kept is not None
+    cached = None if key == saved_key else read_logps(key, notify)  # read above, and unusable
+    if not world.any_rank(cached is None):
+        assert cached is not None
         notify("log-probs of the reference were read from the cache")
-        return kept
+        return cached
     with doing("computing log-probs of the reference"):
         trees = map(batches.single_batch, batches.reference_trees())
         return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
 
 
-def _weight_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
+def _make_shard_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
     """Return a function that loads each rank's shard of the reference's weights, if they are loaded later."""
 
-    def share(model: Any, layers: Any) -> None:
+    def load_shards(model: Any, layers: Any) -> None:
         engine = shard_reference(start.recipe, model, layers, start.world, start.device)
         if engine is not None:
             closing.callback(engine.destroy)
 
-    return share
+    return load_shards
 
 
 def stream_reference(
-    model: Any, like: StreamHandle, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
+    model: Any,
+    trained_handle: StreamHandle,
+    *,
+    temperature: float = 1.0,
+    load_shards: Callable[[Any, Any], None] | None = None,
 ) -> train.ModelReference:
     """Return a second model as a streamed reference, with the chunk sizes and sequence ranks of the trained model.
 
     Args:
         model: Model of the reference.
-        like: Handle of the trained model.
+        trained_handle: Handle of the trained model.
         temperature: Temperature that logits are divided by.
-        share: Called with the reference and its decoder layers, to load weights that are loaded later.
+        load_shards: Called with the reference and its decoder layers, to load weights that are loaded later.
     """
-    own = like.schedule
-    chunks = Schedule(chunk_size=own.chunk_size, head_chunk_size=own.head_chunk_size, weights=own.weights)
-    handle = stream(model, schedule=chunks, sequence_parallel=like.sequence_parallel)
-    if share is not None:
-        share(model, handle.layers)
+    schedule = trained_handle.schedule
+    chunks = Schedule(
+        chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size, weights=schedule.weights
+    )
+    handle = stream(model, schedule=chunks, sequence_parallel=trained_handle.sequence_parallel)
+    if load_shards is not None:
+        load_shards(model, handle.layers)
     return train.ModelReference(model, handle, temperature=temperature)
 
 
@@ -206,20 +218,21 @@ def _check_vocabulary(
     key = task.reference_key
     noun = "teacher" if key == "teacher" else "reference"
     fix = f"use a {noun} with the tokenizer of the model, such as its base model"
-    theirs = reference.get_input_embeddings().weight.shape[0]
-    ours = len(tokenizer) if model is None else model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > theirs:
-        what = f"the {noun} '{name}' has an embedding of {theirs:,} rows, but the tokenizer {len(tokenizer):,} tokens"
+    reference_rows = reference.get_input_embeddings().weight.shape[0]
+    model_rows = len(tokenizer) if model is None else model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > reference_rows:
+        what = f"the {noun} '{name}' has an embedding of {reference_rows:,} rows, but the tokenizer "
+        what += f"{len(tokenizer):,} tokens"
         raise ArgumentError(what, where=key, fix=fix)
     try:
         vocabulary = models.load_tokenizer(name, trust_remote_code=task.recipe.trust_remote_code).get_vocab()
     except StreamTuneError:
-        if ours != theirs:
-            what = f"the {noun} '{name}' has a vocabulary of {theirs:,} tokens, but the model of {ours:,}"
+        if model_rows != reference_rows:
+            what = f"the {noun} '{name}' has a vocabulary of {reference_rows:,} tokens, but the model of {model_rows:,}"
             raise ArgumentError(what, where=key, fix=fix) from None
         return
-    known = tokenizer.get_vocab()
-    differing = sum(vocabulary.get(token) != index for token, index in known.items())
+    vocabulary_ids = tokenizer.get_vocab()
+    differing = sum(vocabulary.get(token) != index for token, index in vocabulary_ids.items())
     if differing:
-        what = f"the {noun} '{name}' has another vocabulary: {differing:,} of {len(known):,} tokens differ"
+        what = f"the {noun} '{name}' has another vocabulary: {differing:,} of {len(vocabulary_ids):,} tokens differ"
         raise ArgumentError(what, where=key, fix=fix)

@@ -27,7 +27,7 @@ def predict_run_seconds(run: Run) -> float | None:
     if recipe.objective == "grpo" or recipe.select_rows is not None or run.batches.mixture is not None:
         return None
     cost = RowCost.of_model(run.model)
-    costs = cost.per_token * run.batches.lengths() + cost.per_square * run.batches.squares()
+    costs = cost.per_token * run.batches.lengths() + cost.per_square * run.batches.squared_lengths()
     if not len(costs):
         return None
     epochs = (plan.total_steps - run.first_step) / plan.steps_per_epoch

@@ -19,7 +19,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.base.privacy import redact_values
 from streamtune.recipe.settings import RowSettings
 from streamtune.tasks import Task
-from streamtune.tasks.task import Built, PreparedRows, chat_options
+from streamtune.tasks.task import BuiltRun, PreparedRows, chat_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ SHOWN_TOKENS = 60
 
 
 def write_samples(
-    built: Built, recipe: RowSettings, step: int, stop: train.StopRequest | None = None
+    built: BuiltRun, recipe: RowSettings, step: int, stop: train.StopRequest | None = None
 ) -> list[dict[str, Any]] | None:
     """Return the lines of ``samples.jsonl`` for a step; None if a stop was requested. Called by all ranks.
 
@@ -44,7 +44,7 @@ def write_samples(
         step: Number of the step, written to each line.
         stop: Request to stop, checked before each prompt; None never stops.
     """
-    sample, world, together = recipe.sample, built.world, built.shares_weights
+    sample, world, all_ranks_generate = recipe.sample, built.world, built.shares_weights
     assert sample is not None
     rows = _longest_answered_rows(built.prepared.validation, sample.held_out) if sample.held_out else []
 
@@ -53,28 +53,28 @@ def write_samples(
         written: list[dict[str, Any]] = []
         prompts: list[str | data.Example] = [*sample.prompts, *rows]
         for prompt in prompts:
-            stopped = stop is not None and stop.requested
-            if world.any_rank(stopped) if together else stopped:
+            is_stopped = stop is not None and stop.requested
+            if world.any_rank(is_stopped) if all_ranks_generate else is_stopped:
                 return None
             if isinstance(prompt, str):
                 text = models.sample_text(
                     model,
                     tokenizer,
                     prompt,
-                    models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, in_step=together),
+                    models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, in_step=all_ranks_generate),
                     chat=chat_options(recipe),
                 )
                 written.append({"prompt": prompt, "completion": text})
             else:
-                written.append(_answer_row(model, tokenizer, prompt, in_step=together))
+                written.append(_answer_row(model, tokenizer, prompt, in_step=all_ranks_generate))
         return written
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
     with train.preserve_rng(), train.evaluating(built.model), routers:
-        found = world.run_on_all_ranks(write) if together else world.run_on_rank_0(write)
-    if found is None:
+        samples = world.run_on_all_ranks(write) if all_ranks_generate else world.run_on_rank_0(write)
+    if samples is None:
         return None
-    return [{"step": step, **redact_values(each)} for each in found]
+    return [{"step": step, **redact_values(each)} for each in samples]
 
 
 def _longest_answered_rows(rows: Sequence[data.Example], count: int) -> list[data.Example]:
@@ -97,19 +97,19 @@ def _answer_row(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool)
     """Return the greedy completion of a row's prompt as a line of ``samples.jsonl``, compared with the answer."""
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
-    wanted = ids[begin:end]
+    expected = ids[begin:end]
     ends = models.end_tokens(model, tokenizer)
-    got = models.likeliest_tokens(
-        model, ids[:begin], max_new_tokens=len(wanted), ends=ends, pad=tokenizer.pad_token_id, in_step=in_step
+    generated = models.likeliest_tokens(
+        model, ids[:begin], max_new_tokens=len(expected), ends=ends, pad=tokenizer.pad_token_id, in_step=in_step
     )
-    stop = next((position for position, token in enumerate(wanted) if token in ends), len(wanted))
-    compared = wanted[: stop + 1]  # without tokens that a template writes after the end
+    end_position = next((position for position, token in enumerate(expected) if token in ends), len(expected))
+    expected_ids = expected[: end_position + 1]  # without tokens that a template writes after the end
     shown = tokenizer.decode(ids[max(0, begin - SHOWN_TOKENS) : begin], skip_special_tokens=True)
     return {
         "prompt": f"... {shown}" if begin > SHOWN_TOKENS else shown,
-        "completion": tokenizer.decode(got, skip_special_tokens=True),
-        "expected": tokenizer.decode(compared, skip_special_tokens=True),
-        "right": got == compared,
+        "completion": tokenizer.decode(generated, skip_special_tokens=True),
+        "expected": tokenizer.decode(expected_ids, skip_special_tokens=True),
+        "right": generated == expected_ids,
         "prompt_tokens": begin,
         "row": row.origin,
     }
@@ -122,14 +122,14 @@ def add_stop_tokens(
 
     They become part of the generation config: in checkpoints, in the final model and in its exports.
     """
-    return models.add_ends(model, task.trained_ends(prepared, tokenizer))
+    return models.add_ends(model, task.trained_end_tokens(prepared, tokenizer))
 
 
 def describe_stop_tokens(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
     """Return the added stop tokens in one line, and the stop tokens that the model had before."""
-    own = [token for token in models.ends_of(base_of(model).generation_config) if token not in added]
-    before = f"in addition to {_token_names(own, tokenizer)}" if own else "the model had no stop token"
-    return f"{_token_names(added, tokenizer)}, which end the trained turns; {before} (generation_config.json)"
+    earlier = [token for token in models.ends_of(base_of(model).generation_config) if token not in added]
+    rest = f"in addition to {_token_names(earlier, tokenizer)}" if earlier else "the model had no stop token"
+    return f"{_token_names(added, tokenizer)}, which end the trained turns; {rest} (generation_config.json)"
 
 
 def _token_names(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -23,7 +23,7 @@ from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
-from streamtune.run.ranks import Setup, resolve_setup
+from streamtune.run.ranks import RunSetup, resolve_setup
 from streamtune.run.weight_choices import rounding_warning, with_saved_precision
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
@@ -58,11 +58,11 @@ FREE_KEYS = frozenset(
 """Keys that may change between the start of a run and its resumption."""
 
 
-SHAPE_KEYS = frozenset({"model", "finetuning_type", *ADAPTER_KEYS})
+UNCHANGEABLE_KEYS = frozenset({"model", "finetuning_type", *ADAPTER_KEYS})
 """Keys that cannot change: the checkpoint already has the model that they describe, so a new value has no effect."""
 
 
-NEWER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
+KEYS_ADDED_LATER = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
               "split_special_tokens",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
@@ -77,7 +77,7 @@ NEWER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "defaul
 
 
 @dataclass(frozen=True)
-class Start(Setup):
+class Start(RunSetup):
     """Start of a run: its setup, its directory, and what it must have in common with the run that it resumes."""
 
     directory: train.RunDirectory
@@ -85,9 +85,9 @@ class Start(Setup):
     """Checkpoint to resume from; None starts at the beginning."""
     identity: dict[str, Any]
     """Settings and fingerprints of the run. Fingerprints of files, data and model are added as they become known."""
-    replaces: bool
+    replaces_run: bool
     """True if ``directory`` holds another run, which is moved aside before this run starts."""
-    continued: Mapping[Path, dict[str, Any]]
+    resumed_identities: Mapping[Path, dict[str, Any]]
     """Path of the resumed run directory or checkpoint -> the identity recorded there."""
     allow: frozenset[str]
     """Keys that may differ from the resumed run: recipe keys, ``data``, and keys of ``train.FILES``."""
@@ -118,17 +118,17 @@ class Start(Setup):
         Raises:
             ArgumentError: Another process locked the new directory first.
         """
-        if not self.replaces:
+        if not self.replaces_run:
             return None
         if self.lock is None:
             return self.directory.move_aside()
-        aside = self.lock.move_aside()
+        moved_to = self.lock.move_aside()
         try:
             self.lock.acquire(must_create=True)
         except ArgumentError as error:
-            error.what += f"; the earlier run is now in {aside}"
+            error.what += f"; the earlier run is now in {moved_to}"
             raise
-        return aside
+        return moved_to
 
     def record_data(self, fingerprint: str) -> None:
         """Record the fingerprint of the data, and compare it with the other ranks and the resumed run.
@@ -139,53 +139,53 @@ class Start(Setup):
             DistributedError: The data differs from the data of the other ranks.
             RecipeError: The data differs from the data of the resumed run.
         """
-        before = self._compare_with_resumed()
+        earlier_changes = self._compare_with_resumed()
         check_ranks_agree({"data": fingerprint})
         self.identity["data"] = fingerprint
-        changed = [text for text in self._compare_with_resumed() if text not in before]
+        changed = [text for text in self._compare_with_resumed() if text not in earlier_changes]
         self._notify_changes(changed)
         if changed and self.checkpoint is not None and "epoch" in self.checkpoint.state["stream"]:
             self.checkpoint.state["stream"] = None
             self.notify("the data changed, which --allow-change data permits: it is read again from its beginning")
 
-    def record_files(self, *, hubs: bool = False) -> None:
+    def record_files(self, *, include_hubs: bool = False) -> None:
         """Record the fingerprints of files other than the data. Called before and after the model is loaded.
 
         Args:
-            hubs: True to include models on a hub, whose commits are known after loading.
+            include_hubs: True to include models on a hub, whose commits are known after loading.
 
         Raises:
             ArgumentError: A file changed while it was read, or cannot be read.
             RecipeError: A file differs from the resumed run.
         """
-        known = self._compare_with_resumed()
-        before = self.identity.get("files", {})
-        found = self.world.run_on_rank_0(lambda: self.fingerprint(hubs))
-        for key, value in before.items():
-            if found.get(key) != value:
+        earlier_changes = self._compare_with_resumed()
+        earlier_fingerprints = self.identity.get("files", {})
+        fingerprints = self.world.run_on_rank_0(lambda: self.fingerprint(include_hubs))
+        for key, value in earlier_fingerprints.items():
+            if fingerprints.get(key) != value:
                 raise ArgumentError(
                     f"{train.FILES[key]} changed while the run was starting ({key})",
                     fix="wait until the files are written, and start again",
                 )
-        self.identity["files"] = found
-        self._notify_changes(text for text in self._compare_with_resumed() if text not in known)
+        self.identity["files"] = fingerprints
+        self._notify_changes(text for text in self._compare_with_resumed() if text not in earlier_changes)
 
     def _notify_tokenizer_change(self, files: str | None) -> None:
-        before = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
-        if None not in (before, files) and before != files:
+        saved_files = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
+        if None not in (saved_files, files) and saved_files != files:
             self.notify(
                 "the files of the tokenizer or its chat template changed since the run started; the run keeps the "
                 "tokenizer of its checkpoint"
             )
-        self.identity["tokenizer_files"] = before if self.checkpoint is not None else files
+        self.identity["tokenizer_files"] = saved_files if self.checkpoint is not None else files
 
     @property
     def resets_optimizer(self) -> bool:
         """True if a resumed run has another optimizer or other optimizer options, so that saved states do not fit."""
         if self.checkpoint is None:
             return False
-        before, now = (each.get("recipe", {}) for each in (self.checkpoint.state["identity"], self.identity))
-        pairs = [(each.get("optim") or "adamw", each.get("optim_args") or {}) for each in (before, now)]
+        saved, current = (identity.get("recipe", {}) for identity in (self.checkpoint.state["identity"], self.identity))
+        pairs = [(identity.get("optim") or "adamw", identity.get("optim_args") or {}) for identity in (saved, current)]
         return pairs[0] != pairs[1]
 
     def changed_file_keys(self) -> set[str]:
@@ -193,27 +193,27 @@ class Start(Setup):
         now = self.identity.get("files", {})
         return {
             key
-            for started_as in self.continued.values()
+            for started_as in self.resumed_identities.values()
             for key, value in started_as.get("files", {}).items()
             if now.get(key, value) != value
         }
 
     def copy_unread_fingerprints(self) -> None:
         """Copy from the resumed run the fingerprints of files that this start does not read."""
-        for started_as in self.continued.values():  # the checkpoint comes last, so its fingerprints win
+        for started_as in self.resumed_identities.values():  # the checkpoint comes last, so its fingerprints win
             self.identity["files"] = {**started_as.get("files", {}), **self.identity["files"]}
 
     def _compare_with_resumed(self) -> list[str]:
         """Return the allowed differences from the directory and the checkpoint, without duplicates."""
-        for where, started_as in self.continued.items():
+        for where, started_as in self.resumed_identities.items():
             self._check_rows_per_step(started_as, where)
-        found = (
+        changes = (
             train.check_same_run(
-                started_as, self.identity, where=where, allowed_keys=self.allow, never_allowed_keys=SHAPE_KEYS
+                started_as, self.identity, where=where, allowed_keys=self.allow, never_allowed_keys=UNCHANGEABLE_KEYS
             )
-            for where, started_as in self.continued.items()
+            for where, started_as in self.resumed_identities.items()
         )
-        return list(dict.fromkeys(text for texts in found for text in texts))
+        return list(dict.fromkeys(text for texts in changes for text in texts))
 
     def _check_rows_per_step(self, started_as: Mapping[str, Any], where: Path) -> None:
         """Check that a different number of ranks does not change how many rows a step has.
@@ -223,17 +223,17 @@ class Start(Setup):
         """
         key = "gradient_accumulation_steps"
         ranks = started_as.get("world_size", 1)
-        before, now = started_as.get("recipe", {}), self.identity["recipe"]
-        if key in self.allow or ranks == self.world.size or not before.get(key) or before[key] == now[key]:
+        saved, current = started_as.get("recipe", {}), self.identity["recipe"]
+        if key in self.allow or ranks == self.world.size or not saved.get(key) or saved[key] == current[key]:
             return
-        batch = now["per_device_train_batch_size"]
-        if before.get("per_device_train_batch_size") != batch:
+        batch = current["per_device_train_batch_size"]
+        if saved.get("per_device_train_batch_size") != batch:
             return
         names = [f"{count} rank{'' if count == 1 else 's'}" for count in (ranks, self.world.size)]
         raise RecipeError(
-            f"the run in {where} trains {batch * before[key]} rows per step on {names[0]}, but this recipe trains "
-            f"{batch * now[key]} on {names[1]}",
-            fix=f"write train_batch_size: {batch * before[key]}, which holds on any number of ranks, or start "
+            f"the run in {where} trains {batch * saved[key]} rows per step on {names[0]}, but this recipe trains "
+            f"{batch * current[key]} on {names[1]}",
+            fix=f"write train_batch_size: {batch * saved[key]}, which holds on any number of ranks, or start "
             f"{names[0]}; to resume with other steps, use --allow-change {key}",
         )
 
@@ -278,7 +278,7 @@ def start_run(
         if name not in known:
             fix = did_you_mean(name, known) or f"give a recipe key, or one of: data, {', '.join(train.FILES)}"
             raise ArgumentError(f"--allow-change: unknown name '{name}'", where="--allow-change", fix=fix)
-        if name in SHAPE_KEYS:
+        if name in UNCHANGEABLE_KEYS:
             raise ArgumentError(
                 f"'{name}' cannot change: the checkpoint has the weights of the old value",
                 where="--allow-change",
@@ -287,14 +287,14 @@ def start_run(
     setup = resolve_setup(loaded, notify)
     world = setup.world
     directory = train.RunDirectory(Path(recipe.output_dir))
-    with ExitStack() as held:  # keeps the lock until this function succeeds; then the returned start keeps it
+    with ExitStack() as lock_stack:  # keeps the lock until this function succeeds; then the returned start keeps it
 
-        def look() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None, str]:
+        def inspect_directory() -> tuple[dict[str, Any] | None, tuple[Path, dict[str, Any]] | None, str | None, str]:
             if not dry_run:
-                lock = held.enter_context(directory.lock())
+                lock = lock_stack.enter_context(directory.lock())
                 if not lock.is_effective:
                     notify(f"{directory.path} is not protected from a second start: its file system has no locks")
-                taken.append(lock)
+                locks.append(lock)
             identity = directory.read_identity()
             if identity is not None and resume != "never":
                 of_rows = (directory.selected, directory.path / "completions.jsonl")
@@ -303,13 +303,15 @@ def start_run(
             files = fingerprint_tokenizer_files(recipe)
             return identity, None if found is None else (found.path, found.state), files, date.today().isoformat()
 
-        taken: list[train.DirectoryLock] = []
-        before, kept, tokenizer_files, today = world.run_on_rank_0(look)
-        checkpoint = None if kept is None else train.Checkpoint(*kept)
-        begun = checkpoint.state["identity"] if checkpoint is not None else before if resume != "never" else None
-        if begun is not None:
-            setup = setup.with_recipe(with_saved_precision(recipe, begun.get("recipe", {})))
-        continued = {directory.path: before} if before is not None and resume != "never" else {}
+        locks: list[train.DirectoryLock] = []
+        existing_identity, saved_checkpoint, tokenizer_files, today = world.run_on_rank_0(inspect_directory)
+        checkpoint = None if saved_checkpoint is None else train.Checkpoint(*saved_checkpoint)
+        resumed_identity = (
+            checkpoint.state["identity"] if checkpoint is not None else existing_identity if resume != "never" else None
+        )
+        if resumed_identity is not None:
+            setup = setup.with_recipe(with_saved_precision(recipe, resumed_identity.get("recipe", {})))
+        continued = {directory.path: existing_identity} if existing_identity is not None and resume != "never" else {}
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
         dates = [identity["date"] for identity in continued.values() if "date" in identity]
@@ -318,17 +320,17 @@ def start_run(
             **vars(setup),
             directory=directory,
             checkpoint=checkpoint,
-            identity=_make_identity(setup, before if resume != "never" else None, [today, *dates][-1]),
-            replaces=before is not None and resume == "never",
-            continued=continued,
+            identity=_make_identity(setup, existing_identity if resume != "never" else None, [today, *dates][-1]),
+            replaces_run=existing_identity is not None and resume == "never",
+            resumed_identities=continued,
             allow=frozenset(allow_change),
             notify=notify,
             fingerprint=lambda hubs: fingerprint_inputs(
-                setup.task, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs, times=times
+                setup.task, loaded.path.parent, resumed=checkpoint is not None, include_hubs=hubs, times=times
             ),
-            lock=taken[0] if taken else None,
+            lock=locks[0] if locks else None,
         )
-        if start.replaces:
+        if start.replaces_run:
             _refuse_own_inputs(setup.task, loaded.path.parent, directory.path)
         start._notify_changes(start._compare_with_resumed())
         with doing("reading the files of the model"):
@@ -344,7 +346,7 @@ def start_run(
                 f"the checkpoint was saved on {ranks} rank{'' if ranks == 1 else 's'} and is resumed on {world.size}: "
                 "dropout and other random numbers are seeded again, by step and rank"
             )
-        held.pop_all()
+        lock_stack.pop_all()
     return start
 
 
@@ -355,21 +357,21 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
         ArgumentError: The run reads a model or file in ``output``; ``where`` is the key.
     """
     recipe = task.recipe
-    named = {"model_name_or_path": recipe.model_name_or_path}
-    named[task.reference_key] = task.reference_name
-    named["adapter_name_or_path"] = recipe.adapter_name_or_path
-    named["tokenizer"] = recipe.tokenizer.path if recipe.tokenizer is not None else None
-    named |= {f"datasets.{number}": dataset.path for number, dataset in enumerate(recipe.datasets)}
+    names_by_key = {"model_name_or_path": recipe.model_name_or_path}
+    names_by_key[task.reference_key] = task.reference_name
+    names_by_key["adapter_name_or_path"] = recipe.adapter_name_or_path
+    names_by_key["tokenizer"] = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    names_by_key |= {f"datasets.{number}": dataset.path for number, dataset in enumerate(recipe.datasets)}
     for name, datasets in recipe.eval_datasets.items():
-        named |= {f"eval_datasets.{name}.{number}": dataset.path for number, dataset in enumerate(datasets)}
-    found = []
-    for key, name in named.items():
-        for start in (Path(), folder) if name is not None else ():
+        names_by_key |= {f"eval_datasets.{name}.{number}": dataset.path for number, dataset in enumerate(datasets)}
+    names_in_output = []
+    for key, name in names_by_key.items():
+        for base_folder in (Path(), folder) if name is not None else ():
             with suppress(OSError, RuntimeError):  # not a file name: reading it raises the error
-                inside = (start / Path(str(name)).expanduser()).resolve().is_relative_to(output.resolve())
-                if inside and (start / Path(str(name)).expanduser()).exists():
-                    found.append((key, name))
-    for key, name in found[:1]:
+                is_inside = (base_folder / Path(str(name)).expanduser()).resolve().is_relative_to(output.resolve())
+                if is_inside and (base_folder / Path(str(name)).expanduser()).exists():
+                    names_in_output.append((key, name))
+    for key, name in names_in_output[:1]:
         raise ArgumentError(
             f"{name} is in {output}, which `--resume never` would move aside",
             where=key,
@@ -377,33 +379,33 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
         )
 
 
-def _make_identity(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[str, Any]:
+def _make_identity(setup: RunSetup, resumed_identity: Mapping[str, Any] | None, date_text: str) -> dict[str, Any]:
     """Return the identity of a run: settings that a resumed run must share, and settings whose changes are reported.
 
     Rows of a step are counted over all ranks, because the number of ranks changes only rounding.
 
     Args:
         setup: Setup of the run.
-        before: Identity of the resumed run; None for a new run.
-        day: Date that chat templates print, also if the run is resumed on another day.
+        resumed_identity: Identity of the resumed run; None for a new run.
+        date_text: Date that chat templates print, also if the run is resumed on another day.
     """
     recipe = setup.recipe
-    compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
-    compared["bf16"] = bool(recipe.bf16)
-    compared["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
+    compared_settings = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
+    compared_settings["bf16"] = bool(recipe.bf16)
+    compared_settings["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
     if recipe.tokens_per_batch is not None:  # tokens_per_batch sets the size of a step on any number of ranks
-        compared["gradient_accumulation_steps"] = 1
+        compared_settings["gradient_accumulation_steps"] = 1
     if recipe.objective == "sft":  # older runs were started before there were other objectives
-        del compared["objective"]
+        del compared_settings["objective"]
         if recipe.loss_type == "nll":
-            del compared["loss_type"]
+            del compared_settings["loss_type"]
     if recipe.objective != "grpo":  # for other objectives it only allows callbacks, which change no result
-        del compared["allow_code"]
-    for key in NEWER_KEYS:
+        del compared_settings["allow_code"]
+    for key in KEYS_ADDED_LATER:
         field = type(recipe).model_fields.get(key)  # some keys belong to one objective
         if field is not None and getattr(recipe, key) == field.get_default(call_default_factory=True):
-            del compared[key]
-    newer = (
+            del compared_settings[key]
+    later_keys = (
         "sample_steps",
         "callbacks",
         "on_bad_row",
@@ -416,16 +418,16 @@ def _make_identity(setup: Setup, before: Mapping[str, Any] | None, day: str) -> 
         "early_stopping_threshold",
         "preset",
     )  # runs are older than these
-    unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
+    unset_keys = {key for key in later_keys if getattr(recipe, key) == type(recipe).model_fields[key].default}
     if setup.quantization is not None:  # the choice of `auto`, which differs by device
-        compared["quantization"] = setup.quantization
+        compared_settings["quantization"] = setup.quantization
     return {
-        "run": (before or {}).get("run") or secrets.token_hex(8),
-        "date": day,
-        "recipe": compared,
+        "run": (resumed_identity or {}).get("run") or secrets.token_hex(8),
+        "date": date_text,
+        "recipe": compared_settings,
         "world_size": setup.world.size,
         "free": recipe.model_dump(
-            mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets", "eval_datasets", *unset}
+            mode="json", include=set(FREE_KEYS) - {"output_dir", "datasets", "eval_datasets", *unset_keys}
         ),
         "versions": {"streamtune": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -450,8 +452,8 @@ def notify_model_warnings(model: Any, longest: int, start: Start, notify: Notify
     for note in notes:
         if note is not None:
             notify(note)
-    start.record_files(hubs=True)
-    last = list(start.continued.values())[-1] if start.continued else None
+    start.record_files(include_hubs=True)
+    last = list(start.resumed_identities.values())[-1] if start.resumed_identities else None
     if last is not None and "files" not in last and start.identity["files"]:
         notify(
             "the run was started by a version that saved no fingerprints; it is unknown whether these files changed: "

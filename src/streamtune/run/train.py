@@ -28,12 +28,12 @@ from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.device import known_peak_flops
-from streamtune.run.engine import Streamed
+from streamtune.run.engine import StreamedModel
 from streamtune.run.listeners import StepFlops, StepTimes
 from streamtune.run.samples import write_samples
 from streamtune.schedule import Schedule
 from streamtune.tasks.steps import StepPlan, divide_among_ranks
-from streamtune.tasks.task import Built, Training
+from streamtune.tasks.task import BuiltRun, Training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,12 +44,12 @@ SLOW_ACTIVITIES = ("saving", "scoring", "sampling")
 
 
 @dataclass(kw_only=True)
-class Run(Built):
+class Run(BuiltRun):
     """A built and checked run of any objective: data, model, engine, backend, steps."""
 
     start: Start
     parameters: models.ParameterCount
-    streamed: Streamed
+    streamed: StreamedModel
     batch_facts: data.BatchFacts | None
     """Statistics of the batches; None if the batches depend on the model."""
     added_stop_tokens: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Run(Built):
 class RunOutcome:
     """Results of a run, and the way it ended."""
 
-    progressed: train.RunProgress
+    progress: train.RunProgress
     finished: bool
     exit_code: int
     """0; 1 if most steps were skipped; 130 or 143 if a signal stopped the run."""
@@ -100,8 +100,8 @@ class RunOutcome:
     @property
     def held_out(self) -> Mapping[str, Any]:
         """Record of the last evaluation; empty without an evaluation."""
-        found = [r for r in self.records if any(name.startswith("eval_") for name in r)]
-        return found[-1] if found else {}
+        evaluations = [r for r in self.records if any(name.startswith("eval_") for name in r)]
+        return evaluations[-1] if evaluations else {}
 
 
 def train_run(run: Run, console: Console, listeners: train.Listeners | None = None) -> RunOutcome:
@@ -116,64 +116,64 @@ def train_run(run: Run, console: Console, listeners: train.Listeners | None = No
         RunError: Training or a listener failed; checkpoints that were saved before are intact.
     """
     listeners = train.Listeners() if listeners is None or not run.world.is_main else listeners
-    ended: dict[str, Any] = {"status": "failed", "step": run.first_step}
+    outcome: dict[str, Any] = {"status": "failed", "step": run.first_step}
     try:
-        return _train_run(run, console, listeners, ended)
+        return _train_run(run, console, listeners, outcome)
     except Exception as error:
-        ended |= {"status": "failed", "error": f"{type(error).__name__}: {redact(str(error))}"}
-        if ended.pop("told", False):
+        outcome |= {"status": "failed", "error": f"{type(error).__name__}: {redact(str(error))}"}
+        if outcome.pop("told", False):
             raise
         with suppress(Exception):
             listeners.event("failure", {"error": type(error).__name__, "what": redact(str(error))})
-            listeners.finished(ended)
+            listeners.finished(outcome)
         raise
 
 
-def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: dict[str, Any]) -> RunOutcome:
-    """Train, and return the outcome; ``ended`` is updated so that listeners get it even after an error."""
-    training = run.start.task.training(run)
+def _train_run(run: Run, console: Console, listeners: train.Listeners, outcome: dict[str, Any]) -> RunOutcome:
+    """Train, and return the run's results; ``outcome`` is updated so that listeners get it even after an error."""
+    training = run.start.task.make_training(run)
     directory = run.directory
-    before = run.checkpoint.state["progressed"].get("tokens", 0) if run.checkpoint else 0
+    tokens_before = run.checkpoint.state["progressed"].get("tokens", 0) if run.checkpoint else 0
     world = run.world
     with _claim_directory(run) as moved_aside:
         move_log_to_run(directory.path, read_environment())
         run.watchdog.event = lambda name, details: train.append_event(directory.events, name, **details)
-        writer = _make_writer(run)
+        writer = _make_model_writer(run)
         started = time.perf_counter()
         failures = train.record_failure(directory.events) if world.is_main else nullcontext()
         with train.StopRequest() as stop, failures:
-            progressed = _train(run, training, writer, stop, console, listeners)
-            ended["step"] = progressed.step
+            progressed = _run_training_loop(run, training, writer, stop, console, listeners)
+            outcome["step"] = progressed.step
             run.world.run_on_rank_0(listeners.raise_first_error)
         seconds = time.perf_counter() - started
         finished = progressed.step >= run.plan.total_steps or progressed.ended_early
-        samples = _write_final(run, progressed.step, writer, listeners) if finished else []
+        samples = _write_final_model_and_samples(run, progressed.step, writer, listeners) if finished else []
         failure = _most_skipped_error(run, progressed) if finished else None
         if world.is_main:
-            why: dict[str, Any] = {} if finished else {"reason": stop.reason}
+            details: dict[str, Any] = {} if finished else {"reason": stop.reason}
             if progressed.ended_early:
-                why["early"] = True
+                details["early"] = True
             if (lost := lost_output_error()) is not None:
-                why["output"] = f"lost: {lost.strerror}"
-            train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **why)
-            listeners.event("finish" if finished else "stop", {"step": progressed.step, **why})
-            ended["status"] = "finished" if finished and failure is None else "failed" if finished else "stopped"
-            ended |= {"error": str(failure)} if failure is not None else {}
-            listeners.finished(ended)
-            ended["told"] = True
+                details["output"] = f"lost: {lost.strerror}"
+            train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **details)
+            listeners.event("finish" if finished else "stop", {"step": progressed.step, **details})
+            outcome["status"] = "finished" if finished and failure is None else "failed" if finished else "stopped"
+            outcome |= {"error": str(failure)} if failure is not None else {}
+            listeners.finished(outcome)
+            outcome["told"] = True
         run.world.run_on_rank_0(listeners.raise_first_error)
         run.backend.close()
         run.closing.close()
     newest = train.checkpoint_path(directory.checkpoints, progressed.step)
     return RunOutcome(
-        progressed=progressed,
+        progress=progressed,
         finished=finished,
         exit_code=failure.exit_code if failure is not None else 0 if finished else stop.exit_code,
         checkpoint=newest if newest.exists() else None,
         moved_aside=moved_aside,
         samples=samples,
         records=train.read_records(directory.metrics),
-        tokens=progressed.tokens - before,
+        tokens=progressed.tokens - tokens_before,
         seconds=seconds,
         failure=failure,
     )
@@ -183,12 +183,12 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
 def _claim_directory(run: Run) -> Iterator[Path | None]:
     """Context manager: rank 0 claims the run directory for all ranks; yields the new path of an earlier run."""
     start, world = run.start, run.world
-    with ExitStack() as held:
-        held.callback(start.release)
+    with ExitStack() as exit_stack:
+        exit_stack.callback(start.release)
         moved_aside = world.run_on_rank_0(start.move_aside)
         text = dump_recipe(run.recipe, comment=f"resolved from {run.start.loaded.path}")
         world.run_on_rank_0(
-            lambda: held.enter_context(
+            lambda: exit_stack.enter_context(
                 run.directory.claim(start.identity, text, run.backend.config, start.lock, _run_documents(run))
             )
         )
@@ -208,7 +208,7 @@ def _run_documents(run: Run) -> dict[Path, Mapping[str, Any]]:
     return documents
 
 
-def _train(
+def _run_training_loop(
     run: Run,
     training: Training,
     writer: train.ModelWriter,
@@ -227,15 +227,15 @@ def _train(
             listeners.event("resume", {"step": first_step})
     on_activity = _activity_reporter(run.watchdog)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, on_activity) as progress:
-        training.begin(run.backend, progress, stop)
-        if (times := _step_times(run, progress)) is not None:
+        training.before_first_step(run.backend, progress, stop)
+        if (times := _make_step_times(run, progress)) is not None:
             listeners.listeners = [*listeners.listeners, times]
         job = train.TrainJob(
             backend=run.backend,
             objective=training.objective,
             learning_rate_at=training.learning_rate_at,
             steps=training.steps,
-            held_out={name: partial(_share_batches, make, world) for name, make in training.held_out.items()},
+            held_out={name: partial(_batches_of_rank, make, world) for name, make in training.held_out.items()},
             directory=directory,
             identity=run.start.identity,
             writer=writer,
@@ -255,23 +255,23 @@ def _train(
         return train.train(job, settings, progress, stop, listeners)
 
 
-def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
+def _make_step_times(run: Run, progress: train.Progress) -> StepTimes | None:
     """Return a listener that compares step times with the plan; None for several ranks, rollouts or selected rows."""
     plan, recipe = run.streamed.memory, run.recipe
-    more = (
+    has_extra_work = (
         recipe.objective == "grpo" or recipe.select_rows is not None
     )  # a rollout or the choice of rows takes additional time
-    if plan is None or run.world.size > 1 or more:
+    if plan is None or run.world.size > 1 or has_extra_work:
         return None
 
-    def say(step: int, text: str, figures: dict[str, float]) -> None:
+    def report(step: int, text: str, figures: dict[str, float]) -> None:
         progress.report_note(step, text)
         train.append_event(run.directory.events, "step_time", step=step, **figures)
 
-    return StepTimes(plan, run.device, torch.bfloat16 if recipe.bf16 else base_of(run.model).dtype, say)
+    return StepTimes(plan, run.device, torch.bfloat16 if recipe.bf16 else base_of(run.model).dtype, report)
 
 
-def _share_batches(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
+def _batches_of_rank(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
     return divide_among_ranks(make(), world)
 
 
@@ -279,9 +279,13 @@ def _run_facts(run: Run) -> train.RunFacts:
     memory, directory = run.streamed.memory, run.directory
     plan: dict[str, Any] = {"schedule": asdict(run.handle.schedule)}
     if memory is not None:
-        found = memory.simulation
-        plan |= {"peak_bytes": found.peak_bytes, "host_bytes": found.host_bytes, "step_seconds": memory.step_seconds}
-        plan["terms"] = dict(found.terms)
+        simulation = memory.simulation
+        plan |= {
+            "peak_bytes": simulation.peak_bytes,
+            "host_bytes": simulation.host_bytes,
+            "step_seconds": memory.step_seconds,
+        }
+        plan["terms"] = dict(simulation.terms)
     return train.RunFacts(
         run=str(run.start.identity["run"]),
         name=directory.path.resolve().name,
@@ -299,16 +303,16 @@ def _smaller_schedule(run: Run, install: bool) -> Schedule | None:
 
     ``install`` sets the new schedule in the engine.
     """
-    failed = run.handle.schedule
+    failed_schedule = run.handle.schedule
     run.handle.remove()  # the planner needs the model without streaming
     try:
-        found = run.streamed.plan_below(failed).schedule
+        smaller = run.streamed.plan_smaller(failed_schedule).schedule
     except ArgumentError:
-        found = None
-    if install and found is not None:
-        run.handle.reschedule(found)
-        run.start.identity["schedule"] = asdict(found)
-    return found
+        smaller = None
+    if install and smaller is not None:
+        run.handle.reschedule(smaller)
+        run.start.identity["schedule"] = asdict(smaller)
+    return smaller
 
 
 def _most_skipped_error(run: Run, progressed: train.RunProgress) -> NonFiniteError | None:
@@ -321,7 +325,9 @@ def _activity_reporter(watchdog: Watchdog) -> Callable[[int, str], None]:
     return lambda step, doing: watchdog.record_phase(step, doing, waits_outside=doing.startswith(SLOW_ACTIVITIES))
 
 
-def _write_final(run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
+def _write_final_model_and_samples(
+    run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners
+) -> list[dict[str, Any]]:
     """Write ``final/`` and return the trained model's lines of ``samples.jsonl``; empty without sample prompts."""
     world, backend = run.world, run.backend
     with backend.use_averaged_weights():
@@ -339,7 +345,7 @@ def _write_final(run: Run, step: int, writer: train.ModelWriter, listeners: trai
     return samples
 
 
-def _make_writer(run: Run) -> train.ModelWriter:
+def _make_model_writer(run: Run) -> train.ModelWriter:
     trained = [p for p in run.model.parameters() if p.requires_grad]
     if isinstance(run.backend, train.BlockBackend):  # a block that is frozen now may be trained while a copy is written
         trained = run.backend.optimizer.every_parameter
@@ -347,17 +353,17 @@ def _make_writer(run: Run) -> train.ModelWriter:
     num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
     tokenizer = models.SavedTokenizer(run.tokenizer)
     if run.shares_weights:
-        main = run.world.is_main
+        is_main = run.world.is_main
 
-        def gather(folder: Path) -> None:
-            models.save_gathered(run.model, tokenizer, folder, run.backend.full_weights, is_main=main)
+        def write_gathered(folder: Path) -> None:
+            models.save_gathered(run.model, tokenizer, folder, run.backend.full_weights, is_main=is_main)
 
-        def gather_copy() -> Callable[[Path], None]:
+        def snapshot_gathered() -> Callable[[Path], None]:
             tokenizer.read()
-            copies = models.copy_gathered(run.model, run.backend.full_weights, is_main=main)
+            copies = models.copy_gathered(run.model, run.backend.full_weights, is_main=is_main)
             return lambda folder: models.save_copied(run.model, tokenizer, folder, copies)
 
-        return train.ModelWriter(gather, num_bytes, gather_copy, needs_all_ranks=True)
+        return train.ModelWriter(write_gathered, num_bytes, snapshot_gathered, needs_all_ranks=True)
 
     def write(folder: Path) -> None:
         models.save_pretrained(run.model, tokenizer, folder)
@@ -400,11 +406,11 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
         greater_is_better=_greater_is_better(recipe),
         save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
         sample_steps=recipe.sample_steps,
-        min_moved_share=_least_improvement(recipe),
+        min_moved_share=_min_moved_share(recipe),
     )
 
 
-def _least_improvement(recipe: OptimizerSettings) -> float:
+def _min_moved_share(recipe: OptimizerSettings) -> float:
     if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few weights change, as intended
         return 0.0
     return 0.1

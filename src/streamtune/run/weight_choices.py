@@ -35,7 +35,7 @@ from streamtune.run.device import make_schedule
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
 
-KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
+PRECISION_KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
 """Recipe keys that this module chooses."""
 
 
@@ -47,28 +47,32 @@ def precisions(recipe: Settings) -> list[Settings]:
     """
     if recipe.dtype != "auto" or recipe.model_name_or_path is None:
         return [recipe]
-    own = models.checkpoint_dtype(recipe.model_name_or_path, recipe.trust_remote_code)
-    if own not in (torch.bfloat16, torch.float16):
+    checkpoint_dtype = models.checkpoint_dtype(recipe.model_name_or_path, recipe.trust_remote_code)
+    if checkpoint_dtype not in (torch.bfloat16, torch.float16):
         return [recipe]
-    half = {"dtype": "bfloat16"} if own == torch.float16 else {}
+    dtype_change = {"dtype": "bfloat16"} if checkpoint_dtype == torch.float16 else {}
     if recipe.finetuning_type != "full":  # adapters are float32, but modules_to_save are not
-        whole = recipe.modules_to_save or recipe.adapter_name_or_path  # these adapters may include modules_to_save
-        rounding = {"weight_rounding": "stochastic"} if whole and _may_round(recipe) else {}
-        return [_with_values(recipe, **half, **rounding)]
+        may_have_full_modules = (
+            recipe.modules_to_save or recipe.adapter_name_or_path
+        )  # these adapters may include modules_to_save
+        rounding = (
+            {"weight_rounding": "stochastic"} if may_have_full_modules and _can_round_stochastically(recipe) else {}
+        )
+        return [_with_values(recipe, **dtype_change, **rounding)]
     if recipe.deepspeed is not None:  # DeepSpeed keeps a float32 copy of the weights
-        return [_with_values(recipe, **half)]
-    casts = recipe.bf16 is None and recipe.engine.fetch_dtype != "bfloat16"
-    wide = _with_values(recipe, dtype="mixed", **({"bf16": True} if casts else {}))
+        return [_with_values(recipe, **dtype_change)]
+    casts_to_bfloat16 = recipe.bf16 is None and recipe.engine.fetch_dtype != "bfloat16"
+    mixed_recipe = _with_values(recipe, dtype="mixed", **({"bf16": True} if casts_to_bfloat16 else {}))
     if recipe.fsdp:
-        return [wide]
-    narrow: dict[str, Any] = {"dtype": "bfloat16"}
-    if _may_round(recipe):
-        narrow["weight_rounding"] = "stochastic"
+        return [mixed_recipe]
+    bfloat16_values: dict[str, Any] = {"dtype": "bfloat16"}
+    if _can_round_stochastically(recipe):
+        bfloat16_values["weight_rounding"] = "stochastic"
     if (
         recipe.optim == "adamw" and recipe.optim_states == "param"
     ):  # rounding to nearest would lose steps of the moments too
-        narrow["optim_states"] = "bfloat16"
-    return [wide, _with_values(recipe, **narrow)]
+        bfloat16_values["optim_states"] = "bfloat16"
+    return [mixed_recipe, _with_values(recipe, **bfloat16_values)]
 
 
 def with_best_precision(recipe: Settings) -> Settings:
@@ -90,22 +94,22 @@ def has_choice(recipe: TrainingSettings) -> bool:
         return False
 
 
-def with_saved_precision(recipe: Settings, before: Mapping[str, Any]) -> Settings:
+def with_saved_precision(recipe: Settings, saved_settings: Mapping[str, Any]) -> Settings:
     """Return the recipe with the precision of the resumed run, if the recipe leaves the precision open.
 
     Args:
         recipe: Recipe of the run.
-        before: Compared settings of the resumed run. If they have no precision, it trained in the checkpoint's dtype.
+        saved_settings: Compared settings of the resumed run. Without a precision, the run has the checkpoint's dtype.
     """
     fields = type(recipe).model_fields
-    given = {key: before.get(key, fields[key].default) for key in KEYS}
-    open_keys = [key for key in KEYS if getattr(recipe, key) == fields[key].default]
-    return _with_values(recipe, **{key: given[key] for key in open_keys})
+    saved_values = {key: saved_settings.get(key, fields[key].default) for key in PRECISION_KEYS}
+    open_keys = [key for key in PRECISION_KEYS if getattr(recipe, key) == fields[key].default]
+    return _with_values(recipe, **{key: saved_values[key] for key in open_keys})
 
 
-def chosen_values(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
-    """Return the precision keys (:data:`KEYS`) that differ, with the values of ``chosen``."""
-    return {key: getattr(chosen, key) for key in KEYS if getattr(recipe, key) != getattr(chosen, key)}
+def changed_precision_keys(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
+    """Return the precision keys (:data:`PRECISION_KEYS`) that differ, with the values of ``chosen``."""
+    return {key: getattr(chosen, key) for key in PRECISION_KEYS if getattr(recipe, key) != getattr(chosen, key)}
 
 
 def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model: Any) -> str | None:
@@ -116,30 +120,32 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
         chosen: Recipe with the chosen precision.
         model: Model of the recipe, on ``meta`` or loaded; its trained weights are counted.
     """
-    made = chosen_values(recipe, chosen)
-    if not made:
+    changed = changed_precision_keys(recipe, chosen)
+    if not changed:
         return None
-    more = show_size(_extra_float32_bytes(recipe, model))
+    extra_bytes = show_size(_extra_float32_bytes(recipe, model))
     if chosen.dtype == "mixed":
         computed = " and computed in bfloat16" if chosen.bf16 else ""
         return (
-            f"weights of a 16-bit checkpoint are trained in float32{computed} (dtype: mixed); this takes {more} more, "
-            "but 16-bit weights would lose small steps to rounding"
+            f"weights of a 16-bit checkpoint are trained in float32{computed} (dtype: mixed); this takes {extra_bytes} "
+            "more, but 16-bit weights would lose small steps to rounding"
         )
     if chosen.finetuning_type != "full" or chosen.deepspeed is not None:
         texts = []
-        if "dtype" in made:
+        if "dtype" in changed:
             texts.append("the checkpoint is loaded in bfloat16: float16 gradients underflow without loss scaling")
-        if "weight_rounding" in made and any(p.dtype != torch.float32 for p in model.parameters() if p.requires_grad):
+        if "weight_rounding" in changed and any(
+            p.dtype != torch.float32 for p in model.parameters() if p.requires_grad
+        ):
             texts.append("modules_to_save are bfloat16: their steps are rounded stochastically (weight_rounding)")
         return "; ".join(texts) or None
     if chosen.weight_rounding == "stochastic":
-        how = "each step is rounded stochastically (weight_rounding: stochastic): right on average, but noisier"
+        reason = "each step is rounded stochastically (weight_rounding: stochastic): right on average, but noisier"
     else:
-        how = f"'optim: {chosen.optim}' rounds to nearest, which loses small steps"
+        reason = f"'optim: {chosen.optim}' rounds to nearest, which loses small steps"
     if chosen.step_kind.gradients == "block":
-        how = f"'optim: {chosen.optim}' keeps its current block in float32"
-    return f"float32 weights do not fit (they take {more} more): weights are bfloat16, and {how}"
+        reason = f"'optim: {chosen.optim}' keeps its current block in float32"
+    return f"float32 weights do not fit (they take {extra_bytes} more): weights are bfloat16, and {reason}"
 
 
 def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:
@@ -151,32 +157,32 @@ def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:
     if not trained:
         return None
     dtype = str(trained[0].dtype).removeprefix("torch.")
-    rounded = "" if not _may_round(recipe) else ", or write weight_rounding: stochastic"
+    rounded = "" if not _can_round_stochastically(recipe) else ", or write weight_rounding: stochastic"
     return (
         f"{dtype} weights are trained with rounding to nearest, which loses most small steps at a learning rate of "
         f"{recipe.learning_rate:g}; delete 'dtype' to train float32 weights{rounded}"
     )
 
 
-def _may_round(recipe: TrainingSettings) -> bool:
+def _can_round_stochastically(recipe: TrainingSettings) -> bool:
     return not (recipe.step_kind.gradients in ("block", "none") or recipe.fsdp or recipe.deepspeed is not None)
 
 
 def _extra_float32_bytes(recipe: TrainingSettings, model: Any) -> int:
     """Return how many bytes more float32 weights, gradients and states take than bfloat16."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    more = sum(4 * models.count_weights(p) for p in trained)
+    extra_bytes = sum(4 * models.count_weights(p) for p in trained)
     if recipe.optim == "adamw" and recipe.optim_states == "param":
         shapes = [tuple(p.shape) for p in trained]
-        more += sum(state_bytes("adamw", shape, 4, {}) - state_bytes("adamw", shape, 2, {}) for shape in shapes)
-    return more
+        extra_bytes += sum(state_bytes("adamw", shape, 4, {}) - state_bytes("adamw", shape, 2, {}) for shape in shapes)
+    return extra_bytes
 
 
 def _with_values(recipe: Settings, **values: Any) -> Settings:
     return recipe.model_copy(update=values) if values else recipe
 
 
-def placements(recipe: Settings, limits: Limits, cluster: Cluster, *, resumed: bool = False) -> list[Settings]:
+def placement_choices(recipe: Settings, limits: Limits, cluster: Cluster, *, resumed: bool = False) -> list[Settings]:
     """Return the recipe as it is, then with the optimizer on the host, then with the weights on the host.
 
     Each placement comes in every precision that the recipe leaves open. Variants that the recipe excludes are left out.
@@ -191,29 +197,29 @@ def placements(recipe: Settings, limits: Limits, cluster: Cluster, *, resumed: b
     Raises:
         ArgumentError: The checkpoint's configuration cannot be read.
     """
-    chosen = [recipe] if resumed else precisions(recipe)
-    moved = [_moved_to_host(each, limits, cluster) for each in chosen]
-    return [*chosen, *(each for found in moved for each in found)]
+    precision_choices = [recipe] if resumed else precisions(recipe)
+    host_choices = [_host_placements(each, limits, cluster) for each in precision_choices]
+    return [*precision_choices, *(each for choices_of_precision in host_choices for each in choices_of_precision)]
 
 
-def _moved_to_host(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
+def _host_placements(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
     """Return the recipe with the optimizer and with the weights on the host, if it leaves these choices open."""
-    spec, full = recipe.engine, recipe.finetuning_type == "full"
-    alone = cluster.ranks == 1 and cluster.engine == "none"
-    if spec.schedule == "fixed" or limits.shared or not limits.host_bytes or not alone:
+    spec, is_full_fine_tuning = recipe.engine, recipe.finetuning_type == "full"
+    is_single_rank = cluster.ranks == 1 and cluster.engine == "none"
+    if spec.schedule == "fixed" or limits.shared or not limits.host_bytes or not is_single_rank:
         return []
     tiers: list[dict[str, str]] = []
-    if full and spec.optimizer == "auto" and spec.weights != "host":
+    if is_full_fine_tuning and spec.optimizer == "auto" and spec.weights != "host":
         tiers.append({"optimizer": "host"})
     if spec.weights == "auto":
         tiers.append({"weights": "host"})
-    found: list[Settings] = []
+    choices: list[Settings] = []
     for tier in tiers:
         with suppress(ValidationError):  # the recipe contradicts this choice
             engine = type(spec).model_validate({**dict(spec), **tier})
             type(recipe).model_validate({**dict(recipe), "engine": engine})
-            found.append(recipe.model_copy(update={"engine": engine}))
-    return found
+            choices.append(recipe.model_copy(update={"engine": engine}))
+    return choices
 
 
 def with_saved_placement(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
@@ -231,7 +237,7 @@ def with_saved_placement(recipe: Settings, tiers: Mapping[str, str] | None) -> S
     return recipe.model_copy(update={"engine": spec.model_copy(update=dict(tiers))})
 
 
-def first_fitting(
+def first_fitting_choice(
     choices: Sequence[Settings],
     workload_of: Callable[[Settings], Workload],
     limits: Limits,
@@ -253,41 +259,41 @@ def first_fitting(
     chosen = choices[0]
     for choice in choices:
         workload = workload_of(choice)
-        if choice is not choices[-1] and is_hopeless(workload, choice.engine.written(), limits):
+        if choice is not choices[-1] and exceeds_device_at_any_length(workload, choice.engine.written(), limits):
             continue
-        found: Simulation | None = None
+        simulation: Simulation | None = None
         with suppress(ArgumentError):  # the recipe contradicts this choice
             if choice.engine.schedule == "fixed":
-                found = simulate(workload, make_schedule(choice.engine))
+                simulation = simulate(workload, make_schedule(choice.engine))
             else:
-                _, found = smallest_step(workload, limits, choice.engine.written(), simulate)
-        if found is None:
+                _, simulation = smallest_step(workload, limits, choice.engine.written(), simulate)
+        if simulation is None:
             continue
-        if excess_bytes(found, limits) <= 0:
+        if excess_bytes(simulation, limits) <= 0:
             return choice
-        if not fixed_terms_exceed_host(found, limits):
+        if not fixed_terms_exceed_host(simulation, limits):
             chosen = choice
     return chosen
 
 
-def is_hopeless(workload: Workload, written: Mapping[str, Any], limits: Limits) -> bool:
+def exceeds_device_at_any_length(workload: Workload, written_fields: Mapping[str, Any], limits: Limits) -> bool:
     """Return True if weights, gradients and optimizer exceed the device at any row length; nothing is simulated.
 
     Args:
         workload: Workload of the step.
-        written: Fields of the schedule that the recipe gives.
+        written_fields: Fields of the schedule that the recipe gives.
         limits: Memory to plan with.
     """
-    return resident_memory(workload, written.get("weights", "device")).on_device > limits.device
+    return resident_memory(workload, written_fields.get("weights", "device")).on_device > limits.device
 
 
 def describe_placement(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:
     """Return a note on what was moved to the host, with its recipe key; None if nothing was moved."""
     before, now = recipe.engine, chosen.engine
     if now.weights != before.weights:
-        key, what = "weights", "the weights and their optimizer"
+        key, noun = "weights", "the weights and their optimizer"
     elif now.optimizer != before.optimizer:
-        key, what = "optimizer", "the optimizer states"
+        key, noun = "optimizer", "the optimizer states"
     else:
         return None
-    return f"no schedule fits with everything on the device: {what} are kept in host memory (engine: {{{key}: host}})"
+    return f"no schedule fits with everything on the device: {noun} are kept in host memory (engine: {{{key}: host}})"

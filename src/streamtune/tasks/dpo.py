@@ -48,11 +48,11 @@ class Dpo(ScoringTask[DpoRecipe]):
     """The task of ``objective: dpo``, with paired and unpaired losses."""
 
     @classmethod
-    def of_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
+    def for_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
         if recipe.unpaired:
-            objectives.check_unpaired(recipe.loss_type, unpaired_knobs(recipe))
+            objectives.check_unpaired_loss(recipe.loss_type, unpaired_knobs(recipe))
         else:
-            objectives.check_preference(recipe.loss_type, pair_knobs(recipe))
+            objectives.check_preference_loss(recipe.loss_type, pair_knobs(recipe))
         return cls(recipe)
 
     @property
@@ -60,7 +60,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         return "row" if self.recipe.unpaired else "pair"
 
     @property
-    def measures(self) -> bool:
+    def has_baseline(self) -> bool:
         """True if the loss has a baseline, which is measured on mismatched completions."""
         return self.recipe.unpaired and objectives.UNPAIRED_LOSSES[self.recipe.loss_type].needs_baseline
 
@@ -72,9 +72,9 @@ class Dpo(ScoringTask[DpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedTrees:
-        prepare = data.prepare_unpaired if self.recipe.unpaired else data.prepare_preferences
+        prepare_trees = data.prepare_unpaired if self.recipe.unpaired else data.prepare_preferences
         with delay_messages(notify) as notify_later:
-            return prepare(sources, tokenizer, self.data_options(val_size), notify_later)
+            return prepare_trees(sources, tokenizer, self.data_options(val_size), notify_later)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
         recipe = self.recipe
@@ -84,24 +84,24 @@ class Dpo(ScoringTask[DpoRecipe]):
     # --- shapes ------------------------------------------------------------------------------------------------
 
     @property
-    def compares(self) -> bool:
+    def uses_reference(self) -> bool:
         recipe = self.recipe
         if recipe.unpaired:
             return objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_reference
         return objectives.PREFERENCE_LOSSES[recipe.loss_type].needs_reference and not recipe.reference_free
 
     @property
-    def precomputes(self) -> bool:
-        return self.compares and self.recipe.precompute_ref_log_probs
+    def precomputes_reference(self) -> bool:
+        return self.uses_reference and self.recipe.precompute_ref_log_probs
 
     def scored(self, share: bool, length: int, batch_size: int) -> Scored:
         prompt = self.recipe.max_prompt_length or length // 2
         if prompt > length - 2:
             prompt = length // 2
         branches = (length - prompt + 1,) * (1 if self.recipe.unpaired else 2)
-        return self._count_forwards(share, ((prompt - 1, branches),) * batch_size)
+        return self._make_scored(share, ((prompt - 1, branches),) * batch_size)
 
-    def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
+    def completions_of_rows(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
         """Return the function of :meth:`Task.completions` for micro-batches of copies of the run's longest tree.
 
         Without sharing, each completion fills a row of ``longest`` tokens.
@@ -111,13 +111,13 @@ class Dpo(ScoringTask[DpoRecipe]):
         trunk = len(tree.prompt) - 1 + common
         branches = tuple(len(ids) + 1 - common if share else longest - trunk for ids in tree.completions)
         count = self.recipe.per_device_train_batch_size
-        scored = partial(self._count_forwards, share)
-        return in_proportion(scored, ((trunk, branches),) * count, longest, (common,) * count)
+        scored = partial(self._make_scored, share)
+        return scaled_completions(scored, ((trunk, branches),) * count, longest, (common,) * count)
 
-    def _count_forwards(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
+    def _make_scored(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
         """Return the shape of a micro-batch, with its number of forwards without a backward."""
-        forwards = float(self.compares and not self.precomputes)
-        if self.measures:
+        forwards = float(self.uses_reference and not self.precomputes_reference)
+        if self.has_baseline:
             forwards += 1 + forwards  # on the mismatched completions: the policy, and the reference
         return Scored(trees, share, forwards=forwards, common=common)
 
@@ -131,7 +131,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         Raises:
             DataError: The loss needs completions of other prompts, and all rows have the same prompt.
         """
-        if self.measures and all(tree.prompt == prepared.train[0].prompt for tree in prepared.train):
+        if self.has_baseline and all(tree.prompt == prepared.train[0].prompt for tree in prepared.train):
             raise DataError(
                 f"all rows to train on have the same prompt, but {self.recipe.loss_type} estimates the KL with the "
                 "reference on completions of other prompts",
@@ -139,60 +139,64 @@ class Dpo(ScoringTask[DpoRecipe]):
                 fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which needs no estimate",
             )
         return PreferenceBatches(
-            prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, measures=self.measures
+            prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, has_baseline=self.has_baseline
         )
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         if self.recipe.unpaired:
             assert reference is not None, "losses of single completions compare with a reference"
             return UnpairedObjective(scorer, self.recipe, reference, device)
-        return PairObjective(scorer, self.recipe, reference if self.compares else None)
+        return PairObjective(scorer, self.recipe, reference if self.uses_reference else None)
 
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     def random_step(self, trial: TrialStep) -> RandomStep:
         draw = RandomTokens(self.recipe, trial.model)
         scored = self.scored(trial.share, trial.length, trial.batch_size)
-        batches = [draw.preferences(self.recipe, scored) for _ in self._micro_batches()]
+        batches = [draw.preference_batch(self.recipe, scored) for _ in self._micro_batch_range()]
         return self.objective(trial.scorer, trial.reference, trial.device), lambda: batches
 
-    def compared_trees(self, rows: Sequence[data.Tree], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
-        return choose_trees(rows, length, differing=self.measures)
+    def verification_trees(
+        self, rows: Sequence[data.Tree], length: int, vocabulary: int
+    ) -> tuple[list[data.Tree], bool]:
+        return choose_trees(rows, length, needs_different_prompts=self.has_baseline)
 
-    def compared_batches(
+    def verification_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PreferenceBatch, PreferenceBatch]:
-        shared, apart = (self._compared(trees, pad_token_id, each) for each in (share, False))
+        shared, apart = (self._verification_batch(trees, pad_token_id, each) for each in (share, False))
         return shared, apart
 
-    def _compared(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
+    def _verification_batch(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
         """Return a batch as ``PreferenceBatches`` makes it, but without precomputed log-probs of the reference."""
         make = partial(preference_batch, pad_token_id=pad_token_id, share=share)
         others = None
-        if self.measures:
+        if self.has_baseline:
             others = make(
                 [mismatched_tree(tree, trees, place, self.recipe.max_length) for place, tree in enumerate(trees, 1)]
             )
         return replace(make(trees), mismatched=others)
 
 
-def in_proportion(
-    scored: Callable[[Trees, tuple[int, ...]], Scored], trees: Trees, longest: int, common: tuple[int, ...] = ()
+def scaled_completions(
+    make_scored: Callable[[Trees, tuple[int, ...]], Scored], trees: Trees, longest: int, common: tuple[int, ...] = ()
 ) -> Completions:
     """Return a function from length to the shape of a micro-batch: ``trees``, scaled by ``length / longest``.
 
     Args:
-        scored: Makes a shape from trees and from the number of scored tokens of each trunk.
+        make_scored: Makes a shape from trees and from the number of scored tokens of each trunk.
         trees: Lengths of trunks and branches at the length ``longest``.
         longest: Number of tokens of the longest prompt plus completion. Shapes are not scaled above it.
         common: Number of scored tokens of each trunk at ``longest``, see :class:`Scored`.
     """
 
-    def at(length: int, batch_size: int) -> Scored:
-        part = min(1.0, length / longest)
-        return scored(
-            tuple((int(part * trunk), tuple(max(2, int(part * size)) for size in sizes)) for trunk, sizes in trees),
-            tuple(int(part * tokens) for tokens in common),
+    def shape_at(length: int, batch_size: int) -> Scored:
+        fraction = min(1.0, length / longest)
+        return make_scored(
+            tuple(
+                (int(fraction * trunk), tuple(max(2, int(fraction * size)) for size in sizes)) for trunk, sizes in trees
+            ),
+            tuple(int(fraction * tokens) for tokens in common),
         )
 
-    return at
+    return shape_at

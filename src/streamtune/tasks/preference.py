@@ -37,18 +37,18 @@ class PreferenceBatch(train.TreeBatch):
     desirable_N: Tensor | None = None  # noqa: N815
     """bool ``[N]``: True for a desirable completion; None for pairs"""
     mismatched: PreferenceBatch | None = None
-    """the prompts with completions of other prompts, on which a loss estimates its baseline; None without a baseline"""
+    """The prompts with completions of other prompts, on which a loss estimates its baseline; None without one."""
 
     def to(self, device: torch.device) -> PreferenceBatch:
         """Return a copy on ``device``. Mismatched completions stay where they are: they are not trained on."""
         moved = super().to(device)
         assert isinstance(moved, PreferenceBatch)
         names = ("reference_K", "margin_P", "desirable_N")
-        given = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
-        return replace(moved, **given)
+        tensors = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
+        return replace(moved, **tensors)
 
 
-class GivenReference:
+class PrecomputedReference:
     """A reference that returns the precomputed log-probs of each batch."""
 
     def logprobs(self, batch: train.TreeBatch) -> Tensor:
@@ -92,13 +92,13 @@ def mismatched_tree(tree: data.Tree, others: Sequence[data.Tree], start: int, ma
         start: Index in ``others`` at which the search for another prompt begins.
         max_length: Most tokens of the prompt plus a completion; longer completions are cut.
     """
-    turns = (others[(start + distance) % len(others)] for distance in range(len(others)))
-    other = next(candidate for candidate in turns if candidate.prompt != tree.prompt)
-    room = max(max_length - len(tree.prompt), 1)
-    masks = other.masks and [mask[:room] for mask in other.masks]
+    candidates = (others[(start + distance) % len(others)] for distance in range(len(others)))
+    donor = next(candidate for candidate in candidates if candidate.prompt != tree.prompt)
+    max_tokens = max(max_length - len(tree.prompt), 1)
+    masks = donor.masks and [mask[:max_tokens] for mask in donor.masks]
     if masks is not None and not all(any(mask) for mask in masks):
         masks = None
-    return data.Tree(tree.prompt, [ids[:room] for ids in other.completions], masks, tree.origin)
+    return data.Tree(tree.prompt, [ids[:max_tokens] for ids in donor.completions], masks, tree.origin)
 
 
 class PreferenceBatches:
@@ -109,7 +109,7 @@ class PreferenceBatches:
         recipe: Settings of the run.
         pad_token_id: Token id that pads rows.
         share: True if the completions of a prompt share its tokens.
-        measures: True to add mismatched completions, for the baseline of the loss.
+        has_baseline: True to add mismatched completions, for the baseline of the loss.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class PreferenceBatches:
         *,
         pad_token_id: int,
         share: bool,
-        measures: bool,
+        has_baseline: bool,
     ) -> None:
         self.prepared, self.recipe = prepared, recipe
-        self.pad_token_id, self.share, self.measures = pad_token_id, share, measures
+        self.pad_token_id, self.share, self.has_baseline = pad_token_id, share, has_baseline
         self.reference_logps: CachedLogps | None = None
         """Precomputed log-probs of all trees, in the order of :meth:`reference_trees`; None if there are none."""
 
@@ -138,7 +138,7 @@ class PreferenceBatches:
         """Return how many tokens each tree has, [trees]. An unshared prompt counts once for each completion."""
         return self._sums[0]
 
-    def squares(self) -> npt.NDArray[np.int64]:
+    def squared_lengths(self) -> npt.NDArray[np.int64]:
         """Return the sum of the squared lengths of each tree's rows, [trees]; a shared prompt counts once."""
         return self._sums[1]
 
@@ -146,7 +146,7 @@ class PreferenceBatches:
     def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         return data.measure_trees(self.prepared.train, share=self.share)
 
-    def per_sequence(self, unit: int) -> int:
+    def units_per_sequence(self, unit: int) -> int:
         return 1
 
     @property
@@ -157,7 +157,7 @@ class PreferenceBatches:
     def mixture(self) -> data.Mixture | None:
         return self.prepared.mixture
 
-    def training(self, units: Sequence[int]) -> PreferenceBatch:
+    def training_batch(self, units: Sequence[int]) -> PreferenceBatch:
         return self._collate(self.prepared.train, units, 0)
 
     def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
@@ -172,38 +172,42 @@ class PreferenceBatches:
         splits = (self.prepared.train, self.prepared.validation)
         for split in splits:
             yield from split
-        if self.measures:
+        if self.has_baseline:
             for split in splits:
-                yield from (self._mismatched(split, unit) for unit in range(len(split)))
+                yield from (self._mismatched_tree(split, unit) for unit in range(len(split)))
 
     def single_batch(self, tree: data.Tree) -> train.TreeBatch:
         return train.TreeBatch(**tree_batch([tree], pad_token_id=self.pad_token_id, share=self.share))
 
-    def _collate(self, split: Sequence[data.Tree], units: Sequence[int], before: int) -> PreferenceBatch:
+    def _collate(self, split: Sequence[data.Tree], units: Sequence[int], first_index: int) -> PreferenceBatch:
         """Return the batch of the trees ``units`` of a split.
 
         Args:
             split: Training trees or held-out trees.
             units: Indices of trees in the split.
-            before: Number of trees before the split in :meth:`reference_trees`.
+            first_index: Number of trees before the split in :meth:`reference_trees`.
         """
-        beside = None
-        if self.measures:
+        mismatched = None
+        if self.has_baseline:
             total = self.num_train + len(self.prepared.validation)
-            others = [self._mismatched(split, unit) for unit in units]
-            beside = self._make_batch(others, self._reference_logps(units, total + before))
+            others = [self._mismatched_tree(split, unit) for unit in units]
+            mismatched = self._make_batch(others, self._reference_logps(units, total + first_index))
         trees = [split[unit] for unit in units]
-        return replace(self._make_batch(trees, self._reference_logps(units, before)), mismatched=beside)
+        return replace(self._make_batch(trees, self._reference_logps(units, first_index)), mismatched=mismatched)
 
     def _make_batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
         batch = preference_batch(trees, pad_token_id=self.pad_token_id, share=self.share)
         return replace(batch, reference_K=reference_K)
 
-    def _mismatched(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
+    def _mismatched_tree(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
         return mismatched_tree(split[unit], self.prepared.train, unit + 1, self.recipe.max_length)
 
-    def _reference_logps(self, units: Sequence[int], before: int) -> Tensor | None:
-        return None if self.reference_logps is None else self.reference_logps.of(before + unit for unit in units)
+    def _reference_logps(self, units: Sequence[int], first_index: int) -> Tensor | None:
+        return (
+            None
+            if self.reference_logps is None
+            else self.reference_logps.of_trees(first_index + unit for unit in units)
+        )
 
 
 def _policy_logps(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
@@ -234,8 +238,8 @@ class PairObjective:
             scores = (batch.margin_P / 2, -batch.margin_P / 2)  # only their difference counts
         terms = objectives.preference_loss(
             recipe.loss_type,
-            objectives.PairLogps.of(logp_K, row_K, rows),
-            None if ref_K is None else objectives.PairLogps.of(ref_K, row_K, rows),
+            objectives.PairLogps.from_tokens(logp_K, row_K, rows),
+            None if ref_K is None else objectives.PairLogps.from_tokens(ref_K, row_K, rows),
             pair_knobs(recipe),
             scores=scores,
         )
@@ -268,13 +272,13 @@ class UnpairedObjective:
         self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference, device: torch.device
     ) -> None:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
-        self.loss = objectives.check_unpaired(recipe.loss_type, unpaired_knobs(recipe))
+        self.loss = objectives.check_unpaired_loss(recipe.loss_type, unpaired_knobs(recipe))
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
         """Return the number of completions of the step, and its baseline, over all ranks."""
         batches = [_as_preference_batch(batch) for batch in micro_batches]
         with self._autocast():
-            baseline = self._baseline(batches, world)
+            baseline = self._compute_baseline(batches, world)
         return _UnpairedTotals(
             world.sum_count_over_ranks(sum(batch.num_rows for batch in train.without_fillers(batches))), baseline
         )
@@ -282,14 +286,14 @@ class UnpairedObjective:
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: _UnpairedTotals | None) -> train.Score:
         batch, recipe = _as_preference_batch(batch), self.recipe
         assert batch.desirable_N is not None
-        baseline = self._baseline([batch]) if totals is None else totals.baseline
+        baseline = self._compute_baseline([batch]) if totals is None else totals.baseline
         ref_K = self.reference.logprobs(batch)
         logp_K, router_loss = _policy_logps(self.handle, model, batch)
         row_K, rows = batch.row_K, batch.num_rows
         terms = objectives.unpaired_loss(
             recipe.loss_type,
-            objectives.RowLogps.of(logp_K, row_K, rows),
-            objectives.RowLogps.of(ref_K, row_K, rows),
+            objectives.RowLogps.from_tokens(logp_K, row_K, rows),
+            objectives.RowLogps.from_tokens(ref_K, row_K, rows),
             batch.desirable_N,
             unpaired_knobs(recipe),
             baseline=baseline,
@@ -305,7 +309,7 @@ class UnpairedObjective:
         return train.Score(summed / totals.rows, router_loss=router_loss, metrics=metrics)
 
     @torch.no_grad()
-    def _baseline(self, batches: Sequence[PreferenceBatch], world: train.World = train.WORLD) -> Tensor | None:
+    def _compute_baseline(self, batches: Sequence[PreferenceBatch], world: train.World = train.WORLD) -> Tensor | None:
         """Return the baseline, a scalar, over the batches of all ranks; None if the loss has no baseline."""
         if not self.loss.needs_baseline:
             return None
@@ -313,13 +317,13 @@ class UnpairedObjective:
         with train.evaluating(self.handle.model), self.handle.routers.silenced():
             for batch in batches:
                 assert batch.mismatched is not None
-                beside = batch.mismatched.to(self.device)
-                row_K, rows = beside.row_K, beside.num_rows
-                logp_K, _ = _policy_logps(self.handle, self.handle.model, beside)
-                ref_K = self.reference.logprobs(beside)
+                mismatched = batch.mismatched.to(self.device)
+                row_K, rows = mismatched.row_K, mismatched.num_rows
+                logp_K, _ = _policy_logps(self.handle, self.handle.model, mismatched)
+                ref_K = self.reference.logprobs(mismatched)
                 if not batch.filler:
-                    policy.append(objectives.RowLogps.of(logp_K, row_K, rows))
-                    reference.append(objectives.RowLogps.of(ref_K, row_K, rows))
+                    policy.append(objectives.RowLogps.from_tokens(logp_K, row_K, rows))
+                    reference.append(objectives.RowLogps.from_tokens(ref_K, row_K, rows))
         return objectives.kto_baseline(self._gather_logps(policy, world), self._gather_logps(reference, world))
 
     def _gather_logps(self, parts: Sequence[objectives.RowLogps], world: train.World) -> objectives.RowLogps:

@@ -34,13 +34,15 @@ class RandomTokens:
         other: Second model that is given the same tokens, such as a teacher; they are in its vocabulary too.
     """
 
-    def __init__(self, recipe: RowSettings, model: Any, other: Any = None) -> None:
+    def __init__(self, recipe: RowSettings, model: Any, second_model: Any = None) -> None:
         self.recipe = recipe
-        known = [each.get_input_embeddings().weight.shape[0] for each in (model, other) if each is not None]
-        self._vocabulary = min(known)
+        vocabulary_sizes = [
+            each.get_input_embeddings().weight.shape[0] for each in (model, second_model) if each is not None
+        ]
+        self._vocabulary = min(vocabulary_sizes)
         self._generator = torch.Generator().manual_seed(recipe.seed)
 
-    def rows(self, rows: int, length: int) -> train.MicroBatch:
+    def row_batch(self, rows: int, length: int) -> train.MicroBatch:
         """Return a batch of ``rows`` rows with ``length`` tokens each; every token is trained.
 
         With packing, each sequence holds a single row, and the batch has positions as the collator writes them. Of all
@@ -58,7 +60,7 @@ class RandomTokens:
         ids, logprobs = top_classes(logits, k)
         return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
-    def preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
+    def preference_batch(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
         """Return a batch of completions to compare.
 
         The first completion of a pair is the chosen one. Of unpaired completions every second one is desirable.
@@ -68,19 +70,19 @@ class RandomTokens:
             return PreferenceBatch(**{**vars(batch), "mismatched": self._draw_preferences(recipe, scored)})
         return batch
 
-    def completions(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
+    def policy_batch(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
         """Return a batch of completions whose advantages alternate between 1 and -1."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
         return PolicyBatch(**self._draw_trees(scored), advantages_N=torch.tensor(signs))
 
-    def prompts(self, count: int, length: int) -> list[list[int]]:
+    def draw_prompts(self, count: int, length: int) -> list[list[int]]:
         return [self._draw_ids(length) for _ in range(count)]
 
     def _draw_preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
         fields = self._draw_trees(scored)
-        known = torch.zeros(len(fields["row_K"])) if recipe.precompute_ref_log_probs else None
+        reference_K = torch.zeros(len(fields["row_K"])) if recipe.precompute_ref_log_probs else None
         labels = torch.arange(scored.completions) % 2 == 0 if recipe.unpaired else None
-        return PreferenceBatch(**fields, reference_K=known, desirable_N=labels)
+        return PreferenceBatch(**fields, reference_K=reference_K, desirable_N=labels)
 
     def _draw_trees(self, scored: Scored) -> dict[str, Any]:
         trees = [
@@ -94,37 +96,39 @@ class RandomTokens:
         return ids
 
 
-MOST_TREES = 2
+MAX_TREES = 2
 """Most prompts in a batch."""
 
-MOST_COMPLETIONS = 4
+MAX_COMPLETIONS = 4
 """Most random completions of a prompt."""
 
 
-def choose_trees(trees: Sequence[data.Tree], length: int, *, differing: bool) -> tuple[list[data.Tree], bool]:
+def choose_trees(
+    trees: Sequence[data.Tree], length: int, *, needs_different_prompts: bool
+) -> tuple[list[data.Tree], bool]:
     """Return the first trees, cut to about ``length`` tokens in total, and True if any was cut.
 
     Args:
         trees: Trees to choose from.
         length: Number of tokens, in which each completion counts with its own copy of the prompt.
-        differing: True if two different prompts are needed.
+        needs_different_prompts: True if two different prompts are needed.
 
     Raises:
         DataError: Two different prompts are needed, and all trees have the same prompt.
     """
     chosen = [trees[0]]
     for tree in trees[1:] if len(trees) > 1 else []:
-        enough = sum(each.num_tokens_separate for each in chosen) + tree.num_tokens_separate > length
-        if len(chosen) == MOST_TREES or (enough and not differing):
+        is_full = sum(each.num_tokens_separate for each in chosen) + tree.num_tokens_separate > length
+        if len(chosen) == MAX_TREES or (is_full and not needs_different_prompts):
             break
-        if not differing or tree.prompt != chosen[0].prompt:
+        if not needs_different_prompts or tree.prompt != chosen[0].prompt:
             chosen.append(tree)
-    if differing and len(chosen) < MOST_TREES:
+    if needs_different_prompts and len(chosen) < MAX_TREES:
         raise DataError(
             "the first rows have the same prompt, but this loss needs two different prompts", where=trees[0].origin
         )
-    cut = [_cut_tree(tree, length // len(chosen)) for tree in chosen]
-    return cut, cut != chosen
+    cut_trees = [_cut_tree(tree, length // len(chosen)) for tree in chosen]
+    return cut_trees, cut_trees != chosen
 
 
 def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
@@ -132,19 +136,24 @@ def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
 
     The end of the prompt stays, and the part of each completion that begins shortly before the first two differ.
     """
-    row = max(4, length // len(tree.completions))
-    longest = max(len(completion) for completion in tree.completions)
-    if len(tree.prompt) + longest <= row:
+    row_tokens = max(4, length // len(tree.completions))
+    longest_completion = max(len(completion) for completion in tree.completions)
+    if len(tree.prompt) + longest_completion <= row_tokens:
         return tree
-    prompt = tree.prompt[-max(1, row - min(longest, row // 2)) :]
-    room = row - len(prompt)
+    prompt = tree.prompt[-max(1, row_tokens - min(longest_completion, row_tokens // 2)) :]
+    completion_tokens = row_tokens - len(prompt)
     start = 0
     if len(tree.completions) > 1:
         first, second = tree.completions[:2]
-        alike = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
-        start = alike - room // 2 if alike >= room else 0
-    completions = [(completion[start : start + room] or completion[-room:]) for completion in tree.completions]
-    masks = tree.masks and [(mask[start : start + room] or mask[-room:]) for mask in tree.masks]
+        first_difference = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
+        start = first_difference - completion_tokens // 2 if first_difference >= completion_tokens else 0
+    completions = [
+        (completion[start : start + completion_tokens] or completion[-completion_tokens:])
+        for completion in tree.completions
+    ]
+    masks = tree.masks and [
+        (mask[start : start + completion_tokens] or mask[-completion_tokens:]) for mask in tree.masks
+    ]
     if masks is not None and not all(any(mask) for mask in masks):
         masks = None
     return replace(tree, prompt=prompt, completions=completions, masks=masks)
@@ -154,15 +163,15 @@ def random_completions(
     recipe: RolloutSettings, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
     """Return the first prompts with random completions of different lengths, about ``length`` tokens in total."""
-    draw = torch.Generator().manual_seed(recipe.seed)
-    few = prompts[:MOST_TREES] if len(prompts) > 1 else [prompts[0]]
-    count = max(2, min(recipe.num_generations, MOST_COMPLETIONS))
-    row = max(4, length // (len(few) * count))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    chosen_prompts = prompts[:MAX_TREES] if len(prompts) > 1 else [prompts[0]]
+    count = max(2, min(recipe.num_generations, MAX_COMPLETIONS))
+    row_tokens = max(4, length // (len(chosen_prompts) * count))
     trees = []
-    for prompt in few:
-        kept = prompt.input_ids[-max(1, row - min(recipe.max_completion_length, row // 2)) :]
-        longest = max(1, min(recipe.max_completion_length, row - len(kept)))
+    for prompt in chosen_prompts:
+        prompt_ids = prompt.input_ids[-max(1, row_tokens - min(recipe.max_completion_length, row_tokens // 2)) :]
+        longest = max(1, min(recipe.max_completion_length, row_tokens - len(prompt_ids)))
         sizes = [max(1, longest - number * (longest // (2 * count))) for number in range(count)]
-        ids = [torch.randint(0, vocabulary, (size,), generator=draw).tolist() for size in sizes]
-        trees.append(data.Tree(kept, ids, origin=prompt.origin))
+        ids = [torch.randint(0, vocabulary, (size,), generator=generator).tolist() for size in sizes]
+        trees.append(data.Tree(prompt_ids, ids, origin=prompt.origin))
     return trees

@@ -24,10 +24,10 @@ from streamtune.base.paths import cache_folder
 from streamtune.base.result_cache import CacheFile, Notify, hash_of, versions
 from streamtune.base.text import show_size
 
-UNUSED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
+UNHASHED_SETTINGS = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
 """Settings of a configuration that are not hashed: they change no log-probs, or the key has them in another part.
 Settings that end in ``_token_id`` are not hashed either."""
-PART_LENGTH = 20
+KEY_PART_LENGTH = 20
 """Number of characters of the first and of the second part of a key."""
 
 
@@ -40,7 +40,7 @@ class CachedLogps:
     offsets: Tensor
     """int64 ``[trees + 1]``: index in ``logps`` at which each tree begins, and the end"""
 
-    def of(self, trees: Iterable[int]) -> Tensor:
+    def of_trees(self, trees: Iterable[int]) -> Tensor:
         """Return the log-probs of the given trees, one tree after another: fp32 ``[K]``."""
         parts = [self.logps[self.offsets[tree] : self.offsets[tree + 1]] for tree in trees]
         return torch.cat(parts)
@@ -50,7 +50,7 @@ def computation_hash(device: torch.device, *, bf16: bool, temperature: float) ->
     """Return a hash of how log-probs are computed: versions and code, device, precision, temperature."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
-    return hash_of([versions(), name, precision, bf16, temperature])[:PART_LENGTH]
+    return hash_of([versions(), name, precision, bf16, temperature])[:KEY_PART_LENGTH]
 
 
 def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
@@ -62,10 +62,12 @@ def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
     """
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
-    used = {key: value for key, value in settings.items() if key not in UNUSED and not key.endswith("_token_id")}
-    digest = hashlib.blake2b(repr(_sort_keys(used)).encode(), digest_size=20)
-    for name, added in sorted(getattr(model, "peft_config", {}).items()) if adapters else ():
-        digest.update(repr((name, _sort_keys(added.to_dict()))).encode())
+    hashed_settings = {
+        key: value for key, value in settings.items() if key not in UNHASHED_SETTINGS and not key.endswith("_token_id")
+    }
+    digest = hashlib.blake2b(repr(_sort_keys(hashed_settings)).encode(), digest_size=20)
+    for name, adapter_config in sorted(getattr(model, "peft_config", {}).items()) if adapters else ():
+        digest.update(repr((name, _sort_keys(adapter_config.to_dict()))).encode())
     for name, buffer in sorted(model.named_buffers()):
         if (adapters or not is_adapter_name(name)) and not buffer.is_meta:
             digest.update(f"{name.rpartition('.')[2]} {buffer.dtype} {tuple(buffer.shape)}".encode())
@@ -73,7 +75,7 @@ def configuration_hash(model: nn.Module, *, adapters: bool) -> str:
     for module in sorted({type(each).__module__ for each in model.modules()}):
         if module.startswith("transformers_modules."):
             digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
-    return digest.hexdigest()[:PART_LENGTH]
+    return digest.hexdigest()[:KEY_PART_LENGTH]
 
 
 def _sort_keys(value: Any) -> Any:
@@ -121,14 +123,14 @@ def cache_directory() -> Path:
 
 def read_logps(key: str, notify: Notify) -> CachedLogps | None:
     """Return the log-probs cached under ``key``; None if there are none, or the file is damaged."""
-    content = _file(key).read(notify)
+    content = _cache_file(key).read(notify)
     if content is None:
         return None
     tensors = load(content)
     return CachedLogps(tensors["logps"], tensors["offsets"])
 
 
-def _file(key: str) -> CacheFile:
+def _cache_file(key: str) -> CacheFile:
     return CacheFile(cache_directory() / f"{key}.logps", f"reference/{key}")
 
 
@@ -151,13 +153,13 @@ def compute_logps(
         bf16: True to compute under bf16 autocast.
         notify: Called with the path of the file, or with the reason why it cannot be written.
     """
-    found: list[Tensor] = []
+    logps_of_batches: list[Tensor] = []
     for batch in batches:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16, cache_enabled=False):
-            found.append(reference.logprobs(batch.to(device)).float().cpu())
-    sizes = torch.tensor([0, *(len(part) for part in found)])
-    logps = CachedLogps(torch.cat(found), sizes.cumsum(0))
-    file = _file(key)
+            logps_of_batches.append(reference.logprobs(batch.to(device)).float().cpu())
+    sizes = torch.tensor([0, *(len(part) for part in logps_of_batches)])
+    logps = CachedLogps(torch.cat(logps_of_batches), sizes.cumsum(0))
+    file = _cache_file(key)
     try:
         file.write(save({"logps": logps.logps, "offsets": logps.offsets}), durably=True)
         notify(f"the reference's log-probs are cached in {file.path} ({show_size(logps.logps.nbytes)})")

@@ -25,10 +25,10 @@ from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.steps import SKETCH, RowCost, SelectedSteps, StepPlan, first_epoch
-from streamtune.tasks.streamed import SAMPLED, StreamedRows, StreamReport, StreamSteps, record_bad_rows
+from streamtune.tasks.steps import SKETCH_SIZE, RowCost, SelectedSteps, StepPlan, first_epoch_steps
+from streamtune.tasks.streamed import SAMPLE_ROWS, StreamedRows, StreamReport, StreamSteps, record_bad_rows
 from streamtune.tasks.task import (
-    Built,
+    BuiltRun,
     Notify,
     RandomStep,
     Task,
@@ -69,9 +69,11 @@ class Sft(Task[Recipe]):
         """Return the prepared rows; with ``streaming: true`` only a sample, which is not trained on."""
         recipe = self.recipe
         if recipe.streaming:
-            notify(f"streaming: true: at most the first {SAMPLED:,} rows of each dataset are read, as a sample")
+            notify(f"streaming: true: at most the first {SAMPLE_ROWS:,} rows of each dataset are read, as a sample")
             sources = [
-                source if source.evaluates else replace(source, max_rows=min(source.max_rows or SAMPLED, SAMPLED))
+                source
+                if source.evaluates
+                else replace(source, max_rows=min(source.max_rows or SAMPLE_ROWS, SAMPLE_ROWS))
                 for source in sources
             ]
         prepared = self._prepare(sources, tokenizer, self.data_options(val_size), notify)
@@ -113,11 +115,11 @@ class Sft(Task[Recipe]):
         stream = data.RowStream(streamed, copy.deepcopy(tokenizer), options, notify)
         stream.check()
         held_out = self._prepare(evaluated, tokenizer, options, notify) if evaluated else None
-        contents, unknown, stream.files = data.fingerprint_stream(
+        contents_hash, unhashed, stream.files = data.fingerprint_stream(
             streamed, cache_folder() / "rows", save_hashes=options.cache is not None, notify=notify
         )
-        if unknown:
-            notify(f"changes of {', '.join(unknown)} cannot be detected: a resumed run assumes that there are none")
+        if unhashed:
+            notify(f"changes of {', '.join(unhashed)} cannot be detected: a resumed run assumes that there are none")
         return StreamedRows(
             stream=stream,
             held_out=held_out,
@@ -127,14 +129,16 @@ class Sft(Task[Recipe]):
                 options.max_length,
                 None if held_out is None else held_out.report,
             ),
-            fingerprint=contents if held_out is None else f"{contents} {held_out.fingerprint}",
+            fingerprint=contents_hash if held_out is None else f"{contents_hash} {held_out.fingerprint}",
         )
 
     def _cut_into_pieces(self, prepared: data.PreparedData) -> data.PreparedData:
         """Return the data with its training rows cut into pieces, which are added to the fingerprint."""
         recipe = self.recipe
-        least = (recipe.buckets or BucketSpec()).min_length
-        pieces = data.cut_rows(prepared.train, max_length=recipe.max_length, min_length=least, packing=recipe.packing)
+        min_length = (recipe.buckets or BucketSpec()).min_length
+        pieces = data.cut_rows(
+            prepared.train, max_length=recipe.max_length, min_length=min_length, packing=recipe.packing
+        )
         if not len(pieces):
             raise DataError(
                 "no piece of a row has a trained token after its first token",
@@ -159,11 +163,11 @@ class Sft(Task[Recipe]):
         if isinstance(prepared, StreamedRows) or self.recipe.select_rows is not None:
             return None
         recipe, batches = self.recipe, Batches(prepared, None)
-        epoch, pieces, tokens = first_epoch(batches, recipe), prepared.pieces, batches.lengths()
+        epoch, pieces, tokens = first_epoch_steps(batches, recipe), prepared.pieces, batches.lengths()
         layout = data.lay_out_epoch(
             epoch,
             tokens,
-            batches.squares(),
+            batches.squared_lengths(),
             batch_size=recipe.per_device_train_batch_size,
             packed=batches.packed,
             per_sequence=None if pieces is None else pieces.pieces_per_sequence(),
@@ -175,13 +179,13 @@ class Sft(Task[Recipe]):
         # With dataset weights, an epoch visits some rows several times or never. Pieces are compared with whole rows.
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
         concat = data.concat_squared_lengths(visited, recipe.max_length)
-        found = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
+        step_percentiles = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
         return data.BatchFacts(
             batching=recipe.batching,
             batch_size=recipe.per_device_train_batch_size,
             padding=round(1 - int(layout.step_tokens.sum()) / layout.positions, 4),
             steps=len(epoch),
-            step_tokens=dict(zip(("min", "p50", "max"), map(int, found), strict=True)),
+            step_tokens=dict(zip(("min", "p50", "max"), map(int, step_percentiles), strict=True)),
             squared_lengths=layout.squares,
             squared_lengths_concat=concat,
             attention_ratio=round(concat / layout.squares, 3),
@@ -227,13 +231,13 @@ class Sft(Task[Recipe]):
     ) -> Batches:
         """Return the batches of the rows. With ``streaming: true`` only the held-out rows have batches here."""
         # A stream without held-out rows has no batches here, and none are requested.
-        held: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
-        file = self.recipe.teacher_file
-        if file is None:
-            return Batches(held, tokenizer)
-        teacher = TeacherFile.open(Path(file), self.recipe.kd_temperature)
-        teacher.check(held.train, tokenizer)
-        return Batches(held, tokenizer, teacher)
+        prepared_rows: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
+        teacher_path = self.recipe.teacher_file
+        if teacher_path is None:
+            return Batches(prepared_rows, tokenizer)
+        teacher = TeacherFile.open(Path(teacher_path), self.recipe.kd_temperature)
+        teacher.check(prepared_rows.train, tokenizer)
+        return Batches(prepared_rows, tokenizer, teacher)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
         """Return the number of steps: ``max_steps`` for streamed rows, whose number is unknown."""
@@ -243,7 +247,7 @@ class Sft(Task[Recipe]):
         warmup_steps = recipe.warmup_steps or math.ceil(recipe.max_steps * recipe.warmup_ratio)
         return StepPlan(recipe.max_steps, None, warmup_steps)
 
-    def make_steps(self, built: Built) -> train.StepStream:
+    def make_steps(self, built: BuiltRun) -> train.StepStream:
         if self.recipe.select_rows is not None:
             return self._selected_steps(built)
         if not self.recipe.streaming:
@@ -259,7 +263,7 @@ class Sft(Task[Recipe]):
         built.closing.callback(steps.close)
         return steps
 
-    def _selected_steps(self, built: Built) -> SelectedSteps:
+    def _selected_steps(self, built: BuiltRun) -> SelectedSteps:
         """Return steps that train on rows chosen among the drawn rows (``select_rows``)."""
         recipe, prepared = self.recipe, built.prepared
         mixture = prepared.mixture
@@ -273,40 +277,40 @@ class Sft(Task[Recipe]):
                 built.handle,
                 self.objective(built.handle, built.reference, built.device),
                 device=built.device,
-                size=SKETCH,
+                size=SKETCH_SIZE,
                 seed=recipe.seed,
                 bf16=bool(recipe.bf16),
             ),
-            bounds=prepared.bounds,
-            sizes=np.diff(prepared.bounds).tolist() if mixture is None else mixture.visits,
-            origin=lambda row: prepared.train[row].origin,
-            path=built.directory.selected,
-            taken=built.first_step,
+            source_bounds=prepared.bounds,
+            source_sizes=np.diff(prepared.bounds).tolist() if mixture is None else mixture.visits,
+            origin_of_row=lambda row: prepared.train[row].origin,
+            record_path=built.directory.selected,
+            steps_taken=built.first_step,
         )
 
-    def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the tokens that end trained turns or texts; of streamed rows, only the first are read."""
         rows = prepared.first(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.train
         return data.trained_end_tokens(rows, tokenizer, chat_options(self.recipe))
 
-    def training(self, built: Built) -> Training:
-        training = super().training(built)
+    def make_training(self, built: BuiltRun) -> Training:
+        training = super().make_training(built)
         steps = training.steps
         if isinstance(steps, SelectedSteps):
-            return replace(training, begin=steps.begin)
+            return replace(training, before_first_step=steps.before_first_step)
         if not isinstance(steps, StreamSteps):
             return training
 
         def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
-            def tell(messages: Sequence[str], errors: Sequence[DataError]) -> None:
+            def report_messages(messages: Sequence[str], errors: Sequence[DataError]) -> None:
                 for message in messages:
-                    progress.report_note(built.first_step + steps.taken, message)
+                    progress.report_note(built.first_step + steps.steps_taken, message)
                 if errors and built.world.is_main:
                     record_bad_rows(built.directory.bad_rows, errors)
 
-            steps.tell = tell
+            steps.report_messages = report_messages
 
-        return replace(training, begin=begin)
+        return replace(training, before_first_step=begin)
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         assert reference is None or isinstance(reference, train.ModelReference), "a teacher is a model"
@@ -325,13 +329,13 @@ class Sft(Task[Recipe]):
         )
 
     @property
-    def compares(self) -> bool:
+    def uses_reference(self) -> bool:
         """True with a teacher model, which takes the place of the reference. A teacher file is not a model."""
         return self.recipe.teacher is not None and self.recipe.teacher_file is None
 
     @property
     def reference_name(self) -> str | None:
-        return self.recipe.teacher if self.compares else None
+        return self.recipe.teacher if self.uses_reference else None
 
     @property
     def teacher_top_k(self) -> int:
@@ -345,7 +349,7 @@ class Sft(Task[Recipe]):
     def random_step(self, trial: TrialStep) -> RandomStep:
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
         draw = RandomTokens(self.recipe, trial.model, teacher)
-        drawn = [draw.rows(trial.batch_size, trial.length) for _ in self._micro_batches()]
+        drawn = [draw.row_batch(trial.batch_size, trial.length) for _ in self._micro_batch_range()]
         if top_k := self.teacher_top_k:
             drawn = [replace(batch, top_k=draw.top_k(batch, top_k)) for batch in drawn]
         batches = [batch.to(trial.device) for batch in drawn]
@@ -413,7 +417,7 @@ class Batches:
     def mixture(self) -> data.Mixture | None:
         return self.prepared.mixture
 
-    def training(self, units: Sequence[int]) -> train.MicroBatch:
+    def training_batch(self, units: Sequence[int]) -> train.MicroBatch:
         prepared = self.prepared
         if prepared.pieces is None:
             sequences = [self._unit_examples(prepared.train, prepared.packs, unit) for unit in units]
@@ -422,15 +426,15 @@ class Batches:
                 return batch
             rows = [example for sequence in sequences for example in sequence]
             return replace(batch, top_k=self.teacher.top_k(rows, batch.shift_labels))
-        cut = [prepared.pieces.cut_piece(prepared.train, unit) for unit in units]
-        together = self.per_sequence(units[0])
-        sequences = [cut[start : start + together] for start in range(0, len(cut), together)]
+        pieces = [prepared.pieces.cut_piece(prepared.train, unit) for unit in units]
+        per_sequence = self.units_per_sequence(units[0])
+        sequences = [pieces[start : start + per_sequence] for start in range(0, len(pieces), per_sequence)]
         return self.collate(sequences, packed=self.packed)
 
     def lengths(self) -> npt.NDArray[np.int64]:
         return self._sums[0]
 
-    def squares(self) -> npt.NDArray[np.int64]:
+    def squared_lengths(self) -> npt.NDArray[np.int64]:
         return self._sums[1]
 
     @cached_property
@@ -445,7 +449,7 @@ class Batches:
         first, second = (np.add.reduceat(values, packs.starts[:-1]) for values in (in_order, in_order**2))
         return first, second
 
-    def per_sequence(self, unit: int) -> int:
+    def units_per_sequence(self, unit: int) -> int:
         return 1 if self._per_sequence is None else int(self._per_sequence[unit])
 
     @cached_property

@@ -36,7 +36,7 @@ from streamtune.train.records import append_record, cut_after_step
 from streamtune.train.sketch import RowSketch
 from streamtune.train.step import explain_out_of_memory
 
-WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
+LAYERS_WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
 """Types of layers without attention scores: their work is linear in the number of tokens."""
 
 
@@ -52,9 +52,9 @@ class RowCost:
     """
 
     per_token: float = 1.0
-    """operations per token"""
+    """Number of operations per token."""
     per_square: float = 0.0
-    """operations per squared length of a row"""
+    """Number of operations per squared length of a row."""
 
     def __call__(self, tokens: int, squares: int) -> float:
         """Return the cost of a unit of ``tokens`` tokens; ``squares`` is the sum of the squared lengths of its rows."""
@@ -65,18 +65,18 @@ class RowCost:
         base = base_of(model)
         config = base.config.get_text_config(decoder=True)
         embedding: Any = base.get_input_embeddings()
-        tied = bool(getattr(config, "tie_word_embeddings", False))
+        is_tied = bool(getattr(config, "tie_word_embeddings", False))
         weights = sum(_weights_per_token(name, parameter, config) for name, parameter in model.named_parameters())
-        per_token = 2.0 * (weights - (0 if tied else models.count_weights(embedding.weight)))
+        per_token = 2.0 * (weights - (0 if is_tied else models.count_weights(embedding.weight)))
         heads = getattr(config, "num_attention_heads", None)
         heads = heads if isinstance(heads, int) else 0
         head_dim = getattr(config, "head_dim", None) or (getattr(config, "hidden_size", 0) // max(1, heads))
         types = getattr(config, "layer_types", None) or ["full_attention"] * getattr(config, "num_hidden_layers", 0)
         window, per_square = getattr(config, "sliding_window", None), 0.0
-        for kind in types:
-            if kind in WITHOUT_SCORES:
+        for layer_type in types:
+            if layer_type in LAYERS_WITHOUT_SCORES:
                 continue
-            if "sliding" in kind and window:
+            if "sliding" in layer_type and window:
                 per_token += 4.0 * heads * head_dim * window
             else:
                 per_square += 2.0 * heads * head_dim
@@ -93,21 +93,21 @@ def _weights_per_token(name: str, parameter: nn.Parameter, config: Any) -> float
 
 def divide_among_ranks(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
     """Iterate over this rank's share of the batches. All ranks get the same number; fillers replace missing batches."""
-    together = iter(batches)
-    while at_once := list(islice(together, world.data_size)):
-        filler = replace(at_once[0], filler=True)
-        yield at_once[world.data_rank] if world.data_rank < len(at_once) else filler
+    iterator = iter(batches)
+    while group := list(islice(iterator, world.data_size)):
+        filler = replace(group[0], filler=True)
+        yield group[world.data_rank] if world.data_rank < len(group) else filler
 
 
 class Units(Protocol):
-    """Protocol of the objects that have numbered units to train on."""
+    """Protocol of objects with numbered training units: rows, pairs or completions."""
 
     @property
     def num_train(self) -> int: ...
 
 
-class Trainable(Units, Protocol):
-    """Protocol of the objects that make micro-batches of numbered training units."""
+class BatchMaker(Units, Protocol):
+    """Protocol of objects that make micro-batches of numbered training units."""
 
     @property
     def mixture(self) -> data.Mixture | None:
@@ -128,15 +128,15 @@ class Trainable(Units, Protocol):
         """Return how many tokens each unit has, [units]."""
         ...
 
-    def squares(self) -> npt.NDArray[np.int64]:
+    def squared_lengths(self) -> npt.NDArray[np.int64]:
         """Return the sum of the squared lengths of each unit's rows, [units]."""
         ...
 
-    def per_sequence(self, unit: int) -> int:
-        """Return how many units from the bucket of ``unit`` one sequence of a batch holds."""
+    def units_per_sequence(self, unit: int) -> int:
+        """Return how many units of ``unit``'s bucket fit into one sequence of a batch."""
         ...
 
-    def training(self, units: Sequence[int]) -> train.MicroBatch: ...
+    def training_batch(self, units: Sequence[int]) -> train.MicroBatch: ...
 
 
 class Steps:
@@ -146,7 +146,7 @@ class Steps:
     last returned step, not after the last prepared one.
 
     Args:
-        batches: Makes a micro-batch of given units.
+        batches: Object that makes a micro-batch of given units.
         recipe: Settings of the batches.
         world: Ranks that share a step. The units of a step depend on the number of ranks only if the recipe counts the
             micro-batches of one rank (``batching: rows`` without ``train_batch_size``).
@@ -155,34 +155,34 @@ class Steps:
 
     def __init__(
         self,
-        batches: Trainable,
+        batches: BatchMaker,
         recipe: BatchSettings,
         world: train.World = train.WORLD,
         cost: RowCost = RowCost(),
     ) -> None:
         self.batches, self.world, self.cost = batches, world, cost
         self.batch_size = recipe.per_device_train_batch_size
-        self.step_size = self.batch_size * accumulation(recipe, world) * world.data_size
+        self.step_size = self.batch_size * count_micro_batches(recipe, world) * world.data_size
         self.sampler = make_sampler(batches, recipe)
         self.workers = recipe.dataloader_num_workers
-        self._lengths, self._squares = batches.lengths(), batches.squares()
+        self._lengths, self._squares = batches.lengths(), batches.squared_lengths()
         self._pool = ThreadPoolExecutor(self.workers, "batches") if self.workers else None
-        self._coming: deque[tuple[Future[list[train.MicroBatch]], dict[str, Any]]] = deque()
+        self._prepared_steps: deque[tuple[Future[list[train.MicroBatch]], dict[str, Any]]] = deque()
         self._position = self.sampler.state_dict()
 
     def next_step(self) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of the next step. A step never spans two epochs."""
         if self._pool is None:
-            step = self._make_batches(self._draw())
+            step = self._make_batches(self._draw_units())
             self._position = self.sampler.state_dict()
             return step
-        while len(self._coming) <= self.workers:
-            drawn = self._draw()
-            self._coming.append((self._pool.submit(self._make_batches, drawn), self.sampler.state_dict()))
-        prepared, self._position = self._coming.popleft()
+        while len(self._prepared_steps) <= self.workers:
+            drawn = self._draw_units()
+            self._prepared_steps.append((self._pool.submit(self._make_batches, drawn), self.sampler.state_dict()))
+        prepared, self._position = self._prepared_steps.popleft()
         return prepared.result()
 
-    def _draw(self) -> list[int]:
+    def _draw_units(self) -> list[int]:
         if isinstance(self.sampler, data.StepSampler):
             return self.sampler.next_step()
         while not (step := next(self.sampler.batches(self.step_size), [])):
@@ -194,14 +194,16 @@ class Steps:
             units,
             self._cost_of,
             ranks=self.world.data_size,
-            batch_size=self.batch_size * self.batches.per_sequence(units[0]),
+            batch_size=self.batch_size * self.batches.units_per_sequence(units[0]),
             padded=self.batches.padded,
         )
         mine = shares[self.world.data_rank]
         # A rank without rows computes the shortest row of the step as a filler: it would wait for the others anyway.
         shortest = min(units, key=self._cost_of) if not all(mine) else 0
         return [
-            self.batches.training(batch) if batch else replace(self.batches.training([shortest]), filler=True)
+            self.batches.training_batch(batch)
+            if batch
+            else replace(self.batches.training_batch([shortest]), filler=True)
             for batch in mine
         ]
 
@@ -214,12 +216,12 @@ class Steps:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the position saved by ``state_dict``."""
-        self._coming.clear()
+        self._prepared_steps.clear()
         self.sampler.load_state_dict(state)
         self._position = self.sampler.state_dict()
 
 
-def make_sampler(batches: Trainable, recipe: BatchSettings) -> data.ResumableSampler | data.StepSampler:
+def make_sampler(batches: BatchMaker, recipe: BatchSettings) -> data.ResumableSampler | data.StepSampler:
     """Return a sampler of single units, or of whole steps if the size of a step is counted in tokens."""
     if batches.buckets is None or recipe.tokens_per_batch is None:
         rows = data.ResumableSampler(
@@ -233,7 +235,7 @@ def make_sampler(batches: Trainable, recipe: BatchSettings) -> data.ResumableSam
     )
 
 
-def first_epoch(batches: Trainable, recipe: BatchSettings) -> data.EpochSteps:
+def first_epoch_steps(batches: BatchMaker, recipe: BatchSettings) -> data.EpochSteps:
     sampler = make_sampler(batches, recipe)
     if isinstance(sampler, data.StepSampler):
         return sampler.epoch_steps(0)
@@ -266,18 +268,18 @@ class StepPlan:
         )
 
 
-def scaled_rate(recipe: BatchSettings, world: train.World) -> float:
+def peak_learning_rate(recipe: BatchSettings, world: train.World) -> float:
     """Return the peak learning rate: the recipe's, scaled by the size of a step if ``lr_scaling_base`` is set."""
     if recipe.lr_scaling_base is None:
         return recipe.learning_rate
     size = recipe.tokens_per_batch
     if size is None:
-        size = accumulation(recipe, world) * recipe.per_device_train_batch_size * world.data_size
+        size = count_micro_batches(recipe, world) * recipe.per_device_train_batch_size * world.data_size
     share = size / recipe.lr_scaling_base
     return recipe.learning_rate * (math.sqrt(share) if recipe.lr_scaling == "sqrt" else share)
 
 
-def accumulation(recipe: BatchSettings, world: train.World) -> int:
+def count_micro_batches(recipe: BatchSettings, world: train.World) -> int:
     """Return how many micro-batches one rank computes in an optimizer step.
 
     If the size of a step is counted in tokens, the number is for rows of ``max_length`` tokens. Shorter rows make more
@@ -288,25 +290,26 @@ def accumulation(recipe: BatchSettings, world: train.World) -> int:
         ArgumentError: ``train_batch_size`` is not a multiple of the rows that all ranks compute at a time.
     """
     if recipe.tokens_per_batch is not None:
-        at_once = recipe.per_device_train_batch_size * recipe.max_length * world.data_size
-        least = 1 if recipe.batching == "buckets" and recipe.packing else 2
-        return max(least, -(-recipe.tokens_per_batch // at_once))
+        rows_at_once = recipe.per_device_train_batch_size * recipe.max_length * world.data_size
+        minimum = 1 if recipe.batching == "buckets" and recipe.packing else 2
+        return max(minimum, -(-recipe.tokens_per_batch // rows_at_once))
     if recipe.train_batch_size is None:
         return recipe.gradient_accumulation_steps
-    at_once = recipe.per_device_train_batch_size * world.data_size
-    if recipe.train_batch_size % at_once:
+    rows_at_once = recipe.per_device_train_batch_size * world.data_size
+    if recipe.train_batch_size % rows_at_once:
         ranks = f"{world.data_size} ranks" if world.data_size > 1 else "one rank"
         raise ArgumentError(
-            f"train_batch_size must be a multiple of {at_once}, found {recipe.train_batch_size}: {ranks} with "
-            f"per_device_train_batch_size {recipe.per_device_train_batch_size} compute {at_once} rows at a time",
+            f"train_batch_size must be a multiple of {rows_at_once}, found {recipe.train_batch_size}: {ranks} with "
+            f"per_device_train_batch_size {recipe.per_device_train_batch_size} compute {rows_at_once} rows at a time",
             where="train_batch_size",
-            fix=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or use another number of ranks",
+            fix=f"write a multiple of {rows_at_once}, a smaller per_device_train_batch_size, or use another number of "
+            "ranks",
         )
-    return recipe.train_batch_size // at_once
+    return recipe.train_batch_size // rows_at_once
 
 
-SKETCH = 512
-"""Size of a gradient sketch: it preserves the distances between a few hundred rows to about 10%."""
+SKETCH_SIZE = 512
+"""Number of values of a gradient sketch: preserves the distances between a few hundred rows to about 10%."""
 
 
 class SelectedSteps(Steps):
@@ -318,88 +321,99 @@ class SelectedSteps(Steps):
         world: Ranks that share a step.
         cost: Predicted cost of a row.
         sketch: Computes the gradient sketch of a row.
-        bounds: First row of each source, then the number of all rows, [sources + 1].
-        sizes: Number of rows of each source that an epoch visits, [sources].
-        origin: Returns the name of a row, ``file:row``.
-        path: File that records the choices.
-        taken: Number of steps already taken.
+        source_bounds: First row of each source, then the number of all rows, [sources + 1].
+        source_sizes: Number of rows of each source that an epoch visits, [sources].
+        origin_of_row: Returns the name of a row, ``file:row``.
+        record_path: File that records the choices.
+        steps_taken: Number of steps already taken.
     """
 
     def __init__(
         self,
-        batches: Trainable,
+        batches: BatchMaker,
         recipe: BatchSettings,
         world: train.World,
         cost: RowCost,
         *,
         sketch: RowSketch,
-        bounds: Sequence[int],
-        sizes: Sequence[int],
-        origin: Callable[[int], str],
-        path: Path,
-        taken: int = 0,
+        source_bounds: Sequence[int],
+        source_sizes: Sequence[int],
+        origin_of_row: Callable[[int], str],
+        record_path: Path,
+        steps_taken: int = 0,
     ) -> None:
         super().__init__(batches, recipe, world, cost)
-        self.times = recipe.select_from
-        self.step_size *= self.times
-        self.sketch, self.bounds, self.small = sketch, bounds, data.small_sources(sizes)
-        self.origin, self.path, self.taken = origin, path, taken
-        self.fix = "write a smaller max_length, or delete select_rows"
+        self.draws_per_row = recipe.select_from
+        self.step_size *= self.draws_per_row
+        self.sketch, self.source_bounds, self.small_sources = sketch, source_bounds, data.small_sources(source_sizes)
+        self.origin_of_row, self.record_path, self.steps_taken = origin_of_row, record_path, steps_taken
+        self.out_of_memory_fix = "write a smaller max_length, or delete select_rows"
         self.show_activity: Callable[[str], None] = lambda text: None
         """Called with a short text on what is being computed."""
-        self.stopped: Callable[[], bool] = lambda: False
+        self.is_stopped: Callable[[], bool] = lambda: False
         """Returns True if a stop was requested. The step then has arbitrary rows, and is not taken."""
 
-    def begin(self, backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
+    def before_first_step(self, backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
         """Get the optimizer, the progress display and the stop request, and delete later records of the choices.
 
         Later means after the step from which the run resumes: those choices are made again.
         """
         assert isinstance(backend, TorchBackend), "other backends have no optimizer moments of whole weights"
         self.sketch.optimizer, self.show_activity = backend.optimizer, progress.show_activity
-        self.stopped = lambda: stop.requested
+        self.is_stopped = lambda: stop.requested
         if self.world.is_main:
-            cut_after_step(self.path, self.taken)
+            cut_after_step(self.record_path, self.steps_taken)
 
     def next_step(self) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of chosen rows. The last step of an epoch chooses from fewer rows."""
-        drawn = self._draw()
-        count = -(-len(drawn) // self.times)
-        points = self._sketches(drawn)
-        if points is None:
+        drawn = self._draw_units()
+        count = -(-len(drawn) // self.draws_per_row)
+        sketches = self._sketch_rows(drawn)
+        if sketches is None:
             return self._make_batches(drawn[:count])
-        sources = (np.searchsorted(self.bounds, drawn, side="right") - 1).tolist()
-        places, kept, gap, chance = self.world.run_on_rank_0(
-            lambda: _choice_values(data.choose_rows(points, sources, count, self.small))
+        sources = (np.searchsorted(self.source_bounds, drawn, side="right") - 1).tolist()
+        positions, kept, gap, chance = self.world.run_on_rank_0(
+            lambda: _choice_to_tuple(data.choose_rows(sketches, sources, count, self.small_sources))
         )
-        chosen = [drawn[place] for place in places]
-        self.taken += 1
+        chosen = [drawn[position] for position in positions]
+        self.steps_taken += 1
         if self.world.is_main:
-            rows = [self.origin(row) for row in chosen]
-            record = {"step": self.taken, "of": len(drawn), "kept": kept, "gap": gap, "chance": chance, "rows": rows}
-            append_record(self.path, record)
+            rows = [self.origin_of_row(row) for row in chosen]
+            record = {
+                "step": self.steps_taken,
+                "of": len(drawn),
+                "kept": kept,
+                "gap": gap,
+                "chance": chance,
+                "rows": rows,
+            }
+            append_record(self.record_path, record)
         step = self._make_batches(chosen)
         self._position = self.sampler.state_dict()
         return step
 
-    def _sketches(self, drawn: Sequence[int]) -> np.ndarray | None:
+    def _sketch_rows(self, drawn: Sequence[int]) -> np.ndarray | None:
         """Return the sketches of all drawn rows, ``[rows, k]``, equal on every rank; None if a stop was requested."""
-        places = range(len(drawn))
+        positions = range(len(drawn))
         shares = data.assign_rows(
-            places, lambda place: self._cost_of(drawn[place]), ranks=self.world.data_size, batch_size=1
+            positions, lambda position: self._cost_of(drawn[position]), ranks=self.world.data_size, batch_size=1
         )
-        mine: dict[int, list[float]] = {}
-        for number, own in enumerate(shares[self.world.data_rank]):
-            if self.world.any_rank(self.stopped()):
+        sketches: dict[int, list[float]] = {}
+        for number, share in enumerate(shares[self.world.data_rank]):
+            if self.world.any_rank(self.is_stopped()):
                 return None
             self.show_activity(f"choosing rows {number + 1}/{len(shares[0])}")
-            for place in own:
-                batch = self.batches.training([drawn[place]])
-                with explain_out_of_memory("choosing rows", [batch], self.fix):
-                    mine[place] = self.sketch(batch).tolist()
-        found = [(place, point) for share in self.world.gather_data_ranks(list(mine.items())) for place, point in share]
-        return np.array([point for _, point in sorted(found, key=lambda each: each[0])], dtype=np.float64)
+            for position in share:
+                batch = self.batches.training_batch([drawn[position]])
+                with explain_out_of_memory("choosing rows", [batch], self.out_of_memory_fix):
+                    sketches[position] = self.sketch(batch).tolist()
+        gathered = [
+            (position, point)
+            for rank_items in self.world.gather_data_ranks(list(sketches.items()))
+            for position, point in rank_items
+        ]
+        return np.array([point for _, point in sorted(gathered, key=lambda each: each[0])], dtype=np.float64)
 
 
-def _choice_values(choice: data.ChosenRows) -> tuple[list[int], int, float, float]:
+def _choice_to_tuple(choice: data.ChosenRows) -> tuple[list[int], int, float, float]:
     return list(choice.places), choice.kept, choice.gap, choice.chance

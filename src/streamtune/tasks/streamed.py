@@ -18,10 +18,10 @@ from typing import Any
 from streamtune import data, train
 from streamtune.errors import CheckpointError, DataError, StreamTuneError
 from streamtune.recipe.settings import BatchSettings
-from streamtune.tasks.steps import RowCost, accumulation
+from streamtune.tasks.steps import RowCost, count_micro_batches
 from streamtune.train.staging import replace_file
 
-SAMPLED = 1000
+SAMPLE_ROWS = 1000
 """Number of rows that are read from each streamed dataset as a sample, for screens and comparisons."""
 
 
@@ -76,13 +76,13 @@ class StreamedRows:
         """Return the first ``count`` examples in the order of the sources, or all if there are fewer."""
         options = replace(self.stream.options, shuffle_buffer=1, processes=1)
         stream = data.RowStream(self.stream.sources, self.stream.tokenizer, options)
-        found: list[data.Example] = []
+        examples_read: list[data.Example] = []
         with closing(stream.examples(data.StreamPosition())) as examples:
             for example, _ in examples:
-                if example is None or len(found) == count:
+                if example is None or len(examples_read) == count:
                     break
-                found.append(example)
-        return found
+                examples_read.append(example)
+        return examples_read
 
     @property
     def validation(self) -> Sequence[data.Example]:
@@ -107,7 +107,7 @@ class StreamSteps:
         cost: Predicted cost of a row, by which rows are assigned to ranks.
 
     Attributes:
-        tell: Called by the training thread with messages of the stream, and with the errors of rows that it left out.
+        report_messages: Function called by the training thread with messages of the stream and errors of skipped rows.
     """
 
     def __init__(
@@ -121,25 +121,25 @@ class StreamSteps:
         self.stream, self.collate, self.world, self.cost = stream, collate, world, cost
         self.batch_size = recipe.per_device_train_batch_size
         self.budget = recipe.tokens_per_batch
-        self.step_size = self.batch_size * accumulation(recipe, world) * world.data_size
-        self.ahead = recipe.dataloader_num_workers
-        self.tell: Callable[[Sequence[str], Sequence[DataError]], None] = lambda messages, errors: None
+        self.step_size = self.batch_size * count_micro_batches(recipe, world) * world.data_size
+        self.num_prefetched = recipe.dataloader_num_workers
+        self.report_messages: Callable[[Sequence[str], Sequence[DataError]], None] = lambda messages, errors: None
         self._messages: deque[str] = deque()
         self._errors: deque[DataError] = deque()
         stream.notify, stream.left_out = self._messages.append, self._errors.append
-        self.taken = 0
+        self.steps_taken = 0
         """number of returned steps"""
-        self._pool = ThreadPoolExecutor(1, "batches") if self.ahead else None
-        self._coming: list[Future[tuple[list[train.MicroBatch], data.StreamPosition]]] = []
-        self._begin(data.StreamPosition())
+        self._pool = ThreadPoolExecutor(1, "batches") if self.num_prefetched else None
+        self._prefetched: list[Future[tuple[list[train.MicroBatch], data.StreamPosition]]] = []
+        self._start_at(data.StreamPosition())
 
-    def _begin(self, start: data.StreamPosition) -> None:
+    def _start_at(self, start: data.StreamPosition) -> None:
         self._position = self._drawn_position = start
         """positions after the last returned step, and after the last drawn step"""
         self._examples: Generator[tuple[data.Example | None, data.StreamPosition]] = self.stream.examples(start)
-        self._held: tuple[data.Example, data.StreamPosition] | None = None
+        self._leftover: tuple[data.Example, data.StreamPosition] | None = None
         """an example that did not fit into the last drawn step, and the position after it"""
-        self._begun = False
+        self._has_started = False
 
     def next_step(self) -> list[train.MicroBatch]:
         """Return this rank's micro-batches of the next step.
@@ -147,23 +147,23 @@ class StreamSteps:
         Raises:
             DataError: A row is faulty, or a file was replaced; see :meth:`streamtune.data.RowStream.examples`.
         """
-        if self._pool is None or not self._begun:  # processes are started by this thread, which handles signals
-            self._begun = True
-            step, self._position = self._make()
+        if self._pool is None or not self._has_started:  # processes are started by this thread, which handles signals
+            self._has_started = True
+            step, self._position = self._make_step()
         else:
-            while len(self._coming) <= self.ahead:
-                self._coming.append(self._pool.submit(self._make))
-            step, self._position = self._coming.pop(0).result()
-        self.taken += 1
+            while len(self._prefetched) <= self.num_prefetched:
+                self._prefetched.append(self._pool.submit(self._make_step))
+            step, self._position = self._prefetched.pop(0).result()
+        self.steps_taken += 1
         if self._messages or self._errors:
             messages = [self._messages.popleft() for _ in range(len(self._messages))]
             errors = [self._errors.popleft() for _ in range(len(self._errors))]
-            self.tell(messages, errors)
+            self.report_messages(messages, errors)
         return step
 
-    def _make(self) -> tuple[list[train.MicroBatch], data.StreamPosition]:
+    def _make_step(self) -> tuple[list[train.MicroBatch], data.StreamPosition]:
         """Return this rank's micro-batches of the next step, and the position after that step."""
-        rows = self._draw()
+        rows = self._draw_rows()
         self.stream.check_files()
         shares = data.assign_rows(
             range(len(rows)),
@@ -180,12 +180,12 @@ class StreamSteps:
         ]
         return batches, self._drawn_position
 
-    def _draw(self) -> list[data.Example]:
+    def _draw_rows(self) -> list[data.Example]:
         rows: list[data.Example] = []
         tokens = 0
         while self.budget is not None or len(rows) < self.step_size:
-            example, position = self._held or next(self._examples)
-            self._held = None
+            example, position = self._leftover or next(self._examples)
+            self._leftover = None
             if example is None:
                 self._drawn_position = position
                 if rows:
@@ -193,7 +193,7 @@ class StreamSteps:
                 continue
             tokens += example.num_tokens
             if self.budget is not None and rows and tokens > self.budget:
-                self._held = (example, position)
+                self._leftover = (example, position)
                 break
             rows.append(example)
             self._drawn_position = position
@@ -204,40 +204,40 @@ class StreamSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last returned step, and the seed and buffer size that determine the order."""
-        return {**self._order(), **self._position.to_json()}
+        return {**self._order_settings(), **self._position.to_json()}
 
-    def _order(self) -> dict[str, Any]:
+    def _order_settings(self) -> dict[str, Any]:
         return {"seed": self.stream.options.seed, "shuffle_buffer": self.stream.options.shuffle_buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the position saved by ``state_dict``, if the rows have the same order."""
-        for key, mine in self._order().items():
+        for key, mine in self._order_settings().items():
             if state.get(key) != mine:
                 raise CheckpointError(
                     f"the checkpoint streams the data with {key} = {state.get(key)}, this run with {mine}",
                     fix="resume with the settings of the checkpoint",
                 )
-        self._stop()
-        known = data.StreamPosition().to_json()
-        place = {name: state[name] for name in known}
-        if any(type(count) is not int or count < 0 for name, count in place.items() if name != "counts"):
+        self._cancel_prefetch()
+        fields = data.StreamPosition().to_json()
+        position = {name: state[name] for name in fields}
+        if any(type(count) is not int or count < 0 for name, count in position.items() if name != "counts"):
             raise CheckpointError(
-                f"the checkpoint has an invalid position: row {place['rows']} of pass {place['epoch']}",
+                f"the checkpoint has an invalid position: row {position['rows']} of pass {position['epoch']}",
                 fix="use another checkpoint: --resume PATH",
             )
-        self._begin(data.StreamPosition(**place))
+        self._start_at(data.StreamPosition(**position))
 
-    def _stop(self) -> None:
-        for future in self._coming:
+    def _cancel_prefetch(self) -> None:
+        for future in self._prefetched:
             if not future.cancel():
                 with suppress(StreamTuneError):
                     future.result()
-        self._coming.clear()
+        self._prefetched.clear()
         self._examples.close()
 
     def close(self) -> None:
         """Stop the thread, and the processes that render rows."""
-        self._stop()
+        self._cancel_prefetch()
         if self._pool is not None:
             self._pool.shutdown()
 

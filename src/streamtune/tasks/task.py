@@ -1,6 +1,6 @@
 """Base classes of the tasks: what an objective adds to a run, a plan, a probe and a verification.
 
-    of_run, check_ranks          checks of its settings, before anything is loaded
+    for_run, check_ranks          checks of its settings, before anything is loaded
     prepare, longest             its rows as token ids, and the length of the longest row
     completions, reference ...   the shape of its micro-batches, and the model that it compares with
     batches, count_steps         its micro-batches, and the number of optimizer steps
@@ -36,7 +36,15 @@ from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.recipe.keys.datasets import CacheKeys
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.recipe.schema import DpoRecipe, GrpoRecipe, Recipe
-from streamtune.tasks.steps import RowCost, StepPlan, Steps, Units, accumulation, make_sampler, scaled_rate
+from streamtune.tasks.steps import (
+    RowCost,
+    StepPlan,
+    Steps,
+    Units,
+    count_micro_batches,
+    make_sampler,
+    peak_learning_rate,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,17 +53,17 @@ R_co = TypeVar("R_co", bound=Recipe, covariant=True)
 ScoringR_co = TypeVar("ScoringR_co", bound=DpoRecipe | GrpoRecipe, covariant=True)
 
 Notify = Callable[[str], None]
-"""Called with each message for the user: one sentence."""
+"""Function called with each message for the user: one sentence."""
 
-Begin = Callable[[train.Backend, train.Progress, train.StopRequest], None]
-"""Called before the first step with the backend, the progress display and the stop request."""
+BeforeFirstStep = Callable[[train.Backend, train.Progress, train.StopRequest], None]
+"""Function called before the first step with the backend, the progress display and the stop request."""
 
 RandomStep = tuple[train.Objective, Callable[[], Sequence[train.MicroBatch]]]
 """An objective, and a function that returns the micro-batches of one step of random tokens."""
 
 
 class PreparedRows(Protocol):
-    """The prepared rows of any objective, as token ids."""
+    """Protocol of prepared rows of any objective, as token ids."""
 
     @property
     def fingerprint(self) -> str:
@@ -89,13 +97,13 @@ class PreparedRows(Protocol):
 
 
 @dataclass(kw_only=True)
-class Built:
-    """The parts of a built run, from which a task makes its :class:`Training`."""
+class BuiltRun:
+    """The parts of a run after loading, from which a task makes its :class:`Training`."""
 
     device: torch.device
     world: train.World
     shares_weights: bool
-    """True if each rank holds a part of the weights."""
+    """True if the ranks shard the weights."""
     directory: train.RunDirectory
     first_step: int
     """Number of steps that the run has already taken: the checkpoint's step, or 0 for a new run."""
@@ -113,7 +121,7 @@ class Built:
     """True if completions share their prompts."""
     plan: StepPlan
     closing: ExitStack = field(default_factory=ExitStack)
-    """Closes the open resources of the run, such as processes that render rows and engines that gather weights."""
+    """Exit stack of the run's open resources, such as processes that render rows and engines that gather weights."""
 
     @property
     def backend(self) -> train.Backend:
@@ -131,8 +139,8 @@ class Training:
     """Name of a held-out set -> function that iterates over its micro-batches, from the first one at each call. Empty
     without held-out rows."""
     learning_rate_at: Callable[[int], float]
-    """Returns the learning rate of a step; the first step is 0."""
-    begin: Begin = lambda backend, progress, stop: None
+    """Function that returns the learning rate of a step, counted from 0."""
+    before_first_step: BeforeFirstStep = lambda backend, progress, stop: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +151,7 @@ class TrialStep:
     handle: StreamHandle | None
     """Handle of the streamed model; None for a baseline, whose model is not streamed."""
     scorer: Any
-    """Computes log-probs for the objective: the handle, or an object that uses ordinary logits."""
+    """Object that computes log-probs for the objective: the handle, or an object that uses ordinary logits."""
     reference: train.Reference | None
     length: int
     batch_size: int
@@ -159,16 +167,16 @@ class TrialStep:
 class Task(ABC, Generic[R_co]):
     """An objective and its recipe. Methods that are not abstract fit a next-token loss on rows."""
 
-    shortest: ClassVar[int] = 2
-    """Fewest tokens that a row may have: 2; for completions 4, two of the prompt and two of the completion."""
-    scores: ClassVar[bool] = False
-    """True if the objective reads the score of each token of a completion; False for a next-token loss on rows."""
+    min_row_tokens: ClassVar[int] = 2
+    """Minimum number of tokens of a row: 2; for completions 4, two of the prompt and two of the completion."""
+    scores_completions: ClassVar[bool] = False
+    """True if the objective reads the log-prob of each token of a completion; False for a next-token loss on rows."""
 
     def __init__(self, recipe: R_co) -> None:
         self.recipe = recipe
 
     def with_recipe(self, recipe: Any) -> Self:
-        """Return a copy of the task with another recipe of the same objective; all else stays, such as its rewards."""
+        """Return a copy of the task with another recipe of the same objective, and with the same reward functions."""
         other = copy(self)
         other.recipe = recipe
         return other
@@ -176,7 +184,7 @@ class Task(ABC, Generic[R_co]):
     # --- settings ----------------------------------------------------------------------------------------------
 
     @classmethod
-    def of_run(cls, recipe: Any, folder: Path, notify: Notify) -> Self:
+    def for_run(cls, recipe: Any, folder: Path, notify: Notify) -> Self:
         """Return the task of a run, after checking its settings and loading the code that the recipe names.
 
         Raises:
@@ -272,12 +280,12 @@ class Task(ABC, Generic[R_co]):
     # --- shapes ------------------------------------------------------------------------------------------------
 
     @property
-    def compares(self) -> bool:
+    def uses_reference(self) -> bool:
         """True if the loss compares with a reference or a teacher model."""
         return False
 
     @property
-    def precomputes(self) -> bool:
+    def precomputes_reference(self) -> bool:
         """True if the reference's log-probs are computed before the first step."""
         return False
 
@@ -297,14 +305,14 @@ class Task(ABC, Generic[R_co]):
         return "ref_model_name_or_path"
 
     @property
-    def holds_reference(self) -> bool:
+    def has_second_model(self) -> bool:
         """True if a second model is in memory: a named reference or, in full fine-tuning, a copy of the model."""
-        if not self.compares or self.precomputes:
+        if not self.uses_reference or self.precomputes_reference:
             return False
         return self.recipe.finetuning_type == "full" or self.reference_name is not None
 
     @property
-    def may_share(self) -> bool:
+    def may_share_prompts(self) -> bool:
         """True if the recipe allows completions to share their prompts."""
         return self.share_prefix != "never"
 
@@ -318,48 +326,52 @@ class Task(ABC, Generic[R_co]):
         """The names of the recipe's reward functions."""
         return ()
 
-    def can_share(self, model: Any, notify: Notify = lambda message: None, *, beside: Any = None) -> bool:
+    def can_share_prompts(self, model: Any, notify: Notify = lambda message: None, *, second_model: Any = None) -> bool:
         """Return True if the recipe allows completions to share their prompts, and a test shows that the model can.
 
         Args:
             model: The unstreamed model on its device; it is not changed.
             notify: Called with the reason if prompts cannot be shared.
-            beside: Second model, the reference, which gets the same sequences; None without one. It is tested only if
-                the recipe names it.
+            second_model: Reference model, which gets the same sequences; None without a second model. It is tested only
+                if the recipe names it.
 
         Raises:
             UnsupportedModelError: Prompts cannot be shared, and the recipe says ``share_prefix: always``.
         """
-        if not self.may_share:
+        if not self.may_share_prompts:
             return False
-        named = beside is not None and self.reference_name is not None
-        return self._can_share(model, notify) and (not named or self._can_share(beside, notify, self.reference_name))
+        is_reference_named = second_model is not None and self.reference_name is not None
+        return self._can_model_share_prompts(model, notify) and (
+            not is_reference_named or self._can_model_share_prompts(second_model, notify, self.reference_name)
+        )
 
-    def _can_share(self, model: Any, notify: Notify, name: str | None = None) -> bool:
-        whose = "" if name is None else f"'{name}': "
-        limit, what = longest_unscaled_length(model.config), ""
+    def _can_model_share_prompts(self, model: Any, notify: Notify, name: str | None = None) -> bool:
+        prefix = "" if name is None else f"'{name}': "
+        limit, problem = longest_unscaled_length(model.config), ""
         if limit is not None and self.recipe.max_length > limit:
-            what = (
+            problem = (
                 f"its rotary embeddings change above {limit:,} tokens, so completions of up to "
                 f"{self.recipe.max_length:,} may need different ones"
             )
             fix = f"max_length: {limit}"
         elif self.recipe.sequence_parallel_size > 1 and (kind := hybrid_layer_name(model)) is not None:
-            what = f"{kind} has both attention and a recurrent state, and ranks share its sequences"
+            problem = f"{kind} has both attention and a recurrent state, and ranks share its sequences"
             fix = "sequence_parallel_size: 1"
-        if what:
+        if problem:
             if self.share_prefix == "always":
-                raise UnsupportedModelError(whose + what, where="share_prefix", fix=f"set share_prefix: auto, or {fix}")
-            notify(f"each completion has its own copy of the prompt: {whose}{what}")
+                raise UnsupportedModelError(
+                    prefix + problem, where="share_prefix", fix=f"set share_prefix: auto, or {fix}"
+                )
+            notify(f"each completion has its own copy of the prompt: {prefix}{problem}")
             return False
         with stream(model) as handle:
             try:
                 check_branches(handle)
             except UnsupportedModelError as error:
                 if self.share_prefix == "always":
-                    error.where, error.what = "share_prefix", whose + error.what
+                    error.where, error.what = "share_prefix", prefix + error.what
                     raise
-                notify(f"each completion has its own copy of the prompt: {whose}{error.what}")
+                notify(f"each completion has its own copy of the prompt: {prefix}{error.what}")
                 return False
         return True
 
@@ -371,7 +383,7 @@ class Task(ABC, Generic[R_co]):
         """
         return None
 
-    def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions | None:
+    def completions_of_rows(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions | None:
         """Return the function of :meth:`completions`, with shapes that are measured on the run's own rows."""
         return self.completions(share=share)
 
@@ -427,14 +439,14 @@ class Task(ABC, Generic[R_co]):
         warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
         return StepPlan(total_steps, steps_per_epoch, warmup_steps)
 
-    def make_steps(self, built: Built) -> train.StepStream:
+    def make_steps(self, built: BuiltRun) -> train.StepStream:
         return Steps(built.batches, self.recipe, built.world, RowCost.of_model(built.model))
 
-    def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the tokens that end trained turns or texts: generation must stop at them."""
         return data.trained_end_tokens(prepared.train, tokenizer, chat_options(self.recipe))
 
-    def training(self, built: Built) -> Training:
+    def make_training(self, built: BuiltRun) -> Training:
         """Return all that the objective passes to the training loop."""
         recipe = self.recipe
         held_out = partial(built.batches.held_out, recipe.per_device_eval_batch_size)
@@ -444,7 +456,7 @@ class Task(ABC, Generic[R_co]):
             held_out=held_out_sets(built.prepared, held_out),
             learning_rate_at=optim.build_schedule(
                 recipe.lr_scheduler_type,
-                learning_rate=scaled_rate(recipe, built.world),
+                learning_rate=peak_learning_rate(recipe, built.world),
                 total_steps=built.plan.total_steps,
                 warmup_steps=built.plan.warmup_steps,
                 options=recipe.lr_scheduler_kwargs,
@@ -471,15 +483,15 @@ class Task(ABC, Generic[R_co]):
         during the second; further micro-batches would add nothing to the peak.
         """
 
-    def _micro_batches(self) -> range:
+    def _micro_batch_range(self) -> range:
         recipe = self.recipe
         if recipe.tokens_per_batch is not None:
-            return range(min(accumulation(recipe, train.WORLD), 2))
+            return range(min(count_micro_batches(recipe, train.WORLD), 2))
         return range(min(recipe.gradient_accumulation_steps, 2))
 
 
 def held_out_sets(
-    prepared: PreparedRows, make: Callable[[data.EvalSet | None], Iterable[train.MicroBatch]]
+    prepared: PreparedRows, make_batches: Callable[[data.EvalSet | None], Iterable[train.MicroBatch]]
 ) -> train.HeldOut:
     """Return a mapping from the name of each held-out set to a function that iterates over its batches.
 
@@ -487,18 +499,18 @@ def held_out_sets(
 
     Args:
         prepared: The rows of the run.
-        make: Iterates over the batches of a set, or of all held-out rows if the set is None.
+        make_batches: Iterates over the batches of a set, or of all held-out rows if the set is None.
     """
     if prepared.eval_sets:
-        return {each.name: partial(make, each) for each in prepared.eval_sets}
-    return {"": partial(make, None)} if prepared.validation else {}
+        return {each.name: partial(make_batches, each) for each in prepared.eval_sets}
+    return {"": partial(make_batches, None)} if prepared.validation else {}
 
 
 class ScoringTask(Task[ScoringR_co]):
     """Base class of tasks whose loss reads the log-probs of completions."""
 
-    shortest = 4
-    scores = True
+    min_row_tokens = 4
+    scores_completions = True
 
     @property
     def reference_name(self) -> str | None:
@@ -509,7 +521,7 @@ class ScoringTask(Task[ScoringR_co]):
         return self.recipe.share_prefix
 
     def completions(self, *, share: bool = True) -> Completions:
-        return partial(self.scored, share and self.may_share)
+        return partial(self.scored, share and self.may_share_prompts)
 
     @abstractmethod
     def scored(self, share: bool, length: int, batch_size: int) -> Scored:
@@ -522,7 +534,7 @@ class ScoringTask(Task[ScoringR_co]):
         """
 
     @abstractmethod
-    def compared_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
+    def verification_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
         """Return a few trees for a verification, with about ``length`` tokens in total, and True if any was cut.
 
         Raises:
@@ -530,7 +542,7 @@ class ScoringTask(Task[ScoringR_co]):
         """
 
     @abstractmethod
-    def compared_batches(
+    def verification_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[train.TreeBatch, train.TreeBatch]:
         """Return two batches of the same trees: one in the recipe's layout, and one with a row for each completion.

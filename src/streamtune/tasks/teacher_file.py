@@ -49,7 +49,7 @@ ATTEMPTS = 100
 """Number of attempts to lock a file. An attempt fails if another process removes the folder of the lock meanwhile."""
 
 
-def row_key(row: data.Example) -> bytes:
+def row_hash(row: data.Example) -> bytes:
     """Return a 16-byte hash of a row's tokens, and of which of them are trained."""
     ids, labels = (np.ascontiguousarray(each, dtype=np.int32) for each in (row.input_ids, row.labels))
     return hashlib.sha256(ids.tobytes() + np.packbits(labels != IGNORE_INDEX).tobytes()).digest()[:16]
@@ -60,11 +60,11 @@ def num_targets(row: data.Example) -> int:
     return int((np.asarray(row.labels)[1:] != IGNORE_INDEX).sum())
 
 
-def distinct_rows(rows: Iterable[data.Example]) -> Iterator[int]:
+def distinct_row_indices(rows: Iterable[data.Example]) -> Iterator[int]:
     """Iterate over the indices of rows; of equal rows only the first counts."""
     seen = set()
     for number, row in enumerate(rows):
-        if (key := row_key(row)) not in seen:
+        if (key := row_hash(row)) not in seen:
             seen.add(key)
             yield number
 
@@ -78,7 +78,7 @@ class TeacherFile:
     """A file with a teacher's top-k tokens, open for reading."""
 
     path: Path
-    facts: dict[str, str]
+    metadata: dict[str, str]
 
     @classmethod
     def open(cls, path: Path, temperature: float) -> TeacherFile:
@@ -91,20 +91,20 @@ class TeacherFile:
         Raises:
             ArgumentError: The file does not exist, has another format, or was written with another temperature.
         """
-        facts = _read_facts(path)
-        if float(facts["temperature"]) != temperature:
+        metadata = _read_metadata(path)
+        if float(metadata["temperature"]) != temperature:
             raise ArgumentError(
-                f"{path} was written with kd_temperature {float(facts['temperature']):g}, but the recipe has "
+                f"{path} was written with kd_temperature {float(metadata['temperature']):g}, but the recipe has "
                 f"{temperature:g}: top-k log-probs cannot be converted to another temperature",
                 where="kd_temperature",
                 fix=RUN_TEACH_AGAIN,
             )
-        return cls(path, facts)
+        return cls(path, metadata)
 
     @property
     def k(self) -> int:
         """Number of top-k tokens per target."""
-        return int(self.facts["k"])
+        return int(self.metadata["k"])
 
     @cached_property
     def _watched(self) -> WatchedFile:
@@ -138,10 +138,10 @@ class TeacherFile:
             StorageError: The file changed while it was read.
         """
         self._check_hash()
-        if self.facts["tokenizer"] != tokenizer_hash(tokenizer):
+        if self.metadata["tokenizer"] != tokenizer_hash(tokenizer):
             raise ArgumentError(f"{self.path} was written with another tokenizer", where="teacher", fix=RUN_TEACH_AGAIN)
         for row in rows:
-            if row_key(row) not in self._rows:
+            if row_hash(row) not in self._rows:
                 raise ArgumentError(
                     f"{self.path} has no entry for the row {row.origin}: it was written for other rows, or with other "
                     "values of keys that choose trained tokens or held-out rows",
@@ -156,29 +156,29 @@ class TeacherFile:
             rows: Rows of the batch, in order.
             targets_BT: Target token ids ``[B, T]``; -100 where there is no target.
         """
-        found: dict[str, list[torch.Tensor]] = {"ids": [], "logprobs": []}
+        slices: dict[str, list[torch.Tensor]] = {"ids": [], "logprobs": []}
         self._watched.check()
         for row in rows:
-            number = self._rows[row_key(row)]
-            for name, parts in found.items():
+            number = self._rows[row_hash(row)]
+            for name, parts in slices.items():
                 parts.append(self._file.get_slice(name)[int(self._starts[number]) : int(self._starts[number + 1])])
-        ids, logprobs = (torch.cat(parts) for parts in found.values())
+        ids, logprobs = (torch.cat(parts) for parts in slices.values())
         self._watched.check()
         return TopKTeacher.of_targets(targets_BT, ids, logprobs)
 
     def _check_hash(self) -> None:
         self._watched.check()
         try:
-            digest = _new_digest(self.facts)
+            digest = _new_digest(self.metadata)
             tensors = {name: self._file.get_tensor(name).numpy() for name in ("keys", "starts", "ids", "logprobs")}
             for number, key in enumerate(tensors["keys"]):
                 start, stop = (int(each) for each in tensors["starts"][number : number + 2])
-                _add_row(digest, key.tobytes(), tensors["ids"][start:stop], tensors["logprobs"][start:stop])
-            whole = digest.hexdigest() == self.facts["digest"]
+                _hash_row(digest, key.tobytes(), tensors["ids"][start:stop], tensors["logprobs"][start:stop])
+            is_intact = digest.hexdigest() == self.metadata["digest"]
         except (SafetensorError, ValueError, LookupError):
-            whole = False
+            is_intact = False
         self._watched.check()
-        if not whole:
+        if not is_intact:
             raise ArgumentError(
                 f"{self.path} does not match its hash: it was changed or damaged after it was written",
                 where="teacher",
@@ -186,19 +186,19 @@ class TeacherFile:
             )
 
 
-def _new_digest(facts: dict[str, str]) -> Any:
+def _new_digest(metadata: dict[str, str]) -> Any:
     """Return a hash object that has read the metadata, with zeros for the digest. The rows are added to it."""
-    return hashlib.sha256(json.dumps({**facts, "digest": "0" * 64}).encode())
+    return hashlib.sha256(json.dumps({**metadata, "digest": "0" * 64}).encode())
 
 
-def _add_row(digest: Any, key: bytes, ids: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> None:
+def _hash_row(digest: Any, key: bytes, ids: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> None:
     digest.update(key)
     if len(ids):
         digest.update(ids.tobytes())
         digest.update(logprobs.tobytes())
 
 
-def _read_facts(path: Path) -> dict[str, str]:
+def _read_metadata(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}", where="teacher", fix="write it with `streamtune teach`")
     try:
@@ -206,24 +206,26 @@ def _read_facts(path: Path) -> dict[str, str]:
             pass
         with path.open("rb") as file:  # safetensors returns metadata in any order; the hash needs the order
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        facts: dict[str, str] = header.get("__metadata__") or {}
+        metadata: dict[str, str] = header.get("__metadata__") or {}
     except (SafetensorError, OSError, ValueError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}", where="teacher", fix=RUN_TEACH_AGAIN) from error
-    if facts.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT:
         raise ArgumentError(
             f"{path} was not written by `streamtune teach`",
             where="teacher",
             fix="write a file with `streamtune teach`, or give the folder of a model",
         )
-    if missing := sorted({"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - facts.keys()):
+    if missing := sorted(
+        {"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - metadata.keys()
+    ):
         what = f"{path} is damaged: its metadata has no '{missing[0]}'"
         raise ArgumentError(what, where="teacher", fix=RUN_TEACH_AGAIN)
     try:
-        int(facts["k"]), float(facts["temperature"])
+        int(metadata["k"]), float(metadata["temperature"])
     except ValueError as error:
         what = f"{path} is damaged: its metadata is invalid: {error}"
         raise ArgumentError(what, where="teacher", fix=RUN_TEACH_AGAIN) from error
-    return facts
+    return metadata
 
 
 def teacher_file_digest(path: Path) -> str:
@@ -232,11 +234,11 @@ def teacher_file_digest(path: Path) -> str:
     Raises:
         ArgumentError: The file does not exist, or has another format.
     """
-    return _read_facts(path)["digest"]
+    return _read_metadata(path)["digest"]
 
 
 @contextmanager
-def reserve_output(path: Path) -> Iterator[Path]:
+def lock_output(path: Path) -> Iterator[Path]:
     """Context manager: lock ``path`` against other processes, and yield the path of the partial file.
 
     Both paths are on the same file system. The partial file is removed at the end, or if a signal ends the process.
@@ -246,7 +248,7 @@ def reserve_output(path: Path) -> Iterator[Path]:
         StorageError: The folder cannot be written to.
     """
     folder = path.with_name(f".{path.name}.writing")
-    descriptor = _locked_folder(folder, path)
+    descriptor = _lock_folder(folder, path)
     interrupts.remove_on_signal(str(folder))
     try:
         if os.path.lexists(path):
@@ -257,7 +259,7 @@ def reserve_output(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _locked_folder(folder: Path, path: Path) -> int:
+def _lock_folder(folder: Path, path: Path) -> int:
     for _ in range(ATTEMPTS):
         descriptor = -1
         try:
@@ -281,7 +283,7 @@ def _locked_folder(folder: Path, path: Path) -> int:
     raise StorageError(f"other processes keep creating and removing {folder}", where="OUT", fix="give another name")
 
 
-def _reserve(path: Path, header: bytes, size: int) -> None:
+def _allocate_file(path: Path, header: bytes, size: int) -> None:
     """Allocate a file of ``size`` bytes that begins with ``header``.
 
     If the file were sparse, writing to its memory map on a full disk would end the process.
@@ -306,14 +308,14 @@ class TeacherFileWriter:
     """Writes the rows of a file, one after the other.
 
     Args:
-        path: Path of the partial file, see :func:`reserve_output`.
+        path: Path of the partial file, see :func:`lock_output`.
         counts: Number of targets of each row, ``[R]``.
-        facts: Metadata, with ``k``.
+        metadata: Metadata, with ``k``.
     """
 
-    def __init__(self, path: Path, counts: Sequence[int], facts: dict[str, str]) -> None:
-        self.facts = {"format": FORMAT, **facts, "rows": str(len(counts)), "digest": "0" * 64}
-        self.starts, k = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]), int(facts["k"])
+    def __init__(self, path: Path, counts: Sequence[int], metadata: dict[str, str]) -> None:
+        self.metadata = {"format": FORMAT, **metadata, "rows": str(len(counts)), "digest": "0" * 64}
+        self.starts, k = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]), int(metadata["k"])
         total = int(self.starts[-1])
         self.shapes: dict[str, tuple[str, np.dtype[Any], tuple[int, ...]]] = {
             "keys": ("U8", np.dtype(np.uint8), (len(counts), 16)),
@@ -322,11 +324,11 @@ class TeacherFileWriter:
             "logprobs": ("F32", np.dtype(np.float32), (total, k + 1)),
         }
         self.order = ("starts", "logprobs", "ids", "keys")  # the widest first: each begins at a multiple of its width
-        self.digest, self.row = _new_digest(self.facts), 0
+        self.digest, self.row = _new_digest(self.metadata), 0
         self.path = path
         header = self._header()
         sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (_, dtype, shape) in self.shapes.items()}
-        _reserve(self.path, header, len(header) + sum(sizes.values()))
+        _allocate_file(self.path, header, len(header) + sum(sizes.values()))
         self.parts: dict[str, Any] = {}
         offset = len(header)
         for name in self.order:
@@ -338,7 +340,7 @@ class TeacherFileWriter:
 
     def _header(self) -> bytes:
         """Return the header of the safetensors file: its length, then names, dtypes, shapes and offsets as JSON."""
-        entries: dict[str, Any] = {"__metadata__": self.facts}
+        entries: dict[str, Any] = {"__metadata__": self.metadata}
         offset = 0
         for name in self.order:
             code, dtype, shape = self.shapes[name]
@@ -359,12 +361,12 @@ class TeacherFileWriter:
         """
         start, stop = (int(each) for each in self.starts[self.row : self.row + 2])
         assert len(ids) == stop - start, "the row has as many targets as were announced"
-        key = row_key(row)
+        key = row_hash(row)
         self.parts["keys"][self.row] = np.frombuffer(key, dtype=np.uint8)
         values = [ids.int().cpu().numpy(), logprobs.float().cpu().numpy()]
         if stop > start:
             self.parts["ids"][start:stop], self.parts["logprobs"][start:stop] = values
-        _add_row(self.digest, key, *values)
+        _hash_row(self.digest, key, *values)
         self.row += 1
 
     @contextmanager
@@ -383,7 +385,7 @@ class TeacherFileWriter:
         for part in self.parts.values():
             part.flush()
         self.parts.clear()
-        self.facts["digest"] = self.digest.hexdigest()
+        self.metadata["digest"] = self.digest.hexdigest()
         with self.path.open("r+b") as file:
             file.write(self._header())
             file.flush()

@@ -22,10 +22,10 @@ def _moments() -> dict[str, tuple[Any, str]]:
     from streamtune.train.objective import SupervisedObjective
 
     return {
-        "tokenizer": (build, "make_tokenizer_together"),
+        "tokenizer": (build, "make_tokenizer_on_all_ranks"),
         "data": (Sft, "prepare"),
         "model": (build, "make_model"),
-        "plan": (build, "plan_start"),
+        "plan": (build, "plan_schedule"),
         "forward": (SupervisedObjective, "score"),
         "step": (LocalBackend, "step"),
         "evaluation": (loop, "evaluate"),

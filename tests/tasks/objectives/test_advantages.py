@@ -11,11 +11,11 @@ from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives import (
     ADVANTAGES,
     POLICY_LOSSES,
-    counts,
     group_advantages,
     mean_by_row,
     reward_with_kl,
     sum_by_row,
+    tokens_per_row,
 )
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.2], [2.0, 2.0, 2.0, 2.0], [-1.0, 3.0, 0.1, 0.1]]).double()
@@ -131,7 +131,7 @@ def test_sums_and_means_are_those_of_padded_rows(left: bool) -> None:
     means_N = mean_by_row(rows.logp_K, rows.row_K, rows.num_rows)
     torch.testing.assert_close(sums_N, (rows.logp_NL * rows.mask_NL).sum(1), atol=1e-12, rtol=0)
     torch.testing.assert_close(means_N, (rows.logp_NL * rows.mask_NL).sum(1) / tokens_N, atol=1e-12, rtol=0)
-    assert counts(rows.row_K, rows.num_rows).tolist() == tokens_N.tolist()
+    assert tokens_per_row(rows.row_K, rows.num_rows).tolist() == tokens_N.tolist()
 
 
 def test_gradients_come_back_in_the_dtype_of_the_tokens() -> None:
@@ -146,7 +146,7 @@ def test_gradients_come_back_in_the_dtype_of_the_tokens() -> None:
 def test_a_row_without_tokens_is_zero() -> None:
     row_K = torch.tensor([0, 2])
     assert mean_by_row(torch.tensor([1.0, 3.0]), row_K, 4).tolist() == [1.0, 0.0, 3.0, 0.0]
-    assert counts(row_K, 4).tolist() == [1, 0, 1, 0]
+    assert tokens_per_row(row_K, 4).tolist() == [1, 0, 1, 0]
 
 
 def test_long_rows_keep_what_float32_sums_lose() -> None:

@@ -18,7 +18,7 @@ from streamtune.tasks.objectives import (
     PolicyKnobs,
     StepTotals,
     TokenLogps,
-    check_policy,
+    check_policy_loss,
     kl_estimate,
     policy_loss,
 )
@@ -222,7 +222,7 @@ def test_wrong_arguments(name: str, knobs: dict[str, Any], where: str, says: str
     longest = knobs.get("max_completion_length", 1)
     others = {key: value for key, value in knobs.items() if key != "max_completion_length"}
     with pytest.raises(ArgumentError, match=says) as error:
-        check_policy(name, PolicyKnobs(**others), max_completion_length=longest)
+        check_policy_loss(name, PolicyKnobs(**others), max_completion_length=longest)
     assert error.value.where == where
 
 

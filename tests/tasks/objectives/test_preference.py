@@ -21,7 +21,7 @@ from streamtune.tasks.objectives import (
     PairKnobs,
     PairLogps,
     UnpairedKnobs,
-    check_preference,
+    check_preference_loss,
     preference_loss,
 )
 
@@ -113,8 +113,8 @@ IDS = [f"{name}-{'-'.join(knobs)}" for name, knobs, _ in CASES]
 
 
 def compute(name: str, rows: Rows, ref_NL: Tensor, knobs: dict[str, Any]) -> Any:
-    policy = PairLogps.of(rows.logp_K, rows.row_K, rows.num_rows)
-    reference = PairLogps.of(rows.ragged(ref_NL), rows.row_K, rows.num_rows)
+    policy = PairLogps.from_tokens(rows.logp_K, rows.row_K, rows.num_rows)
+    reference = PairLogps.from_tokens(rows.ragged(ref_NL), rows.row_K, rows.num_rows)
     needs = PREFERENCE_LOSSES[name].needs_reference and not knobs.get("reference_free")
     own = {key: value for key, value in knobs.items() if key != "scores"}
     return preference_loss(
@@ -176,7 +176,7 @@ def test_one_pair_of_one_token_each_at_the_reference() -> None:
 def test_a_certain_completion_has_a_finite_orpo_loss_and_gradient() -> None:
     """The log-prob of a certain completion is exactly 0 in float32, and its odds are infinite."""
     logp_K = torch.tensor([0.0, 0.0, -1.0], requires_grad=True)
-    pairs = PairLogps.of(logp_K, torch.tensor([0, 0, 1]), 2)
+    pairs = PairLogps.from_tokens(logp_K, torch.tensor([0, 0, 1]), 2)
     loss = preference_loss("orpo", pairs, None).losses_P.sum()
     loss.backward()
     assert torch.isfinite(loss)
@@ -186,8 +186,8 @@ def test_a_certain_completion_has_a_finite_orpo_loss_and_gradient() -> None:
 
 def test_far_margins_stay_finite() -> None:
     logp_K = torch.tensor([-1e5, -1.0], requires_grad=True)
-    policy = PairLogps.of(logp_K, torch.tensor([0, 1]), 2)
-    reference = PairLogps.of(torch.tensor([-1.0, -1e5]), torch.tensor([0, 1]), 2)
+    policy = PairLogps.from_tokens(logp_K, torch.tensor([0, 1]), 2)
+    reference = PairLogps.from_tokens(torch.tensor([-1.0, -1e5]), torch.tensor([0, 1]), 2)
     for name, loss in PREFERENCE_LOSSES.items():
         knobs = {"label_smoothing": 0.01} if name == "exo_pair" else {}
         terms = preference_loss(name, policy, reference if loss.needs_reference else None, PairKnobs(**knobs))
@@ -198,8 +198,8 @@ def test_far_margins_stay_finite() -> None:
 
 def test_the_reference_gets_no_gradient() -> None:
     rows, ref = make_rows(), make_rows(seed=1)
-    policy = PairLogps.of(rows.logp_K, rows.row_K, rows.num_rows)
-    reference = PairLogps.of(ref.logp_K, ref.row_K, ref.num_rows)
+    policy = PairLogps.from_tokens(rows.logp_K, rows.row_K, rows.num_rows)
+    reference = PairLogps.from_tokens(ref.logp_K, ref.row_K, ref.num_rows)
     preference_loss("sigmoid", policy, reference).losses_P.sum().backward()
     assert ref.logp_NL.grad is None
 
@@ -225,7 +225,7 @@ def test_losses_do_not_depend_on_how_pairs_are_grouped() -> None:
     apart = []
     for first in range(0, len(LENGTHS), 2):
         of_pair = (rows.row_K == first) | (rows.row_K == first + 1)
-        pair = PairLogps.of(rows.logp_K[of_pair], rows.row_K[of_pair] - first, 2)
+        pair = PairLogps.from_tokens(rows.logp_K[of_pair], rows.row_K[of_pair] - first, 2)
         apart.append(preference_loss("cpo", pair, None, PairKnobs(beta=BETA)).losses_P)
     torch.testing.assert_close(together, torch.cat(apart), atol=1e-12, rtol=0)
 
@@ -250,13 +250,13 @@ def test_losses_do_not_depend_on_how_pairs_are_grouped() -> None:
 )
 def test_what_a_loss_cannot_use_is_an_error(name: str, knobs: dict[str, Any], where: str, says: str) -> None:
     with pytest.raises(ArgumentError, match=says) as error:
-        check_preference(name, PairKnobs(**knobs))
+        check_preference_loss(name, PairKnobs(**knobs))
     assert error.value.where == where
 
 
 def test_a_missing_reference_and_scores_nobody_reads_are_errors() -> None:
     rows = make_rows()
-    pairs = PairLogps.of(rows.logp_K, rows.row_K, rows.num_rows)
+    pairs = PairLogps.from_tokens(rows.logp_K, rows.row_K, rows.num_rows)
     with pytest.raises(ArgumentError, match="needs a reference"):
         preference_loss("sigmoid", pairs, None)
     with pytest.raises(ArgumentError, match="does not read scores"):

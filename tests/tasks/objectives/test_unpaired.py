@@ -14,7 +14,7 @@ from streamtune.tasks.objectives import (
     UNPAIRED_LOSSES,
     RowLogps,
     UnpairedKnobs,
-    check_unpaired,
+    check_unpaired_loss,
     kto_baseline,
     unpaired_loss,
 )
@@ -24,7 +24,7 @@ DESIRABLE = torch.tensor([True, False, False, True, True, True, False, False])
 
 
 def row_logps(rows: Rows, padded_NL: Tensor) -> RowLogps:
-    return RowLogps.of(rows.ragged(padded_NL), rows.row_K, rows.num_rows)
+    return RowLogps.from_tokens(rows.ragged(padded_NL), rows.row_K, rows.num_rows)
 
 
 def sigma(x: Tensor) -> Tensor:
@@ -90,11 +90,11 @@ def test_wrong_arguments() -> None:
     rows = make_rows()
     policy = row_logps(rows, rows.logp_NL)
     with pytest.raises(ArgumentError, match="did you mean 'kto'"):
-        check_unpaired("ktoo")
+        check_unpaired_loss("ktoo")
     with pytest.raises(ArgumentError, match="needs a KL baseline"):
         unpaired_loss("kto", policy, policy, DESIRABLE)
     for key in ("beta", "desirable_weight", "undesirable_weight"):
         for value in (0.0, math.inf):
             with pytest.raises(ArgumentError, match="positive and finite") as error:
-                check_unpaired("kto", UnpairedKnobs(**{key: value}))
+                check_unpaired_loss("kto", UnpairedKnobs(**{key: value}))
             assert error.value.where == key

@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.errors import RunError
 from streamtune.tasks.rewards import load_rewards
-from streamtune.tasks.rewards.builtin import CodeLimits, count_passed
+from streamtune.tasks.rewards.builtin import CodeLimits, count_passed_tests
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 
@@ -20,7 +20,7 @@ SHORT = 1.0  # for what does not end by itself
 
 
 def run(code: str, *tests: str, seconds: float = 20.0) -> int:
-    return count_passed(code, tests or ["pass"], CodeLimits(seconds=seconds, memory_mib=256))
+    return count_passed_tests(code, tests or ["pass"], CodeLimits(seconds=seconds, memory_mib=256))
 
 
 def gone(pid: int) -> bool:

@@ -189,7 +189,7 @@ def test_another_thread_sees_the_models_own_settings_while_it_writes() -> None:
         assert model.config.to_dict() == configuration
         return False
 
-    writer(model, stop=stop).write(prompts(2), 2, Sampling(max_completion_length=5, top_k=3))
+    writer(model, should_stop=stop).write(prompts(2), 2, Sampling(max_completion_length=5, top_k=3))
     assert seen
     assert all(each is own for each in seen)
 
@@ -256,7 +256,7 @@ def test_writing_breaks_off_at_the_next_token_when_it_is_asked_to() -> None:
         return len(asked) > 5
 
     with pytest.raises(WritingStopped):
-        writer(model, stop=stop).write(prompts(6), 2, Sampling(max_completion_length=100))
+        writer(model, should_stop=stop).write(prompts(6), 2, Sampling(max_completion_length=100))
     assert len(asked) < 10
     assert model.training
 

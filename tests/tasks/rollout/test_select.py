@@ -11,7 +11,14 @@ from random import Random
 import pytest
 
 from streamtune.errors import CheckpointError
-from streamtune.tasks.rollout import LEAST, GradientNorms, PassRates, PromptPicker, allocate, variance_score
+from streamtune.tasks.rollout import (
+    MIN_COMPLETIONS,
+    GradientNorms,
+    PassRates,
+    PromptPicker,
+    allocate_completions,
+    variance_score,
+)
 
 ALPHA, BETA = 1e-3, 2.0
 
@@ -22,16 +29,16 @@ def picker(choice: str, num_prompts: int = 10, seed: int = 3) -> PromptPicker:
 
 def test_uniform_takes_every_prompt_once_an_epoch_in_a_new_order_each_time() -> None:
     uniform = picker("uniform")
-    drawn = [prompt for _ in range(10) for prompt in uniform.next(3)]
+    drawn = [prompt for _ in range(10) for prompt in uniform.next_prompts(3)]
     epochs = [drawn[start : start + 10] for start in (0, 10, 20)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert picker("uniform", seed=4).next(10) != epochs[0]
+    assert picker("uniform", seed=4).next_prompts(10) != epochs[0]
 
 
 def test_more_prompts_than_there_are() -> None:
-    assert Counter(picker("uniform", num_prompts=2).next(6)) == {0: 3, 1: 3}
-    assert Counter(picker("pass_rate", num_prompts=2).next(6)) == {0: 3, 1: 3}
+    assert Counter(picker("uniform", num_prompts=2).next_prompts(6)) == {0: 3, 1: 3}
+    assert Counter(picker("pass_rate", num_prompts=2).next_prompts(6)) == {0: 3, 1: 3}
 
 
 def test_pass_rate_prefers_what_is_solved_now_and_then_and_leaves_nothing_out() -> None:
@@ -40,7 +47,7 @@ def test_pass_rate_prefers_what_is_solved_now_and_then_and_leaves_nothing_out() 
         by_rate.observe(0, passed=8, tried=8)
         by_rate.observe(1, passed=4, tried=8)
         by_rate.observe(2, passed=0, tried=8)
-    counts = Counter(by_rate.next(1)[0] for _ in range(3000))
+    counts = Counter(by_rate.next_prompts(1)[0] for _ in range(3000))
     assert counts[1] > 2 * counts[0]
     assert counts[1] > 2 * counts[2]
     assert min(counts.values()) > 200
@@ -51,7 +58,7 @@ def test_middle_prefers_all_of_medium_difficulty_alike_and_leaves_nothing_out() 
     for _ in range(5):
         for prompt, passed in enumerate((8, 3, 5, 0)):
             middle.observe(prompt, passed=passed, tried=8)
-    counts = Counter(middle.next(1)[0] for _ in range(3000))
+    counts = Counter(middle.next_prompts(1)[0] for _ in range(3000))
     assert counts[1] == pytest.approx(counts[2], rel=0.15)
     assert min(counts[1], counts[2]) > 5 * max(counts[0], counts[3])
     assert min(counts.values()) > 50
@@ -72,12 +79,12 @@ def test_rates_follow_what_the_policy_can_do_now() -> None:
 @pytest.mark.parametrize("choice", ["uniform", "pass_rate", "middle"])
 def test_it_goes_on_where_another_one_stood(choice: str) -> None:
     first = picker(choice)
-    first.next(7)
+    first.next_prompts(7)
     first.observe(2, passed=1, tried=4)
     state = json.loads(json.dumps(first.state_dict()))
     second = picker(choice)
     second.load_state_dict(state)
-    assert [second.next(4) for _ in range(5)] == [first.next(4) for _ in range(5)]
+    assert [second.next_prompts(4) for _ in range(5)] == [first.next_prompts(4) for _ in range(5)]
 
 
 def test_it_does_not_go_on_over_other_prompts() -> None:
@@ -97,10 +104,10 @@ def test_no_other_division_has_less_variance(seed: int) -> None:
     draw = Random(seed)
     rates, norms = [draw.uniform(0.02, 1.0) for _ in range(4)], [draw.uniform(0.2, 3.0) for _ in range(4)]
     total = 24
-    found = allocate([variance_score(rate, norm) for rate, norm in zip(rates, norms, strict=True)], total)
+    found = allocate_completions([variance_score(rate, norm) for rate, norm in zip(rates, norms, strict=True)], total)
     assert sum(found) == total
-    assert min(found) >= LEAST
-    others = (c for c in product(range(LEAST, total), repeat=4) if sum(c) == total)
+    assert min(found) >= MIN_COMPLETIONS
+    others = (c for c in product(range(MIN_COMPLETIONS, total), repeat=4) if sum(c) == total)
     best = min(others, key=lambda counts: variance(counts, rates, norms))
     assert variance(found, rates, norms) <= 1.02 * variance(best, rates, norms)
     assert sum(abs(ours - theirs) for ours, theirs in zip(found, best, strict=True)) <= 2
@@ -114,8 +121,10 @@ def test_no_other_division_of_advantages_has_less_variance(seed: int) -> None:
     def of_advantages(counts: tuple[int, ...] | list[int]) -> float:
         return sum(g * g * p * (1 - p) / n for n, p, g in zip(counts, rates, norms, strict=True))
 
-    found = allocate([variance_score(rate, norm, "neyman") for rate, norm in zip(rates, norms, strict=True)], 24)
-    best = min((c for c in product(range(LEAST, 24), repeat=4) if sum(c) == 24), key=of_advantages)
+    found = allocate_completions(
+        [variance_score(rate, norm, "neyman") for rate, norm in zip(rates, norms, strict=True)], 24
+    )
+    best = min((c for c in product(range(MIN_COMPLETIONS, 24), repeat=4) if sum(c) == 24), key=of_advantages)
     assert of_advantages(found) <= 1.02 * of_advantages(best)
     assert variance_score(0.5, 1.0, "neyman") == 0.5
     assert variance_score(1.0, 1.0, "neyman") == variance_score(0.0, 1.0, "neyman") == 0.0
@@ -127,26 +136,26 @@ def test_hard_prompts_get_more_until_they_are_hopeless() -> None:
     assert scores[4] < scores[3]
     assert scores[5] == 0
     assert variance_score(0.5, 2.0) == pytest.approx(2 / math.sqrt(0.5 + 1e-3 / 0.5))
-    assert allocate([1.0, 0.0, 1.0], 12) == [5, 2, 5]
+    assert allocate_completions([1.0, 0.0, 1.0], 12) == [5, 2, 5]
 
 
 def test_equal_scores_are_divided_equally_and_the_remainder_from_the_first() -> None:
-    assert allocate([3.0] * 4, 32) == [8] * 4
-    assert allocate([0.0] * 3, 9) == [3] * 3
-    assert allocate([1.0] * 3, 11) == [4, 4, 3]
-    assert allocate([100.0, 1.0, 1.0], 6) == [2, 2, 2]
-    assert allocate([1e-30, 1.0], 100) == [2, 98]
-    assert allocate([5.0], 7) == [7]
+    assert allocate_completions([3.0] * 4, 32) == [8] * 4
+    assert allocate_completions([0.0] * 3, 9) == [3] * 3
+    assert allocate_completions([1.0] * 3, 11) == [4, 4, 3]
+    assert allocate_completions([100.0, 1.0, 1.0], 6) == [2, 2, 2]
+    assert allocate_completions([1e-30, 1.0], 100) == [2, 98]
+    assert allocate_completions([5.0], 7) == [7]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_are_given_and_none_has_too_few(seed: int) -> None:
     draw = Random(seed)
     scores = [draw.choice([0.0, draw.random(), 100 * draw.random()]) for _ in range(draw.randint(1, 12))]
-    total = LEAST * len(scores) + draw.randint(0, 40)
-    found = allocate(scores, total)
+    total = MIN_COMPLETIONS * len(scores) + draw.randint(0, 40)
+    found = allocate_completions(scores, total)
     assert sum(found) == total
-    assert min(found) >= LEAST
+    assert min(found) >= MIN_COMPLETIONS
     for one, other in product(range(len(scores)), repeat=2):
         assert scores[one] <= scores[other] or found[one] >= found[other] - 1
 

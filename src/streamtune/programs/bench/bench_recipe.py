@@ -19,9 +19,9 @@ from streamtune.programs.bench.subject import Job
 from streamtune.programs.bench.table_rows import TableName, TableReport
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.data import blame_recipe
+from streamtune.run.data import locate_errors_in_recipe
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
-from streamtune.run.model import make_blueprint, make_model_alone
+from streamtune.run.model import make_blueprint, make_model_without_data
 from streamtune.run.plan import shares_prompts
 from streamtune.run.weight_choices import with_best_precision
 from streamtune.tasks import task_of
@@ -83,7 +83,7 @@ def bench_recipe(
 ) -> BenchReport:
     """Measure the recipe's model on random tokens, with its schedule, precision, adapters and batch size."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
-    check_options(lengths, modes, repeats, task.shortest)
+    check_options(lengths, modes, repeats, task.min_row_tokens)
     completions = None
     if recipe.objective != "sft":
         if packed_rows:
@@ -95,7 +95,7 @@ def bench_recipe(
             )
         device = choose_device(recipe.device)
         prepare_libraries(device)
-        with blame_recipe(loaded):
+        with locate_errors_in_recipe(loaded):
             share = shares_prompts(task, make_blueprint(recipe, device), device)
             completions = task.completions(share=share)
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
@@ -129,7 +129,7 @@ def make_job(recipe: Recipe) -> Job:
 
 def _make_model(recipe: Recipe, device: str) -> Any:
     prepare_libraries(torch.device(device))
-    return make_model_alone(recipe, torch.device(device))
+    return make_model_without_data(recipe, torch.device(device))
 
 
 def table_recipe(
@@ -157,7 +157,7 @@ def table_recipe(
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(f"--method must be measure or simulate, found {options.method!r}")
     simulated = table == "max-length" and options.method == "simulate"
-    with blame_recipe(loaded):
+    with locate_errors_in_recipe(loaded):
         if files := fingerprints(recipe, weights=not simulated):
             settings["files"] = files
     if table == "max-length":

@@ -263,7 +263,7 @@ def _prepare_simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budge
     recipe = with_best_precision(recipe)
     model = make_blueprint(recipe, kernels)
     env = describe_environment(model, job, torch.device("meta"))
-    shortest = recipe_workload(recipe, model, task_of(recipe).shortest, kernels)
+    shortest = recipe_workload(recipe, model, task_of(recipe).min_row_tokens, kernels)
 
     def attempt(entry: Entry, length: int) -> Outcome:
         workload = replace(shortest, length=length, mode=entry.case.mode)

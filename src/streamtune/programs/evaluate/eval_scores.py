@@ -20,7 +20,7 @@ from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import StreamHandle
 from streamtune.tasks import Task
-from streamtune.tasks.task import Built
+from streamtune.tasks.task import BuiltRun
 
 DECISIVE = 2.0
 """Number of standard errors from which a difference counts as significant."""
@@ -258,7 +258,7 @@ def _mean_over_batches(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
 
 def measure_rows(
     task: Task[Any],
-    make_built: Callable[[Sequence[Any]], Built],
+    make_built: Callable[[Sequence[Any]], BuiltRun],
     rows: Sequence[Any],
     *,
     bf16: bool,
@@ -293,9 +293,9 @@ def measure_rows(
 
 
 @torch.no_grad()
-def _measure_batches(task: Task[Any], built: Built, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
+def _measure_batches(task: Task[Any], built: BuiltRun, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
     """Yield the metrics of each batch, including the loss, and its number of rows."""
-    training = task.training(built)
+    training = task.make_training(built)
     (make_batches,) = training.held_out.values()  # all rows are of one set
     with train.evaluating(built.model), train.preserve_rng(), built.handle.routers.silenced():
         for batch in make_batches():

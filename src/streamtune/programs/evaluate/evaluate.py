@@ -31,11 +31,11 @@ from streamtune.programs.evaluate.needle import NeedleOptions, default_lengths, 
 from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.data import blame_recipe, make_sources
+from streamtune.run.data import locate_errors_in_recipe, make_sources
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
 from streamtune.run.weight_choices import with_saved_precision
 from streamtune.tasks import TASKS, Task
-from streamtune.tasks.task import Built, chat_options
+from streamtune.tasks.task import BuiltRun, chat_options
 
 SPLITS = ("held-out", "train", "all")
 """Accepted values of ``--split``."""
@@ -91,9 +91,9 @@ def evaluate_model(
         raise ArgumentError(f"--split: unknown split {options.split!r}", fix=f"choose from {', '.join(SPLITS)}")
     if options.lm_eval:
         check_harness(options.lm_eval)
-    with blame_recipe(loaded):
+    with locate_errors_in_recipe(loaded):
         recipe = _adapt_to_single_process(with_saved_precision(loaded.recipe, trained.settings), notify)
-        task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
+        task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
         device = choose_device(recipe.device)
         prepare_libraries(device)
         sources = make_sources(loaded)
@@ -110,14 +110,14 @@ def evaluate_model(
             notify(note)
         with doing("loading the reference"):
             held = load_second_model(task, found, tokenizer, device)
-        share = task.scores and task.can_share(found.model, notify, beside=held)
+        share = task.scores_completions and task.can_share_prompts(found.model, notify, second_model=held)
         with doing("planning"):
             schedule = plan_evaluation(
                 recipe,
                 found.model,
                 max([task.planned_length(longest), *lengths]),
                 device,
-                completions=task.own_completions(prepared, longest, share=share),
+                completions=task.completions_of_rows(prepared, longest, share=share),
                 reference_bytes=0 if held is None else device_model_bytes(held),
             )
         with stream_model(recipe, found.model, schedule) as handle:
@@ -174,7 +174,7 @@ class _Evaluation:
         """Return the part of eval.json about one split; ``names`` has the set of each row."""
         recipe = self.task.recipe
         rows_done = partial(self.feedback.progress, "rows")
-        if self.task.scores:
+        if self.task.scores_completions:
             return measure_rows(self.task, self._built, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names)
         return score_rows(
             self._streamed,
@@ -189,12 +189,12 @@ class _Evaluation:
     def _streamed(self) -> ScoringModel:
         return ScoringModel(self.handle, self.model, self.device, bool(self.task.recipe.bf16))
 
-    def _built(self, rows: Sequence[Any]) -> Built:
+    def _built(self, rows: Sequence[Any]) -> BuiltRun:
         """Return the built parts of a run with these rows held out; nothing is written to its folder."""
         prepared = self.task.with_held_out(self.prepared, rows)
         batches = self.task.batches(prepared, self.tokenizer, share=self.share)
         world = train.WORLD
-        return Built(
+        return BuiltRun(
             device=self.device,
             world=world,
             shares_weights=False,

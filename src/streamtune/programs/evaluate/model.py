@@ -71,7 +71,9 @@ def load_evaluated(
     dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
     base, unknown = _base_override(trained, recipe, notify)
     if unknown:
-        made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.load(Path(trained.folder)))
+        made = make_reference_model(
+            recipe, tokenizer, device, quantisation_change=models.QuantisedBefore.load(Path(trained.folder))
+        )
         models.use_saved_ends(made, Path(trained.folder))
         model = models.load_lora(made, Path(trained.folder)).requires_grad_(False).eval()
         return EvaluatedModel(model, adapters=True)
@@ -137,7 +139,7 @@ def load_second_model(task: Task[Any], evaluated: EvaluatedModel, tokenizer: Any
     Raises:
         ArgumentError: The reference model does not exist, or its vocabulary differs.
     """
-    if not task.compares or not task.scores or (evaluated.adapters and task.reference_name is None):
+    if not task.uses_reference or not task.scores_completions or (evaluated.adapters and task.reference_name is None):
         return None
     second_model = load_reference(task, evaluated.model, tokenizer, device)
     if second_model is None:  # the recipe trains adapters, but this model has none: it may be merged
@@ -149,7 +151,7 @@ def make_scored_reference(
     task: Task[Any], model: Any, handle: StreamHandle, second_model: Any | None
 ) -> train.ModelReference | None:
     """Return the reference that the objective calls; None if the loss has none."""
-    if not task.compares or not task.scores:  # the teacher of sft is not used by evaluations
+    if not task.uses_reference or not task.scores_completions:  # the teacher of sft is not used by evaluations
         return None
     return reference_model(task, model, handle, second_model)
 

@@ -217,7 +217,7 @@ def probe_needles(
         pad_token_id=tokenizer.pad_token_id,
         prefill_chunk_size=handle.schedule.chunk_size,
         max_rows=1,
-        computing=streamed.autocast,
+        compute_context=streamed.autocast,
     )
     cells: list[dict[str, Any]] = []
     total = len(fitting) * len(options.depths)

@@ -19,11 +19,17 @@ from streamtune.ops.head.sweep import TargetRows
 from streamtune.programs.evaluate.evaluate import Feedback
 from streamtune.programs.evaluate.model import plan_evaluation
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import blame_recipe, make_sources, make_tokenizer
+from streamtune.run.data import locate_errors_in_recipe, make_sources, make_tokenizer
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
 from streamtune.run.reference import load_reference
 from streamtune.tasks import task_of
-from streamtune.tasks.teacher_file import TeacherFileWriter, distinct_rows, num_targets, reserve_output, tokenizer_hash
+from streamtune.tasks.teacher_file import (
+    TeacherFileWriter,
+    distinct_row_indices,
+    lock_output,
+    num_targets,
+    tokenizer_hash,
+)
 
 
 def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
@@ -42,8 +48,8 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
     feedback = feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
     recipe = loaded.recipe
-    with blame_recipe(loaded), ExitStack() as stack:
-        partial = stack.enter_context(reserve_output(output))
+    with locate_errors_in_recipe(loaded), ExitStack() as stack:
+        partial = stack.enter_context(lock_output(output))
         task = task_of(recipe)
         if recipe.objective != "sft":
             raise ArgumentError(f"teach needs an sft recipe, found objective: {recipe.objective}", where="objective")
@@ -58,7 +64,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         prepared = task.prepare(sources, tokenizer, notify)
-        rows, numbers = prepared.train, list(distinct_rows(prepared.train))
+        rows, numbers = prepared.train, list(distinct_row_indices(prepared.train))
         with doing("loading the teacher"):
             teacher = load_reference(task, None, tokenizer, device)
         assert teacher is not None, "it has a name"
@@ -97,7 +103,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
                     writer.add(row, ids[place:stop], logprobs[place:stop])
                     place = stop
                 feedback.progress("rows", start + len(part), len(numbers))
-    return {**writer.facts, "file": str(output), "targets": int(writer.starts[-1]), "bytes": output.stat().st_size}
+    return {**writer.metadata, "file": str(output), "targets": int(writer.starts[-1]), "bytes": output.stat().st_size}
 
 
 def _top_tokens(

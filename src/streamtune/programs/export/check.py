@@ -387,7 +387,7 @@ def _run_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
     """Return token ids and origin of the first rows, prepared as for training."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
-               for source in make_sources(trained.loaded, evaluated=False)]  # fmt: skip
+               for source in make_sources(trained.loaded, include_eval_sets=False)]  # fmt: skip
     fix_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
     rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).train

@@ -162,7 +162,7 @@ class _ReusingWriter(TransformersWriter):
         """Return True if the cache can be truncated; a sliding-window layer has already dropped its first tokens."""
         return all(not getattr(layer, "is_sliding", False) for layer in cache.layers)
 
-    def on_read(self, done: int, total: int) -> None:
+    def on_prefill(self, done: int, total: int) -> None:
         self.reading(done, total)
 
 
@@ -220,7 +220,7 @@ class Answerer:
             pad_token_id=tokenizer.pad_token_id,
             prefill_chunk_size=PREFILL_CHUNK,
             max_rows=1,
-            stop=lambda: self.stopping,
+            should_stop=lambda: self.stopping,
         )
         self.sampling = _sampling_settings(base.generation_config, options)
         self.vocabulary: int = base.get_input_embeddings().weight.shape[0]

@@ -39,7 +39,7 @@ from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.cluster import RequestedRanks, cluster_of, links_for
 from streamtune.run.device import prepare_libraries, stream_model
-from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
+from streamtune.run.model import make_model_without_data, make_reference_without_data, train_largest_block
 from streamtune.run.plan import (
     LongestStep,
     announce_simulations,
@@ -51,10 +51,10 @@ from streamtune.run.plan import (
 )
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import reference_model
-from streamtune.run.weight_choices import is_hopeless, placements, with_best_precision
+from streamtune.run.weight_choices import exceeds_device_at_any_length, placement_choices, with_best_precision
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
-from streamtune.tasks.preference import GivenReference
+from streamtune.tasks.preference import PrecomputedReference
 from streamtune.tasks.task import RandomStep, TrialStep
 from streamtune.train.loop import compute_step_gradients
 from streamtune.train.step import explain_out_of_memory
@@ -74,9 +74,9 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
         else with_best_precision(recipe)
     )
     task = task_of(recipe)
-    model = make_model_alone(recipe, device)
-    second_model = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
-    share = shape.mode == "stream" and task.can_share(model, beside=second_model)
+    model = make_model_without_data(recipe, device)
+    second_model = make_reference_without_data(recipe, device, task.reference_name) if task.has_second_model else None
+    share = shape.mode == "stream" and task.can_share_prompts(model, second_model=second_model)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
         schedule = _plan_schedule(
@@ -85,7 +85,7 @@ def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, sha
         handle = stream_model(recipe, model, schedule)
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
-    train_largest(recipe, model)
+    train_largest_block(recipe, model)
     optimizer = local_optimizer(recipe, model)
     if isinstance(optimizer, BlockAdamW):
         optimizer.train_together()
@@ -120,10 +120,10 @@ def make_reference(
         handle: Handle of the streamed model; None if it is not streamed.
         second_model: Separate reference model; None if there is none.
     """
-    if not task.compares:
+    if not task.uses_reference:
         return None
-    if task.precomputes:
-        return GivenReference()
+    if task.precomputes_reference:
+        return PrecomputedReference()
     return reference_model(task, model, handle, second_model)
 
 
@@ -132,10 +132,10 @@ def _resolve_placement(task: Task[Any], shape: Shape, budget: Budget, device: to
     recipe = task.recipe
 
     def completions(model: Any) -> Completions | None:
-        return task.completions(share=task.scores and shares_prompts(task, model, device))
+        return task.completions(share=task.scores_completions and shares_prompts(task, model, device))
 
-    sizes = _with_budget(recipe.engine, budget)
-    return place_recipe(recipe, shape.length, device, completions, sizes=sizes, rows=shape.batch_size)
+    spec = _with_budget(recipe.engine, budget)
+    return place_recipe(recipe, shape.length, device, completions, memory_spec=spec, batch_size=shape.batch_size)
 
 
 def _with_budget(engine: EngineSpec, budget: Budget) -> EngineSpec:
@@ -238,10 +238,10 @@ def make_simulated_trials(
     rates = replace(rates, host_bandwidth=rates.host_bandwidth / ranks)
     tiers = [
         PlacedStep(
-            recipe_workload(choice, model_of(choice), task_of(choice).shortest, device, cluster=cluster),
+            recipe_workload(choice, model_of(choice), task_of(choice).min_row_tokens, device, cluster=cluster),
             choice.engine.written(),
         )
-        for choice in placements(recipe, limits, cluster)
+        for choice in placement_choices(recipe, limits, cluster)
     ]
     return SimulatedTrials(tiers, limits, rates, task.schedule, env)
 
@@ -288,7 +288,8 @@ class SimulatedTrials:
             step = _workload_of_shape(tier.workload, shape)
             size = shape.length * shape.batch_size
             if number < len(self.tiers) - 1 and (
-                size >= self._too_large.get(number, size + 1) or is_hopeless(step, tier.written, self.limits)
+                size >= self._too_large.get(number, size + 1)
+                or exceeds_device_at_any_length(step, tier.written, self.limits)
             ):
                 continue
             with (

@@ -164,7 +164,7 @@ def _describe_loss(subject: VerifySubject) -> str:
     losses = subject.tree_losses
     assert losses is not None
     name: str = losses.task.recipe.loss_type
-    if not losses.task.compares:
+    if not losses.task.uses_reference:
         return f"{name}, no reference"
     reference = "a second model" if losses.own_reference is not None else "the model without its adapters"
     return f"{name}; reference: {reference}"

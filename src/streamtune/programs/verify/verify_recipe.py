@@ -33,7 +33,7 @@ from streamtune.programs.verify.compared_rows import (
 from streamtune.programs.verify.report import VerifyReport
 from streamtune.programs.verify.verify import Comparison, compare_gradients, verify_schedules
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import blame_recipe, make_sources, make_tokenizer
+from streamtune.run.data import locate_errors_in_recipe, make_sources, make_tokenizer
 from streamtune.run.device import (
     choose_device,
     make_router_loss,
@@ -156,11 +156,11 @@ def build_verify(
         raise ArgumentError(f"--dtype: unknown dtype {dtype!r}", fix=f"choose from {', '.join(DTYPES)}")
     recipe = with_best_precision(loaded.recipe)
     task = task_of(recipe)
-    with blame_recipe(loaded):
+    with locate_errors_in_recipe(loaded):
         device = choose_device(recipe.device)
         prepare_libraries(device)
         with doing("making the tokenizer"):
-            sources = make_sources(loaded, evaluated=False)
+            sources = make_sources(loaded, include_eval_sets=False)
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         rows = _read_first_rows(task, sources, tokenizer, notify)
         with doing("loading the model"):
@@ -199,7 +199,7 @@ def _choose_rows(
     recipe, device = task.recipe, model_device(model)
     router_loss = make_router_loss(recipe, model)
     teacher = None
-    if task.compares:
+    if task.uses_reference:
         with doing("loading the teacher"):
             teacher = load_reference(task, model, tokenizer, device)
     with doing("measuring the longest row that plain autograd has memory for"):
@@ -241,17 +241,17 @@ def _choose_trees(
     model, tokenizer, length = options.model, options.tokenizer, options.length
     device = model_device(model)
     with doing("loading the reference"):
-        second_model = load_reference(task, model, tokenizer, device) if task.compares else None
+        second_model = load_reference(task, model, tokenizer, device) if task.uses_reference else None
     with doing("checking that prompts can be shared"):
-        share = task.can_share(model, notify, beside=second_model)
+        share = task.can_share_prompts(model, notify, second_model=second_model)
     with doing("measuring the longest row that plain autograd has memory for"):
         memory = _measure_completion_memory(model, device, options.bf16)
     limit, why = (
         (length, "--length") if length is not None else _longest_fitting_length(memory, device, options.widened)
     )
-    trees, cut = task.compared_trees(rows, limit, len(tokenizer))
+    trees, cut = task.verification_trees(rows, limit, len(tokenizer))
     plain, pad = PlainScores(model), tokenizer.pad_token_id
-    shared, apart = task.compared_batches(trees, model, plain, pad_token_id=pad, share=share)
+    shared, apart = task.verification_batches(trees, model, plain, pad_token_id=pad, share=share)
     losses = TreeLosses(task, second_model, shared.to(device), apart.to(device))
     return _ChosenBatch(
         windows=(),

@@ -24,7 +24,7 @@ from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.rewards import RewardScores
-from streamtune.tasks.steps import accumulation
+from streamtune.tasks.steps import count_micro_batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ class BatchLayout:
     """True if completions that were cut off are not trained on."""
     flat_has_gradient: bool
     """True if a completion whose advantage is 0 still has a gradient, from a KL in the loss or from a teacher."""
-    prompts: int | None = None
+    max_prompts: int | None = None
     """Most prompts in a micro-batch; None: no limit. If completions are left out, more prompts would fit, and the
     micro-batch would need more memory than was planned."""
 
@@ -114,7 +114,9 @@ def passing_completion(
     return None
 
 
-def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: BatchLayout) -> list[PolicyBatch]:
+def make_micro_batches(
+    groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: BatchLayout
+) -> list[PolicyBatch]:
     """Return the micro-batches of one optimizer step; an empty list if no completion has a gradient.
 
     Args:
@@ -124,17 +126,17 @@ def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layou
     """
     if not has_gradient(groups, layout):
         return []
-    rows, computed_rows = _completion_indices(groups, layout)
-    parts = _split_into_batches(groups, computed_rows, layout)
+    rows, candidate_rows = _completion_indices(groups, layout)
+    parts = _split_into_batches(groups, candidate_rows, layout)
     computed = {row for part in parts for row in part}
     left_out = [row for row in rows if row not in computed]
     tokens = sum(len(groups[g].completions[i]) for g, i in left_out if layout.is_trained(groups[g], i))
     batches = [_make_batch(groups, prompts, part, layout) for part in parts]
-    batches[0] = replace(batches[0], silent_rows=len(left_out), silent_tokens=tokens, metrics=group_metrics(groups))
+    batches[0] = replace(batches[0], left_out_rows=len(left_out), left_out_tokens=tokens, metrics=group_metrics(groups))
     return batches
 
 
-def remember_logprobs(
+def store_logprobs(
     name: str,
     logprobs: Callable[[int, Callable[[int], PolicyBatch]], list[list[float]]],
     groups: Sequence[Group],
@@ -151,15 +153,15 @@ def remember_logprobs(
         prompts: All training prompts.
         layout: Settings of the micro-batches.
     """
-    found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
+    values_by_group: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
     parts = _split_into_batches(groups, _completion_indices(groups, layout)[1], layout)
     scored = logprobs(len(parts), lambda number: _make_batch(groups, prompts, parts[number], layout))
-    for part, left in zip(parts, scored, strict=True):
-        for place, index in part:
-            if layout.is_trained(groups[place], index):
-                size = len(groups[place].completions[index])
-                found[place][index], left = left[:size], left[size:]
-    for group, values in zip(groups, found, strict=True):
+    for part, rest in zip(parts, scored, strict=True):
+        for group_index, index in part:
+            if layout.is_trained(groups[group_index], index):
+                size = len(groups[group_index].completions[index])
+                values_by_group[group_index][index], rest = rest[:size], rest[size:]
+    for group, values in zip(groups, values_by_group, strict=True):
         setattr(group, name, values)
 
 
@@ -179,7 +181,7 @@ def _split_into_batches(
     for row in rows:
         part = parts[-1] if parts else []
         prompts = {place for place, _ in part} | {row[0]}
-        if not part or len(part) == layout.batch_size or len(prompts) > (layout.prompts or len(prompts)):
+        if not part or len(part) == layout.batch_size or len(prompts) > (layout.max_prompts or len(prompts)):
             parts.append([])
         parts[-1].append(row)
     return [part for part in parts if any(layout.is_trained(groups[place], index) for place, index in part)]
@@ -189,12 +191,12 @@ def _make_batch(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[CompletionIndex], layout: BatchLayout
 ) -> PolicyBatch:
     trees = list(_make_trees(groups, prompts, rows, layout))
-    read = [(groups[g], i) for g, i in rows if layout.is_trained(groups[g], i)]
+    trained = [(groups[g], i) for g, i in rows if layout.is_trained(groups[g], i)]
     return PolicyBatch(
         **tree_batch(trees, pad_token_id=layout.pad_token_id, share=layout.share),
         advantages_N=torch.tensor([groups[g].advantages[i] for g, i in rows], dtype=torch.float32),
-        old_K=_concatenate([group.old[i] if group.old else None for group, i in read]),
-        ref_K=_concatenate([group.ref[i] if group.ref else None for group, i in read]),
+        old_K=_concatenate([group.old[i] if group.old else None for group, i in trained]),
+        ref_K=_concatenate([group.ref[i] if group.ref else None for group, i in trained]),
     )
 
 
@@ -232,22 +234,22 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]
-    found: dict[str, tuple[float, float]] = {}
+    metrics: dict[str, tuple[float, float]] = {}
     if groups[0].scores:
-        found = {
+        metrics = {
             "reward": (math.fsum(rewards), len(rewards)),
             "reward_std": (math.fsum(group.std for group in groups), len(groups)),
             "frac_reward_zero_std": (sum(group.flat for group in groups), len(groups)),
         }
     sizes = {len(group.completions) for group in groups}
     if len(sizes) > 1:
-        found["completions/fewest"], found["completions/most"] = (min(sizes), 1), (max(sizes), 1)
-    found["completions/mean_length"] = (sum(lengths), len(lengths))
-    found["completions/clipped_ratio"] = (sum(truncated), len(truncated))
+        metrics["completions/fewest"], metrics["completions/most"] = (min(sizes), 1), (max(sizes), 1)
+    metrics["completions/mean_length"] = (sum(lengths), len(lengths))
+    metrics["completions/clipped_ratio"] = (sum(truncated), len(truncated))
     for name in groups[0].scores:
-        said = [score for group in groups for score in group.scores[name] if score is not None]
-        found[f"rewards/{name}/mean"] = (math.fsum(said), len(said))
-    return found
+        scores = [score for group in groups for score in group.scores[name] if score is not None]
+        metrics[f"rewards/{name}/mean"] = (math.fsum(scores), len(scores))
+    return metrics
 
 
 ScoreCompletions = Callable[[Sequence[data.Prompt], Sequence[list[int]]], rewards.RewardScores]
@@ -263,13 +265,13 @@ class RewardScorer:
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> rewards.RewardScores:
         """Return the scores of completions. Each completion belongs to the prompt of the same index."""
         texts = self.tokenizer.batch_decode(list(completions), skip_special_tokens=True)
-        said: list[Any] = [
+        decoded: list[Any] = [
             text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
         columns = {**data.gather_columns(prompts), "completion_ids": list(completions)}
         origins = [prompt.origin for prompt in prompts]
-        return self.functions([prompt.prompt for prompt in prompts], said, columns, origins=origins)
+        return self.functions([prompt.prompt for prompt in prompts], decoded, columns, origins=origins)
 
     def check(self, prompts: Sequence[data.Prompt]) -> None:
         """Raise ``ArgumentError`` if the rows lack a column that a reward function reads."""
@@ -291,15 +293,15 @@ def load_functions(
     """
     if not recipe.reward_funcs:
         return rewards.Rewards({}, ())
-    own = user_reward_functions(recipe)
-    if own and not recipe.allow_code:
+    user_specs = user_reward_functions(recipe)
+    if user_specs and not recipe.allow_code:
         raise ArgumentError(
-            f"the recipe names the reward '{own[0]}', which is Python code that would run on this machine",
+            f"the recipe names the reward '{user_specs[0]}', which is Python code that would run on this machine",
             where="reward_funcs",
             fix="read the code; if you trust it, run with --allow-code or set allow_code: true",
         )
-    if own:
-        notify(f"running the code of {', '.join(own)}")
+    if user_specs:
+        notify(f"running the code of {', '.join(user_specs)}")
     return rewards.load_rewards(
         recipe.reward_funcs, weights=recipe.reward_weights, allow_code=recipe.allow_code, directory=folder
     )
@@ -313,34 +315,37 @@ def settings_of_all_ranks(recipe: Settings, world: train.World) -> Settings:
     """
     if world.size == 1 and recipe.train_batch_size is None:
         return recipe
-    steps, more = accumulation(recipe, world) * world.data_size, {}
+    steps, changes = count_micro_batches(recipe, world) * world.data_size, {}
     if recipe.steps_per_generation is not None:
-        more["steps_per_generation"] = recipe.steps_per_generation * world.data_size
-    whole = recipe.model_copy(update={"gradient_accumulation_steps": steps, "train_batch_size": None, **more})
-    written, a_step = whole.completions_per_generation, whole.completions_per_step
-    if written % whole.num_generations or written % a_step:
+        changes["steps_per_generation"] = recipe.steps_per_generation * world.data_size
+    global_settings = recipe.model_copy(
+        update={"gradient_accumulation_steps": steps, "train_batch_size": None, **changes}
+    )
+    per_rollout, per_step = global_settings.completions_per_generation, global_settings.completions_per_step
+    if per_rollout % global_settings.num_generations or per_rollout % per_step:
         raise ArgumentError(
-            f"completions per rollout must be a multiple of completions per step ({a_step} on {world.data_size} "
-            f"rank{'s' * (world.data_size > 1)}) and of num_generations ({whole.num_generations}), found {written}",
+            f"completions per rollout must be a multiple of completions per step ({per_step} on {world.data_size} "
+            f"rank{'s' * (world.data_size > 1)}) and of num_generations ({global_settings.num_generations}), found "
+            f"{per_rollout}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
             fix="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )
-    return whole
+    return global_settings
 
 
-def _divide_work(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
+def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:
     """Return the results of ``work`` for all numbers below ``count``, which are divided among the ranks.
 
     A rank with one number less computes number 0 again: if ranks share the weights, all of them must take part.
     """
     size = world.data_size
-    mine = list(range(world.data_rank, count, size))
-    mine += [0] * (-(-count // size) - len(mine))
-    found = world.gather_data_ranks(world.run_on_all_ranks(lambda: work(mine)))
-    return [found[number % size][number // size] for number in range(count)]
+    own_numbers = list(range(world.data_rank, count, size))
+    own_numbers += [0] * (-(-count // size) - len(own_numbers))
+    results = world.gather_data_ranks(world.run_on_all_ranks(lambda: work(own_numbers)))
+    return [results[number % size][number // size] for number in range(count)]
 
 
-class SharedWriter:
+class DistributedWriter:
     """A :class:`streamtune.tasks.rollout.Writer` in which each rank completes a part of the prompts."""
 
     def __init__(self, writer: rollout.Writer, world: train.World) -> None:
@@ -360,7 +365,7 @@ class SharedWriter:
                 return [None] * len(mine)
             return [[(each.token_ids, each.truncated) for each in completions] for completions in written]
 
-        found = _divide_work(self.world, len(prompts), complete)
+        found = _compute_over_ranks(self.world, len(prompts), complete)
         written = [
             [rollout.Completion(token_ids, truncated) for token_ids, truncated in completions]
             for completions in found
@@ -371,7 +376,7 @@ class SharedWriter:
         return written
 
 
-class SharedRewards:
+class DistributedRewards:
     """Scores each completion on one rank, so that a random reward is the same on all ranks."""
 
     def __init__(self, score: ScoreCompletions, world: train.World) -> None:
@@ -388,7 +393,7 @@ class SharedRewards:
                 for place, total in enumerate(scores.total)
             ]
 
-        found = _divide_work(self.world, len(completions), score)
+        found = _compute_over_ranks(self.world, len(completions), score)
         names = found[0][1] if found else {}
         return RewardScores(
             total=[total for total, _ in found],
@@ -396,7 +401,7 @@ class SharedRewards:
         )
 
 
-class SharedLogprobs:
+class DistributedLogprobs:
     """Computes the log-probs of each micro-batch on one rank."""
 
     def __init__(self, world: train.World) -> None:
@@ -406,4 +411,4 @@ class SharedLogprobs:
         self, logprobs: Callable[[PolicyBatch], list[float]], count: int, batch: Callable[[int], PolicyBatch]
     ) -> list[list[float]]:
         """Return ``logprobs(batch(number))`` for every number below ``count``."""
-        return _divide_work(self.world, count, lambda mine: [logprobs(batch(number)) for number in mine])
+        return _compute_over_ranks(self.world, count, lambda mine: [logprobs(batch(number)) for number in mine])

@@ -23,11 +23,11 @@ from streamtune.tasks.objectives import (
     PolicyKnobs,
     StepTotals,
     TokenLogps,
-    check_policy,
+    check_policy_loss,
     group_advantages,
     policy_loss,
 )
-from streamtune.tasks.objectives.advantages import counts
+from streamtune.tasks.objectives.advantages import tokens_per_row
 
 Metrics = Mapping[str, tuple[float, float]]
 
@@ -42,10 +42,10 @@ class PolicyBatch(train.TreeBatch):
     """fp32 ``[K]``: log-probs under the policy that wrote the completions; None if it is the trained policy itself"""
     ref_K: Tensor | None = None  # noqa: N815
     """fp32 ``[K]``: log-probs under the reference"""
-    silent_rows: int = 0
+    left_out_rows: int = 0
     """Number of completions without a gradient that are in no micro-batch of the step. The loss divides by them too,
     so that leaving them out does not change it."""
-    silent_tokens: int = 0
+    left_out_tokens: int = 0
     """Number of target tokens of these completions."""
     metrics: Metrics = field(default_factory=dict)
     """Metrics of the whole step; only its first micro-batch has them."""
@@ -56,13 +56,13 @@ class PolicyBatch(train.TreeBatch):
         tensors = {name: getattr(self, name) for name in ("advantages_N", "old_K", "ref_K")}
         return replace(moved, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
-    def rows(self, weight: float) -> train.MicroBatch:
-        """Return the same sequences as a supervised batch, in which each completion has the total weight ``weight``.
+    def as_supervised(self, completion_weight: float) -> train.MicroBatch:
+        """Return the same sequences as a supervised batch, in which the weights of a completion add up to its weight.
 
         The weight is divided evenly among the targets of a completion. A target that several completions share has the
         sum of their weights.
         """
-        share_K = weight / counts(self.row_K, self.num_rows)[self.row_K].double()
+        share_K = completion_weight / tokens_per_row(self.row_K, self.num_rows)[self.row_K].double()
         flat = torch.zeros(self.input_ids.numel(), dtype=share_K.dtype, device=share_K.device)
         weights = flat.index_add(0, self.flat_index_K, share_K).view(self.input_ids.shape)
         fields: dict[str, Any] = {
@@ -109,8 +109,8 @@ class RolloutObjective(ABC):
         if not world.any_rank(bool(policy)):
             return self.supervised.totals(micro_batches, world)
         return StepTotals(
-            completions=world.sum_count_over_ranks(sum(batch.num_rows + batch.silent_rows for batch in policy)),
-            tokens=world.sum_count_over_ranks(sum(batch.num_targets + batch.silent_tokens for batch in policy)),
+            completions=world.sum_count_over_ranks(sum(batch.num_rows + batch.left_out_rows for batch in policy)),
+            tokens=world.sum_count_over_ranks(sum(batch.num_targets + batch.left_out_tokens for batch in policy)),
             max_completion_length=self.recipe.max_completion_length,
         )
 
@@ -180,7 +180,7 @@ class DistillationObjective(RolloutObjective):
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
         """Return the loss of completions; for held-out completions, also the sum of their mean divergences."""
         completions = 1 if totals is None else totals.completions
-        score = self.token_objective.score(model, batch.rows(1 / completions), 1.0)
+        score = self.token_objective.score(model, batch.as_supervised(1 / completions), 1.0)
         if totals is not None:
             return replace(score, metrics={**batch.metrics, **score.metrics})
         return train.Score(score.loss, metrics=batch.metrics, held_out=[(score.loss.item(), batch.num_rows)])
@@ -193,7 +193,7 @@ class CompletionLoss(ABC):
     """Recipe key that names the reference or the teacher."""
     reads_logprobs: ClassVar[bool]
     """True if the loss reads the reference's log-probs from its batches; False if it calls a teacher."""
-    entropy: ClassVar[bool]
+    needs_entropy: ClassVar[bool]
     """True if entropies are computed at the targets."""
     scores_held_out: ClassVar[bool]
     """True if the loss is computed on held-out completions too."""
@@ -213,7 +213,7 @@ class CompletionLoss(ABC):
 
     @property
     @abstractmethod
-    def compares(self) -> bool:
+    def uses_reference(self) -> bool:
         """True if the loss compares with a reference or a teacher."""
 
     @property
@@ -227,7 +227,7 @@ class CompletionLoss(ABC):
 
     @property
     @abstractmethod
-    def forwards(self) -> float:
+    def extra_forwards(self) -> float:
         """Number of forwards without gradient over the tokens of a step, before each step; may be a fraction."""
 
     @property
@@ -255,7 +255,7 @@ class RewardLoss(CompletionLoss):
 
     reference_key = "ref_model_name_or_path"
     reads_logprobs = True
-    entropy = True
+    needs_entropy = True
     scores_held_out = False
     no_gradient = (
         "all completions of a prompt have the same reward",
@@ -265,14 +265,14 @@ class RewardLoss(CompletionLoss):
 
     def check(self) -> None:
         recipe = self.recipe
-        check_policy(recipe.loss_type, policy_knobs(recipe), max_completion_length=recipe.max_completion_length)
+        check_policy_loss(recipe.loss_type, policy_knobs(recipe), max_completion_length=recipe.max_completion_length)
         some_N = torch.tensor([0.0, 1.0])
         group_advantages(
             recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
         )
 
     @property
-    def compares(self) -> bool:
+    def uses_reference(self) -> bool:
         return self.recipe.beta > 0
 
     @property
@@ -280,17 +280,17 @@ class RewardLoss(CompletionLoss):
         return self.recipe.ref_model_name_or_path
 
     @property
-    def forwards(self) -> float:
+    def extra_forwards(self) -> float:
         """Number of forwards of the reference and of the old policy per step; iterations of a rollout share them."""
-        return (self.compares + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
+        return (self.uses_reference + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
 
     @property
     def leaves_out(self) -> bool:
-        return not POLICY_LOSSES[self.recipe.loss_type].by_micro_batch
+        return not POLICY_LOSSES[self.recipe.loss_type].averages_over_micro_batch
 
     @property
     def flat_has_gradient(self) -> bool:
-        return self.compares and not POLICY_LOSS_FACTS[self.recipe.loss_type].kl_in_reward
+        return self.uses_reference and not POLICY_LOSS_FACTS[self.recipe.loss_type].kl_in_reward
 
     def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
         return PolicyObjective(scorer, self.recipe)
@@ -301,16 +301,16 @@ class TeacherLoss(CompletionLoss):
 
     reference_key = "teacher"
     reads_logprobs = False
-    entropy = False
+    needs_entropy = False
     scores_held_out = True
     no_gradient = (
         "all completions were truncated, and mask_truncated_completions excludes them",
         "raise max_completion_length, or delete mask_truncated_completions",
     )
-    compares = True
+    uses_reference = True
     leaves_out = True
     flat_has_gradient = True
-    forwards = 0.0  # the teacher's forward is part of the step
+    extra_forwards = 0.0  # the teacher's forward is part of the step
 
     def check(self) -> None:
         """Do nothing: the keys are checked when the recipe is read."""

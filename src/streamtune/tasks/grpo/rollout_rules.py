@@ -27,11 +27,11 @@ from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import (
     BatchLayout,
+    DistributedLogprobs,
     Group,
     ScoreCompletions,
-    SharedLogprobs,
     passing_completion,
-    remember_logprobs,
+    store_logprobs,
 )
 from streamtune.tasks.objectives import Advantages, group_advantages, reward_with_kl
 from streamtune.train.objective import autocast
@@ -79,14 +79,14 @@ class RolloutTools:
             repetition_penalty=recipe.repetition_penalty,
         )
 
-    def part(self, groups: Sequence[T], part: int) -> list[T]:
-        """Return the groups, or values of groups, that belong to optimizer step ``part`` of a rollout."""
-        parts = self.recipe.steps_per_rollout
-        return list(groups[len(groups) * part // parts : len(groups) * (part + 1) // parts])
+    def groups_of_step(self, groups: Sequence[T], step_index: int) -> list[T]:
+        """Return the groups, or values of groups, that belong to optimizer step ``step_index`` of a rollout."""
+        num_steps = self.recipe.steps_per_rollout
+        return list(groups[len(groups) * step_index // num_steps : len(groups) * (step_index + 1) // num_steps])
 
-    def parts(self, groups: Sequence[T]) -> list[list[T]]:
+    def groups_by_step(self, groups: Sequence[T]) -> list[list[T]]:
         """Return the groups, or values of groups, of each optimizer step of a rollout."""
-        return [self.part(groups, part) for part in range(self.recipe.steps_per_rollout)]
+        return [self.groups_of_step(groups, step_index) for step_index in range(self.recipe.steps_per_rollout)]
 
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
@@ -118,16 +118,16 @@ class RolloutTools:
     def write_greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
         return [group[0] for group in self.write(prompts, 1, replace(self.sampling, temperature=0.0))]
 
-    def remember_logprobs(self, groups: Sequence[Group], *, old: bool) -> None:
-        """Compute the missing log-probs of the groups: the reference's and, with ``old``, the policy's."""
-        wanted = {"old": self.policy if old else None, "ref": self.reference}
-        for name, model in wanted.items():
+    def store_logprobs(self, groups: Sequence[Group], *, needs_old: bool) -> None:
+        """Compute the missing log-probs of the groups: the reference's and, with ``needs_old``, the policy's."""
+        models = {"old": self.policy if needs_old else None, "ref": self.reference}
+        for name, model in models.items():
             if model is None or all(getattr(group, name) is not None for group in groups):
                 continue
-            self.show_activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
-            for part in self.parts(groups):
-                logprobs = partial(SharedLogprobs(self.world), partial(self._logprobs, model))
-                remember_logprobs(name, logprobs, part, self.prompts.train, self.layout)
+            self.show_activity(f"{'reference' if name == 'ref' else 'needs_old'} log-probs")
+            for part in self.groups_by_step(groups):
+                logprobs = partial(DistributedLogprobs(self.world), partial(self._logprobs, model))
+                store_logprobs(name, logprobs, part, self.prompts.train, self.layout)
 
     def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
         with autocast(self.device, bool(self.recipe.bf16)):
@@ -150,13 +150,13 @@ class ScoredRollout:
     @property
     def group_N(self) -> Tensor:  # noqa: N802
         """Number of each completion's group, int64 ``[N]``."""
-        return self.of_completions(torch.arange(len(self.groups)))
+        return self.repeat_by_group(torch.arange(len(self.groups)))
 
-    def of_completions(self, values_G: Tensor) -> Tensor:
+    def repeat_by_group(self, values_G: Tensor) -> Tensor:
         """Return the value of each completion's group, ``[N]``."""
         return values_G.repeat_interleave(torch.tensor([len(group.completions) for group in self.groups]))
 
-    def split(self, values_N: Tensor) -> Iterator[Tensor]:
+    def split_by_group(self, values_N: Tensor) -> Iterator[Tensor]:
         """Iterate over the values of each group ``[n]``."""
         yield from values_N.split([len(group.completions) for group in self.groups])
 
@@ -179,7 +179,7 @@ class RolloutRule(ABC):
     def check_model(cls, handle: StreamHandle) -> None:
         """Raise ``UnsupportedModelError`` if the model lacks something that the rule reads."""
 
-    def counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
+    def allocate_counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
         """Return the number of completions of each prompt of an optimizer step. A rule must not change their sum.
 
         Args:
@@ -190,7 +190,7 @@ class RolloutRule(ABC):
         return counts
 
     @abstractmethod
-    def scored(self, scored: ScoredRollout) -> None:
+    def apply(self, scored: ScoredRollout) -> None:
         """Change the rewards of a rollout, or set the advantages of its groups."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,11 +208,11 @@ class KlInReward(RolloutRule):
     def applies(cls, recipe: RolloutSettings) -> bool:
         return recipe.beta > 0 and not recipe.distils and POLICY_LOSS_FACTS[recipe.loss_type].kl_in_reward
 
-    def scored(self, scored: ScoredRollout) -> None:
+    def apply(self, scored: ScoredRollout) -> None:
         groups = scored.groups
         for group in groups:
             group.advantages = [1.0] * len(group.completions)  # none is left out: its KL counts
-        self.tools.remember_logprobs(groups, old=True)
+        self.tools.store_logprobs(groups, needs_old=True)
         old_K, ref_K = (
             torch.tensor([value for group in groups for row in rows(group) for value in row])
             for rows in (lambda group: group.old, lambda group: group.ref)
@@ -230,10 +230,10 @@ class GreedyBaseline(RolloutRule):
     def applies(cls, recipe: RolloutSettings) -> bool:
         return recipe.loss_type == "remax"
 
-    def scored(self, scored: ScoredRollout) -> None:
+    def apply(self, scored: ScoredRollout) -> None:
         written = self.tools.write_greedy(scored.prompts)
         scores = self.tools.score(scored.prompts, [completion.token_ids for completion in written])
-        scored.greedy_N = scored.of_completions(rewards_of(scores.total))
+        scored.greedy_N = scored.repeat_by_group(rewards_tensor(scores.total))
 
 
 class GroupAdvantages(RolloutRule):
@@ -243,17 +243,17 @@ class GroupAdvantages(RolloutRule):
     def applies(cls, recipe: RolloutSettings) -> bool:
         return not recipe.distils
 
-    def scored(self, scored: ScoredRollout) -> None:
+    def apply(self, scored: ScoredRollout) -> None:
         recipe = self.tools.recipe
-        found = group_advantages(
+        advantages = group_advantages(
             recipe.loss_type,
             scored.rewards_N,
             scored.group_N,
             scale_rewards=recipe.scale_rewards,
             greedy_N=scored.greedy_N,
         )
-        _set_statistics(scored, found)
-        for group, values_n in zip(scored.groups, scored.split(found.values_N), strict=True):
+        _set_statistics(scored, advantages)
+        for group, values_n in zip(scored.groups, scored.split_by_group(advantages.values_N), strict=True):
             group.advantages = values_n.tolist()
 
 
@@ -264,7 +264,7 @@ class RewardSpread(RolloutRule):
     def applies(cls, recipe: RolloutSettings) -> bool:
         return recipe.distils
 
-    def scored(self, scored: ScoredRollout) -> None:
+    def apply(self, scored: ScoredRollout) -> None:
         _set_statistics(scored, group_advantages("dr_grpo", scored.rewards_N, scored.group_N))
         for group in scored.groups:
             group.advantages = [0.0] * len(group.completions)
@@ -290,16 +290,16 @@ class Allocation(RolloutRule):
     def check_model(cls, handle: StreamHandle) -> None:
         value_projection_weights(handle.layers, "allocation")
 
-    def counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
+    def allocate_counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
         allocation = self.tools.recipe.allocation
-        passed = [rates.passed(number) for number in numbers]
+        passed = [rates.passed_share(number) for number in numbers]
         scores = [
             rollout.variance_score(UNSEEN if rate is None else rate, self.norms.norm(number), allocation)
             for rate, number in zip(passed, numbers, strict=True)
         ]
-        return rollout.allocate(scores, sum(counts))
+        return rollout.allocate_completions(scores, sum(counts))
 
-    def scored(self, scored: ScoredRollout) -> None:
+    def apply(self, scored: ScoredRollout) -> None:
         for group in scored.groups:  # every prompt counts the same, however many completions it has
             share = self.tools.recipe.num_generations / len(group.completions)
             group.advantages = (torch.tensor(group.advantages, dtype=torch.float32) * share).tolist()
@@ -308,12 +308,12 @@ class Allocation(RolloutRule):
     def _observe(self, groups: Sequence[Group]) -> None:
         """Measure the gradient norm of one passing completion of each prompt that has one."""
         tools, norm = self.tools, self.tools.gradient
-        found = [passing_completion(g, tools.recipe.pass_reward, tools.prompts.train, tools.layout) for g in groups]
-        passed = [(group, batch) for group, batch in zip(groups, found, strict=True) if batch is not None]
+        batches = [passing_completion(g, tools.recipe.pass_reward, tools.prompts.train, tools.layout) for g in groups]
+        passed = [(group, batch) for group, batch in zip(groups, batches, strict=True) if batch is not None]
         if not passed:
             return
         tools.show_activity("gradient norms")
-        measure = SharedLogprobs(tools.world)
+        measure = DistributedLogprobs(tools.world)
         norms = measure(lambda batch: [norm(batch)], len(passed), lambda number: passed[number][1])
         for (group, _), (value,) in zip(passed, norms, strict=True):
             self.norms.observe(group.prompt, value)
@@ -335,16 +335,18 @@ ROLLOUT_RULES: tuple[type[RolloutRule], ...] = (
 """All rules, in the order in which they change a scored rollout."""
 
 
-def rules_of(recipe: RolloutSettings) -> list[type[RolloutRule]]:
+def rules_for(recipe: RolloutSettings) -> list[type[RolloutRule]]:
     """Return the rules that apply to a recipe, in order."""
     return [rule for rule in ROLLOUT_RULES if rule.applies(recipe)]
 
 
-def rewards_of(values: Sequence[float | None]) -> Tensor:
+def rewards_tensor(values: Sequence[float | None]) -> Tensor:
     """Return rewards as fp32 ``[N]``, with NaN for None."""
     return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
 
 
-def _set_statistics(scored: ScoredRollout, found: Advantages) -> None:
-    for group, flat_n, std_n in zip(scored.groups, scored.split(found.flat_N), scored.split(found.std_N), strict=True):
+def _set_statistics(scored: ScoredRollout, advantages: Advantages) -> None:
+    for group, flat_n, std_n in zip(
+        scored.groups, scored.split_by_group(advantages.flat_N), scored.split_by_group(advantages.std_N), strict=True
+    ):
         group.flat, group.std = bool(flat_n.all()), float(std_n[0])

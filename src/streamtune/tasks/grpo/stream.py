@@ -31,9 +31,9 @@ from streamtune.data.row_types import detect_type, normalise
 from streamtune.errors import CheckpointError, DataError, RunError
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
-from streamtune.tasks.grpo.groups import Group, group_metrics, has_gradient, micro_batches
+from streamtune.tasks.grpo.groups import Group, group_metrics, has_gradient, make_micro_batches
 from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completion_loss
-from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_of, rules_of
+from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_tensor, rules_for
 from streamtune.tasks.steps import divide_among_ranks
 from streamtune.tasks.task import chat_options
 from streamtune.train.records import append_records, cut_rotated_after_step, rotate_file
@@ -59,22 +59,22 @@ class GrpoSteps:
 
     Args:
         tools: Parts of the run that write, score and measure completions.
-        warm: Supervised steps before the first rollout; None without any.
+        supervised: Supervised steps before the first rollout; None without any.
         log: Writes completions to a file.
     """
 
-    def __init__(self, tools: RolloutTools, *, warm: train.StepStream | None, log: CompletionLog) -> None:
+    def __init__(self, tools: RolloutTools, *, supervised: train.StepStream | None, log: CompletionLog) -> None:
         self.tools, self.recipe, self.prompts = tools, tools.recipe, tools.prompts
-        self.warm, self.log = warm, log
+        self.supervised, self.log = supervised, log
         self.loss = completion_loss(self.recipe)
-        self.rules = [rule(tools) for rule in rules_of(self.recipe)]
+        self.rules = [rule(tools) for rule in rules_for(self.recipe)]
         self.picker = rollout.PromptPicker(
             len(self.prompts.train),
             choice=self.recipe.prompts,
             seed=self.recipe.seed,
             counts=any(rule.reads_pass_rates for rule in self.rules),
         )
-        self.taken = 0
+        self.steps_taken = 0
         """Number of returned steps."""
         self.on_first_rollout: Callable[[], None] = lambda: None
         """Called when the supervised steps are over."""
@@ -94,10 +94,10 @@ class GrpoSteps:
             return []
 
     def _next_step(self) -> Sequence[train.MicroBatch]:
-        if self.warm is not None and self.taken < self.recipe.sft_steps:
-            self.taken += 1
-            return self.warm.next_step()
-        if self.warm is not None and self.taken == self.recipe.sft_steps:
+        if self.supervised is not None and self.steps_taken < self.recipe.sft_steps:
+            self.steps_taken += 1
+            return self.supervised.next_step()
+        if self.supervised is not None and self.steps_taken == self.recipe.sft_steps:
             self.on_first_rollout()
         parts, iterations = self.recipe.steps_per_rollout, self.recipe.num_iterations
         while True:
@@ -105,9 +105,11 @@ class GrpoSteps:
                 self.current = self._next_rollout()
             part, first = self.current.next_part % parts, self.current.next_part == 0
             self.current.next_part += 1
-            batches = micro_batches(self.tools.part(self.current.groups, part), self.prompts.train, self.tools.layout)
+            batches = make_micro_batches(
+                self.tools.groups_of_step(self.current.groups, part), self.prompts.train, self.tools.layout
+            )
             if batches:  # else no completion of this part has a gradient
-                self.taken += 1
+                self.steps_taken += 1
                 if first and self.current.skipped:
                     more = {**batches[0].metrics, "skipped_batches": (float(self.current.skipped), 1.0)}
                     batches[0] = replace(batches[0], metrics=more)
@@ -124,24 +126,24 @@ class GrpoSteps:
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
         first, stop = (0, len(prompts)) if part is None else (part.start, part.stop)
         for start in range(first, stop, size):
-            asked = [prompts[index] for index in range(start, min(start + size, stop))]
-            written = self.tools.write_greedy(asked)
+            asked_prompts = [prompts[index] for index in range(start, min(start + size, stop))]
+            written = self.tools.write_greedy(asked_prompts)
             self.tools.show_activity("scoring held-out completions")
-            scores = self.tools.score(asked, [completion.token_ids for completion in written])
+            scores = self.tools.score(asked_prompts, [completion.token_ids for completion in written])
             self.tools.show_activity("evaluating")
             if self.loss.scores_held_out:
-                yield from self._held_out_completions(range(start, start + len(asked)), written, scores)
+                yield from self._held_out_completions(range(start, start + len(asked_prompts)), written, scores)
                 continue
-            whole = Group(
+            group = Group(
                 prompt=-1,
                 completions=[completion.token_ids for completion in written],
                 truncated=[completion.truncated for completion in written],
                 rewards=scores.total,
                 scores=scores.by_function,
             )
-            metrics = {name: value for name, value in group_metrics([whole]).items() if name not in GROUP_METRICS}
-            nothing = torch.zeros(1, 1, dtype=torch.int64)
-            yield MeasuredBatch(nothing, nothing, nothing, tuple(prompt.origin for prompt in asked), metrics=metrics)
+            metrics = {name: value for name, value in group_metrics([group]).items() if name not in GROUP_METRICS}
+            empty = torch.zeros(1, 1, dtype=torch.int64)
+            yield MeasuredBatch(empty, empty, empty, tuple(prompt.origin for prompt in asked_prompts), metrics=metrics)
 
     def _held_out_completions(
         self, numbers: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
@@ -159,46 +161,46 @@ class GrpoSteps:
             for place, (number, completion) in enumerate(zip(numbers, written, strict=True))
         ]
         layout = replace(self.tools.layout, mask_truncated=False)
-        for batch in micro_batches(groups, self.prompts.validation, layout):
+        for batch in make_micro_batches(groups, self.prompts.validation, layout):
             metrics = {name: value for name, value in batch.metrics.items() if name not in GROUP_METRICS}
             yield replace(batch, metrics=metrics)
 
     # --- a rollout ---------------------------------------------------------------------------------------------
 
     def _next_rollout(self) -> _Rollout:
-        why, fix = self.loss.no_gradient
+        reason, fix = self.loss.no_gradient
         for skipped in range(self.recipe.skip_limit):
             groups = self._write_and_score()
-            if any(has_gradient(part, self.tools.layout) for part in self.tools.parts(groups)):
-                self.tools.remember_logprobs(groups, old=self.recipe.needs_old_logprobs)
+            if any(has_gradient(part, self.tools.layout) for part in self.tools.groups_by_step(groups)):
+                self.tools.store_logprobs(groups, needs_old=self.recipe.needs_old_logprobs)
                 return _Rollout(groups, skipped=skipped)
-            self.log.record_skip(self.taken + 1, why)
-        raise RunError(f"{self.recipe.skip_limit} rollouts in a row had no gradient: in each of them {why}", fix=fix)
+            self.log.record_skip(self.steps_taken + 1, reason)
+        raise RunError(f"{self.recipe.skip_limit} rollouts in a row had no gradient: in each of them {reason}", fix=fix)
 
     def _write_and_score(self) -> list[Group]:
-        tools, numbers = self.tools, self.picker.next(self.recipe.prompts_per_generation)
+        tools, numbers = self.tools, self.picker.next_prompts(self.recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
         counts = self._completion_counts(numbers)
         tools.show_activity(f"writing {sum(counts)} completions")
         written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling)
         tools.show_activity("scoring completions")
-        asked = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
-        scores = tools.score(asked, [completion.token_ids for group in written for completion in group])
+        prompt_of_completion = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
+        scores = tools.score(prompt_of_completion, [completion.token_ids for group in written for completion in group])
         tools.show_activity("advantages")
         groups = self._make_groups(numbers, written, scores)
-        scored = ScoredRollout(prompts, groups, rewards_of(scores.total))
+        scored = ScoredRollout(prompts, groups, rewards_tensor(scores.total))
         for rule in self.rules:
-            rule.scored(scored)
-        self.log.record_rollout(self.taken + 1, groups, prompts)
+            rule.apply(scored)
+        self.log.record_rollout(self.steps_taken + 1, groups, prompts)
         return groups
 
     def _completion_counts(self, numbers: Sequence[int]) -> list[int]:
         """Return the number of completions of each prompt. Their sum over an optimizer step does not change."""
         found = []
-        for part in self.tools.parts(numbers):
+        for part in self.tools.groups_by_step(numbers):
             counts = [self.recipe.num_generations] * len(part)
             for rule in self.rules:
-                counts = rule.counts(part, counts, self.picker.rates)
+                counts = rule.allocate_counts(part, counts, self.picker.rates)
             found += counts
         return found
 
@@ -233,11 +235,11 @@ class GrpoSteps:
             groups = [group.to_json() for group in current.groups]
             rollout_state = {"groups": groups, "next_part": current.next_part, "skipped": current.skipped}
         return {
-            "taken": self.taken,
+            "taken": self.steps_taken,
             "picker": self.picker.state_dict(),
             **{key: value for rule in self.rules for key, value in rule.state_dict().items()},
             "rollout": rollout_state,
-            "warm": None if self.warm is None else self.warm.state_dict(),
+            "warm": None if self.supervised is None else self.supervised.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,7 +247,7 @@ class GrpoSteps:
         if type(state["taken"]) is not int or state["taken"] < 0:
             what = f"the number of steps in the checkpoint must be a whole number from 0, found {state['taken']}"
             raise CheckpointError(what, fix="use another checkpoint")
-        self.taken = state["taken"]
+        self.steps_taken = state["taken"]
         self.picker.load_state_dict(state["picker"])
         for rule in self.rules:
             rule.load_state_dict(state)
@@ -254,8 +256,8 @@ class GrpoSteps:
         if current is not None:
             groups = [Group(**group) for group in current["groups"]]
             self.current = _Rollout(groups, int(current["next_part"]), int(current["skipped"]))
-        if self.warm is not None:
-            self.warm.load_state_dict(state["warm"])
+        if self.supervised is not None:
+            self.supervised.load_state_dict(state["warm"])
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ class CompletionLog:
 
     run: train.RunDirectory
     tokenizer: PreTrainedTokenizerBase
-    count: int
+    num_completions: int
     """Number of completions to write per rollout."""
     writes: bool = True
     """True if this rank writes files."""
@@ -277,18 +279,18 @@ class CompletionLog:
         """Write some completions of the rollout that begins at ``step``, one of each prompt before a second of any."""
         if not self.writes:
             return
-        most = max(len(group.completions) for group in groups)
-        rows = [(place, index) for index in range(most) for place in range(len(groups))]
-        existing = [(place, index) for place, index in rows if index < len(groups[place].completions)]
+        max_completions = max(len(group.completions) for group in groups)
+        indices = [(place, index) for index in range(max_completions) for place in range(len(groups))]
+        existing_indices = [(place, index) for place, index in indices if index < len(groups[place].completions)]
         rotate_file(self.path)
-        chosen = existing[: self.count]
+        chosen = existing_indices[: self.num_completions]
         append_records(self.path, [self._record(step, groups[place], prompts[place], index) for place, index in chosen])
 
-    def record_skip(self, step: int, why: str) -> None:
+    def record_skip(self, step: int, reason: str) -> None:
         if self.writes:
-            train.append_event(self.run.events, "skip", step=step, why=why)
+            train.append_event(self.run.events, "skip", step=step, reason=reason)
 
-    def cut(self, step: int) -> None:
+    def cut_after_step(self, step: int) -> None:
         """Delete the completions that were written after ``step``, because these steps are repeated."""
         if self.writes:
             cut_rotated_after_step(self.path, step)
@@ -306,7 +308,7 @@ class CompletionLog:
         }
 
 
-class WarmSteps:
+class SupervisedSteps:
     """Supervised steps on shuffled demonstrations, ``sft_batch_size`` per step (:class:`streamtune.train.StepStream`).
 
     Raises:

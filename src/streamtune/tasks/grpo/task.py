@@ -26,21 +26,21 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import (
     BatchLayout,
+    DistributedRewards,
+    DistributedWriter,
     RewardScorer,
-    SharedRewards,
-    SharedWriter,
     load_functions,
     settings_of_all_ranks,
 )
 from streamtune.tasks.grpo.objective import CompletionLoss, PolicyBatch, completion_loss
-from streamtune.tasks.grpo.rollout_rules import RolloutTools, rules_of
-from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
+from streamtune.tasks.grpo.rollout_rules import RolloutTools, rules_for
+from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, SupervisedSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions
 from streamtune.tasks.rewards import Rewards
-from streamtune.tasks.steps import StepPlan, scaled_rate
+from streamtune.tasks.steps import StepPlan, peak_learning_rate
 from streamtune.tasks.task import (
-    Built,
+    BuiltRun,
     Notify,
     PreparedRows,
     RandomStep,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 TRIAL_TOKENS = 4
 """Number of tokens that a trial writes of each completion."""
 
-NOISE = 0.1
+LOG_RATIO_NOISE = 0.1
 """In a verification, the standard deviation of the random log-ratios of the policy to the old policy."""
 
 
@@ -67,7 +67,7 @@ NOISE = 0.1
 class GrpoData(data.PreparedPrompts):
     """The prompts of a run, and its supervised steps."""
 
-    warm: WarmSteps | None = None
+    supervised: SupervisedSteps | None = None
     """Supervised steps before the first rollout; None without any."""
 
     @property
@@ -88,7 +88,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         self.functions = functions
 
     @classmethod
-    def of_run(cls, recipe: GrpoRecipe, folder: Path, notify: Notify) -> Self:
+    def for_run(cls, recipe: GrpoRecipe, folder: Path, notify: Notify) -> Self:
         completion_loss(recipe).check()
         return cls(recipe, load_functions(recipe, folder, notify))
 
@@ -98,7 +98,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             rollout.check_vllm(device)
 
     def check_model(self, handle: StreamHandle) -> None:
-        for rule in rules_of(self.recipe):
+        for rule in rules_for(self.recipe):
             rule.check_model(handle)
 
     @property
@@ -119,11 +119,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
         recipe = self.recipe
         with delay_messages(notify) as notify_later:
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
-        warm = None
+        supervised = None
         if self.functions is not None:
             RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
-            warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
-        return GrpoData(**vars(prompts), warm=warm)
+            supervised = SupervisedSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
+        return GrpoData(**vars(prompts), supervised=supervised)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
         return replace(super().data_options(val_size), max_prompt_length=self.recipe.max_prompt_length)
@@ -143,9 +143,9 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return completion_loss(self.recipe)
 
     @property
-    def compares(self) -> bool:
+    def uses_reference(self) -> bool:
         """True if the loss has a KL with the reference, or a teacher."""
-        return self.loss.compares
+        return self.loss.uses_reference
 
     @property
     def reference_name(self) -> str | None:
@@ -168,20 +168,22 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return self.recipe.reward_funcs
 
     @property
-    def may_share(self) -> bool:
-        return super().may_share and min(self.recipe.per_device_train_batch_size, self.recipe.num_generations) > 1
+    def may_share_prompts(self) -> bool:
+        return (
+            super().may_share_prompts and min(self.recipe.per_device_train_batch_size, self.recipe.num_generations) > 1
+        )
 
     def scored(self, share: bool, length: int, batch_size: int) -> Scored:
         recipe = self.recipe
         completion = recipe.max_completion_length
         if completion > length - 2:
             completion = length // 2
-        prompts = self.prompts_of(batch_size)
+        prompts = self.max_prompts_per_batch(batch_size)
         counts = [batch_size // prompts + (place < batch_size % prompts) for place in range(prompts)]
         trees = tuple((length - completion - 1, (completion + 1,) * count) for count in counts)
-        return Scored(trees, share, entropy=self.loss.entropy, forwards=self.loss.forwards)
+        return Scored(trees, share, entropy=self.loss.needs_entropy, forwards=self.loss.extra_forwards)
 
-    def prompts_of(self, batch_size: int) -> int:
+    def max_prompts_per_batch(self, batch_size: int) -> int:
         """Return the largest number of prompts in a micro-batch of ``batch_size`` completions."""
         group = self.recipe.num_generations
         # A micro-batch begins at a multiple of its size, which may be inside of a group.
@@ -209,8 +211,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
         warmup = recipe.warmup_steps or math.ceil(steps * recipe.warmup_ratio)
         return StepPlan(recipe.sft_steps + steps, steps_per_epoch, warmup, supervised_steps=recipe.sft_steps)
 
-    def training(self, built: Built) -> Training:
-        assert self.functions is not None, "made by of_run"
+    def make_training(self, built: BuiltRun) -> Training:
+        assert self.functions is not None, "made by for_run"
         world, device = built.world, built.device
         recipe = settings_of_all_ranks(self.recipe, world)
         log = CompletionLog(built.directory, built.tokenizer, recipe.num_completions_to_print, writes=world.is_main)
@@ -219,8 +221,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
         tools = RolloutTools(
             recipe=recipe,
             prompts=built.prepared,
-            writer=writer if world.size == 1 else SharedWriter(writer, world),
-            score=SharedRewards(RewardScorer(self.functions, built.tokenizer), world),
+            writer=writer if world.size == 1 else DistributedWriter(writer, world),
+            score=DistributedRewards(RewardScorer(self.functions, built.tokenizer), world),
             policy=train.ModelReference(built.model, built.handle, temperature=temperature, adapters=True),
             reference=built.reference if self.loss.reads_logprobs else None,
             layout=self._layout(built.tokenizer, built.share),
@@ -230,12 +232,12 @@ class Grpo(ScoringTask[GrpoRecipe]):
             device=device,
             world=world,
         )
-        steps = GrpoSteps(tools, warm=built.prepared.warm, log=log)
+        steps = GrpoSteps(tools, supervised=built.prepared.supervised, log=log)
 
         def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
             if isinstance(writer, rollout.TransformersWriter):
-                writer.stop = lambda: stop.requested
-            log.cut(built.first_step)
+                writer.should_stop = lambda: stop.requested
+            log.cut_after_step(built.first_step)
             tools.show_activity = progress.show_activity
             # Moments of the supervised loss would scale the first steps of the loss on completions.
             steps.on_first_rollout = backend.reset_optimizer
@@ -245,14 +247,14 @@ class Grpo(ScoringTask[GrpoRecipe]):
             steps=steps,
             held_out=held_out_sets(built.prepared, steps.held_out),
             learning_rate_at=_build_learning_rate(recipe, built.plan, built.world),
-            begin=begin,
+            before_first_step=begin,
         )
 
     def _layout(self, tokenizer: PreTrainedTokenizerBase, share: bool) -> BatchLayout:
         recipe = self.recipe
         return BatchLayout(
             batch_size=recipe.per_device_train_batch_size,
-            prompts=self.prompts_of(recipe.per_device_train_batch_size),
+            max_prompts=self.max_prompts_per_batch(recipe.per_device_train_batch_size),
             pad_token_id=tokenizer.pad_token_id,
             share=share,
             leave_out=self.loss.leaves_out,
@@ -272,7 +274,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
         draw = RandomTokens(recipe, trial.model, teacher)
         scored = self.scored(trial.share, trial.length, trial.batch_size)
-        drawn = [draw.completions(recipe, scored) for _ in self._micro_batches()]
+        drawn = [draw.policy_batch(recipe, scored) for _ in self._micro_batch_range()]
         policy = train.ModelReference(trial.model, trial.scorer, temperature=recipe.temperature, adapters=True)
         references = {
             "old_K": policy if recipe.needs_old_logprobs else None,
@@ -282,15 +284,15 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
         def batches() -> list[PolicyBatch]:
             write()
-            found = []
+            batches_with_logprobs = []
             for batch in drawn:
                 moved = batch.to(device)
                 with autocast(device, bool(recipe.bf16)):
-                    known: dict[str, Any] = {
+                    logprobs: dict[str, Any] = {
                         name: each.logprobs(moved).cpu() for name, each in references.items() if each is not None
                     }
-                found.append(replace(batch, **known))
-            return found
+                batches_with_logprobs.append(replace(batch, **logprobs))
+            return batches_with_logprobs
 
         return self.objective(trial.scorer, trial.reference, device), batches
 
@@ -299,29 +301,33 @@ class Grpo(ScoringTask[GrpoRecipe]):
         recipe, group = self.recipe, self.recipe.num_generations
         if recipe.use_vllm:
             return lambda: None
-        at_once = recipe.per_device_generation_batch_size or trial.batch_size
+        max_rows = recipe.per_device_generation_batch_size or trial.batch_size
         writer = rollout.TransformersWriter(
             trial.model,
             end_token_ids=[],
             pad_token_id=0,
             prefill_chunk_size=(Schedule() if trial.handle is None else trial.handle.schedule).chunk_size,
-            max_rows=at_once,
-            computing=lambda: autocast(trial.device, bool(recipe.bf16)),
+            max_rows=max_rows,
+            compute_context=lambda: autocast(trial.device, bool(recipe.bf16)),
         )
-        written = min(TRIAL_TOKENS, trial.length - 1)
-        prompts = draw.prompts(max(1, min(at_once // group, recipe.prompts_per_generation)), trial.length - written)
-        sampling = rollout.Sampling(written, temperature=recipe.temperature)
+        num_tokens = min(TRIAL_TOKENS, trial.length - 1)
+        prompts = draw.draw_prompts(
+            max(1, min(max_rows // group, recipe.prompts_per_generation)), trial.length - num_tokens
+        )
+        sampling = rollout.Sampling(num_tokens, temperature=recipe.temperature)
 
         def write() -> None:
             writer.write(prompts, group, sampling)
 
         return write
 
-    def compared_trees(self, rows: Sequence[data.Prompt], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
+    def verification_trees(
+        self, rows: Sequence[data.Prompt], length: int, vocabulary: int
+    ) -> tuple[list[data.Tree], bool]:
         """Return prompts with random completions; nothing is generated."""
         return random_completions(self.recipe, rows, length, vocabulary), False
 
-    def compared_batches(
+    def verification_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PolicyBatch, PolicyBatch]:
         """Return two batches with the same random advantages and log-ratios; no reward is computed."""
@@ -334,41 +340,41 @@ class Grpo(ScoringTask[GrpoRecipe]):
             return shared, apart
         policy = train.ModelReference(model, plain, temperature=self.temperature, adapters=True)
         old_K = policy.logprobs(apart)
-        old_K = old_K + NOISE * torch.randn(len(old_K), generator=draw).to(device)
+        old_K = old_K + LOG_RATIO_NOISE * torch.randn(len(old_K), generator=draw).to(device)
         return replace(shared, old_K=old_K), replace(apart, old_K=old_K)
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
         assert isinstance(batch, PolicyBatch)
-        reads = self.compares and self.loss.reads_logprobs
+        reads = self.uses_reference and self.loss.reads_logprobs
         return replace(batch, ref_K=reference.logprobs(batch)) if reads else batch
 
 
 def _build_learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:
     """Return the learning rate of a step: a cosine over the supervised steps, then the recipe's schedule."""
-    before = optim.build_schedule(
+    supervised_rate = optim.build_schedule(
         "cosine",
         learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,
         total_steps=recipe.sft_steps,
         warmup_steps=recipe.sft_steps // 20,
     )
-    after = optim.build_schedule(
+    rollout_rate = optim.build_schedule(
         recipe.lr_scheduler_type,
-        learning_rate=scaled_rate(recipe, world),
+        learning_rate=peak_learning_rate(recipe, world),
         total_steps=plan.total_steps - recipe.sft_steps,
         warmup_steps=plan.warmup_steps,
         options=recipe.lr_scheduler_kwargs,
     )
-    return lambda step: before(step) if step < recipe.sft_steps else after(step - recipe.sft_steps)
+    return lambda step: supervised_rate(step) if step < recipe.sft_steps else rollout_rate(step - recipe.sft_steps)
 
 
-def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
-    ends = models.end_tokens(built.model, built.tokenizer)
+def _make_writer(recipe: GrpoRecipe, built: BuiltRun) -> rollout.Writer:
+    end_token_ids = models.end_tokens(built.model, built.tokenizer)
 
     @contextmanager
-    def computing() -> Iterator[None]:
+    def compute_context() -> Iterator[None]:
         # Adapters are around the model that writes; so are the hooks of FSDP2 that gather what is outside of layers.
-        gathered = built.backend.allow_direct_calls() if built.shares_weights else nullcontext()
-        with gathered, built.handle.routers.silenced(), autocast(built.device, bool(recipe.bf16)):
+        weights_context = built.backend.allow_direct_calls() if built.shares_weights else nullcontext()
+        with weights_context, built.handle.routers.silenced(), autocast(built.device, bool(recipe.bf16)):
             yield
 
     if recipe.use_vllm:
@@ -377,16 +383,16 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
         return rollout.VllmWriter(
             built.model,
             folder,
-            end_token_ids=ends,
+            end_token_ids=end_token_ids,
             max_length=recipe.max_length,
             memory_fraction=recipe.vllm_gpu_memory_utilization,
         )
     return rollout.TransformersWriter(
         built.model,
-        end_token_ids=ends,
+        end_token_ids=end_token_ids,
         pad_token_id=built.tokenizer.pad_token_id,
         prefill_chunk_size=built.handle.schedule.chunk_size,
         max_rows=recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size,
-        computing=computing,
-        longest=built.world.max_over_ranks if built.shares_weights else None,
+        compute_context=compute_context,
+        max_over_ranks=built.world.max_over_ranks if built.shares_weights else None,
     )

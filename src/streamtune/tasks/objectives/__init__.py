@@ -11,11 +11,11 @@ from __future__ import annotations
 from streamtune.tasks.objectives.advantages import (
     ADVANTAGES,
     Advantages,
-    counts,
     group_advantages,
     mean_by_row,
     reward_with_kl,
     sum_by_row,
+    tokens_per_row,
 )
 from streamtune.tasks.objectives.pairs import (
     PREFERENCE_LOSSES,
@@ -23,7 +23,7 @@ from streamtune.tasks.objectives.pairs import (
     PairLogps,
     PreferenceLoss,
     PreferenceTerms,
-    check_preference,
+    check_preference_loss,
     preference_loss,
 )
 from streamtune.tasks.objectives.policy import (
@@ -33,7 +33,7 @@ from streamtune.tasks.objectives.policy import (
     PolicyTerms,
     StepTotals,
     TokenLogps,
-    check_policy,
+    check_policy_loss,
     kl_estimate,
     policy_loss,
 )
@@ -43,7 +43,7 @@ from streamtune.tasks.objectives.unpaired import (
     UnpairedKnobs,
     UnpairedLoss,
     UnpairedTerms,
-    check_unpaired,
+    check_unpaired_loss,
     kto_baseline,
     unpaired_loss,
 )
@@ -67,10 +67,9 @@ __all__ = [
     "UnpairedKnobs",
     "UnpairedLoss",
     "UnpairedTerms",
-    "check_policy",
-    "check_preference",
-    "check_unpaired",
-    "counts",
+    "check_policy_loss",
+    "check_preference_loss",
+    "check_unpaired_loss",
     "group_advantages",
     "kl_estimate",
     "kto_baseline",
@@ -79,5 +78,6 @@ __all__ = [
     "preference_loss",
     "reward_with_kl",
     "sum_by_row",
+    "tokens_per_row",
     "unpaired_loss",
 ]

@@ -43,14 +43,14 @@ def sum_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
     return zeros_N.index_add(0, row_K, values_K.double())
 
 
-def counts(row_K: Tensor, num_rows: int) -> Tensor:
+def tokens_per_row(row_K: Tensor, num_rows: int) -> Tensor:
     """Return how many tokens each row has: int64 ``[N]``."""
     return torch.bincount(row_K, minlength=num_rows)
 
 
 def mean_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
     """Return the mean over the tokens of each row: float64 ``[N]``, differentiable; 0 for a row without tokens."""
-    return sum_by_row(values_K, row_K, num_rows) / counts(row_K, num_rows).clamp(min=1)
+    return sum_by_row(values_K, row_K, num_rows) / tokens_per_row(row_K, num_rows).clamp(min=1)
 
 
 EPSILON = 1e-4  # TRL's, added to the standard deviation
@@ -86,7 +86,7 @@ class _Groups:
     sum_G: Tensor  # noqa: N815
 
     @classmethod
-    def of(cls, rewards_N: Tensor, group_N: Tensor) -> _Groups:
+    def from_rewards(cls, rewards_N: Tensor, group_N: Tensor) -> _Groups:
         ids_G, index_N = torch.unique(group_N, return_inverse=True)
         known_N, num_groups = ~rewards_N.isnan(), ids_G.numel()
         rewards_N = torch.where(known_N, rewards_N.double(), 0.0)
@@ -116,17 +116,17 @@ class _Groups:
         return (lowest >= highest)[self.index_N]
 
 
-def _minus_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
+def _reward_minus_group_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - groups.mean_N)
 
 
-def _minus_others(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
+def _reward_minus_other_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     """Return ``R - mean of the other rewards of the group``; 0 in a group with a single reward."""
     others_N = (groups.sum_G[groups.index_N] - groups.rewards_N) / (groups.size_G - 1).clamp(min=1)[groups.index_N]
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - others_N)
 
 
-def _minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
+def _reward_minus_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
     """Return ``R - reward of the prompt's greedy completion``; 0 if that reward is NaN."""
     if greedy_N is None:
         raise ArgumentError("remax needs the reward of the greedy completion of each prompt", where="loss_type")
@@ -143,13 +143,13 @@ class _AdvantageKind:
 
 
 ADVANTAGES: dict[str, _AdvantageKind] = {
-    "grpo": _AdvantageKind(_minus_mean, "group"),
-    "dr_grpo": _AdvantageKind(_minus_mean, "none"),
-    "dapo": _AdvantageKind(_minus_mean, "group"),
-    "bnpo": _AdvantageKind(_minus_mean, "group"),
-    "gspo": _AdvantageKind(_minus_mean, "group"),
-    "rloo": _AdvantageKind(_minus_others, "none", ("none",)),
-    "remax": _AdvantageKind(_minus_greedy, "none", ("none",)),
+    "grpo": _AdvantageKind(_reward_minus_group_mean, "group"),
+    "dr_grpo": _AdvantageKind(_reward_minus_group_mean, "none"),
+    "dapo": _AdvantageKind(_reward_minus_group_mean, "group"),
+    "bnpo": _AdvantageKind(_reward_minus_group_mean, "group"),
+    "gspo": _AdvantageKind(_reward_minus_group_mean, "group"),
+    "rloo": _AdvantageKind(_reward_minus_other_mean, "none", ("none",)),
+    "remax": _AdvantageKind(_reward_minus_greedy, "none", ("none",)),
 }
 """Name of a policy loss -> how its advantages are computed.
 
@@ -191,8 +191,8 @@ def group_advantages(
         >>> group_advantages("grpo", rewards, groups, scale_rewards="none").values_N.tolist()
         [0.5, -0.5, 0.0, 0.0]
     """
-    kind = _find_kind(name, scale_rewards)
-    groups = _Groups.of(rewards_N, group_N)
+    kind = _find_advantage_kind(name, scale_rewards)
+    groups = _Groups.from_rewards(rewards_N, group_N)
     values_N = torch.where(groups.known_N, kind.baseline(groups, greedy_N), 0.0)
     scale = scale_rewards or kind.scale
     if scale == "group":
@@ -209,7 +209,7 @@ def group_advantages(
     )
 
 
-def _find_kind(name: str, scale: str | None) -> _AdvantageKind:
+def _find_advantage_kind(name: str, scale: str | None) -> _AdvantageKind:
     kind = look_up(name, ADVANTAGES, "policy loss", where="loss_type")
     if scale is not None and scale not in SCALES:
         raise ArgumentError(

@@ -32,7 +32,7 @@ from torch.nn.functional import logsigmoid
 
 from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives.advantages import counts, sum_by_row
+from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class PairLogps:
     rejected_tokens_P: Tensor  # noqa: N815
 
     @classmethod
-    def of(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
+    def from_tokens(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
         """Return sums of per-token log-probs. Completions ``2 p`` (chosen) and ``2 p + 1`` (rejected) are pair p.
 
         Args:
@@ -236,7 +236,7 @@ class PairLogps:
             num_rows: Number of completions N, an even number.
         """
         assert num_rows % 2 == 0, f"the number of completions must be even, found {num_rows}"
-        logp_N, tokens_N = sum_by_row(logp_K, row_K, num_rows), counts(row_K, num_rows)
+        logp_N, tokens_N = sum_by_row(logp_K, row_K, num_rows), tokens_per_row(row_K, num_rows)
         return cls(logp_N[0::2], logp_N[1::2], tokens_N[0::2], tokens_N[1::2])
 
     def per_token(self) -> PairLogps:
@@ -311,7 +311,7 @@ def preference_loss(
         >>> torch.allclose(terms.losses_P.float(), -torch.nn.functional.logsigmoid(torch.tensor([0.5 * 2.0])))
         True
     """
-    loss = check_preference(name, knobs)
+    loss = check_preference_loss(name, knobs)
     if scores is not None and "scores" not in loss.reads:
         raise ArgumentError(f"the loss '{name}' does not read scores", where="loss_type", fix="use copg")
     reads_reference = loss.needs_reference and not knobs.reference_free
@@ -349,7 +349,7 @@ def _compute_terms(
     )
 
 
-def check_preference(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLoss:
+def check_preference_loss(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLoss:
     """Return the loss of this name.
 
     Raises:

@@ -22,9 +22,9 @@ from torch import Tensor
 from streamtune.base.policy_losses import POLICY_LOSS_FACTS
 from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.tasks.objectives.advantages import counts, mean_by_row, sum_by_row
+from streamtune.tasks.objectives.advantages import mean_by_row, sum_by_row, tokens_per_row
 
-LEVELS = ("token", "sequence")
+IMPORTANCE_LEVELS = ("token", "sequence")
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class PolicyLoss:
     """(term of each token ``[K]``, rows ``[K]``, N, totals) -> scalar"""
     level: str = "token"
     """default importance level"""
-    levels: tuple[str, ...] = LEVELS
+    levels: tuple[str, ...] = IMPORTANCE_LEVELS
     """importance levels for which the loss is defined"""
-    whole: bool = False
+    is_single_action: bool = False
     """True if the ratio of a sequence is the product of its tokens' ratios, and its term counts once. False if it is
     their geometric mean, and its term counts at every token"""
-    by_micro_batch: bool = False
+    averages_over_micro_batch: bool = False
     """True if the loss is a mean over the tokens of a micro-batch. Completions without a gradient change this mean, so
     they are not left out"""
 
@@ -149,10 +149,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "grpo": PolicyLoss(_mean_of_means),
     "dr_grpo": PolicyLoss(_per_token_of_longest),
     "dapo": PolicyLoss(_mean_of_tokens),
-    "bnpo": PolicyLoss(_mean_of_local_tokens, by_micro_batch=True),
+    "bnpo": PolicyLoss(_mean_of_local_tokens, averages_over_micro_batch=True),
     "gspo": PolicyLoss(_mean_of_means, level="sequence", levels=("sequence",)),
-    "rloo": PolicyLoss(_mean_of_sums, level="sequence", whole=True),
-    "remax": PolicyLoss(_mean_of_sums, level="sequence", whole=True),
+    "rloo": PolicyLoss(_mean_of_sums, level="sequence", is_single_action=True),
+    "remax": PolicyLoss(_mean_of_sums, level="sequence", is_single_action=True),
 }
 """Name of a loss -> loss.
 
@@ -195,7 +195,7 @@ def policy_loss(
         >>> policy_loss("dapo", logps, advantages, totals).loss.item()  # all ratios are 1: -(1 + 1 - 1) / 3
         -0.3333333333333333
     """
-    loss = check_policy(name, knobs, max_completion_length=totals.max_completion_length)
+    loss = check_policy_loss(name, knobs, max_completion_length=totals.max_completion_length)
     logp_K, ref_K, row_K, beta = logps.policy_K, logps.ref_K, logps.row_K, knobs.beta
     if beta > 0 and ref_K is None:
         raise ArgumentError(f"beta is {beta}, but there is no reference for the KL", where="beta", fix="set beta: 0")
@@ -203,15 +203,15 @@ def policy_loss(
     by_sequence = (knobs.importance_level or loss.level) == "sequence"
     gap_K = logp_K - (logp_K if logps.old_K is None else logps.old_K).detach()
     if by_sequence:
-        log_ratio_U = (sum_by_row if loss.whole else mean_by_row)(gap_K, row_K, rows)
+        log_ratio_U = (sum_by_row if loss.is_single_action else mean_by_row)(gap_K, row_K, rows)
         advantages_U = advantages_N.to(log_ratio_U)
     else:
         log_ratio_U, advantages_U = gap_K, advantages_N.to(gap_K)[row_K]
     # e^80 is far outside any clip and finite in float32: an infinite ratio times an advantage of 0 would be NaN
     ratio_U = torch.exp(log_ratio_U.clamp(max=80.0))
     term_U, metrics = _clipped_surrogate(ratio_U, advantages_U, knobs)
-    if by_sequence and loss.whole:  # the tokens of a completion share its one term
-        term_U = term_U / counts(row_K, rows).clamp(min=1)
+    if by_sequence and loss.is_single_action:  # the tokens of a completion share its one term
+        term_U = term_U / tokens_per_row(row_K, rows).clamp(min=1)
     term_K = term_U[row_K] if by_sequence else term_U
     if ref_K is not None:
         kl_K = kl_estimate(logp_K, ref_K.detach())
@@ -248,7 +248,7 @@ def _sum_and_count(values: Tensor) -> tuple[float, float]:
     return float(values.detach().sum(dtype=torch.float64)), float(values.numel())
 
 
-def check_policy(name: str, knobs: PolicyKnobs = PolicyKnobs(), *, max_completion_length: int = 1) -> PolicyLoss:
+def check_policy_loss(name: str, knobs: PolicyKnobs = PolicyKnobs(), *, max_completion_length: int = 1) -> PolicyLoss:
     """Return the loss of this name.
 
     Raises:

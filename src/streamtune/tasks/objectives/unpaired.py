@@ -20,7 +20,7 @@ from torch import Tensor
 
 from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives.advantages import counts, sum_by_row
+from streamtune.tasks.objectives.advantages import sum_by_row, tokens_per_row
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class RowLogps:
     """number of target tokens of each completion: int64 ``[N]``"""
 
     @classmethod
-    def of(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> RowLogps:
+    def from_tokens(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> RowLogps:
         """Return sums of per-token log-probs ``logp_K`` over completions; ``row_K`` is the completion of each token."""
-        return cls(sum_by_row(logp_K, row_K, num_rows), counts(row_K, num_rows))
+        return cls(sum_by_row(logp_K, row_K, num_rows), tokens_per_row(row_K, num_rows))
 
     def per_token(self) -> RowLogps:
         """Return log-probs that are means over the tokens instead of sums."""
@@ -72,13 +72,13 @@ class UnpairedTerms:
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Return name -> (sum, number of rows), under TRL's names: desirable rows are chosen, the others rejected."""
-        found: dict[str, tuple[float, float]] = {}
+        metrics: dict[str, tuple[float, float]] = {}
         for group, rows_N in (("chosen", self.desirable_N), ("rejected", ~self.desirable_N)):
             count = float(rows_N.sum())
             if count:
-                found[f"rewards/{group}"] = (float(self.rewards_N[rows_N].sum()), count)
-                found[f"logps/{group}"] = (float(self.logps_N[rows_N].sum()), count)
-        return found
+                metrics[f"rewards/{group}"] = (float(self.rewards_N[rows_N].sum()), count)
+                metrics[f"logps/{group}"] = (float(self.logps_N[rows_N].sum()), count)
+        return metrics
 
 
 def _kto(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
@@ -149,7 +149,7 @@ def unpaired_loss(
     Raises:
         ArgumentError: The name is unknown, a value is out of range, or the baseline is missing.
     """
-    loss = check_unpaired(name, knobs)
+    loss = check_unpaired_loss(name, knobs)
     if loss.needs_baseline and baseline is None:
         raise ArgumentError(
             f"the loss '{name}' needs a KL baseline, found None",
@@ -165,7 +165,7 @@ def unpaired_loss(
     return UnpairedTerms(losses_N, knobs.beta * logratio_N.detach(), policy.logp_N.detach(), desirable_N)
 
 
-def check_unpaired(name: str, knobs: UnpairedKnobs = UnpairedKnobs()) -> UnpairedLoss:
+def check_unpaired_loss(name: str, knobs: UnpairedKnobs = UnpairedKnobs()) -> UnpairedLoss:
     """Return the loss of this name.
 
     Raises:

@@ -58,10 +58,10 @@ def exact_match(completion: str, answer: Any, *, ignore_case: bool = False, tag:
             return 0.0
     answers = answer if isinstance(answer, list | tuple) else [answer]
 
-    def form(text: Any) -> str:
+    def normalise(text: Any) -> str:
         return str(text).strip().casefold() if ignore_case else str(text).strip()
 
-    return float(form(completion) in {form(one) for one in answers})
+    return float(normalise(completion) in {normalise(text) for text in answers})
 
 
 SIGN = r"(?:(?<![\w)])[-+])?"  # the 12 of "10-12" is not negative
@@ -96,21 +96,21 @@ def numeric_answer(completion: str, answer: Any, *, tolerance: float = 1e-6) -> 
 def _final_number(text: str) -> float | None:
     boxed = text.rfind("\\boxed{")
     if boxed >= 0:
-        text = _in_braces(text, boxed + len("\\boxed"))
+        text = _text_in_braces(text, boxed + len("\\boxed"))
     elif "####" in text:
         text = text.rpartition("####")[2]
-    *_, found = (None, *FRACTION.finditer(text.replace("\N{MINUS SIGN}", "-")))
-    if found is None:
+    *_, number = (None, *FRACTION.finditer(text.replace("\N{MINUS SIGN}", "-")))
+    if number is None:
         return None
-    sign, *parts = found.groups()
-    top, *bottom = [float(part.replace(",", "")) for part in parts if part is not None]
-    value = -top if sign else top
-    if not bottom:
+    sign, *parts = number.groups()
+    numerator, *denominator = [float(part.replace(",", "")) for part in parts if part is not None]
+    value = -numerator if sign else numerator
+    if not denominator:
         return value
-    return value / bottom[0] if bottom[0] else None
+    return value / denominator[0] if denominator[0] else None
 
 
-def _in_braces(text: str, start: int) -> str:
+def _text_in_braces(text: str, start: int) -> str:
     """Return the text between the brace at ``start`` and its closing brace, or the end of the text."""
     depth = 0
     for position in range(start, len(text)):
@@ -212,7 +212,7 @@ def unit_tests(
     if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("the tests must be Python text, or a list of Python texts")
     blocks = re.findall(r"```[^\n`]*\n(.*?)```", completion, re.DOTALL)
-    passed = count_passed(blocks[-1] if blocks else completion, texts, CodeLimits(timeout, memory_mib))
+    passed = count_passed_tests(blocks[-1] if blocks else completion, texts, CodeLimits(timeout, memory_mib))
     return passed / len(texts) if partial else float(passed == len(texts))
 
 
@@ -243,7 +243,9 @@ BUILTINS: dict[str, Builtin] = {
 """Name of a reward -> reward."""
 
 
-def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., list[float | None]], frozenset[str]]:
+def bind_reward_options(
+    builtin: Builtin, options: Mapping[str, Any]
+) -> tuple[Callable[..., list[float | None]], frozenset[str]]:
     """Return a function of (prompts, completions, columns) that computes the reward, and the columns that it needs.
 
     Args:
@@ -253,13 +255,13 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
     Raises:
         ArgumentError: The options give both the value and a column, or the reward cannot use an option's value.
     """
-    rest = dict(options)
-    column = rest.pop("column", builtin.reads)
-    constant = rest.pop(builtin.reads, None) if builtin.reads else None
+    remaining = dict(options)
+    column = remaining.pop("column", builtin.reads)
+    constant = remaining.pop(builtin.reads, None) if builtin.reads else None
     if constant is not None and "column" in options:
         raise ArgumentError(f"'{builtin.reads}' and 'column' exclude each other", where="reward_funcs")
-    _check_types(builtin, rest)
-    score = partial(builtin.function, **rest)
+    _check_types(builtin, remaining)
+    score = partial(builtin.function, **remaining)
     from_rows = builtin.reads is not None and constant is None
     if constant is not None and not builtin.runs_code:
         try:
@@ -267,36 +269,36 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
         except ValueError as error:
             raise ArgumentError(str(error), where="reward_funcs") from error
 
-    def one(completion: Any, value: Any) -> float | None:
+    def score_one(completion: Any, value: Any) -> float | None:
         if builtin.reads is None:
-            return score(text_of(completion))
-        return None if value is None else score(text_of(completion), value)
+            return score(completion_text(completion))
+        return None if value is None else score(completion_text(completion), value)
 
     def call(
         prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
     ) -> list[float | None]:
         values = columns[column] if from_rows else [constant] * len(completions)
         if not builtin.runs_code:
-            return [one(completion, value) for completion, value in zip(completions, values, strict=True)]
+            return [score_one(completion, value) for completion, value in zip(completions, values, strict=True)]
         with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
-            return list(pool.map(one, completions, values))
+            return list(pool.map(score_one, completions, values))
 
     return call, frozenset({column}) if from_rows else frozenset()
 
 
 def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
-    wider: dict[type, tuple[type, ...]] = {float: (int, float), tuple: (list, tuple), type(None): (str,)}
+    accepted_types: dict[type, tuple[type, ...]] = {float: (int, float), tuple: (list, tuple), type(None): (str,)}
     for key, value in options.items():
         kind = type(inspect.signature(builtin.function).parameters[key].default)
-        if not isinstance(value, wider.get(kind, (kind,))) or (isinstance(value, bool) and kind is not bool):
-            names = " or ".join(one.__name__ for one in wider.get(kind, (kind,)))
+        if not isinstance(value, accepted_types.get(kind, (kind,))) or (isinstance(value, bool) and kind is not bool):
+            names = " or ".join(accepted_type.__name__ for accepted_type in accepted_types.get(kind, (kind,)))
             raise ArgumentError(
                 f"the option '{key}' of the reward '{builtin.function.__name__}' must be {names}, found {value!r}",
                 where="reward_funcs",
             )
 
 
-def text_of(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """Return a completion if it is text, else the text of its last message."""
     if isinstance(completion, str):
         return completion
@@ -307,7 +309,7 @@ def text_of(completion: Any) -> str:
 
 
 SUPERVISOR = Path(__file__).with_name("run_tests.py")
-GRACE = 10.0
+GRACE_SECONDS = 10.0
 """seconds in addition to the timeout for the supervisor to start and to clean up; it never needs all of them"""
 
 
@@ -320,7 +322,7 @@ class CodeLimits:
     file_mib: int = 16
 
 
-def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
+def count_passed_tests(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
     """Run the code, then each test on a copy of the code's variables, and return how many tests did not raise.
 
     The result is 0 if the code itself raises, exits, or takes too long. Errors of the code are not raised here.
@@ -350,11 +352,11 @@ def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=directory,
-            env=_environment(directory),
+            env=_minimal_environment(directory),
             start_new_session=True,
         )
         try:
-            answer, _ = process.communicate(json.dumps(request).encode(), timeout=limits.seconds + GRACE)
+            answer, _ = process.communicate(json.dumps(request).encode(), timeout=limits.seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             answer = b""
         finally:
@@ -371,20 +373,20 @@ def _kill_session(session: int) -> None:
     """Kill all processes of a session until none is left (Linux). On other systems, kill the leader's process group."""
     with suppress(ProcessLookupError):
         os.killpg(session, signal.SIGKILL)
-    alive = True
-    while alive:
-        alive = False
+    is_any_alive = True
+    while is_any_alive:
+        is_any_alive = False
         for file in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 # pid (name) state parent group session ...: the name may hold blanks and parentheses
-                state, _, _, of = file.read_text().rpartition(")")[2].split()[:4]
-                if int(of) == session and state not in "ZX":
+                state, _, _, session_id = file.read_text().rpartition(")")[2].split()[:4]
+                if int(session_id) == session and state not in "ZX":
                     os.kill(int(file.parent.name), signal.SIGKILL)
-                    alive = True
+                    is_any_alive = True
 
 
-def _environment(directory: str) -> dict[str, str]:
+def _minimal_environment(directory: str) -> dict[str, str]:
     """Return a minimal environment for Python. Numerical libraries get one thread, since more reserve address space."""
-    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    thread_limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.environ.get("PATH", os.defpath)
-    return {"PATH": path, "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", **one}
+    return {"PATH": path, "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", **thread_limits}

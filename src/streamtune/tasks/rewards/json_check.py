@@ -17,7 +17,17 @@ from typing import Any
 
 from streamtune.base.patterns import pattern_error, search_within_limit
 
-DESCRIBES = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "format"}
+ANNOTATION_KEYWORDS = {
+    "$schema",
+    "$id",
+    "$comment",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "format",
+}
 
 
 def _is_number(value: Any) -> bool:
@@ -35,17 +45,17 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _hashable(value: Any) -> Hashable:
+def _to_hashable(value: Any) -> Hashable:
     """Return a hashable form of a JSON value. Equal JSON values have equal forms: 1 equals 1.0, but true is not 1."""
     if isinstance(value, list):
-        return ("list", tuple(map(_hashable, value)))
+        return ("list", tuple(map(_to_hashable, value)))
     if isinstance(value, dict):
-        return ("object", frozenset((key, _hashable(item)) for key, item in value.items()))
+        return ("object", frozenset((key, _to_hashable(item)) for key, item in value.items()))
     return (isinstance(value, bool), value)
 
 
 def _equal(one: Any, other: Any) -> bool:
-    return _hashable(one) == _hashable(other)
+    return _to_hashable(one) == _to_hashable(other)
 
 
 def _check_properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
@@ -57,7 +67,7 @@ def _check_properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
 
 
 def _all_distinct(items: list[Any]) -> bool:
-    return len({_hashable(item) for item in items}) == len(items)
+    return len({_to_hashable(item) for item in items}) == len(items)
 
 
 def _is_multiple(value: float, step: float) -> bool:
@@ -93,15 +103,15 @@ def conforms(value: Any, schema: Any) -> bool:
     """Return True if a parsed JSON value conforms to a schema that :func:`check_schema` accepted."""
     if isinstance(schema, bool):
         return schema
-    for word, (constrains, passes) in CHECKS.items():
-        if word in schema and (constrains is None or constrains(value)) and not passes(value, schema[word]):
+    for keyword, (constrains, passes) in CHECKS.items():
+        if keyword in schema and (constrains is None or constrains(value)) and not passes(value, schema[keyword]):
             return False
     return not isinstance(value, dict) or _check_properties(value, schema)
 
 
-LISTS = {"allOf", "anyOf", "oneOf"}
-COUNTS = {"minItems", "maxItems", "minLength", "maxLength"}
-BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+SCHEMA_LIST_KEYWORDS = {"allOf", "anyOf", "oneOf"}
+COUNT_KEYWORDS = {"minItems", "maxItems", "minLength", "maxLength"}
+NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 
 
 def check_schema(schema: Any, path: str = "the schema") -> None:
@@ -118,26 +128,26 @@ def check_schema(schema: Any, path: str = "the schema") -> None:
         return
     if not isinstance(schema, dict):
         raise ValueError(f"{path} must be an object, true or false, found {type(schema).__name__}")
-    for word, value in schema.items():
-        if word in ("items", "not", "additionalProperties"):
-            check_schema(value, f"{path}.{word}")
-        elif word in LISTS or word == "properties":
-            _check_schemas(word, value, f"{path}.{word}")
-        elif word in CHECKS or word == "required":
-            _check_word(word, value, path)
-        elif word not in DESCRIBES:
-            raise ValueError(f"{path} has '{word}', which is not supported")
+    for keyword, value in schema.items():
+        if keyword in ("items", "not", "additionalProperties"):
+            check_schema(value, f"{path}.{keyword}")
+        elif keyword in SCHEMA_LIST_KEYWORDS or keyword == "properties":
+            _check_schemas(keyword, value, f"{path}.{keyword}")
+        elif keyword in CHECKS or keyword == "required":
+            _check_keyword(keyword, value, path)
+        elif keyword not in ANNOTATION_KEYWORDS:
+            raise ValueError(f"{path} has '{keyword}', which is not supported")
 
 
-def _check_schemas(word: str, value: Any, path: str) -> None:
-    if not isinstance(value, dict if word == "properties" else list):
-        wanted = "an object" if word == "properties" else "a list"
+def _check_schemas(keyword: str, value: Any, path: str) -> None:
+    if not isinstance(value, dict if keyword == "properties" else list):
+        wanted = "an object" if keyword == "properties" else "a list"
         raise ValueError(f"{path} must be {wanted}, found {type(value).__name__}")
     for key, one in value.items() if isinstance(value, dict) else enumerate(value):
         check_schema(one, f"{path}.{key}")
 
 
-def _check_word(word: str, value: Any, path: str) -> None:
+def _check_keyword(keyword: str, value: Any, path: str) -> None:
     names = [value] if isinstance(value, str) else value
     well_formed = {
         "type": lambda: isinstance(names, list) and all(isinstance(n, str) and n in TYPES for n in names),
@@ -145,8 +155,11 @@ def _check_word(word: str, value: Any, path: str) -> None:
         "required": lambda: isinstance(value, list) and all(isinstance(key, str) for key in value),
         "uniqueItems": lambda: isinstance(value, bool),
         "pattern": lambda: isinstance(value, str) and pattern_error(value) is None,
-        **{bound: lambda: _is_number(value) and (word != "multipleOf" or value > 0) for bound in BOUNDS},
-        **{count: lambda: isinstance(value, int) and not isinstance(value, bool) and value >= 0 for count in COUNTS},
+        **{bound: lambda: _is_number(value) and (keyword != "multipleOf" or value > 0) for bound in NUMBER_KEYWORDS},
+        **{
+            count: lambda: isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            for count in COUNT_KEYWORDS
+        },
     }
-    if not well_formed.get(word, lambda: True)():
-        raise ValueError(f"{path}: {word} cannot be {value!r}")
+    if not well_formed.get(keyword, lambda: True)():
+        raise ValueError(f"{path}: {keyword} cannot be {value!r}")

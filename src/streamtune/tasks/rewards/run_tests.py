@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-MOST_PROCESSES = 64  # at a time; RLIMIT_NPROC counts all of the user's, and none of root's
-POLL = 0.1
-DIGITS, MESSAGE = 8, 40  # of a number of tests; with 32 of the secret before it
+MAX_PROCESSES = 64  # at a time; RLIMIT_NPROC counts all of the user's, and none of root's
+POLL_SECONDS = 0.1
+COUNT_DIGITS, MESSAGE_BYTES = 8, 40  # of a number of tests; with 32 of the secret before it
 
 
 def main() -> None:
@@ -40,11 +40,11 @@ def main() -> None:
     if child == 0:
         os.setpgid(0, 0)
         os.close(reading)
-        _run(request, secret, writing)
+        _run_child(request, secret, writing)
     with contextlib.suppress(OSError):  # both processes do it, because either may run first
         os.setpgid(child, child)
     os.close(writing)
-    message = _read(reading, deadline, child)
+    message = _read_message(reading, deadline, child)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # all at once, or processes that fork would run ahead of the loop below
     _kill_descendants()
@@ -60,33 +60,33 @@ def _prctl(option: int, value: int) -> None:
 # --- the child ---------------------------------------------------------------------------------------------------
 
 
-def _run(request: dict[str, Any], secret: str, writing: int) -> None:
+def _run_child(request: dict[str, Any], secret: str, writing: int) -> None:
     try:
         _prctl(SET_PDEATHSIG, signal.SIGKILL)
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        null_device = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
-            os.dup2(nowhere, descriptor)
+            os.dup2(null_device, descriptor)
         code, tests = request.pop("code"), request.pop("tests")
-        _limit(**request)
-        space: dict[str, Any] = {"__name__": "__main__"}
-        exec(compile(code, "<completion>", "exec"), space)
-        passed = sum(_passes(test, dict(space)) for test in tests)
-        os.write(writing, f"{secret}{passed:0{DIGITS}}".encode())
+        _set_limits(**request)
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(code, "<completion>", "exec"), namespace)
+        passed = sum(_passes_test(test, dict(namespace)) for test in tests)
+        os.write(writing, f"{secret}{passed:0{COUNT_DIGITS}}".encode())
     except BaseException:  # anything that the code raises, SystemExit and MemoryError too: no test has passed
         pass
     finally:
         os._exit(0)
 
 
-def _passes(test: str, space: dict[str, Any]) -> bool:
+def _passes_test(test: str, namespace: dict[str, Any]) -> bool:
     try:
-        exec(compile(test, "<tests>", "exec"), space)
+        exec(compile(test, "<tests>", "exec"), namespace)
     except BaseException:
         return False
     return True
 
 
-def _limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
+def _set_limits(seconds: float, memory_bytes: int, file_bytes: int) -> None:
     limits = {
         resource.RLIMIT_CPU: math.ceil(seconds) + 1,
         resource.RLIMIT_AS: memory_bytes,
@@ -94,35 +94,35 @@ def _limit(seconds: float, memory_bytes: int, file_bytes: int) -> None:
         resource.RLIMIT_NOFILE: 128,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, most in limits.items():
+    for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         with contextlib.suppress(ValueError, OSError):  # not every system lets every limit be set
-            resource.setrlimit(kind, (most, most))
+            resource.setrlimit(kind, (limit, limit))
 
 
 # --- the parent --------------------------------------------------------------------------------------------------
 
 
-def _read(reading: int, deadline: float, child: int) -> bytes:
+def _read_message(pipe: int, deadline: float, child: int) -> bytes:
     """Return the child's message; empty if the child ends without one, has too many processes, or takes too long."""
     message = b""
-    while len(message) < MESSAGE:  # not until the pipe is closed: a process that the code left behind may hold it
-        left = deadline - time.monotonic()
-        if left <= 0:
+    while len(message) < MESSAGE_BYTES:  # not until the pipe is closed: a process that the code left behind may hold it
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             return b""
-        if not _readable(reading, min(left, POLL)):
-            if (_has_ended(child) and not _readable(reading, 0)) or len(_descendants()) > MOST_PROCESSES:
+        if not _is_readable(pipe, min(seconds_left, POLL_SECONDS)):
+            if (_has_ended(child) and not _is_readable(pipe, 0)) or len(_descendants()) > MAX_PROCESSES:
                 return b""
             continue
-        part = os.read(reading, MESSAGE - len(message))
+        part = os.read(pipe, MESSAGE_BYTES - len(message))
         if not part:
             return b""
         message += part
     return message
 
 
-def _readable(descriptor: int, seconds: float) -> bool:
+def _is_readable(descriptor: int, seconds: float) -> bool:
     return bool(select.select([descriptor], [], [], seconds)[0])
 
 
@@ -151,11 +151,11 @@ def _descendants() -> list[int]:
         with contextlib.suppress(OSError):
             # pid (name) state parent ...: the name may hold blanks and parentheses
             parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    found, before = {os.getpid()}, 0
-    while len(found) > before:
-        before = len(found)
-        found |= {process for process, parent in parents.items() if parent in found}
-    return sorted(found - {os.getpid()})
+    descendants, previous_count = {os.getpid()}, 0
+    while len(descendants) > previous_count:
+        previous_count = len(descendants)
+        descendants |= {process for process, parent in parents.items() if parent in descendants}
+    return sorted(descendants - {os.getpid()})
 
 
 if __name__ == "__main__":

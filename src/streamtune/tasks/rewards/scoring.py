@@ -90,7 +90,7 @@ class Rewards:
         """Raise ``ArgumentError`` if the rows lack a column that a function reads."""
         in_rows = ", ".join(column for column in columns if column != COMPLETION_IDS) or "no other columns"
         for name, function in self.functions.items():
-            for column in sorted(function.needs - set(columns)):
+            for column in sorted(function.needed_columns - set(columns)):
                 raise ArgumentError(
                     f"the reward function '{name}' reads the column '{column}', which the rows do not have",
                     where=function.where or "reward_funcs",
@@ -129,8 +129,8 @@ class Rewards:
 
 
 def _weighted_sum(scores: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    known = [weight * score for weight, score in zip(weights, scores, strict=True) if score is not None]
-    return math.fsum(known) if known else None
+    weighted = [weight * score for weight, score in zip(weights, scores, strict=True) if score is not None]
+    return math.fsum(weighted) if weighted else None
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,14 @@ class _Batch:
     columns: Mapping[str, Sequence[Any]]
     origins: Sequence[str] | None
 
-    def row(self, number: int) -> _Batch:
-        own = slice(number, number + 1)
-        columns = {name: values[own] for name, values in self.columns.items()}
-        return _Batch(self.prompts[own], self.completions[own], columns, self.origins and self.origins[own])
+    def single_completion(self, number: int) -> _Batch:
+        selection = slice(number, number + 1)
+        columns = {name: values[selection] for name, values in self.columns.items()}
+        return _Batch(
+            self.prompts[selection], self.completions[selection], columns, self.origins and self.origins[selection]
+        )
 
-    def where(self, number: int) -> str:
+    def completion_name(self, number: int) -> str:
         """Return the name of a completion in errors: its row if it is known, else its number."""
         return self.origins[number] if self.origins else f"completion {number + 1} of {len(self.completions)}"
 
@@ -166,7 +168,7 @@ def _call_and_check(name: str, function: RewardFunction, batch: _Batch) -> list[
             ) from error
         raise RunError(
             f"the reward function '{name}' raised {_describe_error(error)}",
-            where=", ".join(part for part in (_line_of(error, function), where) if part),
+            where=", ".join(part for part in (_error_line(error, function), where) if part),
             fix=FIX,
         ) from error
     values = returned.tolist() if hasattr(returned, "tolist") else returned
@@ -196,7 +198,7 @@ def _check_score(name: str, function: RewardFunction, batch: _Batch, number: int
             return score
     raise RunError(
         f"a score of the reward function '{name}' must be a finite number or None, found {_shorten(value)}",
-        where=", ".join(part for part in (function.where, batch.where(number)) if part),
+        where=", ".join(part for part in (function.where, batch.completion_name(number)) if part),
         fix=FIX,
     )
 
@@ -204,15 +206,15 @@ def _check_score(name: str, function: RewardFunction, batch: _Batch, number: int
 def _find_failing(function: RewardFunction, batch: _Batch) -> str:
     """Return the name of the first completion on which the function raises; empty if it raises on none alone."""
     if len(batch.completions) == 1:
-        return batch.where(0)
+        return batch.completion_name(0)
     for number in range(len(batch.completions)):
-        alone = batch.row(number)
+        single = batch.single_completion(number)
         try:
-            _call_on_copies(function, alone)
+            _call_on_copies(function, single)
         except KeyboardInterrupt:
             raise
         except BaseException:
-            return batch.where(number)
+            return batch.completion_name(number)
     return ""
 
 
@@ -227,7 +229,7 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _line_of(error: BaseException, function: RewardFunction) -> str:
+def _error_line(error: BaseException, function: RewardFunction) -> str:
     """Return ``file:line`` of the innermost frame in the user's file, else of the function; empty if it is built in."""
     file = function.where.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]

@@ -32,23 +32,23 @@ from types import ModuleType
 from typing import Any
 
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.tasks.rewards.builtin import BUILTINS, bind
+from streamtune.tasks.rewards.builtin import BUILTINS, bind_reward_options
 
-Call = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Sequence[Any]]], Any]
+RewardCall = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Sequence[Any]]], Any]
 
-WHERE = "reward_funcs"
-BUILTIN = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
-OWN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
+ERROR_KEY = "reward_funcs"
+BUILTIN_PATTERN = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
+USER_PATTERN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class RewardFunction:
     name: str
     """name of the function, as it is logged"""
-    call: Call
+    call: RewardCall
     """(prompts, completions, columns) -> result of the function, unchecked"""
-    needs: frozenset[str]
-    """columns without which the function cannot be called"""
+    needed_columns: frozenset[str]
+    """Names of columns without which the function cannot be called."""
     where: str = ""
     """``file:line`` of a user's function; empty for a built-in reward"""
     built_in: bool = False
@@ -66,14 +66,14 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
         ArgumentError: The function does not exist, its options are wrong, or it would run code without permission.
     """
     spec = spec.strip()
-    if match := BUILTIN.fullmatch(spec):
+    if match := BUILTIN_PATTERN.fullmatch(spec):
         return _load_builtin(match["name"], _parse_options(spec, match["options"]), allow_code=allow_code)
-    if match := OWN.fullmatch(spec):
-        function = _load_own(match["target"], match["name"], directory)
+    if match := USER_PATTERN.fullmatch(spec):
+        function = _load_user_function(match["target"], match["name"], directory)
         return _bind_options(match["name"], function, _parse_options(spec, match["options"]))
     raise ArgumentError(
         f"invalid reward function '{spec}'",
-        where=WHERE,
+        where=ERROR_KEY,
         fix=f"write module:function, path/to/file.py:function, or one of: {', '.join(BUILTINS)}",
     )
 
@@ -90,7 +90,7 @@ def _parse_options(spec: str, text: str | None) -> dict[str, Any]:
         pass
     raise ArgumentError(
         f"invalid options of the reward '{spec}'",
-        where=WHERE,
+        where=ERROR_KEY,
         fix='write Python literals by keyword, like regex_match(pattern="^[0-9]+$", whole=True)',
     )
 
@@ -99,7 +99,7 @@ def _load_builtin(name: str, options: dict[str, Any], *, allow_code: bool) -> Re
     if name not in BUILTINS:
         raise ArgumentError(
             f"unknown built-in reward '{name}'",
-            where=WHERE,
+            where=ERROR_KEY,
             fix=did_you_mean(name, BUILTINS)
             or f"choose one of: {', '.join(BUILTINS)}; or write module:function or file.py:function",
         )
@@ -107,44 +107,46 @@ def _load_builtin(name: str, options: dict[str, Any], *, allow_code: bool) -> Re
     if builtin.runs_code and not allow_code:
         raise ArgumentError(
             f"the reward '{name}' runs code that the model writes",
-            where=WHERE,
+            where=ERROR_KEY,
             fix="to allow it, set allow_code: true or run with --allow-code. The code runs in a subprocess with limits "
             "on time and memory, but with your user's rights and network",
         )
     _check_options(name, options, builtin.options, builtin.options)
-    call, needs = bind(builtin, options)
+    call, needs = bind_reward_options(builtin, options)
     return RewardFunction(name, call, needs, built_in=True)
 
 
-def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], shown: Sequence[str]) -> None:
+def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], suggested: Sequence[str]) -> None:
     for option in options:
         if option not in accepted:
             raise ArgumentError(
                 f"the reward '{name}' has no option '{option}'",
-                where=WHERE,
-                fix=did_you_mean(option, shown) or f"its options: {', '.join(shown) or 'none'}",
+                where=ERROR_KEY,
+                fix=did_you_mean(option, suggested) or f"its options: {', '.join(suggested) or 'none'}",
             )
 
 
-def _load_own(target: str, name: str, directory: Path) -> Callable[..., Any]:
+def _load_user_function(target: str, name: str, directory: Path) -> Callable[..., Any]:
     module = import_target(target, directory)
-    found = getattr(module, name, None)
-    if found is None:
+    function = getattr(module, name, None)
+    if function is None:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ArgumentError(
             f"{target} has no function '{name}'",
-            where=WHERE,
+            where=ERROR_KEY,
             fix=did_you_mean(name, callables) or f"its functions: {', '.join(callables) or 'none'}",
         )
-    if not callable(found):
-        raise ArgumentError(f"'{name}' of {target} must be a function, found {type(found).__name__}", where=WHERE)
-    if inspect.iscoroutinefunction(found):
+    if not callable(function):
+        raise ArgumentError(
+            f"'{name}' of {target} must be a function, found {type(function).__name__}", where=ERROR_KEY
+        )
+    if inspect.iscoroutinefunction(function):
         raise ArgumentError(
             f"'{name}' of {target} is an async function",
-            where=WHERE,
+            where=ERROR_KEY,
             fix="write a plain function, which may call asyncio.run",
         )
-    return found
+    return function
 
 
 def import_target(target: str, directory: Path) -> ModuleType:
@@ -155,7 +157,7 @@ def import_target(target: str, directory: Path) -> ModuleType:
 def _import_file(target: str, directory: Path) -> ModuleType:
     path = directory / Path(target).expanduser()
     if not path.is_file():
-        raise ArgumentError(f"there is no file {target}", where=WHERE, fix=f"paths are relative to {directory}")
+        raise ArgumentError(f"there is no file {target}", where=ERROR_KEY, fix=f"paths are relative to {directory}")
     # A unique name, so that the file shadows no module, and two files of the same name are two modules.
     name = f"_streamtune_reward_{re.sub(r'[^A-Za-z0-9]', '_', str(path.resolve()))}"
     if name in sys.modules:
@@ -186,7 +188,7 @@ def _import_module(target: str, directory: Path) -> ModuleType:
         if error.name and (target == error.name or target.startswith(f"{error.name}.")):
             raise ArgumentError(
                 f"there is no module '{target}'",
-                where=WHERE,
+                where=ERROR_KEY,
                 fix=f"install it, put it into {directory}, or write path/to/file.py:function",
             ) from error
         raise _import_error(target, error) from error
@@ -197,7 +199,7 @@ def _import_module(target: str, directory: Path) -> ModuleType:
 
 
 def _import_error(target: str, error: BaseException) -> ArgumentError:
-    line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) and error.filename else WHERE
+    line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) and error.filename else ERROR_KEY
     return ArgumentError(f"importing {target} raised {type(error).__name__}: {error}", where=line)
 
 
@@ -205,40 +207,41 @@ def _bind_options(name: str, function: Callable[..., Any], options: dict[str, An
     """Return a user's function with its options; only arguments that the function accepts are passed to it."""
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
-    except ValueError:  # written in C: it has to take everything
+    except ValueError:  # written in C: its parameters are unknown, so all arguments are passed
         parameters = {}
-    takes_all = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    named = [
-        key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]  # fmt: skip
-    given = ("prompts", "completions")
-    if not takes_all:
-        _check_options(name, options, named, [key for key in named if key not in given])
-    for key, one in parameters.items():
-        if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+    accepts_all = not parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = [key for key, parameter in parameters.items() if parameter.kind in keyword_kinds]
+    always_passed = ("prompts", "completions")
+    if not accepts_all:
+        _check_options(name, options, accepted, [key for key in accepted if key not in always_passed])
+    for key, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ArgumentError(
                 f"the parameter '{key}' of the reward function '{name}' is positional-only",
-                where=WHERE,
+                where=ERROR_KEY,
                 fix="declare def name(prompts, completions, **columns)",
             )
     needs = frozenset(
-        key for key in named if parameters[key].default is inspect.Parameter.empty and key not in (*given, *options)
+        key
+        for key in accepted
+        if parameters[key].default is inspect.Parameter.empty and key not in (*always_passed, *options)
     )
 
     def call(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Any:
-        everything = {**columns, "prompts": prompts, "completions": completions, **options}
-        return function(**{key: value for key, value in everything.items() if takes_all or key in named})
+        arguments = {**columns, "prompts": prompts, "completions": completions, **options}
+        return function(**{key: value for key, value in arguments.items() if accepts_all or key in accepted})
 
-    return RewardFunction(name, call, needs, _line_of(function))
+    return RewardFunction(name, call, needs, _definition_line(function))
 
 
-def _line_of(function: Callable[..., Any]) -> str:
+def _definition_line(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
-PACKAGE = Path(__file__).resolve().parents[2]
-INSTALLED = ("site-packages", "dist-packages")
+PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
+INSTALLED_FOLDERS = ("site-packages", "dist-packages")
 
 
 def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
@@ -250,54 +253,54 @@ def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
     Returns:
         Name of a file -> its path. Names do not change if the folder is moved.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for spec in specs:
-        match = OWN.fullmatch(spec.strip())
+        match = USER_PATTERN.fullmatch(spec.strip())
         if match is None:
             continue
         module = import_target(match["target"], directory)
-        file = _file_of(module)
+        file = _source_file(module)
         if file is None:
             continue
         package = sys.modules.get(module.__name__.partition(".")[0])
-        top = _file_of(package) if package is not None and "." in module.__name__ else None
-        above = directory.resolve()
-        root = above if file.is_relative_to(above) else (top or file).parent
-        for path in _reached_files(module, root):
+        package_file = _source_file(package) if package is not None and "." in module.__name__ else None
+        recipe_folder = directory.resolve()
+        root = recipe_folder if file.is_relative_to(recipe_folder) else (package_file or file).parent
+        for path in _imported_files(module, root):
             name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
-            found[f"{match['target'].rpartition('/')[2]}: {name}"] = path
-    return found
+            files[f"{match['target'].rpartition('/')[2]}: {name}"] = path
+    return files
 
 
-def _reached_files(module: ModuleType, root: Path) -> Iterator[Path]:
+def _imported_files(module: ModuleType, root: Path) -> Iterator[Path]:
     """Iterate over the file of a module, and the files below ``root`` of the modules that define its names."""
-    seen, waiting = set[str](), [module]
-    while waiting:
-        each = waiting.pop()
-        file = _file_of(each)
-        if file is None or each.__name__ in seen:
+    seen, pending = set[str](), [module]
+    while pending:
+        current = pending.pop()
+        file = _source_file(current)
+        if file is None or current.__name__ in seen:
             continue
-        seen.add(each.__name__)
-        if each is not module and not _is_own(file, root):
+        seen.add(current.__name__)
+        if current is not module and not _is_user_file(file, root):
             continue
         yield file
-        for value in list(vars(each).values()):
+        for value in list(vars(current).values()):
             if isinstance(value, ModuleType):
-                waiting.append(value)
+                pending.append(value)
                 continue
             with suppress(Exception):  # reading an attribute may raise anything
                 name = value.__module__
                 if isinstance(name, str) and name in sys.modules:
-                    waiting.append(sys.modules[name])
+                    pending.append(sys.modules[name])
 
 
-def _is_own(file: Path, root: Path) -> bool:
-    if not file.is_relative_to(root) or file.is_relative_to(PACKAGE):
+def _is_user_file(file: Path, root: Path) -> bool:
+    if not file.is_relative_to(root) or file.is_relative_to(PACKAGE_FOLDER):
         return False
-    return not any(part in INSTALLED for part in (*root.parts, *file.relative_to(root).parts))
+    return not any(part in INSTALLED_FOLDERS for part in (*root.parts, *file.relative_to(root).parts))
 
 
-def _file_of(module: ModuleType | None) -> Path | None:
+def _source_file(module: ModuleType | None) -> Path | None:
     name = getattr(module, "__file__", None)
     return Path(name).resolve() if isinstance(name, str) and name.endswith(".py") else None
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from streamtune.tasks.rollout.select import (
-    LEAST,
+    MIN_COMPLETIONS,
     PROMPT_CHOICES,
     GradientNorms,
     PassRates,
     PromptPicker,
-    allocate,
+    allocate_completions,
     variance_score,
 )
 from streamtune.tasks.rollout.writers import (
@@ -22,7 +22,7 @@ from streamtune.tasks.rollout.writers import (
 )
 
 __all__ = [
-    "LEAST",
+    "MIN_COMPLETIONS",
     "PROMPT_CHOICES",
     "Completion",
     "GradientNorms",
@@ -33,7 +33,7 @@ __all__ = [
     "VllmWriter",
     "Writer",
     "WritingStopped",
-    "allocate",
+    "allocate_completions",
     "check_vllm",
     "variance_score",
 ]

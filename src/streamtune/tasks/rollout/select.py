@@ -41,14 +41,14 @@ from streamtune.errors import CheckpointError
 
 PromptChoice = Literal["uniform", "pass_rate", "middle"]
 PROMPT_CHOICES: tuple[str, ...] = get_args(PromptChoice)
-FLOOR = 0.02
+MIN_WEIGHT = 0.02
 """Floor that is added to a weight p (1 - p), which is at most 1/4."""
-MIDDLE = (0.25, 0.75)
+MIDDLE_RATES = (0.25, 0.75)
 """Range of pass rates of prompts that are neither too easy nor too hard."""
-ALPHA, BETA = 1e-3, 2.0
+GVM_ALPHA, GVM_BETA = 1e-3, 2.0
 """Parameters of GVM's weights, as in the authors' code."""
-LEAST = 2
-"""Fewest completions of a prompt: a single one cannot be compared with a mean, and says little about the pass rate."""
+MIN_COMPLETIONS = 2
+"""Minimum number of completions of a prompt: a single completion cannot be compared with the mean of its group."""
 DECAY = 0.5
 """Factor of earlier counts, and weight of earlier norms, at each visit. They count less because the policy changes."""
 
@@ -64,17 +64,17 @@ class PassRates:
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return (passed + 1.0) / (tried + 2.0)
 
-    def passed(self, prompt: int) -> float | None:
+    def passed_share(self, prompt: int) -> float | None:
         """Return the share of a prompt's completions that passed, without the prior; None if it has no completions."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return passed / tried if tried else None
 
     def weight(self, prompt: int, *, middle: bool = False) -> float:
-        """Return the weight with which a prompt is drawn. With ``middle`` it is equal for all rates in ``MIDDLE``."""
+        """Return the weight with which a prompt is drawn; with ``middle`` equal for all rates in ``MIDDLE_RATES``."""
         rate = self.rate(prompt)
         if middle:
-            return 0.25 if MIDDLE[0] <= rate <= MIDDLE[1] else FLOOR
-        return rate * (1.0 - rate) + FLOOR
+            return 0.25 if MIDDLE_RATES[0] <= rate <= MIDDLE_RATES[1] else MIN_WEIGHT
+        return rate * (1.0 - rate) + MIN_WEIGHT
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
         before_passed, before_tried = self._counts.get(prompt, (0.0, 0.0))
@@ -105,9 +105,9 @@ class PromptPicker:
         """Number of prompts drawn so far."""
         self.rates = PassRates()
 
-    def next(self, count: int) -> list[int]:
+    def next_prompts(self, count: int) -> list[int]:
         """Return the indices of the next ``count`` prompts. They are all different, unless there are fewer prompts."""
-        picked = self._in_turn(count) if self.choice == "uniform" else self._by_rate(count)
+        picked = self._pick_in_order(count) if self.choice == "uniform" else self._pick_by_rate(count)
         self.drawn += count
         return picked
 
@@ -115,22 +115,22 @@ class PromptPicker:
         if self.counts:
             self.rates.observe(prompt, passed=passed, tried=tried)
 
-    def _in_turn(self, count: int) -> list[int]:
+    def _pick_in_order(self, count: int) -> list[int]:
         picked: list[int] = []
         position = self.drawn
         while len(picked) < count:
             epoch, start = divmod(position, self.num_prompts)
-            part = self._order(epoch)[start : start + count - len(picked)]
+            part = self._epoch_order(epoch)[start : start + count - len(picked)]
             picked += part
             position += len(part)
         return picked
 
-    def _order(self, epoch: int) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         order = list(range(self.num_prompts))
         random.Random(f"{self.seed} epoch {epoch}").shuffle(order)
         return order
 
-    def _by_rate(self, count: int) -> list[int]:
+    def _pick_by_rate(self, count: int) -> list[int]:
         """Return prompts drawn by weight without replacement: those with the largest ``u ** (1 / weight)``.
 
         Efraimidis and Spirakis (2006).
@@ -175,40 +175,42 @@ def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
         return 0.0
     if rule == "neyman":
         return norm * math.sqrt(rate * max(0.0, 1 - rate))
-    return norm / math.sqrt(rate + ALPHA / rate ** (BETA - 1))
+    return norm / math.sqrt(rate + GVM_ALPHA / rate ** (GVM_BETA - 1))
 
 
-def allocate(scores: Sequence[float], total: int, least: int = LEAST) -> list[int]:
-    """Return ``total`` divided in proportion to the scores, with at least ``least`` for each prompt.
+def allocate_completions(scores: Sequence[float], total: int, min_share: int = MIN_COMPLETIONS) -> list[int]:
+    """Return ``total`` divided in proportion to the scores, with at least ``min_share`` for each prompt.
 
     Shares are rounded down; what remains goes to the largest fractions.
 
     Args:
         scores: Score of each prompt, at least 0. If all are 0, all shares are equal.
-        total: Sum to divide, at least ``least`` times the number of prompts.
-        least: Smallest share.
+        total: Sum to divide, at least ``min_share`` times the number of prompts.
+        min_share: Smallest share.
     """
-    places = range(len(scores))
-    assert total >= least * len(scores), "the total is enough for the smallest shares"
+    indices = range(len(scores))
+    assert total >= min_share * len(scores), "the total is enough for the smallest shares"
     shares = [1.0] * len(scores) if not sum(scores) > 0 else list(map(float, scores))
-    free = set(places)
-    while True:  # those below the least get it, and the others share what is left
-        left, whole = total - least * (len(scores) - len(free)), sum(shares[place] for place in free)
-        below = {place for place in free if shares[place] * left < least * whole or whole == 0}
-        if not below:
+    unfixed = set(indices)
+    while True:  # shares below the minimum are raised to it, and the other prompts divide the remainder
+        remaining, free_sum = total - min_share * (len(scores) - len(unfixed)), sum(shares[index] for index in unfixed)
+        too_small = {index for index in unfixed if shares[index] * remaining < min_share * free_sum or free_sum == 0}
+        if not too_small:
             break
-        free -= below
-        if not free:
+        unfixed -= too_small
+        if not unfixed:
             break
-    wanted = [shares[place] * left / whole if place in free else float(least) for place in places]
-    parts = [math.floor(part) for part in wanted]
-    by_fraction = sorted(places, key=lambda place: (parts[place] - wanted[place], place))
-    for number in range(total - sum(parts)):
-        parts[by_fraction[number % len(parts)]] += 1
-    return parts
+    exact_shares = [shares[index] * remaining / free_sum if index in unfixed else float(min_share) for index in indices]
+    counts = [math.floor(part) for part in exact_shares]
+    by_fraction = sorted(indices, key=lambda index: (counts[index] - exact_shares[index], index))
+    for number in range(total - sum(counts)):
+        counts[by_fraction[number % len(counts)]] += 1
+    return counts
 
 
 class GradientNorms:
+    """Running gradient norms of passing completions, by prompt."""
+
     def __init__(self) -> None:
         self._norms: dict[int, float] = {}
 

@@ -106,11 +106,11 @@ class TransformersWriter:
         pad_token_id: Id of the token that pads shorter and finished rows. Padding is never returned.
         prefill_chunk_size: Number of tokens of a prompt that are read at a time.
         max_rows: Number of completions that are written at a time. Their keys and values are in memory together.
-        computing: Returns a context for all that the model computes, such as autocast.
-        stop: Called before each token. If it returns True, writing stops: completions may take minutes.
+        compute_context: Function that returns a context for all that the model computes, such as autocast.
+        should_stop: Function called before each token; writing stops if it returns True.
         streamer: Streamer for ``generate``, which gets the tokens of a single row as they are written.
-        longest: Returns the maximum of a number over all ranks, if ranks share the weights. All ranks call it together
-            and have the same number of prompts. None if each rank writes alone.
+        max_over_ranks: Function that returns the maximum of a number over all ranks, if ranks share the weights. All
+            ranks call it together and have the same number of prompts. None if each rank writes alone.
     """
 
     def __init__(
@@ -121,17 +121,18 @@ class TransformersWriter:
         pad_token_id: int,
         prefill_chunk_size: int,
         max_rows: int,
-        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        stop: Callable[[], bool] = lambda: False,
+        compute_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        should_stop: Callable[[], bool] = lambda: False,
         streamer: Any = None,
-        longest: Callable[[int], int] | None = None,
+        max_over_ranks: Callable[[int], int] | None = None,
     ) -> None:
         self.model: PreTrainedModel = base_of(model)
         self.end_token_ids = frozenset(end_token_ids)
         self.pad_token_id = pad_token_id
         self.prefill_chunk_size = prefill_chunk_size
         self.max_rows = max_rows
-        self.computing, self.stop, self.longest, self.streamer = computing, stop, longest, streamer
+        self.compute_context, self.should_stop = compute_context, should_stop
+        self.max_over_ranks, self.streamer = max_over_ranks, streamer
         self.shares_prompts = _can_repeat_cache(self.model)
         """True if a prompt is read once for all of its completions; False if it is read for each of them."""
 
@@ -142,13 +143,13 @@ class TransformersWriter:
         written: list[list[Completion]] = [[] for _ in prompts]
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A repetition penalty would count padding tokens.
-        padded = self.longest is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
-        with torch.no_grad(), self._generation_mode(sampling) as model, self.computing():
-            for batch in _batches(prompts, counts, max_rows=self.max_rows, padded=padded):
-                repeats = [own for _, own in batch]
+        padded = self.max_over_ranks is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
+        with torch.no_grad(), self._generation_mode(sampling) as model, self.compute_context():
+            for batch in _batch_prompts(prompts, counts, max_rows=self.max_rows, padded=padded):
+                repeats = [prompt_count for _, prompt_count in batch]
                 rows = iter(self._write_batch(model, [prompts[index] for index, _ in batch], repeats))
-                for index, own in batch:
-                    written[index] += islice(rows, own)
+                for index, prompt_count in batch:
+                    written[index] += islice(rows, prompt_count)
         return written
 
     def _write_batch(
@@ -157,31 +158,33 @@ class TransformersWriter:
         """Return ``repeats`` completions of each prompt, in the order of the prompts."""
         ids_PT, mask_PT = self._pad_prompts(prompts)
         cache = self._prefill(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
-        given: dict[str, Any] = {}
+        generate_arguments: dict[str, Any] = {}
         repeats_P: Any = torch.tensor(repeats, device=ids_PT.device)
         if cache is not None:
             if max(repeats) > 1:
                 cache.batch_repeat_interleave(repeats[0] if len(set(repeats)) == 1 else repeats_P)
-            given |= cache_keyword(type(self.model).prepare_inputs_for_generation, cache)
+            generate_arguments |= cache_keyword(type(self.model).prepare_inputs_for_generation, cache)
         ids_NT, mask_NT = ids_PT.repeat_interleave(repeats_P, dim=0), mask_PT.repeat_interleave(repeats_P, dim=0)
         output: Any = model.generate(
             input_ids=ids_NT,
             attention_mask=mask_NT,
             # Ranks that share weights compute until all of them are done, so no rank may stop early.
-            stopping_criteria=StoppingCriteriaList([_StopRequested(self.stop)] if self.longest is None else []),
-            synced_gpus=self.longest is not None,
+            stopping_criteria=StoppingCriteriaList(
+                [_StopRequested(self.should_stop)] if self.max_over_ranks is None else []
+            ),
+            synced_gpus=self.max_over_ranks is not None,
             streamer=self.streamer,
-            **given,
+            **generate_arguments,
         )
-        if self.stop():
+        if self.should_stop():
             raise WritingStopped
         return [cut_at_end_token(row, self.end_token_ids) for row in output[:, ids_PT.shape[1] :].tolist()]
 
     def _pad_prompts(self, prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """Return token ids ``[P, T]``, padded on the left, and their mask."""
         length = max(map(len, prompts))
-        if self.longest is not None:
-            length = self.longest(length)
+        if self.max_over_ranks is not None:
+            length = self.max_over_ranks(length)
         ids = [[self.pad_token_id] * (length - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         device = model_device(self.model)
@@ -204,24 +207,24 @@ class TransformersWriter:
         positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp_min(0)
         last = ids_PT.shape[1] - 1
         for start in range(done, last, self.prefill_chunk_size):
-            if self.longest is None and self.stop():
+            if self.max_over_ranks is None and self.should_stop():
                 raise WritingStopped
-            self.on_read(start, last)
+            self.on_prefill(start, last)
             stop = min(start + self.prefill_chunk_size, last)
-            given = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
+            position_arguments = {"position_ids": positions_PT[:, start:stop]} if takes_positions else {}
             # If ranks share the weights, weights outside of the layers are gathered only in a call of the whole model.
-            reads = decoder if self.longest is None else partial(self.model, logits_to_keep=1)
-            reads(
+            forward = decoder if self.max_over_ranks is None else partial(self.model, logits_to_keep=1)
+            forward(
                 input_ids=ids_PT[:, start:stop],
                 attention_mask=mask_PT[:, :stop],
                 use_cache=True,
-                **given,
+                **position_arguments,
                 **cache_keyword(type(decoder).forward, cache),
             )
-        self.on_read(last, last)
+        self.on_prefill(last, last)
         return cache
 
-    def on_read(self, done: int, total: int) -> None:
+    def on_prefill(self, done: int, total: int) -> None:
         """Do nothing. Called before each chunk of the prompts and after the last chunk; subclasses may show progress.
 
         Args:
@@ -232,11 +235,11 @@ class TransformersWriter:
     @contextmanager
     def _generation_mode(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
         """Context manager: put the model in evaluation mode, and yield it with ``sampling`` as generation settings."""
-        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        sampling_settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=sampling.max_completion_length,
             do_sample=sampling.temperature > 0,
-            **(drawn if sampling.temperature > 0 else {}),
+            **(sampling_settings if sampling.temperature > 0 else {}),
             **({"min_p": sampling.min_p} if sampling.temperature > 0 and sampling.min_p > 0 else {}),
             repetition_penalty=sampling.repetition_penalty,
             eos_token_id=sorted(self.end_token_ids) or None,
@@ -253,14 +256,14 @@ class TransformersWriter:
 
 
 class _StopRequested(StoppingCriteria):
-    def __init__(self, stop: Callable[[], bool]) -> None:
-        self.stop = stop
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self.should_stop = should_stop
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self.stop(), dtype=torch.bool, device=input_ids.device)
+        return torch.full((input_ids.shape[0],), self.should_stop(), dtype=torch.bool, device=input_ids.device)
 
 
-def _batches(
+def _batch_prompts(
     prompts: Sequence[list[int]], counts: Sequence[int], *, max_rows: int, padded: bool
 ) -> Iterator[list[tuple[int, int]]]:
     """Iterate over batches of (index of a prompt, number of its completions), with at most ``max_rows`` completions.
@@ -272,7 +275,7 @@ def _batches(
     at_a_time = max(1, max_rows * len(prompts) // max(1, sum(counts)))
     for index in sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index)):
         for part in _split_count(counts[index], max_rows):
-            full = len(batch) == at_a_time or sum(own for _, own in batch) + part > max_rows
+            full = len(batch) == at_a_time or sum(count for _, count in batch) + part > max_rows
             if batch and (full or not (padded or len(prompts[index]) == len(prompts[batch[0][0]]))):
                 yield batch
                 batch = []
@@ -281,9 +284,9 @@ def _batches(
         yield batch
 
 
-def _split_count(count: int, at_most: int) -> Iterator[int]:
-    for start in range(0, count, at_most):
-        yield min(at_most, count - start)
+def _split_count(count: int, max_count: int) -> Iterator[int]:
+    for start in range(0, count, max_count):
+        yield min(max_count, count - start)
 
 
 def _can_repeat_cache(model: PreTrainedModel) -> bool:
@@ -362,15 +365,16 @@ class VllmWriter:
             "stop_token_ids": sorted(self.end_token_ids),
             "seed": int(torch.randint(2**31 - 1, ())),
         }
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        each = (
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        parameters = (
             self._parameters(n=count, **common)
             if isinstance(count, int)
-            else [self._parameters(n=own, **common) for own in count]
+            else [self._parameters(n=prompt_count, **common) for prompt_count in count]
         )
-        answers = self._engine.generate(asked, each, use_tqdm=False)
+        answers = self._engine.generate(requests, parameters, use_tqdm=False)
         return [
-            [cut_at_end_token(list(one.token_ids), self.end_token_ids) for one in answer.outputs] for answer in answers
+            [cut_at_end_token(list(output.token_ids), self.end_token_ids) for output in answer.outputs]
+            for answer in answers
         ]
 
 
@@ -382,16 +386,16 @@ def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     base: nn.Module = base_of(model)
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in base.named_parameters():
-        inside = next((prefix for prefix in adapted if name.startswith(f"{prefix}.")), None)
-        if inside is None:
+        adapted_module = next((prefix for prefix in adapted if name.startswith(f"{prefix}.")), None)
+        if adapted_module is None:
             yield name, parameter.detach()
             continue
-        rest = name.removeprefix(f"{inside}.")
+        rest = name.removeprefix(f"{adapted_module}.")
         if not rest.startswith("base_layer."):
             continue  # the adapter itself
-        layer: Any = adapted[inside]
+        layer: Any = adapted[adapted_module]
         weight = parameter.detach()
         if rest == "base_layer.weight":
             for adapter in layer.active_adapters:
                 weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
-        yield f"{inside}.{rest.removeprefix('base_layer.')}", weight
+        yield f"{adapted_module}.{rest.removeprefix('base_layer.')}", weight
