@@ -29,7 +29,7 @@ from streamtune.recipe import RECIPES, Recipe
 from streamtune.recipe.mistakes import mistakes_of_validation
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint
-from streamtune.run.ranks import check_layout, check_reference_start, shares_weights
+from streamtune.run.ranks import check_rank_layout, check_reference_start, shares_weights
 from streamtune.tasks import TASKS
 
 from .support_options import BASES, GROUPS, MODELS, OF_THREE, TABLES, THEMES, Option, Table
@@ -93,7 +93,7 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     _check_loss(recipe.objective, own)
     task = TASKS[recipe.objective](recipe)
     check_reference_start(task)
-    world = check_layout(recipe, ranks, shares_weights=shares_weights(recipe))
+    world = check_rank_layout(recipe, ranks, shares_weights=shares_weights(recipe))
     task.check_ranks(here, world)
     assert recipe.model is not None, "all of them have a model of a configuration"
     _stream(recipe.model.init["model_type"], *(getattr(recipe, key) for key in ROUTER_KEYS))
@@ -113,7 +113,7 @@ OF_TEACHER = ("teacher", "kd_divergence")
 def _check_loss(objective: str, own: tuple[tuple[str, Any], ...]) -> None:
     """Check the settings of a loss, once for each set of values of the objective's own keys."""
     recipe = RECIPES[objective].model_validate({**BASES[objective], "max_length": 4096, **dict(own)})
-    TASKS[objective].of_run(recipe, ROOT, lambda message: None)
+    TASKS[objective].for_run(recipe, ROOT, lambda message: None)
 
 
 @cache

@@ -303,11 +303,11 @@ def test_prompts_that_are_shared_wrongly_are_caught(
 def test_trees_are_cut_where_their_completions_differ() -> None:
     alike = list(range(50))
     tree = data.Tree([1] * 100, [[*alike, 7, 8], [*alike, 9]], origin="rows:1")
-    [cut], shortened = choose_trees([tree], 40, needs_different_prompts=False)
+    [cut], shortened = choose_trees([tree], 40, distinct_prompts=False)
     assert shortened
     assert cut.num_tokens_separate <= 40
     assert cut.completions[0] != cut.completions[1]
-    [same], shortened = choose_trees([tree], 1000, needs_different_prompts=False)
+    [same], shortened = choose_trees([tree], 1000, distinct_prompts=False)
     assert same == tree
     assert not shortened
 

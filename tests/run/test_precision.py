@@ -200,12 +200,12 @@ def test_a_schedule_that_is_fixed_takes_what_fits(folder: Path):
 
 
 def placed(folder: Path, recipe: Mapping[str, Any], said: list[str]) -> Any:
-    from streamtune.run.data import make_sources, make_tokenizer_on_all_ranks, prepare_on_all_ranks
+    from streamtune.run.data import make_shared_tokenizer, make_sources, prepare_on_all_ranks
 
     write_recipe(folder, dict(recipe))
     with start_run(load_recipe("tiny.yaml"), "auto", said.append, dry_run=True) as start:
         sources = make_sources(start.loaded)
-        tokenizer = make_tokenizer_on_all_ranks(start.world, start.recipe, sources, None, said.append)
+        tokenizer = make_shared_tokenizer(start.world, start.recipe, sources, None, said.append)
         prepared = prepare_on_all_ranks(start.task, start.world, sources, tokenizer, said.append)
         return place_weights(start, prepared, start.task.longest(prepared), said.append)
 

@@ -12,7 +12,7 @@ import torch
 
 from streamtune import train
 from streamtune.recipe import load_recipe
-from streamtune.run.data import make_sources, make_tokenizer_on_all_ranks, prepare_on_all_ranks
+from streamtune.run.data import make_shared_tokenizer, make_sources, prepare_on_all_ranks
 from streamtune.run.engine import place_weights
 from streamtune.run.plan import place_recipe
 from streamtune.run.start import Start, start_run
@@ -116,7 +116,7 @@ def begun(recipe: dict[str, Any], folder: Path, tiers: dict[str, str] | None = N
         if tiers is not None:
             start = replace(start, checkpoint=train.Checkpoint(folder, {"identity": {"tiers": tiers}}))
         sources = make_sources(start.loaded)
-        tokenizer = make_tokenizer_on_all_ranks(start.world, start.recipe, sources, None, said.append)
+        tokenizer = make_shared_tokenizer(start.world, start.recipe, sources, None, said.append)
         prepared = prepare_on_all_ranks(start.task, start.world, sources, tokenizer, said.append)
         return place_weights(start, prepared, start.task.longest(prepared), said.append), said
 

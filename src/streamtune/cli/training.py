@@ -104,12 +104,12 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
     try:
         with loading_libraries():
             from streamtune.run.build import build_run
-            from streamtune.run.data import locate_errors_in_recipe
+            from streamtune.run.data import locate_errors
             from streamtune.run.ranks import leave_ranks
             from streamtune.run.train import train_run
         for note in loaded.notes:
             print_note(note)
-        with locate_errors_in_recipe(loaded):
+        with locate_errors(loaded):
             callbacks = _load_callbacks(loaded, environment.is_main)
         with make_watchdog(environment) as watchdog:
             doing = report_activity(err.status, watchdog)

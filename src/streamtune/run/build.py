@@ -26,13 +26,7 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_model_bytes
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings
-from streamtune.run.data import (
-    locate_errors_in_recipe,
-    make_sources,
-    make_tokenizer,
-    make_tokenizer_on_all_ranks,
-    prepare_on_all_ranks,
-)
+from streamtune.run.data import locate_errors, make_shared_tokenizer, make_sources, make_tokenizer, prepare_on_all_ranks
 from streamtune.run.device import check_host_memory, prepare_libraries
 from streamtune.run.engine import place_weights, plan_schedule, stream_and_make_backend
 from streamtune.run.model import make_model, make_trial_model
@@ -79,7 +73,7 @@ def build_run(
     """
     recipe = loaded.recipe
     with (
-        locate_errors_in_recipe(loaded),
+        locate_errors(loaded),
         ExitStack() as closing,
         start_run(loaded, resume, notify, allow_change, dry_run=dry_run, doing=doing) as start,
     ):
@@ -89,7 +83,7 @@ def build_run(
         check_host_memory(recipe.engine)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
-            tokenizer = make_tokenizer_on_all_ranks(start.world, recipe, sources, start.checkpoint, notify)
+            tokenizer = make_shared_tokenizer(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_on_all_ranks(task, start.world, sources, tokenizer, notify)
         start.record_data(prepared.fingerprint)
         longest = task.longest(prepared)
@@ -97,13 +91,13 @@ def build_run(
             start = place_weights(start, prepared, longest, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
-            model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing_world=start.sharing)
+            model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.sharing)
         notify_model_warnings(model, longest, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
         if task.uses_reference and not task.precomputes_reference:
             with doing("loading the reference"):
-                second_model = load_reference(task, model, tokenizer, start.device, sharing_world=start.sharing)
+                second_model = load_reference(task, model, tokenizer, start.device, shard_world=start.sharing)
         share = False
         if task.scores_completions:
             with doing("checking that prompts can be shared"):
@@ -183,7 +177,7 @@ def start_adapters_from_rows(
         NonFiniteError: A gradient is not finite.
         OutOfMemoryError: A row does not fit.
     """
-    world.run_on_rank_0(partial(_start_adapters_on_rank_0, recipe, task, model, handle, batches))
+    world.run_on_rank_0(partial(_init_adapters, recipe, task, model, handle, batches))
     if world.size > 1:
         with torch.no_grad():
             for values in models.started_values(model):
@@ -192,9 +186,7 @@ def start_adapters_from_rows(
                 values.copy_(sent)
 
 
-def _start_adapters_on_rank_0(
-    recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any
-) -> None:
+def _init_adapters(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
     count = min(recipe.lora_ga_rows, batches.num_train)
     units = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
     rows = [batches.training_batch([int(unit)]) for unit in np.sort(units)]
@@ -275,7 +267,7 @@ def inspect_recipe(
 ) -> Inspection:
     """Read, render and measure the rows of a recipe, fitted to its length limit; no model is loaded."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
-    with locate_errors_in_recipe(loaded):
+    with locate_errors(loaded):
         prepare_libraries(torch.device("cpu"))
         sources = make_sources(loaded)
         with doing("making the tokenizer"):

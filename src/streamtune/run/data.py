@@ -165,7 +165,7 @@ def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list
     return models.new_tokens(before, tokenizer, special, recipe.added_tokens)
 
 
-def make_tokenizer_on_all_ranks(
+def make_shared_tokenizer(
     world: train.World,
     recipe: TokenizerSettings,
     sources: Sequence[data.Source],
@@ -265,7 +265,7 @@ def _can_fingerprint(name: str, include_hubs: bool) -> bool:
 
 
 @contextmanager
-def locate_errors_in_recipe(loaded: LoadedRecipe) -> Iterator[None]:
+def locate_errors(loaded: LoadedRecipe) -> Iterator[None]:
     """Context manager: replace a key in ``error.where`` by its line of the recipe, and explain out-of-memory errors."""
     try:
         yield

@@ -32,7 +32,7 @@ def choose_device(name: str) -> torch.device:
         raise ArgumentError(
             "there is no CUDA device",
             where="device",
-            fix="write device: cpu; `streamtune doctor` reports what is missing",
+            fix="write device: cpu; `streamtune doctor` lists what is missing",
         )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
@@ -118,10 +118,7 @@ def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
 
 
 def stream_model(
-    recipe: ModelSettings,
-    model: Any,
-    schedule: Schedule | None = None,
-    sequence_parallel: SequenceParallel | None = None,
+    recipe: ModelSettings, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
 ) -> StreamHandle:
     """Stream a model, with the router loss that the recipe adds, and return its handle.
 
@@ -129,15 +126,15 @@ def stream_model(
         recipe: Settings of the engine and of the router loss.
         model: Model to stream; changed in place.
         schedule: Schedule of the planner; None: the recipe's schedule, with defaults.
-        sequence_parallel: Ranks that share each sequence; None if none do.
+        ranks: Ranks that share each sequence; None if none do.
     """
     schedule, router_loss = schedule or make_schedule(recipe.engine), make_router_loss(recipe, model)
-    handle = stream(model, schedule=schedule, sequence_parallel=sequence_parallel)
+    handle = stream(model, schedule=schedule, sequence_parallel=ranks)
     if router_loss is None:
         return handle
     handle.remove()
     try:
-        return stream(model, schedule=schedule, router_loss=router_loss, sequence_parallel=sequence_parallel)
+        return stream(model, schedule=schedule, router_loss=router_loss, sequence_parallel=ranks)
     except UnsupportedModelError as error:  # the model itself streams: its routers are the problem
         keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(recipe, key)]
         if keys:

@@ -160,11 +160,9 @@ def _make_callback(spec: str, target: Any, where: str) -> Any:
 def _source_line(error: BaseException) -> str:
     """Return ``file:line`` of the last traceback frame in the callback's code, outside StreamTune and libraries."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    user_frames = [
-        frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename
-    ]
-    last_frame = (user_frames or frames)[-1:]
-    return f"{last_frame[0].filename}:{last_frame[0].lineno}" if last_frame else ""
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    last = (own or frames)[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else ""
 
 
 COMPARED_STEPS = 5

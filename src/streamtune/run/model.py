@@ -39,7 +39,7 @@ def make_model(
     checkpoint: train.Checkpoint | None,
     device: torch.device,
     *,
-    sharing_world: train.World | None = None,
+    shard_world: train.World | None = None,
 ) -> Any:
     """Return the model to train, with the weights of the checkpoint or the base, and with adapters if it has any.
 
@@ -48,12 +48,12 @@ def make_model(
         tokenizer: Tokenizer of the data.
         checkpoint: Checkpoint that is resumed; None for a new run.
         device: Device of this rank.
-        sharing_world: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
+        shard_world: Ranks that will share the weights; the base is then on ``meta`` and its weights are loaded later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_memory(recipe, device)
     return _move_to_device(
-        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), sharing_world), device
+        recipe, _make_model(recipe, tokenizer, checkpoint, _loading_device(recipe, device), shard_world), device
     )
 
 
@@ -62,14 +62,14 @@ def _make_model(
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: train.Checkpoint | None,
     device: torch.device,
-    sharing_world: train.World | None,
+    shard_world: train.World | None,
 ) -> Any:
     adapters = recipe.finetuning_type != "full"
     new_tokens = new_token_ids(recipe, tokenizer)
-    if new_tokens and sharing_world is not None and (adapters or checkpoint is None):
+    if new_tokens and shard_world is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
-    quantisation_change = (
+    quant_change = (
         _quantisation_change(recipe) if checkpoint is None else models.QuantisedBefore.load(checkpoint.model_dir)
     )
     model = _make_base_model(
@@ -78,8 +78,8 @@ def _make_model(
         len(tokenizer),
         _token_ids(tokenizer),
         name=name,
-        sharing_world=sharing_world,
-        quantisation_change=quantisation_change,
+        shard_world=shard_world,
+        quant_change=quant_change,
     )
     if new_tokens and (adapters or checkpoint is None):
         models.add_rows(model, len(tokenizer), new_tokens)
@@ -104,13 +104,13 @@ def make_reference_model(
     device: torch.device,
     *,
     name: str | None = None,
-    sharing_world: train.World | None = None,
-    quantisation_change: models.QuantisationChange | None = None,
+    shard_world: train.World | None = None,
+    quant_change: models.QuantisationChange | None = None,
 ) -> Any:
     """Return the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
     is_own_model = name in (None, recipe.model_name_or_path)
     new_tokens = new_token_ids(recipe, tokenizer) if is_own_model else []
-    if new_tokens and sharing_world is not None:
+    if new_tokens and shard_world is not None:
         _refuse_new_tokens(recipe, tokenizer, new_tokens)
     name = name or recipe.model_name_or_path
     loading_device = _loading_device(recipe, device)
@@ -120,8 +120,8 @@ def make_reference_model(
         len(tokenizer),
         _token_ids(tokenizer),
         name=name,
-        sharing_world=sharing_world,
-        quantisation_change=quantisation_change,
+        shard_world=shard_world,
+        quant_change=quant_change,
         frozen=not is_own_model,
     )
     if new_tokens:
@@ -136,8 +136,8 @@ def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
         ArgumentError: Weights or optimizer do not fit the host memory.
     """
     model = base_of(make_blueprint(recipe, device))
-    keeps_weights_on_host = recipe.engine.weights == "host"
-    host_weights = offloaded_parameters(model, decoder_layers(model)) if keeps_weights_on_host else []
+    offloads_weights = recipe.engine.weights == "host"
+    host_weights = offloaded_parameters(model, decoder_layers(model)) if offloads_weights else []
     weights = sum(p.nbytes for p in host_weights)
     trained = sum(p.nbytes for p in host_weights if p.requires_grad)
     step = recipe.step_kind
@@ -159,10 +159,10 @@ def _check_host_memory(recipe: TrainingSettings, device: torch.device) -> None:
     if sum(terms.values()) <= usable_bytes:
         return
     shown = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items() if size)
-    noun, key = ("weights", "engine.weights") if keeps_weights_on_host else ("optimizer", "engine.optimizer")
+    noun, key = ("weights", "engine.weights") if offloads_weights else ("optimizer", "engine.optimizer")
     advice = (
         ""
-        if step.gradients == "layer" or not keeps_weights_on_host
+        if step.gradients == "layer" or not offloads_weights
         else "write optim_in_backward: true, which keeps few gradients; "
     )
     raise ArgumentError(
@@ -187,14 +187,11 @@ def _move_to_device(recipe: ModelSettings, model: Any, device: torch.device) -> 
 def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase, new_tokens: Sequence[int]) -> None:
     tokens = tokenizer.convert_ids_to_tokens(list(new_tokens))
     shown = ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
-    full_fine_tuning_fix = (
-        "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
-    )
+    full_fix = "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
     raise ArgumentError(
         f"the vocabulary lacks {shown}; embeddings cannot be resized under ZeRO-3 or FSDP2",
         where="added_tokens" if recipe.added_tokens else "special_tokens",
-        fix="write deepspeed: zero2"
-        + (f"{full_fine_tuning_fix} as the model" if recipe.finetuning_type == "full" else ""),
+        fix="write deepspeed: zero2" + (f"{full_fix} as the model" if recipe.finetuning_type == "full" else ""),
     )
 
 
@@ -224,16 +221,13 @@ def make_reference_without_data(recipe: ModelSettings, device: torch.device, nam
 
 
 def _make_base_without_data(
-    recipe: ModelSettings,
-    device: torch.device,
-    name: str | None,
-    quantisation_change: models.QuantisationChange | None = None,
+    recipe: ModelSettings, device: torch.device, name: str | None, quant_change: models.QuantisationChange | None = None
 ) -> Any:
     size = _trained_vocabulary_size(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
     frozen = name != recipe.model_name_or_path
-    return _make_base_model(recipe, device, size, {}, name=name, quantisation_change=quantisation_change, frozen=frozen)
+    return _make_base_model(recipe, device, size, {}, name=name, quant_change=quant_change, frozen=frozen)
 
 
 def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
@@ -293,7 +287,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
                 where=key,
                 fix="use a rate such as 1e-5 (full) or 1e-4 (lora)",
             )
-    layer_places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
+    places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
     groups = optim.NameGroups(
         [group.match for group in recipe.lr_groups],
         [name for name, parameter in model.named_parameters() if parameter.requires_grad],
@@ -304,7 +298,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         own_rate = None if group is None else recipe.lr_groups[group].learning_rate
         if own_rate is not None:
             return own_rate / recipe.learning_rate
-        return recipe.lr_layer_decay ** layer_places.layers_above(name)
+        return recipe.lr_layer_decay ** places.layers_above(name)
 
     def decay_of(name: str) -> float | None:
         group = groups.find(name)
@@ -322,11 +316,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
         args=recipe.optim_args,
     )
     return optim.build_optimizer(
-        choice,
-        model.named_parameters(),
-        scale_of=rate_scale_of,
-        decay_of=decay_of,
-        is_in_layer=layer_places.is_in_layer,
+        choice, model.named_parameters(), scale_of=rate_scale_of, decay_of=decay_of, is_in_layer=places.is_in_layer
     )
 
 
@@ -364,19 +354,19 @@ def _make_base_model(
     token_ids: dict[str, int],
     *,
     name: str | None,
-    sharing_world: train.World | None = None,
-    quantisation_change: models.QuantisationChange | None = None,
+    shard_world: train.World | None = None,
+    quant_change: models.QuantisationChange | None = None,
     frozen: bool = False,
 ) -> Any:
     """Return the model ``name``, or a new model, without adapters; ``frozen`` if it is not the trained model."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
     options, remote = (
-        models.ModelOptions(dtype, quantization, _rope_change(recipe), quantisation_change),
+        models.ModelOptions(dtype, quantization, _rope_change(recipe), quant_change),
         recipe.trust_remote_code,
     )
-    if sharing_world is not None and quantization is None:
+    if shard_world is not None and quantization is None:
         if name is not None:
-            return sharing_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
+            return shard_world.run_on_all_ranks(lambda: models.defer_load(name, options, trust_remote_code=remote))
         assert recipe.model is not None, "the schema asks for a model"
         return models.defer_init(
             recipe.model.init,
@@ -384,7 +374,7 @@ def _make_base_model(
             vocab_size=vocab_size,
             token_ids=token_ids,
             seed=recipe.seed,
-            draw=sharing_world.is_main,
+            draw=shard_world.is_main,
         )
     if name is not None:
         return models.load_model(

@@ -48,7 +48,7 @@ from streamtune.run.cluster import (
     longest_rows_if_shared,
     micro_batches_per_step,
 )
-from streamtune.run.data import locate_errors_in_recipe
+from streamtune.run.data import locate_errors
 from streamtune.run.device import choose_device, known_peak_flops, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest_block
 from streamtune.run.plan_cache import PlanOptions
@@ -186,10 +186,10 @@ def plan_recipe(
         UserError: A name is unknown, or no schedule fits; ``where`` is the line of the recipe.
     """
     recipe = loaded.recipe
-    with locate_errors_in_recipe(loaded):
-        target, local_device = _planned_device(recipe, options)
-        prepare_libraries(local_device)
-        device = local_device if target is None else torch.device("cuda")
+    with locate_errors(loaded):
+        target, here = _planned_device(recipe, options)
+        prepare_libraries(here)
+        device = here if target is None else torch.device("cuda")
         model_of = blueprint_cache(device)
         model = model_of(with_best_precision(recipe))
         length = options.length or recipe.max_length
@@ -199,11 +199,9 @@ def plan_recipe(
                 f"{length}",
                 where="max_length" if options.length is None else "--length",
             )
-        cluster = cluster_of(
-            recipe, model, RequestedRanks(options.ranks, options.nodes), links_for(target, local_device)
-        )
-        limits = _memory_limits(recipe.engine, options, target, local_device, cluster)
-        rates = sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, local_device, notify)
+        cluster = cluster_of(recipe, model, RequestedRanks(options.ranks, options.nodes), links_for(target, here))
+        limits = _memory_limits(recipe.engine, options, target, here, cluster)
+        rates = sheet_rates(target) if target else local_rates(with_best_precision(recipe), model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         recipe, workload, chosen = _plan_first_that_fits(
@@ -225,7 +223,7 @@ def plan_recipe(
         dtype=str(base.dtype).removeprefix("torch."),
         layers=len(decoder_layers(model)),
         length=length,
-        device_name=target.title if target else device_name(local_device),
+        device_name=target.title if target else device_name(here),
         is_local_device=target is None,
         plan=chosen,
         scored=workload.scored,
@@ -233,7 +231,7 @@ def plan_recipe(
         micro_batches=workload.micro_batches,
         longest_rows=longest_rows,
         flops=cluster.data_size * chosen.flops,
-        peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, local_device)),
+        peak_flops=recipe.peak_flops or (target.matmul_flops if target else known_peak_flops(recipe, here)),
         select_flops=_select_flops(recipe, workload),
         position_advice=models.describe_positions(base, length),
     )

@@ -48,7 +48,7 @@ def load_reference(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     *,
-    sharing_world: train.World | None = None,
+    shard_world: train.World | None = None,
 ) -> Any | None:
     """Return the reference as a second model; None if it is the trained model without its adapters.
 
@@ -57,7 +57,7 @@ def load_reference(
         model: Trained model; None if it is not loaded and a reference is named.
         tokenizer: Tokenizer of the data.
         device: Device of this rank.
-        sharing_world: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
+        shard_world: Ranks that will shard its weights; it is then on ``meta`` and its weights are loaded later.
 
     Raises:
         ArgumentError: The model does not exist, or its vocabulary differs.
@@ -66,9 +66,9 @@ def load_reference(
     if name is None:
         if recipe.finetuning_type != "full":
             return None
-        return _freeze(make_reference_model(recipe, tokenizer, device, sharing_world=sharing_world))
+        return _freeze(make_reference_model(recipe, tokenizer, device, shard_world=shard_world))
     try:
-        reference = make_reference_model(recipe, tokenizer, device, name=name, sharing_world=sharing_world)
+        reference = make_reference_model(recipe, tokenizer, device, name=name, shard_world=shard_world)
     except UserError as error:
         error.where = task.reference_key
         raise
@@ -91,11 +91,7 @@ def make_reference(
     if not start.task.uses_reference:
         return None
     return reference_model(
-        start.task,
-        model,
-        handle,
-        second_model,
-        _make_shard_loader(start, closing) if second_model is not None else None,
+        start.task, model, handle, second_model, _shard_loader(start, closing) if second_model is not None else None
     )
 
 
@@ -127,9 +123,9 @@ def load_or_compute_logps(
     recipe, world, notify = start.recipe, start.world, start.notify
     # A resumed run has the cache key in its checkpoint, because its model has changed since the start.
     # If the reference was allowed to change, its log-probs are computed again.
-    is_unchanged = start.checkpoint is not None and not start.changed_file_keys() & {"base", "adapter", "reference"}
+    unchanged = start.checkpoint is not None and not start.changed_file_keys() & {"base", "adapter", "reference"}
     saved_key = (
-        start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and is_unchanged else None
+        start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and unchanged else None
     )
     computation_key = computation_hash(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
     is_own_model = start.task.reference_name is None
@@ -144,7 +140,7 @@ def load_or_compute_logps(
     scored_model: Any = model
     if not is_own_model or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
-            scored_model = load_reference(start.task, model, tokenizer, start.device, sharing_world=start.sharing)
+            scored_model = load_reference(start.task, model, tokenizer, start.device, shard_world=start.sharing)
     reference = make_reference(start, model, handle, None if scored_model is model else scored_model, closing)
     assert reference is not None, "only a reference has log-probs"
     with doing("reading the reference's weights"):
@@ -163,7 +159,7 @@ def load_or_compute_logps(
         return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
 
 
-def _make_shard_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
+def _shard_loader(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
     """Return a function that loads each rank's shard of the reference's weights, if they are loaded later."""
 
     def load_shards(model: Any, layers: Any) -> None:

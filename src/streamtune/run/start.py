@@ -304,14 +304,12 @@ def start_run(
             return identity, None if found is None else (found.path, found.state), files, date.today().isoformat()
 
         locks: list[train.DirectoryLock] = []
-        existing_identity, saved_checkpoint, tokenizer_files, today = world.run_on_rank_0(inspect_directory)
-        checkpoint = None if saved_checkpoint is None else train.Checkpoint(*saved_checkpoint)
-        resumed_identity = (
-            checkpoint.state["identity"] if checkpoint is not None else existing_identity if resume != "never" else None
-        )
-        if resumed_identity is not None:
-            setup = setup.with_recipe(with_saved_precision(recipe, resumed_identity.get("recipe", {})))
-        continued = {directory.path: existing_identity} if existing_identity is not None and resume != "never" else {}
+        existing, saved, tokenizer_files, today = world.run_on_rank_0(inspect_directory)
+        checkpoint = None if saved is None else train.Checkpoint(*saved)
+        resumed = checkpoint.state["identity"] if checkpoint is not None else existing if resume != "never" else None
+        if resumed is not None:
+            setup = setup.with_recipe(with_saved_precision(recipe, resumed.get("recipe", {})))
+        continued = {directory.path: existing} if existing is not None and resume != "never" else {}
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
         dates = [identity["date"] for identity in continued.values() if "date" in identity]
@@ -320,8 +318,8 @@ def start_run(
             **vars(setup),
             directory=directory,
             checkpoint=checkpoint,
-            identity=_make_identity(setup, existing_identity if resume != "never" else None, [today, *dates][-1]),
-            replaces_run=existing_identity is not None and resume == "never",
+            identity=_make_identity(setup, existing if resume != "never" else None, [today, *dates][-1]),
+            replaces_run=existing is not None and resume == "never",
             resumed_identities=continued,
             allow=frozenset(allow_change),
             notify=notify,

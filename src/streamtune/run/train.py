@@ -280,12 +280,8 @@ def _run_facts(run: Run) -> train.RunFacts:
     plan: dict[str, Any] = {"schedule": asdict(run.handle.schedule)}
     if memory is not None:
         simulation = memory.simulation
-        plan |= {
-            "peak_bytes": simulation.peak_bytes,
-            "host_bytes": simulation.host_bytes,
-            "step_seconds": memory.step_seconds,
-        }
-        plan["terms"] = dict(simulation.terms)
+        plan |= {"peak_bytes": simulation.peak_bytes, "host_bytes": simulation.host_bytes}
+        plan |= {"step_seconds": memory.step_seconds, "terms": dict(simulation.terms)}
     return train.RunFacts(
         run=str(run.start.identity["run"]),
         name=directory.path.resolve().name,

@@ -52,12 +52,10 @@ def precisions(recipe: Settings) -> list[Settings]:
         return [recipe]
     dtype_change = {"dtype": "bfloat16"} if checkpoint_dtype == torch.float16 else {}
     if recipe.finetuning_type != "full":  # adapters are float32, but modules_to_save are not
-        may_have_full_modules = (
+        full_modules = (
             recipe.modules_to_save or recipe.adapter_name_or_path
         )  # these adapters may include modules_to_save
-        rounding = (
-            {"weight_rounding": "stochastic"} if may_have_full_modules and _can_round_stochastically(recipe) else {}
-        )
+        rounding = {"weight_rounding": "stochastic"} if full_modules and _can_round(recipe) else {}
         return [_with_values(recipe, **dtype_change, **rounding)]
     if recipe.deepspeed is not None:  # DeepSpeed keeps a float32 copy of the weights
         return [_with_values(recipe, **dtype_change)]
@@ -66,7 +64,7 @@ def precisions(recipe: Settings) -> list[Settings]:
     if recipe.fsdp:
         return [mixed_recipe]
     bfloat16_values: dict[str, Any] = {"dtype": "bfloat16"}
-    if _can_round_stochastically(recipe):
+    if _can_round(recipe):
         bfloat16_values["weight_rounding"] = "stochastic"
     if (
         recipe.optim == "adamw" and recipe.optim_states == "param"
@@ -157,14 +155,14 @@ def rounding_warning(recipe: TrainingSettings, model: Any) -> str | None:
     if not trained:
         return None
     dtype = str(trained[0].dtype).removeprefix("torch.")
-    rounded = "" if not _can_round_stochastically(recipe) else ", or write weight_rounding: stochastic"
+    rounded = "" if not _can_round(recipe) else ", or write weight_rounding: stochastic"
     return (
         f"{dtype} weights are trained with rounding to nearest, which loses most small steps at a learning rate of "
         f"{recipe.learning_rate:g}; delete 'dtype' to train float32 weights{rounded}"
     )
 
 
-def _can_round_stochastically(recipe: TrainingSettings) -> bool:
+def _can_round(recipe: TrainingSettings) -> bool:
     return not (recipe.step_kind.gradients in ("block", "none") or recipe.fsdp or recipe.deepspeed is not None)
 
 

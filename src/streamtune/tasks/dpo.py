@@ -159,7 +159,7 @@ class Dpo(ScoringTask[DpoRecipe]):
     def verification_trees(
         self, rows: Sequence[data.Tree], length: int, vocabulary: int
     ) -> tuple[list[data.Tree], bool]:
-        return choose_trees(rows, length, needs_different_prompts=self.has_baseline)
+        return choose_trees(rows, length, distinct_prompts=self.has_baseline)
 
     def verification_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool

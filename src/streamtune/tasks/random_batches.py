@@ -103,15 +103,13 @@ MAX_COMPLETIONS = 4
 """Most random completions of a prompt."""
 
 
-def choose_trees(
-    trees: Sequence[data.Tree], length: int, *, needs_different_prompts: bool
-) -> tuple[list[data.Tree], bool]:
+def choose_trees(trees: Sequence[data.Tree], length: int, *, distinct_prompts: bool) -> tuple[list[data.Tree], bool]:
     """Return the first trees, cut to about ``length`` tokens in total, and True if any was cut.
 
     Args:
         trees: Trees to choose from.
         length: Number of tokens, in which each completion counts with its own copy of the prompt.
-        needs_different_prompts: True if two different prompts are needed.
+        distinct_prompts: True if two different prompts are needed.
 
     Raises:
         DataError: Two different prompts are needed, and all trees have the same prompt.
@@ -119,11 +117,11 @@ def choose_trees(
     chosen = [trees[0]]
     for tree in trees[1:] if len(trees) > 1 else []:
         is_full = sum(each.num_tokens_separate for each in chosen) + tree.num_tokens_separate > length
-        if len(chosen) == MAX_TREES or (is_full and not needs_different_prompts):
+        if len(chosen) == MAX_TREES or (is_full and not distinct_prompts):
             break
-        if not needs_different_prompts or tree.prompt != chosen[0].prompt:
+        if not distinct_prompts or tree.prompt != chosen[0].prompt:
             chosen.append(tree)
-    if needs_different_prompts and len(chosen) < MAX_TREES:
+    if distinct_prompts and len(chosen) < MAX_TREES:
         raise DataError(
             "the first rows have the same prompt, but this loss needs two different prompts", where=trees[0].origin
         )
@@ -141,19 +139,14 @@ def _cut_tree(tree: data.Tree, length: int) -> data.Tree:
     if len(tree.prompt) + longest_completion <= row_tokens:
         return tree
     prompt = tree.prompt[-max(1, row_tokens - min(longest_completion, row_tokens // 2)) :]
-    completion_tokens = row_tokens - len(prompt)
+    room = row_tokens - len(prompt)
     start = 0
     if len(tree.completions) > 1:
         first, second = tree.completions[:2]
-        first_difference = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
-        start = first_difference - completion_tokens // 2 if first_difference >= completion_tokens else 0
-    completions = [
-        (completion[start : start + completion_tokens] or completion[-completion_tokens:])
-        for completion in tree.completions
-    ]
-    masks = tree.masks and [
-        (mask[start : start + completion_tokens] or mask[-completion_tokens:]) for mask in tree.masks
-    ]
+        differs_at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
+        start = differs_at - room // 2 if differs_at >= room else 0
+    completions = [(completion[start : start + room] or completion[-room:]) for completion in tree.completions]
+    masks = tree.masks and [(mask[start : start + room] or mask[-room:]) for mask in tree.masks]
     if masks is not None and not all(any(mask) for mask in masks):
         masks = None
     return replace(tree, prompt=prompt, completions=completions, masks=masks)

@@ -154,11 +154,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        batches: BatchMaker,
-        recipe: BatchSettings,
-        world: train.World = train.WORLD,
-        cost: RowCost = RowCost(),
+        self, batches: BatchMaker, recipe: BatchSettings, world: train.World = train.WORLD, cost: RowCost = RowCost()
     ) -> None:
         self.batches, self.world, self.cost = batches, world, cost
         self.batch_size = recipe.per_device_train_batch_size

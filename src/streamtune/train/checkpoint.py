@@ -29,10 +29,7 @@ from torch import Tensor
 
 from streamtune.errors import CheckpointError, StreamTuneError
 from streamtune.train.process import RngState
-from streamtune.train.staging import (
-    fsync_path,
-    remove_path,
-)
+from streamtune.train.staging import fsync_path, remove_path
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
@@ -319,8 +316,7 @@ def read_manifest(path: Path) -> Manifest:
             raise _damaged_error(path, f"{MANIFEST} was changed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not a complete checkpoint",
-            fix="pass a folder such as runs/NAME/checkpoints/step-000100",
+            f"{path} is not a complete checkpoint", fix="pass a folder such as runs/NAME/checkpoints/step-000100"
         ) from error
     for name in manifest.files:
         if not _is_safe_relative_path(name):

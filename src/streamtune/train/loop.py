@@ -121,11 +121,7 @@ class _Loop:
         """Record of the last step, with the metrics of the last evaluation; empty before the first step."""
         self.plot = LossPlot(self.directory)
         self.guard = StepGuard(
-            settings,
-            self.directory,
-            model_device(self.backend.model),
-            next_schedule=job.next_schedule,
-            world=job.world,
+            settings, self.directory, model_device(self.backend.model), next_schedule=job.next_schedule, world=job.world
         )
         self.saver = CheckpointSaver(
             self.directory.checkpoints,

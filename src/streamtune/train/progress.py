@@ -116,19 +116,15 @@ class Progress:
 
     def report_sample(self, step: int, prompt: str, completion: str) -> None:
         """Report a completion of a sample prompt, shortened to one line; ``samples.jsonl`` has the full text."""
-        shown_prompt, shown_completion = shorten(prompt, SAMPLE_PROMPT_WIDTH), " ".join(completion.split())
+        prompt_text, shown = shorten(prompt, SAMPLE_PROMPT_WIDTH), " ".join(completion.split())
         if self.console.is_terminal:
-            left = self.console.width - cell_len(shown_prompt) - len(str(self.total_steps)) - 20
-            shown_completion = shorten(shown_completion, max(left, 20)) or "(nothing)"
-            self._print_event(
-                step, Text.assemble("wrote ", (shown_completion, "green"), (f"  to: {shown_prompt}", "dim"))
-            )
+            left = self.console.width - cell_len(prompt_text) - len(str(self.total_steps)) - 20
+            shown = shorten(shown, max(left, 20)) or "(nothing)"
+            self._print_event(step, Text.assemble("wrote ", (shown, "green"), (f"  to: {prompt_text}", "dim")))
         else:
-            shown_completion = json.dumps(shorten(shown_completion, SAMPLE_WIDTH), ensure_ascii=False)
+            shown = json.dumps(shorten(shown, SAMPLE_WIDTH), ensure_ascii=False)
             self._print_pairs(
-                step=f"{step}/{self.total_steps}",
-                prompt=json.dumps(shown_prompt, ensure_ascii=False),
-                sample=shown_completion,
+                step=f"{step}/{self.total_steps}", prompt=json.dumps(prompt_text, ensure_ascii=False), sample=shown
             )
 
     def report_checkpoint(self, step: int, path: object) -> None:
@@ -222,7 +218,7 @@ def format_rate(per_second: float) -> str:
     return f"{per_second:.0f}" if per_second < 1000 else f"{per_second / 1000:.1f}k"
 
 
-TEXT_COLOUR, GRID_COLOUR, TRAINING_COLOUR, HELD_OUT_COLOUR = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
+TEXT, GRID_COLOUR, TRAINING_COLOUR, HELD_OUT_COLOUR = "#1f2430", "#8a909c", "#2f6fde", "#e4572e"
 SECOND_TRAINING_COLOUR, SECOND_HELD_OUT_COLOUR = "#7a5cc9", "#c98a1b"
 SET_STYLES = (
     ("#c98a1b", "s"),
@@ -314,10 +310,8 @@ def draw_loss(records: Records, path: Path, *, title: str) -> None:
     for axes, panel in zip(grid, [loss, *panels], strict=True):
         _draw_panel(axes, panel, records)
     # A name is not a formula: `$` is shown literally.
-    grid[0].set_title(
-        plain(title), loc="left", parse_math=False, color=TEXT_COLOUR, fontsize=13, fontweight="bold", pad=12
-    )
-    grid[-1].set_xlabel("optimizer step", color=TEXT_COLOUR)
+    grid[0].set_title(plain(title), loc="left", parse_math=False, color=TEXT, fontsize=13, fontweight="bold", pad=12)
+    grid[-1].set_xlabel("optimizer step", color=TEXT)
     grid[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     grid[-1].set_xlim(left=0)
     picture = BytesIO()
@@ -347,17 +341,17 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
             steps, values = _read_series(records, f"eval_{set_name}_{metric}")
             shape = {"marker": marker, "markersize": 5, "linewidth": 1.1, "linestyle": "--"}
             axes.plot(steps, values, color=set_colour, label=f"{name}{set_name}  {values[-1]:.3f}", **shape)
-    axes.set_ylabel(panel.label, color=TEXT_COLOUR)
+    axes.set_ylabel(panel.label, color=TEXT)
     axes.margins(x=0.02)
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
     axes.grid(axis="y", color=GRID_COLOUR, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRID_COLOUR)
-    axes.tick_params(colors=TEXT_COLOUR)
+    axes.tick_params(colors=TEXT)
     # Four curves leave no free corner for the legend.
     above = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 2} if len(panel.metrics) > 1 else {}
-    axes.legend(frameon=False, labelcolor=TEXT_COLOUR, **above)
+    axes.legend(frameon=False, labelcolor=TEXT, **above)
 
 
 def _read_series(records: Records, metric: str) -> tuple[list[int], list[float]]:

@@ -310,16 +310,10 @@ def check_same_run(
     return list(changes.values())
 
 
-def describe_harmless_changes(old_identity: Mapping[str, Any], new_identity: Mapping[str, Any]) -> list[str]:
+def describe_harmless_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return descriptions of harmless differences from the start of a run: free keys, library versions, ranks."""
-    parts = [
-        _describe_changes(old_identity[part], new_identity.get(part, {}))
-        for part in ("free", "versions")
-        if part in old_identity
-    ]
-    parts.append(
-        _describe_changes(*({"world_size": each.get("world_size", 1)} for each in (old_identity, new_identity)))
-    )
+    parts = [_describe_changes(old[part], new.get(part, {})) for part in ("free", "versions") if part in old]
+    parts.append(_describe_changes(*({"world_size": each.get("world_size", 1)} for each in (old, new))))
     return [text for part in parts for text in part.values()]
 
 

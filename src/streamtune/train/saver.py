@@ -176,24 +176,12 @@ class CheckpointSaver:
         if is_copied:
             slices = iter([part._replace(values=part.values.detach().to("cpu", copy=True)) for part in slices])
             writer = writer.snapshot_writer(world)
-        content = CheckpointContent(
-            state,
-            rng,
-            slices,
-            backend.has_whole_state,
-            needed_bytes,
-            self.run,
-            None if metric is None else float(metric),
-        )
+        metric = None if metric is None else float(metric)
+        content = CheckpointContent(state, rng, slices, backend.has_whole_state, needed_bytes, self.run, metric)
 
         def write() -> None:
             path = save_checkpoint(
-                self.folder,
-                content,
-                writer,
-                world,
-                before_write=self.before_write,
-                after_commit=self._verify_and_rotate,
+                self.folder, content, writer, world, before_write=self.before_write, after_commit=self._on_commit
             )
             self._saved.append(path)
 
@@ -210,7 +198,7 @@ class CheckpointSaver:
         explained = _explain_write_errors(self.folder, needed_bytes, step_directories(self.folder))
         self.world.run_on_rank_0(explained(lambda: _check_free_bytes(self.folder, needed_bytes)))
 
-    def _verify_and_rotate(self, path: Path) -> None:
+    def _on_commit(self, path: Path) -> None:
         open_checkpoint(path)  # verify it before old ones are deleted
         delete_old_checkpoints(self.folder, self.keep, run=self.run)
 

@@ -22,7 +22,7 @@ def _moments() -> dict[str, tuple[Any, str]]:
     from streamtune.train.objective import SupervisedObjective
 
     return {
-        "tokenizer": (build, "make_tokenizer_on_all_ranks"),
+        "tokenizer": (build, "make_shared_tokenizer"),
         "data": (Sft, "prepare"),
         "model": (build, "make_model"),
         "plan": (build, "plan_schedule"),

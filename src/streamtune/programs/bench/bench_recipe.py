@@ -19,7 +19,7 @@ from streamtune.programs.bench.subject import Job
 from streamtune.programs.bench.table_rows import TableName, TableReport
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.data import locate_errors_in_recipe
+from streamtune.run.data import locate_errors
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_model_without_data
 from streamtune.run.plan import shares_prompts
@@ -95,7 +95,7 @@ def bench_recipe(
             )
         device = choose_device(recipe.device)
         prepare_libraries(device)
-        with locate_errors_in_recipe(loaded):
+        with locate_errors(loaded):
             share = shares_prompts(task, make_blueprint(recipe, device), device)
             completions = task.completions(share=share)
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
@@ -157,7 +157,7 @@ def table_recipe(
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(f"--method must be measure or simulate, found {options.method!r}")
     simulated = table == "max-length" and options.method == "simulate"
-    with locate_errors_in_recipe(loaded):
+    with locate_errors(loaded):
         if files := fingerprints(recipe, weights=not simulated):
             settings["files"] = files
     if table == "max-length":

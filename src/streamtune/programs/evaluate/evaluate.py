@@ -31,7 +31,7 @@ from streamtune.programs.evaluate.needle import NeedleOptions, default_lengths, 
 from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.data import locate_errors_in_recipe, make_sources
+from streamtune.run.data import locate_errors, make_sources
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
 from streamtune.run.weight_choices import with_saved_precision
 from streamtune.tasks import TASKS, Task
@@ -91,7 +91,7 @@ def evaluate_model(
         raise ArgumentError(f"--split: unknown split {options.split!r}", fix=f"choose from {', '.join(SPLITS)}")
     if options.lm_eval:
         check_harness(options.lm_eval)
-    with locate_errors_in_recipe(loaded):
+    with locate_errors(loaded):
         recipe = _adapt_to_single_process(with_saved_precision(loaded.recipe, trained.settings), notify)
         task = TASKS[recipe.objective].for_run(recipe, loaded.path.parent, notify)
         device = choose_device(recipe.device)

@@ -72,7 +72,7 @@ def load_evaluated(
     base, unknown = _base_override(trained, recipe, notify)
     if unknown:
         made = make_reference_model(
-            recipe, tokenizer, device, quantisation_change=models.QuantisedBefore.load(Path(trained.folder))
+            recipe, tokenizer, device, quant_change=models.QuantisedBefore.load(Path(trained.folder))
         )
         models.use_saved_ends(made, Path(trained.folder))
         model = models.load_lora(made, Path(trained.folder)).requires_grad_(False).eval()

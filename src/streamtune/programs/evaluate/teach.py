@@ -19,7 +19,7 @@ from streamtune.ops.head.sweep import TargetRows
 from streamtune.programs.evaluate.evaluate import Feedback
 from streamtune.programs.evaluate.model import plan_evaluation
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import locate_errors_in_recipe, make_sources, make_tokenizer
+from streamtune.run.data import locate_errors, make_sources, make_tokenizer
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
 from streamtune.run.reference import load_reference
 from streamtune.tasks import task_of
@@ -48,7 +48,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
     feedback = feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
     recipe = loaded.recipe
-    with locate_errors_in_recipe(loaded), ExitStack() as stack:
+    with locate_errors(loaded), ExitStack() as stack:
         partial = stack.enter_context(lock_output(output))
         task = task_of(recipe)
         if recipe.objective != "sft":

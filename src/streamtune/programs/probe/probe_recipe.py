@@ -23,7 +23,7 @@ from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RequestedRanks
-from streamtune.run.data import locate_errors_in_recipe
+from streamtune.run.data import locate_errors
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import choose_quantization, make_blueprint
 from streamtune.run.plan import device_memory_bytes, device_to_simulate, local_rates
@@ -83,7 +83,7 @@ def probe_recipe(
     """
     recipe = loaded.recipe
     _check_options(options, task_of(recipe).min_row_tokens)
-    with locate_errors_in_recipe(loaded):
+    with locate_errors(loaded):
         here = torch.device("cpu") if options.device else choose_device(recipe.device)
         simulates = options.method == "simulate"
         target = device_to_simulate(recipe, options.device, options.device_bytes, here) if simulates else None

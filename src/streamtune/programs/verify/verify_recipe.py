@@ -33,7 +33,7 @@ from streamtune.programs.verify.compared_rows import (
 from streamtune.programs.verify.report import VerifyReport
 from streamtune.programs.verify.verify import Comparison, compare_gradients, verify_schedules
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import locate_errors_in_recipe, make_sources, make_tokenizer
+from streamtune.run.data import locate_errors, make_sources, make_tokenizer
 from streamtune.run.device import (
     choose_device,
     make_router_loss,
@@ -156,7 +156,7 @@ def build_verify(
         raise ArgumentError(f"--dtype: unknown dtype {dtype!r}", fix=f"choose from {', '.join(DTYPES)}")
     recipe = with_best_precision(loaded.recipe)
     task = task_of(recipe)
-    with locate_errors_in_recipe(loaded):
+    with locate_errors(loaded):
         device = choose_device(recipe.device)
         prepare_libraries(device)
         with doing("making the tokenizer"):

@@ -318,19 +318,17 @@ def settings_of_all_ranks(recipe: Settings, world: train.World) -> Settings:
     steps, changes = count_micro_batches(recipe, world) * world.data_size, {}
     if recipe.steps_per_generation is not None:
         changes["steps_per_generation"] = recipe.steps_per_generation * world.data_size
-    global_settings = recipe.model_copy(
-        update={"gradient_accumulation_steps": steps, "train_batch_size": None, **changes}
-    )
-    per_rollout, per_step = global_settings.completions_per_generation, global_settings.completions_per_step
-    if per_rollout % global_settings.num_generations or per_rollout % per_step:
+    joint = recipe.model_copy(update={"gradient_accumulation_steps": steps, "train_batch_size": None, **changes})
+    per_rollout, per_step = joint.completions_per_generation, joint.completions_per_step
+    if per_rollout % joint.num_generations or per_rollout % per_step:
         raise ArgumentError(
             f"completions per rollout must be a multiple of completions per step ({per_step} on {world.data_size} "
-            f"rank{'s' * (world.data_size > 1)}) and of num_generations ({global_settings.num_generations}), found "
+            f"rank{'s' * (world.data_size > 1)}) and of num_generations ({joint.num_generations}), found "
             f"{per_rollout}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
             fix="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )
-    return global_settings
+    return joint
 
 
 def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int]], list[T]]) -> list[T]:

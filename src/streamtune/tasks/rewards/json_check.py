@@ -17,17 +17,7 @@ from typing import Any
 
 from streamtune.base.patterns import pattern_error, search_within_limit
 
-ANNOTATION_KEYWORDS = {
-    "$schema",
-    "$id",
-    "$comment",
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "format",
-}
+ANNOTATIONS = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "format"}
 
 
 def _is_number(value: Any) -> bool:
@@ -109,9 +99,9 @@ def conforms(value: Any, schema: Any) -> bool:
     return not isinstance(value, dict) or _check_properties(value, schema)
 
 
-SCHEMA_LIST_KEYWORDS = {"allOf", "anyOf", "oneOf"}
-COUNT_KEYWORDS = {"minItems", "maxItems", "minLength", "maxLength"}
-NUMBER_KEYWORDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+SCHEMA_LIST_KEYS = {"allOf", "anyOf", "oneOf"}
+COUNT_KEYS = {"minItems", "maxItems", "minLength", "maxLength"}
+NUMBER_KEYS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 
 
 def check_schema(schema: Any, path: str = "the schema") -> None:
@@ -131,11 +121,11 @@ def check_schema(schema: Any, path: str = "the schema") -> None:
     for keyword, value in schema.items():
         if keyword in ("items", "not", "additionalProperties"):
             check_schema(value, f"{path}.{keyword}")
-        elif keyword in SCHEMA_LIST_KEYWORDS or keyword == "properties":
+        elif keyword in SCHEMA_LIST_KEYS or keyword == "properties":
             _check_schemas(keyword, value, f"{path}.{keyword}")
         elif keyword in CHECKS or keyword == "required":
             _check_keyword(keyword, value, path)
-        elif keyword not in ANNOTATION_KEYWORDS:
+        elif keyword not in ANNOTATIONS:
             raise ValueError(f"{path} has '{keyword}', which is not supported")
 
 
@@ -155,10 +145,9 @@ def _check_keyword(keyword: str, value: Any, path: str) -> None:
         "required": lambda: isinstance(value, list) and all(isinstance(key, str) for key in value),
         "uniqueItems": lambda: isinstance(value, bool),
         "pattern": lambda: isinstance(value, str) and pattern_error(value) is None,
-        **{bound: lambda: _is_number(value) and (keyword != "multipleOf" or value > 0) for bound in NUMBER_KEYWORDS},
+        **{bound: lambda: _is_number(value) and (keyword != "multipleOf" or value > 0) for bound in NUMBER_KEYS},
         **{
-            count: lambda: isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            for count in COUNT_KEYWORDS
+            count: lambda: isinstance(value, int) and not isinstance(value, bool) and value >= 0 for count in COUNT_KEYS
         },
     }
     if not well_formed.get(keyword, lambda: True)():
