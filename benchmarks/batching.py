@@ -63,7 +63,7 @@ def read_corpus(max_length: int) -> data.PreparedData:
 
 def attention_table(prepared: data.PreparedData, pieces: data.Pieces, max_length: int) -> list[str]:
     """Return the sum of squared lengths for each way of making sequences."""
-    lengths = prepared.train.lengths()
+    lengths = prepared.training.lengths()
     packs, tokens = prepared.packs, int(lengths.sum())
     assert packs is not None
     concat = data.concat_squared_lengths(tokens, max_length)
@@ -90,7 +90,7 @@ def time_table(
     """Return the processor time of a step of each bucket relative to concat-and-chunk."""
     model = small_model(**CONFIG)
     streamtune.stream(model, schedule=Schedule(chunk_size=1024, head_chunk_size=512))
-    examples, random = prepared.train, np.random.RandomState(0)
+    examples, random = prepared.training, np.random.RandomState(0)
     chunks = concat_and_chunk(examples, max_length, 2 * pairs + 2, random)
     processor_seconds(model, chunks[0])
     lines = ["| bucket | share of all tokens | time relative to concat-and-chunk |", "|---:|---:|---:|"]
@@ -220,7 +220,7 @@ def main() -> None:
     ranks = rank_table()
     console.print("\n".join(ranks))
     prepared = read_corpus(options.max_length)
-    pieces = data.cut_rows(prepared.train, max_length=options.max_length, min_length=64, packing=True)
+    pieces = data.cut_rows(prepared.training, max_length=options.max_length, min_length=64, packing=True)
     attention = attention_table(prepared, pieces, options.max_length)
     console.print(prepared.report.describe(), "\n".join(attention), sep="\n")
     times = time_table(prepared, pieces, options.max_length, options.pairs, console)

@@ -78,7 +78,7 @@ def test_skip_leaves_them_out_and_counts(kind: str, write: Write, tokenizer: Any
     notes: list[str] = []
     found = run(kind, write("rows.jsonl", mixed(good, bad)), tokenizer, on_bad_row="skip", notify=notes.append)
     count = max(3, len(bad))
-    assert len(found.train) == found.report.rows == count
+    assert len(found.training) == found.report.rows == count
     assert [row["row"].rpartition(":")[2] for row in found.bad_rows] == [str(2 * n + 2) for n in range(len(bad))]
     assert all(row["what"] for row in found.bad_rows)
     assert any(note.startswith(f"{len(bad)} bad rows skipped; the first is at ") for note in notes)
@@ -133,7 +133,7 @@ def test_a_tokenizer_is_trained_on_the_rows_that_are_left(write: Write) -> None:
 
 
 def texts(found: Any, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(row.input_ids[:-1]) for row in found.train]
+    return [tokenizer.decode(row.input_ids[:-1]) for row in found.training]
 
 
 def test_columns_are_renamed(write: Write, tokenizer: Any) -> None:
@@ -180,7 +180,7 @@ def test_repeat(write: Write, tokenizer: Any) -> None:
     assert sorted(packed.packs.rows.tolist()) == list(range(9))
     held = prepare(sources, tokenizer, max_length=64, val_size=2)
     assert len(held.validation) == 2, "a held-out row is there once"
-    assert len(held.train) + sum(2 if "a" in row.origin[-9:] else 1 for row in held.validation) == 9
+    assert len(held.training) + sum(2 if "a" in row.origin[-9:] else 1 for row in held.validation) == 9
 
 
 def test_keys_of_a_recipe(tmp_path: Path, write: Write) -> None:

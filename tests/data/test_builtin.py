@@ -134,11 +134,11 @@ def test_every_way_to_read_them(tokenizer: PreTrainedTokenizerFast) -> None:
     told: list[str] = []
     preferences, tasks = [Source("demo-preferences", max_rows=60)], [Source("demo-arithmetic", max_rows=60)]
     pairs = prepare_preferences(preferences, tokenizer, max_length=200, val_size=10, notify=told.append)
-    assert (len(pairs.train), len(pairs.validation)) == (50, 10)
-    assert len(prepare_unpaired(preferences, tokenizer, max_length=200).train) == 60
+    assert (len(pairs.training), len(pairs.validation)) == (50, 10)
+    assert len(prepare_unpaired(preferences, tokenizer, max_length=200).training) == 60
     prompts = prepare_prompts(tasks, tokenizer, max_prompt_length=64, notify=told.append)
     taught = prepare(tasks, tokenizer, max_length=64, notify=told.append)
-    for prompt, example in zip(prompts.train, taught.train, strict=True):
+    for prompt, example in zip(prompts.training, taught.training, strict=True):
         asked = np.flatnonzero(np.array(example.labels) != -100)[0]
         assert list(example.input_ids[:asked]) == prompt.input_ids, "what was taught is what is asked"
     assert told == [], "nobody needs to be told what the rows of a built-in set look like"

@@ -290,7 +290,7 @@ def test_columns_that_are_no_json_are_not_kept(
         source = Source(str(tmp_path / "rows.parquet"))
         prepared = prepare_prompts([source], tokenizer, max_prompt_length=99, cache=cache, notify=notes.append)
         assert not notes.hit
-        assert prepared.train[0].columns["day"] == day
+        assert prepared.training[0].columns["day"] == day
 
 
 def test_a_folder_that_cannot_be_written_holds_nothing_up(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -363,7 +363,7 @@ def test_clearing_frees_everything(tmp_path: Path, tokenizer: PreTrainedTokenize
     assert cache.clear() == (1, size)
     assert cache.size() == 0
     assert cache.cached_text([source], {}, lambda: "another", print) == ("another", False)
-    assert len(prepared.train[0].input_ids) > 3, "rows in use stay readable"
+    assert len(prepared.training[0].input_ids) > 3, "rows in use stay readable"
 
 
 def test_clearing_while_rows_are_prepared_loses_the_entry_alone(
@@ -447,28 +447,28 @@ def test_kept_rows_that_are_cut_or_changed_while_they_are_mapped(
     (table,) = cache.root.glob("*/rows.arrow")
     content = table.read_bytes()
     assert ".unfinished" not in str(table)
-    before = list(prepared.train[5].input_ids)
+    before = list(prepared.training[5].input_ids)
     os.utime(table, (1, 1))
-    assert list(prepared.train[5].input_ids) == before, "only touched"
+    assert list(prepared.training[5].input_ids) == before, "only touched"
     changed = bytearray(content)
     changed[len(changed) // 2] ^= 1
     with table.open("r+b") as file:
         file.write(changed)
     with pytest.raises(StorageError, match=r"rows\.arrow was changed during the run"):
-        prepared.train[0]
+        prepared.training[0]
     with table.open("r+b") as file:
         file.write(content)
-    assert list(prepared.train[5].input_ids) == before, "as it was"
+    assert list(prepared.training[5].input_ids) == before, "as it was"
     os.truncate(table, 4096)
-    for read in (lambda: prepared.train[30], prepared.train.lengths, lambda: prepared.train.column_cells("origin")):
+    for read in (lambda: prepared.training[30], prepared.training.lengths, lambda: prepared.training.column_cells("origin")):
         with pytest.raises(StorageError, match=rf"{table} was truncated from .* to 4.00 KiB during the run"):
             read()
     os.truncate(table, 0)
     table.unlink()
     with pytest.raises(StorageError, match="was truncated from"):
-        prepared.train[30]
+        prepared.training[30]
     again = prepare([source], tokenizer, max_length=400, cache=cache)
-    assert list(again.train[5].input_ids) == before
+    assert list(again.training[5].input_ids) == before
 
 
 def test_rows_that_are_deleted_or_replaced_are_read_on(
@@ -477,9 +477,9 @@ def test_rows_that_are_deleted_or_replaced_are_read_on(
     source = write(tmp_path / "rows.jsonl", chats(40))
     prepared = prepare([source], tokenizer, max_length=400, cache=cache)
     (table,) = cache.root.glob("*/rows.arrow")
-    before = list(prepared.train[30].input_ids)
+    before = list(prepared.training[30].input_ids)
     (tmp_path / "other").write_bytes(b"other")
     (tmp_path / "other").replace(table)
-    assert list(prepared.train[30].input_ids) == before
+    assert list(prepared.training[30].input_ids) == before
     cache.clear()
-    assert list(prepared.train[30].input_ids) == before
+    assert list(prepared.training[30].input_ids) == before

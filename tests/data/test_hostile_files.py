@@ -226,7 +226,7 @@ def test_odd_files_that_are_read(name: str, content: bytes, tmp_path: Path, toke
     path, notes = tmp_path / name, list[str]()
     path.write_bytes(content)
     found = prepare([Source(str(path))], tokenizer, max_length=64, notify=notes.append)  # type: ignore[arg-type]
-    assert [tokenizer.decode(row.input_ids[:-1]) for row in found.train] == ["one", "two"]  # type: ignore[attr-defined]
+    assert [tokenizer.decode(row.input_ids[:-1]) for row in found.training] == ["one", "two"]  # type: ignore[attr-defined]
     if "csv" in name and "utf16" not in name:
         assert any("columns are separated by" in note for note in notes)
 
@@ -301,5 +301,5 @@ def test_the_line_after_one_that_is_too_long(
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b'{"text": "' + b"x" * 10**6 + b'"}\n' + GOOD + b"{\n")
     found = prepare([Source(str(path))], tokenizer, max_length=64, on_bad_row="skip")  # type: ignore[arg-type]
-    assert [row.origin for row in found.train] == [f"{path}:1", f"{path}:3"]
+    assert [row.origin for row in found.training] == [f"{path}:1", f"{path}:3"]
     assert [row["row"] for row in found.bad_rows] == [f"{path}:2", f"{path}:4"]

@@ -90,7 +90,7 @@ def test_a_piece_is_the_text_of_its_tokens(tokenizer: PreTrainedTokenizerFast) -
 def test_runs_are_the_row_and_its_mask(made: Callable[..., PreparedData], tokenizer: PreTrainedTokenizerFast) -> None:
     data = made(max_length=100, overlength="split", val_size=0.2)
     rows = RowInspector(data, tokenizer)
-    assert len(rows) == len(data.train) + len(data.validation)
+    assert len(rows) == len(data.training) + len(data.validation)
     assert sum(rows.view(number).held_out for number in range(1, len(rows) + 1)) == len(data.validation)
     for number in range(1, len(rows) + 1):
         view = rows.view(number)
@@ -135,7 +135,7 @@ def test_the_worst_rows(made: Callable[..., PreparedData], tokenizer: PreTrained
     whole, cut = made(), made(max_length=90, overlength="truncate", val_size=0.1)
     rows = RowInspector(cut, tokenizer)
     views = [rows.view(number) for number in range(1, len(rows) + 1)]
-    sizes = {example.origin: len(example.input_ids) for example in whole.train}
+    sizes = {example.origin: len(example.input_ids) for example in whole.training}
     worst: dict[str, list[int]] = {}
     for reason, number in rows.most_extreme(3):
         for each in reason.split(", "):
@@ -195,7 +195,7 @@ def test_sources_add_up_to_the_report(
 
 def test_duplicates_are_counted(made: Callable[..., PreparedData]) -> None:
     data = made(val_size=0.3)
-    seen = [example.input_ids.tobytes() for part in (data.train, data.validation) for example in part]
+    seen = [example.input_ids.tobytes() for part in (data.training, data.validation) for example in part]
     assert data.report.duplicates == len(seen) - len(set(seen)) >= 1
     assert data.report.held_out_duplicates == 0
 
@@ -204,7 +204,7 @@ def test_pieces_that_are_held_out_as_well(write: Write, tokenizer: PreTrainedTok
     texts = [{"text": "The answer is 42. " * 30 + "The quick " * count} for count in range(1, 9)]
     data = prepare([Source(write("a.jsonl", texts))], tokenizer, max_length=40, overlength="split", val_size=0.5)
     held_out = {example.input_ids.tobytes() for example in data.validation}
-    expected = sum(example.input_ids.tobytes() in held_out for example in data.train)
+    expected = sum(example.input_ids.tobytes() in held_out for example in data.training)
     assert data.report.held_out_duplicates == expected > 0
 
 
@@ -240,7 +240,7 @@ def check_choice(found: LengthChoice, made: Callable[..., PreparedData]) -> None
         for how in ("truncate", "drop")
     )
     assert cut is not None
-    sizes = [len(example.input_ids) for example in cut.train]
+    sizes = [len(example.input_ids) for example in cut.training]
     assert found.rows_over == sum(length > found.max_length for length in cut.measured.lengths)
     assert found.lost_if_truncated == cut.report.tokens_lost
     if dropped is not None:
@@ -258,7 +258,7 @@ def check_choice(found: LengthChoice, made: Callable[..., PreparedData]) -> None
 def test_packs_of_other_lengths(overlength: str, made: Callable[..., PreparedData]) -> None:
     whole = made()
     for each in compare_max_lengths(whole.measured, 64, DataOptions(overlength=overlength, seed=1), batch_size=2):
-        if overlength == "drop" and each.rows_over == len(whole.train):
+        if overlength == "drop" and each.rows_over == len(whole.training):
             assert each.packs == 0
             continue
         data = made(

@@ -39,11 +39,11 @@ def made(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Prepare:
 
 
 def texts(tokenizer: Any, data: PreparedData) -> list[str]:
-    return [tokenizer.decode(example.input_ids) for example in data.train]
+    return [tokenizer.decode(example.input_ids) for example in data.training]
 
 
 def trained_texts(tokenizer: Any, data: PreparedData) -> list[str]:
-    return [tokenizer.decode([label for label in example.labels if label != -100]) for example in data.train]
+    return [tokenizer.decode([label for label in example.labels if label != -100]) for example in data.training]
 
 
 def chat(*turns: tuple[str, str]) -> dict[str, Any]:
@@ -130,11 +130,11 @@ def test_a_prompt_is_cut_and_not_the_answer(made: Prepare, tokenizer: Any) -> No
 
 def test_an_answer_that_is_too_long_keeps_its_beginning(made: Prepare, tokenizer: Any) -> None:
     row = {"prompt": "Why? ", "completion": "The quick brown fox jumps over the lazy dog. " * 20}
-    (whole,) = made(row, max_length=10_000).train
+    (whole,) = made(row, max_length=10_000).training
     data = made(row, max_length=30, overlength="truncate")
-    assert list(data.train[0].input_ids) == list(whole.input_ids)[:30]
+    assert list(data.training[0].input_ids) == list(whole.input_ids)[:30]
     left = made(row, max_length=30, overlength="truncate", truncate_side="left")
-    assert list(left.train[0].input_ids) == list(whole.input_ids)[-30:]
+    assert list(left.training[0].input_ids) == list(whole.input_ids)[-30:]
     lost = data.report.supervised_tokens_lost
     assert lost == sum(label != -100 for label in whole.labels) - data.report.supervised_tokens
 
@@ -219,7 +219,7 @@ def test_a_document_is_split_between_paragraphs_then_lines(made: Prepare, tokeni
     lines = texts(tokenizer, made({"text": text}, max_length=64, overlength="split", split_at="line"))
     assert all(piece.rstrip(" ").endswith("\n") for piece in lines[:-1])
     assert len(lines) <= len(paragraphs)
-    tokens = made({"text": text}, max_length=64, overlength="split", split_at="token").train
+    tokens = made({"text": text}, max_length=64, overlength="split", split_at="token").training
     assert {len(example.input_ids) for example in tokens[:-1]} == {64}
 
 
@@ -246,7 +246,7 @@ def test_trained_tokens_are_counted(kind: str, overlap: int, made: Prepare) -> N
     """Of random rows: trained in the pieces and lost are those of the whole; each has the context that it should."""
     draw = random.Random(f"{kind} {overlap}")
     rows = [random_row(draw, kind) for _ in range(30)]
-    whole = {example.origin: example for example in made(*rows, max_length=100_000).train}
+    whole = {example.origin: example for example in made(*rows, max_length=100_000).training}
     for split_at in ("turn", "line", "token"):
         most = draw.randrange(16, 80)
         options = {"overlength": "split", "split_at": split_at, "split_overlap": overlap}
@@ -260,7 +260,7 @@ def test_trained_tokens_are_counted(kind: str, overlap: int, made: Prepare) -> N
         if overlap:
             assert report.supervised_tokens_lost == 0
         places: dict[str, int] = {}
-        for piece in data.train:
+        for piece in data.training:
             row = whole[piece.origin]
             ids, labels = np.asarray(row.input_ids), np.asarray(row.labels)
             own, size = np.asarray(piece.labels), len(piece.input_ids)
@@ -313,6 +313,8 @@ def test_hostile_values(name: str, made: Prepare) -> None:
 def test_as_short_as_can_be(made: Prepare) -> None:
     """Of two tokens a piece, each with one of context, every token is trained once."""
     row = {"text": "The quick brown fox jumps over the lazy dog."}
-    (whole,) = made(row, max_length=1000).train
+    (whole,) = made(row, max_length=1000).training
     data = made(row, max_length=2, overlength="split", split_overlap=1)
-    assert [label for example in data.train for label in example.labels if label != -100] == list(whole.input_ids)[1:]
+    assert [label for example in data.training for label in example.labels if label != -100] == list(whole.input_ids)[
+        1:
+    ]

@@ -92,7 +92,7 @@ def test_packs_are_of_one_source_each_and_shares_hold(sources: list[Source], tok
     assert data.mixture.bounds[-1] == len(data.packs)
     for number in range(3):
         packs = range(data.mixture.bounds[number], data.mixture.bounds[number + 1])
-        rows = {data.train[row].origin.partition(".jsonl")[0][-1] for pack in packs for row in data.packs[pack]}
+        rows = {data.training[row].origin.partition(".jsonl")[0][-1] for pack in packs for row in data.packs[pack]}
         assert rows == {"abc"[number]}
     epoch = [source.epoch_rows for source in data.report.sources]
     assert np.array(epoch) / sum(epoch) == pytest.approx([0.25, 0.5, 0.25], abs=0.1)
@@ -131,7 +131,7 @@ def test_eval_sets_are_held_out_and_an_overlap_is_counted(write: Write, tokenize
     assert [(each.name, each.start, each.stop) for each in data.eval_sets] == [
         ("held_out", 0, 4), ("code", 4, 13), ("prose", 13, 14),
     ]  # fmt: skip
-    trained = {example.origin for example in data.train}
+    trained = {example.origin for example in data.training}
     assert len(trained) == 16
     assert all("a.jsonl" in origin for origin in trained)
     same = sum(f"{tmp_path}/a.jsonl:{number}" in trained for number in (1, 2, 3))

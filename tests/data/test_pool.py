@@ -83,7 +83,7 @@ def test_the_same_rows_counts_and_messages(kind: str, tmp_path: Path, tokenizer:
     assert sorted(map(str, found[0].bad_rows)) == sorted(map(str, found[1].bad_rows))
     for name, value in vars(found[0].measured).items():
         assert np.array_equal(value, getattr(found[1].measured, name)), name
-    assert [row.origin for row in found[0].train] == [row.origin for row in found[1].train]
+    assert [row.origin for row in found[0].training] == [row.origin for row in found[1].training]
 
 
 @pytest.mark.full

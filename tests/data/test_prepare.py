@@ -47,30 +47,30 @@ def test_rows_become_examples(prepared: Prepared, write: Write, tokenizer: PreTr
     pairs = write("pairs.csv", "prompt,completion\nThe quick, brown fox\n")
     data = prepared(chats, pairs, notify=told.append)
     assert told == [f"{chats}: detected row type 'messages'", f"{pairs}: detected row type 'prompt_completion'"]
-    assert decoded(tokenizer, data.train) == [
+    assert decoded(tokenizer, data.training) == [
         "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\nThe answer 1<|im_end|>\n",
         "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\nThe answer 2<|im_end|>\n",
         "The quick brown fox<|im_end|>",
     ]
-    assert [example.origin for example in data.train] == [f"{chats}:1", f"{chats}:2", f"{pairs}:2"]
+    assert [example.origin for example in data.training] == [f"{chats}:1", f"{chats}:2", f"{pairs}:2"]
     assert len(data.validation) == 0
-    example = data.train[2]
+    example = data.training[2]
     assert example.input_ids.dtype == example.labels.dtype == np.int32
     assert tokenizer.decode(example.labels[example.labels != -100]) == " brown fox<|im_end|>"
 
 
 def test_examples_are_a_sequence(prepared: Prepared, write: Write) -> None:
     data = prepared(write("a.jsonl", [{"text": f"The answer {n}"} for n in range(5)]))
-    assert [example.origin[-2:] for example in data.train[1:4]] == [":2", ":3", ":4"]
-    assert data.train[-1].origin.endswith(":5")
-    assert isinstance(data.train[np.int64(2)], Example)
+    assert [example.origin[-2:] for example in data.training[1:4]] == [":2", ":3", ":4"]
+    assert data.training[-1].origin.endswith(":5")
+    assert isinstance(data.training[np.int64(2)], Example)
     with pytest.raises(IndexError):
-        data.train[5]
+        data.training[5]
 
 
 def test_report(prepared: Prepared, write: Write) -> None:
     data = prepared(write("a.jsonl", [{"text": "a" * n} for n in range(1, 101)]), max_length=200, val_size=0.1)
-    lengths = [len(example.input_ids) for part in (data.train, data.validation) for example in part]
+    lengths = [len(example.input_ids) for part in (data.training, data.validation) for example in part]
     expected: dict[str, Any] = {
         "rows": 100,
         "kept": 100,
@@ -100,7 +100,7 @@ def test_report(prepared: Prepared, write: Write) -> None:
     shared = ("rows", "kept", "truncated", "dropped", "split", "tokens", "supervised_tokens")
     shared += ("tokens_lost", "supervised_tokens_lost")
     source = {name: expected[name] for name in (*shared, "length_percentiles")}
-    visited = {"epoch_rows": 90, "epoch_tokens": sum(len(example.input_ids) for example in data.train)}
+    visited = {"epoch_rows": 90, "epoch_tokens": sum(len(example.input_ids) for example in data.training)}
     mixture = {"weight": None, "evaluates": None, **visited}
     expected["sources"] = [{"path": data.report.sources[0].path, "name": None, **source, **mixture}]
     assert json.loads(json.dumps(data.report.to_json())) == expected
@@ -120,7 +120,7 @@ def test_truncate_keeps_the_start(prepared: Prepared, write: Write, tokenizer: P
     told: list[str] = []
     path = write("a.jsonl", [{"text": "bad" * 50}, {"text": "a"}])
     data = prepared(path, overlength="truncate", notify=told.append)
-    assert decoded(tokenizer, data.train)[0] == ("bad" * 50)[:64]
+    assert decoded(tokenizer, data.training)[0] == ("bad" * 50)[:64]
     assert told[-1] == "1 of 2 rows exceed 64 tokens: 1 truncated; 87 tokens and 87 trained tokens lost"
     assert (data.report.truncated, data.report.kept, data.report.length_percentiles["max"]) == (1, 2, 151)
 
@@ -133,20 +133,20 @@ def test_truncate_drops_a_row_whose_answer_is_cut_off(prepared: Prepared, write:
 
 def test_drop(prepared: Prepared, write: Write) -> None:
     data = prepared(write("a.jsonl", [{"text": "a" * 100}, {"text": "a"}]), overlength="drop")
-    assert (len(data.train), data.report.dropped) == (1, 1)
+    assert (len(data.training), data.report.dropped) == (1, 1)
 
 
 def test_split_covers_the_row(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     data = prepared(write("a.jsonl", [{"text": "bad" * 50}]), overlength="split")
-    assert "".join(decoded(tokenizer, data.train)) == "bad" * 50 + "<|im_end|>"
-    assert [len(example.input_ids) for example in data.train] == [64, 64, 23]
-    assert all(example.labels[0] == -100 for example in data.train), "nothing predicts the first token of a piece"
+    assert "".join(decoded(tokenizer, data.training)) == "bad" * 50 + "<|im_end|>"
+    assert [len(example.input_ids) for example in data.training] == [64, 64, 23]
+    assert all(example.labels[0] == -100 for example in data.training), "nothing predicts the first token of a piece"
     assert (data.report.rows, data.report.kept, data.report.split) == (1, 1, 1)
 
 
 def test_split_drops_pieces_with_nothing_to_learn(prepared: Prepared, write: Write) -> None:
     data = prepared(write("a.jsonl", [chat("a" * 200, "The answer")]), overlength="split")
-    assert (len(data.train), data.report.pieces_dropped, data.report.split) == (1, 3, 1)
+    assert (len(data.training), data.report.pieces_dropped, data.report.split) == (1, 3, 1)
 
 
 def test_nothing_left(prepared: Prepared, write: Write) -> None:
@@ -170,7 +170,7 @@ def test_mixed_row_types_are_refused(prepared: Prepared, write: Write) -> None:
 
 
 def texts_of(tokenizer: PreTrainedTokenizerFast, data: PreparedData) -> tuple[list[str], list[str]]:
-    return decoded(tokenizer, data.train), decoded(tokenizer, data.validation)
+    return decoded(tokenizer, data.training), decoded(tokenizer, data.validation)
 
 
 def test_held_out_rows(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -195,7 +195,7 @@ def test_copies_of_a_held_out_row_are_held_out(
 def test_pieces_of_a_row_stay_together(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [{"text": f"{n} " * 100} for n in range(10)])
     data = prepared(path, overlength="split", val_size=2)
-    train, held_out = ({example.origin for example in part} for part in (data.train, data.validation))
+    train, held_out = ({example.origin for example in part} for part in (data.training, data.validation))
     assert (len(train), len(held_out)) == (8, 2)
 
 
@@ -230,7 +230,7 @@ def test_no_file_is_left_behind(prepared: Prepared, write: Write, tmp_path: Path
     with pytest.raises(DataError):
         prepared(write("b.jsonl", [{"text": ""}]))
     assert list(folder.iterdir()) == []
-    assert len(data.train[2].input_ids) > 0
+    assert len(data.training[2].input_ids) > 0
 
 
 def test_more_tokens_than_one_batch_of_the_store_holds(
@@ -238,7 +238,7 @@ def test_more_tokens_than_one_batch_of_the_store_holds(
 ) -> None:
     monkeypatch.setattr("streamtune.data.record_table._FLUSH_TOKENS", 10)
     data = prepared(write("a.jsonl", [{"text": f"The answer is {n}"} for n in range(50)]))
-    assert [example.origin.rpartition(":")[2] for example in data.train] == [str(n) for n in range(1, 51)]
+    assert [example.origin.rpartition(":")[2] for example in data.training] == [str(n) for n in range(1, 51)]
 
 
 def test_unknown_names(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -303,9 +303,9 @@ def test_rows_are_read_back_from_pages_that_were_released(
     prepared: Prepared, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write("a.jsonl", [{"text": f"The answer is {n}"} for n in range(50)])
-    kept = [(list(row.input_ids), list(row.labels), row.origin) for row in prepared(path).train]
+    kept = [(list(row.input_ids), list(row.labels), row.origin) for row in prepared(path).training]
     monkeypatch.setattr("streamtune.data.record_table._RESIDENT", 0)
     data = prepared(path)
-    rows = list(data.train)  # their ids are views of the pages
+    rows = list(data.training)  # their ids are views of the pages
     assert [(list(row.input_ids), list(row.labels), row.origin) for row in rows] == kept
-    assert [row.origin for row in data.train[10:20]] == [origin for _, _, origin in kept[10:20]]
+    assert [row.origin for row in data.training[10:20]] == [origin for _, _, origin in kept[10:20]]

@@ -37,13 +37,13 @@ def test_prompts(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenize
     texts = write("texts.jsonl", [{"prompt": "The quick", "answer": "4", "level": 2}])
     chats = write("chats.jsonl", [{"prompt": ASKED, "answer": 7, "completion": "c"}])
     data = prepared(texts, chats)
-    text, chat = data.train
+    text, chat = data.training
     assert text.input_ids == tokenizer("The quick")["input_ids"]
     assert tokenizer.decode(chat.input_ids) == "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
     assert (text.prompt, chat.prompt) == ("The quick", ASKED)
     assert gather_columns([text, chat]) == {"answer": ["4", 7], "level": [2, None], "completion": [None, "c"]}
-    assert [prompt.origin for prompt in data.train] == [f"{texts}:1", f"{chats}:1"]
-    assert data.train[1:][0] == chat
+    assert [prompt.origin for prompt in data.training] == [f"{texts}:1", f"{chats}:1"]
+    assert data.training[1:][0] == chat
     assert data.report.describe().startswith("2 rows; 2 to train on; prompts ")
 
 
@@ -51,9 +51,9 @@ def test_conversations_lose_their_last_answer_only_where_the_type_says_so(prepar
     messages = [*ASKED, ANSWER, {"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]
     path = write("a.jsonl", [{"messages": messages}, {"messages": messages[:3]}])
     data = prepared(path)
-    assert [prompt.prompt for prompt in data.train] == [messages[:3]] * 2
-    assert data.train[0].columns == {"messages": messages}, "the answer that was taken off is there for rewards"
-    assert data.train[0].input_ids == data.train[1].input_ids
+    assert [prompt.prompt for prompt in data.training] == [messages[:3]] * 2
+    assert data.training[0].columns == {"messages": messages}, "the answer that was taken off is there for rewards"
+    assert data.training[0].input_ids == data.training[1].input_ids
     path = write("b.jsonl", [{"prompt": messages}])
     with pytest.raises(DataError, match="'prompt' ends with an assistant message, so there is nothing to") as caught:
         prepared(path)
@@ -66,7 +66,7 @@ def test_tools_reach_the_template(make_tokenizer: Callable[..., Any], write: Wri
     tokenizer.chat_template = "{{ tools[0]['function']['name'] }}: {{ messages[0]['content'] }}"
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     path = write("a.jsonl", [{"prompt": ASKED, "tools": tools}])
-    (prompt,) = prepare_prompts([Source(path)], tokenizer, max_prompt_length=64).train
+    (prompt,) = prepare_prompts([Source(path)], tokenizer, max_prompt_length=64).training
     assert tokenizer.decode(prompt.input_ids) == "weather: one?"
     assert prompt.columns == {"tools": tools}
 
@@ -79,7 +79,7 @@ def test_an_end_token_behind_a_text_is_taken_off(make_tokenizer: Callable[..., A
     )
     (prompt,) = prepare_prompts(
         [Source(write("a.jsonl", [{"prompt": "The quick"}]))], tokenizer, max_prompt_length=9
-    ).train
+    ).training
     assert prompt.input_ids == [3, *plain]
 
 
@@ -87,7 +87,7 @@ def test_columns_come_back_as_they_were(prepared: Prepared, tmp_path: Path) -> N
     columns = {"when": datetime.date(2024, 5, 17), "raw": b"\x00\xff", "tests": [{"in": "1", "out": "2"}], "x": 0.1}
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "one?", **columns}]), path)
-    (prompt,) = prepared(str(path)).train
+    (prompt,) = prepared(str(path)).training
     assert prompt.columns == columns
 
 
@@ -97,12 +97,12 @@ def test_lengths(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenize
         prepared(path, max_prompt_length=20)
     told: list[str] = []
     data = prepared(path, max_prompt_length=20, overlength="truncate", notify=told.append)
-    assert tokenizer.decode(data.train[2].input_ids) == "a" * 20
+    assert tokenizer.decode(data.training[2].input_ids) == "a" * 20
     assert told[-1] == "1 of 3 prompts exceed 20 tokens: truncated; 5 tokens lost"
     assert (data.report.truncated, data.report.tokens, data.report.length_percentiles["max"]) == (1, 45, 25)
     data = prepared(path, max_prompt_length=21, overlength="truncate", truncate_side="middle")
-    assert tokenizer.decode(data.train[2].input_ids) == "b" * 5 + "a" * 16
-    assert len(data.train[2].input_ids) == 21
+    assert tokenizer.decode(data.training[2].input_ids) == "b" * 5 + "a" * 16
+    assert len(data.training[2].input_ids) == 21
     data = prepared(path, max_prompt_length=20, overlength="drop")
     assert (data.report.kept, data.report.dropped) == (2, 1)
     with pytest.raises(DataError, match="no prompt is left: all 3 were dropped"):
@@ -116,8 +116,8 @@ def test_lengths(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenize
 def test_held_out_prompts_are_not_trained_on(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [{"prompt": f"{n % 10}?", "answer": n} for n in range(40)])
     data = prepared(path, val_size=0.2)
-    train, held_out = ({prompt.prompt for prompt in part} for part in (data.train, data.validation))  # type: ignore[misc]
-    assert (len(data.train), len(data.validation)) == (32, 8)
+    train, held_out = ({prompt.prompt for prompt in part} for part in (data.training, data.validation))  # type: ignore[misc]
+    assert (len(data.training), len(data.validation)) == (32, 8)
     assert not train & held_out
 
 

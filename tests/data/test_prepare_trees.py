@@ -59,20 +59,20 @@ def test_pairs_become_trees(prepared: Prepared, write: Write, tokenizer: PreTrai
     data = prepared(texts, chats, cells, notify=told.append)
     assert told == [f"{path}: detected row type 'preference'" for path in (texts, chats, cells)]
     header = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
-    assert [decoded(tokenizer, tree) for tree in data.train] == [
+    assert [decoded(tokenizer, tree) for tree in data.training] == [
         ["one?", " good<|im_end|>", " bad<|im_end|>"],
         [header, " good<|im_end|>\n", " bad<|im_end|>\n"],
         ["three?", " good<|im_end|>", " bad<|im_end|>"],
         ["four?", " a<|im_end|>", " b<|im_end|>"],
     ]
-    assert [tree.origin for tree in data.train] == [f"{texts}:1", f"{chats}:1", f"{cells}:2", f"{cells}:3"]
-    assert [tree.margin for tree in data.train] == [2.0, None, 0.5, None]
-    masks = data.train[1].masks
+    assert [tree.origin for tree in data.training] == [f"{texts}:1", f"{chats}:1", f"{cells}:2", f"{cells}:3"]
+    assert [tree.margin for tree in data.training] == [2.0, None, 0.5, None]
+    masks = data.training[1].masks
     assert masks is not None
     assert [mask[-2:] for mask in masks] == [[True, False]] * 2, "nothing is learnt from the line break behind a turn"
-    assert data.train[0].masks is None
-    assert data.train[1:3][1] == data.train[2]
-    assert data.train[0].labels is None
+    assert data.training[0].masks is None
+    assert data.training[1:3][1] == data.training[2]
+    assert data.training[0].labels is None
 
 
 def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
     told: list[str] = []
     data = prepared(str(path), notify=told.append)
-    assert data.train[0].margin == -2.0
+    assert data.training[0].margin == -2.0
     assert data.report.negative_margins == 1
     assert told[-1] == "1 pair has a chosen answer with the lower score"
 
@@ -98,7 +98,7 @@ def test_parquet(prepared: Prepared, tmp_path: Path) -> None:
 def test_report(prepared: Prepared, write: Write) -> None:
     rows = [pair("a" * n, " good" * (n % 3 + 1), " bad") for n in range(1, 41)]
     data = prepared(write("a.jsonl", rows), val_size=0.1)
-    trees = [*data.train, *data.validation]
+    trees = [*data.training, *data.validation]
     report = data.report
     assert isinstance(report, CompletionReport)
     assert (report.rows, report.kept, report.train_examples, report.validation_examples) == (40, 40, 36, 4)
@@ -116,7 +116,7 @@ def test_report(prepared: Prepared, write: Write) -> None:
     assert json.loads(json.dumps(report.to_json()))["tree_tokens"] == report.tree_tokens
     assert report.describe().startswith("40 rows; 36 to train on; 4 held out; prompts 1 to ")
     assert f"{report.tokens:,} tokens, {report.tree_tokens:,} with shared beginnings" in report.describe()
-    assert [int(length) for length in data.train.lengths()] == [t.num_tokens for t in data.train]  # type: ignore[attr-defined]
+    assert [int(length) for length in data.training.lengths()] == [t.num_tokens for t in data.training]  # type: ignore[attr-defined]
 
 
 def test_held_out_prompts_are_not_trained_on(
@@ -124,8 +124,8 @@ def test_held_out_prompts_are_not_trained_on(
 ) -> None:
     rows = [pair(f"prompt {n % 10}?", f" good {n}") for n in range(50)]
     data = prepared(write("a.jsonl", rows), val_size=10)
-    train, held_out = ({decoded(tokenizer, tree)[0] for tree in part} for part in (data.train, data.validation))
-    assert (len(data.train), len(data.validation)) == (40, 10)
+    train, held_out = ({decoded(tokenizer, tree)[0] for tree in part} for part in (data.training, data.validation))
+    assert (len(data.training), len(data.validation)) == (40, 10)
     assert not train & held_out
     with pytest.raises(DataError, match=re.escape("would hold out all 5 rows (1 different)")):
         prepared(write("b.jsonl", [pair("same?", f" good {n}") for n in range(5)]), val_size=1)
@@ -141,7 +141,7 @@ def test_too_long_rows(prepared: Prepared, write: Write) -> None:
     with pytest.raises(DataError):
         prepared(path, max_length=longest - 1)
     data = prepared(path, overlength="drop")
-    assert (len(data.train), data.report.dropped, data.report.truncated) == (1, 2, 0)
+    assert (len(data.training), data.report.dropped, data.report.truncated) == (1, 2, 0)
 
 
 def test_a_prompt_that_leaves_no_room(prepared: Prepared, write: Write) -> None:
@@ -161,7 +161,7 @@ def test_long_prompts(prepared: Prepared, write: Write, tokenizer: PreTrainedTok
     with pytest.raises(DataError, match="1 prompt has more than max_prompt_length = 20 tokens; the longest has 23"):
         prepared(path, max_prompt_length=20)
     data = prepared(path, max_prompt_length=20, overlength="truncate")
-    assert decoded(tokenizer, data.train[0]) == ["a" * 20, " good<|im_end|>", " bad<|im_end|>"]
+    assert decoded(tokenizer, data.training[0]) == ["a" * 20, " good<|im_end|>", " bad<|im_end|>"]
     assert (data.report.truncated, data.report.prompt_lengths["max"]) == (1, 23)
     assert prepared(path, max_prompt_length=20, overlength="drop").report.kept == 1
 
@@ -172,7 +172,7 @@ def test_truncate_keeps_the_beginning_of_the_answers(
     rows = [pair("a" * 60, "bbbbb" * 3, "bad"), pair("a" * 60, "bbbbbc", "bbbbbd"), pair("a")]
     told: list[str] = []
     data = prepared(write("a.jsonl", rows), overlength="truncate", notify=told.append)
-    assert decoded(tokenizer, data.train[0]) == ["a" * 60, "bbbb", "bad<|im_end|>"]
+    assert decoded(tokenizer, data.training[0]) == ["a" * 60, "bbbb", "bad<|im_end|>"]
     assert told[-1] == ("2 of 3 rows exceed the length: 1 truncated, 1 dropped; 146 tokens and 26 trained tokens lost")
     assert (data.report.kept, data.report.dropped) == (2, 1), "what is left of the second row's answers is the same"
 
@@ -212,7 +212,7 @@ def test_answers_that_a_template_writes_alike(make_tokenizer: Callable[..., Any]
 def test_unpaired_rows(unpaired: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     rows = [judged("one?", " good", True), judged("one?", " bad", False), judged("two?", " a", False)]
     data = unpaired(write("a.jsonl", rows), val_size=1)
-    trees = [*data.train, *data.validation]
+    trees = [*data.training, *data.validation]
     assert all(len(tree.completions) == 1 for tree in trees)
     assert sorted((decoded(tokenizer, tree)[1], tree.labels) for tree in trees) == [
         (" a<|im_end|>", [False]),
@@ -225,7 +225,7 @@ def test_unpaired_rows(unpaired: Prepared, write: Write, tokenizer: PreTrainedTo
 
 def test_pairs_read_as_judged_answers(unpaired: Prepared, write: Write) -> None:
     data = unpaired(write("a.jsonl", [pair("one?")]), write("b.jsonl", [judged("two?", " a", True)]))
-    assert [tree.labels for tree in data.train] == [[True, False], [True]]
+    assert [tree.labels for tree in data.training] == [[True, False], [True]]
     assert data.report.completions == 3
     with pytest.raises(DataError, match="one answer cannot be desirable and undesirable"):
         unpaired(write("c.jsonl", [pair("one?", " bad")]))
@@ -311,6 +311,6 @@ def test_more_tokens_than_one_batch_of_the_store_holds(
     prepared: Prepared, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [pair(f"prompt {n}?", f" good {n}") for n in range(50)]
-    whole = list(prepared(write("a.jsonl", rows)).train)
+    whole = list(prepared(write("a.jsonl", rows)).training)
     monkeypatch.setattr("streamtune.data.record_table._FLUSH_TOKENS", 10)
-    assert list(prepared(write("a.jsonl", rows)).train) == whole
+    assert list(prepared(write("a.jsonl", rows)).training) == whole

@@ -40,9 +40,9 @@ class Made:
         self.prepared = prepare([Source(path)], tokenizer, max_length=4096, train_on=train_on, notify=told.append,
                                 chat=ChatOptions(**chat))  # fmt: skip
         self.told = [text.removeprefix(f"{path}: ") for text in told if "detected row type" not in text]
-        self.texts = [tokenizer.decode(row.input_ids) for row in self.prepared.train]
+        self.texts = [tokenizer.decode(row.input_ids) for row in self.prepared.training]
         self.trained = [
-            tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX]) for row in self.prepared.train
+            tokenizer.decode([label for label in row.labels if label != IGNORE_INDEX]) for row in self.prepared.training
         ]
 
 
@@ -148,14 +148,14 @@ def test_default_system_of_preferences_and_prompts(write: Write) -> None:
     pair = write("a.jsonl", [{"prompt": [user("q")], "chosen": "a", "rejected": "b", "system": ""}])
     trees = prepare_preferences([Source(pair)], tokenizer, max_length=200, chat=options)
     prompts = prepare_prompts([Source(pair, type="prompts")], tokenizer, max_prompt_length=200, chat=options)
-    assert tokenizer.decode(trees.train[0].prompt) == tokenizer.decode(prompts.train[0].input_ids)
-    assert "system\nBe brief.<|im_end|>" in tokenizer.decode(trees.train[0].prompt)
+    assert tokenizer.decode(trees.training[0].prompt) == tokenizer.decode(prompts.training[0].input_ids)
+    assert "system\nBe brief.<|im_end|>" in tokenizer.decode(trees.training[0].prompt)
     own = write("b.jsonl", [{"prompt": [user("q")], "chosen": "a", "rejected": "b", "system": "Own."}])
     trees = prepare_preferences([Source(own)], tokenizer, max_length=200, chat=options)
     prompts = prepare_prompts([Source(own, type="prompts")], tokenizer, max_prompt_length=200, chat=options)
-    assert tokenizer.decode(trees.train[0].prompt) == tokenizer.decode(prompts.train[0].input_ids)
-    assert "Own." in tokenizer.decode(trees.train[0].prompt)
-    assert "Be brief." not in tokenizer.decode(trees.train[0].prompt)
+    assert tokenizer.decode(trees.training[0].prompt) == tokenizer.decode(prompts.training[0].input_ids)
+    assert "Own." in tokenizer.decode(trees.training[0].prompt)
+    assert "Be brief." not in tokenizer.decode(trees.training[0].prompt)
 
 
 # --- variables of a template
@@ -168,7 +168,7 @@ def test_variables_of_the_template(write: Write) -> None:
     made = Made(write("a.jsonl", rows), tokenizer, variables={"reasoning_effort": "high"})
     assert ["Reasoning: high" in made.texts[0], "Reasoning: low" in made.texts[1]] == [True, True]
     prompts = prepare_prompts([Source(write("b.jsonl", rows))], tokenizer, max_prompt_length=500)
-    assert ["medium" in tokenizer.decode(row.input_ids) for row in prompts.train] == [True, False]
+    assert ["medium" in tokenizer.decode(row.input_ids) for row in prompts.training] == [True, False]
 
 
 @pytest.mark.parametrize("where", ["recipe", "row"])
@@ -281,7 +281,7 @@ def test_the_first_token_is_not_doubled(write: Write, bpe: Tokenizer) -> None:
     pairs = Made(write("b.jsonl", [{"prompt": "<s>The", "completion": " fox"}]), tokenizer)
     assert (pairs.texts, pairs.trained) == (["<s>The fox<|im_end|>"], [" fox<|im_end|>"])
     prompts = prepare_prompts([Source(write("c.jsonl", [{"prompt": "<s>The"}]))], tokenizer, max_prompt_length=9)
-    assert tokenizer.decode(prompts.train[0].input_ids) == "<s>The"
+    assert tokenizer.decode(prompts.training[0].input_ids) == "<s>The"
 
 
 def test_a_token_over_the_border_is_counted(write: Write) -> None:

@@ -177,10 +177,10 @@ def test_prepare_says_what_is_packed(prepared: Callable[..., PreparedData]) -> N
     data = prepared(val_size=6)
     assert data.packs is not None
     assert data.validation_packs is not None
-    assert data.report.train_examples == len(data.train) == sum(len(data.packs[n]) for n in range(len(data.packs)))
+    assert data.report.train_examples == len(data.training) == sum(len(data.packs[n]) for n in range(len(data.packs)))
     assert len(data.validation) == sum(len(data.validation_packs[n]) for n in range(len(data.validation_packs)))
-    tokens = sum(len(example.input_ids) for example in data.train)
-    assert data.report.packs == len(data.packs) < len(data.train)
+    tokens = sum(len(example.input_ids) for example in data.training)
+    assert data.report.packs == len(data.packs) < len(data.training)
     assert data.report.pack_fill == pytest.approx(tokens / (64 * len(data.packs)), abs=1e-4)
     assert f"packed into {len(data.packs)} sequences, {data.report.pack_fill:.1%} full" in data.report.describe()
     assert data.report.to_json()["packs"] == len(data.packs)
@@ -191,7 +191,7 @@ def test_pieces_of_long_rows_are_packed_too(prepared: Callable[..., PreparedData
     assert data.packs is not None
     assert data.report.split > 0
     for number in range(len(data.packs)):
-        assert sum(len(data.train[row].input_ids) for row in data.packs[number]) <= 16
+        assert sum(len(data.training[row].input_ids) for row in data.packs[number]) <= 16
 
 
 def test_without_packing_nothing_is_packed(prepared: Callable[..., PreparedData]) -> None:

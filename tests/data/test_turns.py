@@ -113,9 +113,9 @@ def test_every_turn_is_what_inference_sees(template: str, make_tokenizer: Make, 
     source = Source(path=write("rows.jsonl", rows))
     notes: list[str] = []
     prepared = prepare([source], tokenizer, max_length=4096, chat=PER_TURN, notify=notes.append)
-    assert len(prepared.train) == 7
+    assert len(prepared.training) == 7
     turns = [(row, turn) for row in rows for turn in range(2, len(row["messages"]), 2)]
-    for example, (row, turn) in zip(prepared.train, turns, strict=True):
+    for example, (row, turn) in zip(prepared.training, turns, strict=True):
         before = tokenizer.apply_chat_template(
             row["messages"][:turn], add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -130,14 +130,14 @@ def test_every_turn_is_what_inference_sees(template: str, make_tokenizer: Make, 
     assert prepared.packs is not None
     assert len(prepared.packs) == 3
     assert prepared.packs.sizes is not None
-    assert int(prepared.packs.sizes.sum()) < int(prepared.train.lengths().sum())
+    assert int(prepared.packs.sizes.sum()) < int(prepared.training.lengths().sum())
     assert any("reasoning: per_turn: 7 turns in 3 sequences" in note for note in notes)
 
 
 def test_turns_of_a_conversation_are_held_out_together(make_tokenizer: Make, write: Write) -> None:
     source = Source(path=write("rows.jsonl", [conversation(3, f"n{number}") for number in range(12)]))
     prepared = prepare([source], make_tokenizer("qwen3"), max_length=4096, val_size=0.25, chat=PER_TURN)
-    origins = [{example.origin for example in part} for part in (prepared.train, prepared.validation)]
+    origins = [{example.origin for example in part} for part in (prepared.training, prepared.validation)]
     assert not origins[0] & origins[1]
     assert len(prepared.validation) == 3 * len(origins[1]) > 0
     assert prepared.validation_packs is not None
@@ -148,7 +148,7 @@ def test_turns_that_do_not_fit_together_are_several_sequences(make_tokenizer: Ma
     source = Source(path=write("rows.jsonl", [conversation(6)]))
     tokenizer = make_tokenizer("qwen3")
     whole = prepare([source], tokenizer, max_length=4096, chat=PER_TURN)
-    longest = int(whole.train.lengths().max())
+    longest = int(whole.training.lengths().max())
     notes: list[str] = []
     prepared = prepare([source], tokenizer, max_length=longest, chat=PER_TURN, notify=notes.append)
     assert prepared.packs is not None

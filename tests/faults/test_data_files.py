@@ -137,7 +137,7 @@ def test_a_cell_of_brackets_is_text(tmp_path: Path) -> None:
     found = prepare([Source(str(path))], train_tokenizer([LINE], vocab_size=320), max_length=4096,
                     overlength="truncate", train_on="all", val_size=0, packing=False, seed=0,
                     notify=lambda text: None)  # fmt: skip
-    assert len(found.train) == 2
+    assert len(found.training) == 2
 
 
 @pytest.mark.parametrize("extension", [".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".txt.gz"])

@@ -50,7 +50,7 @@ def use_rows(root: Path, notify: Callable[[str], None], name: str = "rows.jsonl"
     source = Source(str(root / name))
     tokenizer = train_tokenizer(TEXTS, vocab_size=300)
     prepared = prepare([source], tokenizer, max_length=200, cache=RowCache(root / "rows"), notify=notify)
-    rows = [[np.asarray(row.input_ids).tolist(), np.asarray(row.labels).tolist()] for row in prepared.train]
+    rows = [[np.asarray(row.input_ids).tolist(), np.asarray(row.labels).tolist()] for row in prepared.training]
     return [prepared.fingerprint, rows, prepared.report.to_json()]
 
 

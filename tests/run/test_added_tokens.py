@@ -85,7 +85,7 @@ def test_new_rows_are_the_mean_of_the_others_and_old_ones_stay(folder: Path, tie
     old = len(tokenizer) - 4
     assert new == [[old], [old + 1], [old + 2], [old + 3]]
     assert f"added 4 tokens to the tokenizer: {', '.join(NEW)}; it now has {len(tokenizer)}" in notes
-    example = built.prepared.train[0]
+    example = built.prepared.training[0]
     assert list(example.input_ids).count(old + 1) == 2, "<|im_start|> is one token in the rows"
     assert old in example.labels, "the end of a turn is trained"
     now = {name: weight.detach() for name, weight in built.model.named_parameters()}

@@ -67,7 +67,7 @@ def run(*arguments: str, command: str = "dpo") -> int:
 
 def test_common_turns_are_computed_once() -> None:
     built = build_run(load_recipe(write(), []))
-    trees = list(built.prepared.train)
+    trees = list(built.prepared.training)
     longest = max(trees, key=lambda tree: tree.num_common)
     assert longest.num_common > 40
     batch = built.batches.single_batch(longest)

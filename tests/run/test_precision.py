@@ -207,7 +207,7 @@ def placed(folder: Path, recipe: Mapping[str, Any], said: list[str]) -> Any:
         sources = make_sources(start.loaded)
         tokenizer = make_shared_tokenizer(start.world, start.recipe, sources, None, said.append)
         prepared = prepare_on_all_ranks(start.task, start.world, sources, tokenizer, said.append)
-        return place_weights(start, prepared, start.task.longest(prepared), said.append)
+        return place_weights(start, prepared, start.task.longest_row_tokens(prepared), said.append)
 
 
 def test_a_run_on_too_small_a_device_says_what_it_takes_and_what_it_costs(folder: Path):

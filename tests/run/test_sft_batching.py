@@ -59,9 +59,9 @@ def rows_of(run: Run, units: list[int]) -> list[Example]:
     """Return the rows of some training units, each separately."""
     prepared = run.prepared
     if prepared.pieces is not None:
-        return [prepared.pieces.cut_piece(prepared.train, unit) for unit in units]
+        return [prepared.pieces.cut_piece(prepared.training, unit) for unit in units]
     packs = prepared.packs
-    return [prepared.train[row] for unit in units for row in ([unit] if packs is None else packs[unit])]
+    return [prepared.training[row] for unit in units for row in ([unit] if packs is None else packs[unit])]
 
 
 def gradient(model: Any, batches: list[MicroBatch], num_targets: int) -> tuple[float, dict[str, Tensor]]:
@@ -153,7 +153,7 @@ def test_held_out_rows_stay_whole_and_facts_are_those_of_the_batches(folder: Pat
     assert facts.squared_lengths == squares
     assert facts.padding == round(1 - tokens / positions, 4)
     assert report.pieces == sum(facts.pieces.values()) == run.batches.num_train
-    assert tokens + report.piece_tokens_lost == run.prepared.train.lengths().sum()
+    assert tokens + report.piece_tokens_lost == run.prepared.training.lengths().sum()
     assert facts.attention_ratio > 1.5
 
 

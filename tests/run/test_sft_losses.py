@@ -46,7 +46,7 @@ def test_weights_reach_each_position_of_their_row(folder: Path, layout: dict[str
     built = build_run(load_recipe(path, []), notify=notes.append)
     assert not any("loss_weight" in note for note in notes), "the column is read"
     batches = Batches(built.prepared, built.tokenizer)
-    weights = {example.origin: example.weight for example in built.prepared.train}
+    weights = {example.origin: example.weight for example in built.prepared.training}
     assert set(weights.values()) == {0.5, 1.5, 2.5}
     seen = set()
     for unit in range(batches.num_train):

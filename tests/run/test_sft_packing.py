@@ -68,7 +68,7 @@ def test_a_step_has_the_gradient_of_its_rows_unpacked(folder: Path, overlength: 
     packs = run.prepared.packs
     assert packs is not None
     units = [int(pack) for pack in steps.sampler.order(0)[:4]]
-    examples = [run.prepared.train[row] for pack in units for row in packs[pack]]
+    examples = [run.prepared.training[row] for pack in units for row in packs[pack]]
     assert len(examples) > 4
     assert sorted(e.origin for e in examples) == sorted(origin for batch in step for origin in batch.origins)
     apart = MicroBatch(**collate(examples, pad_token_id=run.tokenizer.pad_token_id), origins=())
@@ -101,7 +101,7 @@ def test_every_epoch_visits_every_row_once(folder: Path) -> None:
     for _ in range(2):
         taken = [steps.next_step() for _ in range(run.plan.steps_per_epoch)]
         epochs.append([origin for step in taken for batch in step for origin in batch.origins])
-        assert sorted(epochs[-1]) == sorted(example.origin for example in run.prepared.train)
+        assert sorted(epochs[-1]) == sorted(example.origin for example in run.prepared.training)
     assert epochs[0] != epochs[1]
 
 

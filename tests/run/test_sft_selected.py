@@ -73,7 +73,7 @@ def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) ->
         twin.load_state_dict(model.state_dict())
         theirs, points = twin.model.layers[-1].self_attn.v_proj.weight, []
         for row in drawn:
-            batch = collate([run.prepared.train[row]], pad_token_id=0)
+            batch = collate([run.prepared.training[row]], pad_token_id=0)
             logits = twin(input_ids=batch["input_ids"]).logits[0]
             loss = torch.nn.functional.cross_entropy(logits, batch["shift_labels"][0], ignore_index=-100)
             (grad,) = torch.autograd.grad(loss, theirs)
@@ -83,7 +83,7 @@ def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) ->
         expected = choose_rows(np.array(points, dtype=np.float64), sources, 4, small_sources([40, 6]))
         batches = steps.next_step()
         origins = [origin for batch in batches for origin in batch.origins]
-        assert origins == [run.prepared.train[drawn[place]].origin for place in expected.places]
+        assert origins == [run.prepared.training[drawn[place]].origin for place in expected.places]
         record = lines(str(run.directory.selected))[-1]
         assert (record["step"], record["of"], record["kept"]) == (number + 1, 12, expected.kept)
         assert record["rows"] == origins

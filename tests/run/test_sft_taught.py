@@ -58,8 +58,8 @@ def test_the_file_has_the_likeliest_tokens_of_each_target(folder: Path, capsys: 
     assert len(found["ids"]) == found["starts"][-1] == len(found["logprobs"])
     keys = {key.numpy().tobytes(): number for number, key in enumerate(found["keys"])}
     assert len(keys) == 12
-    assert len(built.prepared.train) == 24
-    for example in built.prepared.train:
+    assert len(built.prepared.training) == 24
+    for example in built.prepared.training:
         number = keys[row_hash(example)]
         own = slice(int(found["starts"][number]), int(found["starts"][number + 1]))
         kept = torch.tensor(example.labels)[1:] != -100
@@ -84,7 +84,7 @@ def test_batches_have_what_was_said_of_their_own_targets(folder: Path, layout: d
         keys[key.numpy().tobytes()] = number
     by_origin = {
         example.origin: found["ids"][found["starts"][number] : found["starts"][number + 1]]
-        for example in built.prepared.train
+        for example in built.prepared.training
         for number in [keys[row_hash(example)]]
     }
     for unit in range(batches.num_train):

@@ -50,7 +50,7 @@ def test_a_conversation_has_the_gradient_of_its_turns_apart(folder: Path, kind: 
     units = [unit for unit in range(built.batches.num_train) if len(built.prepared.packs[unit]) == 4]
     batch = built.batches.training_batch(units[:1])
     assert isinstance(batch, PrefixBatch)
-    rows = [built.prepared.train[row] for row in built.prepared.packs[units[0]]]
+    rows = [built.prepared.training[row] for row in built.prepared.packs[units[0]]]
     assert batch.num_targets == sum(sum(label != -100 for label in row.labels[1:]) for row in rows)
     assert batch.num_tokens < 0.8 * sum(row.num_tokens for row in rows)
     alone = [MicroBatch(**collate([row], pad_token_id=0), origins=("",)) for row in rows]

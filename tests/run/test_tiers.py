@@ -118,7 +118,7 @@ def begun(recipe: dict[str, Any], folder: Path, tiers: dict[str, str] | None = N
         sources = make_sources(start.loaded)
         tokenizer = make_shared_tokenizer(start.world, start.recipe, sources, None, said.append)
         prepared = prepare_on_all_ranks(start.task, start.world, sources, tokenizer, said.append)
-        return place_weights(start, prepared, start.task.longest(prepared), said.append), said
+        return place_weights(start, prepared, start.task.longest_row_tokens(prepared), said.append), said
 
 
 def test_a_run_that_goes_on_keeps_its_place(folder: Path):

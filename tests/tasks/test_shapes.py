@@ -100,7 +100,7 @@ def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
     with open_record_table(Tree) as (writer, tables):
         for pair in pairs:
             writer.append(pair)
-    prepared: Any = SimpleNamespace(train=Stored(Tree, tables[0], np.arange(2)))
+    prepared: Any = SimpleNamespace(training=Stored(Tree, tables[0], np.arange(2)))
     for keys, count in (({}, 2), ({"loss_type": "kto"}, 2)):
         task = task_of(dpo(per_device_train_batch_size=count, **keys))
         completions = task.completions_of_rows(prepared, pairs[1].longest_row_tokens, share=True)

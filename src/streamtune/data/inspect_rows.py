@@ -117,7 +117,7 @@ class RowInspector:
         kinds: tuple[str, str] = ("chosen", "rejected"),
     ) -> None:
         self.measured, self.tokenizer, self.kinds = prepared.measured, tokenizer, kinds
-        self.records = prepared.train.all_records()
+        self.records = prepared.training.all_records()
         self.held_out = np.zeros(len(self.records), dtype=np.bool_)
         self.held_out[prepared.validation.table_indices()] = True
         self.special_ids = _special_ids(tokenizer)

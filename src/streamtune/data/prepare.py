@@ -255,7 +255,7 @@ def prepare(
         >>> from streamtune.data import DataOptions, Source
         >>> options = DataOptions(max_length=128, overlength="split", train_on="all")
         >>> prepared = prepare([Source("python-stdlib", max_rows=3)], tokenizer, options)
-        >>> max(prepared.train.lengths()).item() <= 128
+        >>> max(prepared.training.lengths()).item() <= 128
         True
     """
     policy, max_length = options.row_policy(), options.max_length
@@ -295,13 +295,13 @@ def _add_rendered_row(fit: RowFit, rendered: Rendered | list[Rendered] | None, o
 
 def _describe_turn_packs(prepared: PreparedData, max_length: int) -> str:
     """Return a note about how many tokens turns share, and how many sequences continue a long conversation."""
-    packs, rows = prepared.packs, int(prepared.train.lengths().sum())
+    packs, rows = prepared.packs, int(prepared.training.lengths().sum())
     assert packs is not None
-    origins = [prepared.train[int(packs.rows[start])].origin for start in packs.starts[:-1]]
+    origins = [prepared.training[int(packs.rows[start])].origin for start in packs.starts[:-1]]
     continued_sequences = sum(one == other for one, other in pairwise(origins))
     note = (
-        f"reasoning: per_turn: {len(prepared.train):,} turns in {len(packs):,} sequences; turns share beginnings, so "
-        f"{packs.tokens:,} tokens are computed instead of {rows:,} ({packs.tokens / max(rows, 1):.0%})"
+        f"reasoning: per_turn: {len(prepared.training):,} turns in {len(packs):,} sequences; turns share beginnings, "
+        f"so {packs.tokens:,} tokens are computed instead of {rows:,} ({packs.tokens / max(rows, 1):.0%})"
     )
     if continued_sequences:
         note += f"; {continued_sequences:,} sequences continue a conversation that exceeds max_length {max_length:,}"
@@ -317,9 +317,9 @@ def _add_packs(prepared: PreparedData, sources: Sequence[Source], max_length: in
 
     A pack has rows of only one eval set. With weights it has rows of only one source.
     """
-    lengths, mixture, report = prepared.train.lengths(), prepared.mixture, prepared.report
+    lengths, mixture, report = prepared.training.lengths(), prepared.mixture, prepared.report
     bounds = (0, len(lengths)) if mixture is None else prepared.bounds
-    packs, firsts = pack(prepared.train, bounds)
+    packs, firsts = pack(prepared.training, bounds)
     set_starts = eval_set_bounds(prepared.eval_sets, len(prepared.validation))
     held_out, _ = pack(prepared.validation, set_starts)
     if mixture is not None:

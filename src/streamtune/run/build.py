@@ -86,13 +86,13 @@ def build_run(
             tokenizer = make_shared_tokenizer(start.world, recipe, sources, start.checkpoint, notify)
         prepared = prepare_on_all_ranks(task, start.world, sources, tokenizer, notify)
         start.record_data(prepared.fingerprint)
-        longest = task.longest(prepared)
+        longest_row = task.longest_row_tokens(prepared)
         with doing("choosing the precision and the memory of the weights"):
-            start = place_weights(start, prepared, longest, notify)
+            start = place_weights(start, prepared, longest_row, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, shard_world=start.sharing)
-        notify_model_warnings(model, longest, start, notify)
+        notify_model_warnings(model, longest_row, start, notify)
         added_stop_tokens = add_stop_tokens(task, prepared, tokenizer, model)
         second_model = None
         if task.uses_reference and not task.precomputes_reference:
@@ -114,9 +114,11 @@ def build_run(
                 with doing("computing gradients to start the adapters from"):
                     start_adapters_from_rows(recipe, task, model, handle, batches, start.world)
 
-        completions = task.completions_of_rows(prepared, longest, share=share)
+        completions = task.completions_of_rows(prepared, longest_row, share=share)
         longest_step = LongestStep(
-            task.planned_length(longest), completions, 0 if second_model is None else device_model_bytes(second_model)
+            task.planned_length(longest_row),
+            completions,
+            0 if second_model is None else device_model_bytes(second_model),
         )
         planned = plan_schedule(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
         streamed = stream_and_make_backend(start, model, planned, start_adapters, notify=notify, doing=doing)

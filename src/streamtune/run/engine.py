@@ -51,7 +51,7 @@ class StreamedModel:
     """Function from a schedule that ran out of memory to the plan of a smaller one; the model must not be streamed."""
 
 
-def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: Notify) -> Start:
+def place_weights(start: Start, prepared: PreparedRows, longest_row: int, notify: Notify) -> Start:
     """Return the start with the chosen precision, and with weights or optimizer on the host if nothing fits otherwise.
 
     A resumed run keeps its precision and placement.
@@ -59,7 +59,7 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
     Args:
         start: Start of the run; its model is not loaded yet.
         prepared: Prepared rows.
-        longest: Tokens of the longest row, or of the longest prompt with its completion.
+        longest_row: Tokens of the longest row, or of the longest prompt with its completion.
         notify: Called with notes on the choices.
     """
     recipe, task, world = start.recipe, start.task, start.world
@@ -67,14 +67,14 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
 
     def completions(model: Any) -> Completions | None:
         share = task.scores_completions and shares_prompts(task, model, start.device)
-        return task.completions_of_rows(prepared, longest, share=share)
+        return task.completions_of_rows(prepared, longest_row, share=share)
 
     saved_tiers = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
 
     def choose() -> dict[str, Any]:
         chosen = with_saved_placement(recipe, saved_tiers) or place_recipe(
             recipe,
-            task.planned_length(longest),
+            task.planned_length(longest_row),
             start.device,
             completions,
             resumed=resumed,
@@ -122,14 +122,14 @@ class PlannedSchedule:
 
 
 def plan_schedule(
-    start: Start, model: Any, longest: LongestStep, *, dry_run: bool, notify: Notify, doing: Doing
+    start: Start, model: Any, longest_step: LongestStep, *, dry_run: bool, notify: Notify, doing: Doing
 ) -> PlannedSchedule:
     """Return the planned schedule of a run; without a schedule if the recipe fixes it.
 
     Args:
         start: Start of the run.
         model: Model on its device, with its adapters, not yet streamed.
-        longest: Longest micro-batch of the run.
+        longest_step: Longest micro-batch of the run.
         dry_run: True to plan a fixed schedule too, because a dry run shows its memory.
         notify: Called with messages for the user.
         doing: Context manager that shows a message while something takes long.
@@ -140,7 +140,7 @@ def plan_schedule(
     recipe, world, device = start.recipe, start.world, start.device
     # Chunk order would gather the weights of every layer once per chunk.
     fixed = {"order": "layer"} if start.shares_weights else {}
-    plan_with = partial(plan_model, recipe, model, longest, device)
+    plan_with = partial(plan_model, recipe, model, longest_step, device)
     planned = PlannedSchedule(lambda failed: plan_with(PlanInputs(failed_schedule=failed, fixed=fixed)))
     if recipe.engine.schedule != "auto" and not dry_run:
         return planned
@@ -148,7 +148,7 @@ def plan_schedule(
     def plan() -> tuple[dict[str, Any], int]:
         nonlocal planned
         cluster = cluster_of_run(recipe, model, world, device)
-        baselines = _baseline_bytes(make_workload(recipe, meta_copy(model), longest, device, cluster))
+        baselines = _baseline_bytes(make_workload(recipe, meta_copy(model), longest_step, device, cluster))
         inputs = PlanInputs(cluster, resumed_schedule=_saved_schedule(start.checkpoint), fixed=fixed)
         memory = plan_with(inputs, notify=notify)
         planned = replace(planned, memory=memory, baseline_bytes=baselines)

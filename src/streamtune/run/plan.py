@@ -324,7 +324,7 @@ def blueprint_cache(device: torch.device) -> Callable[[ModelSettings], Any]:
 def plan_model(
     recipe: TrainingSettings,
     model: Any,
-    longest: LongestStep,
+    longest_step: LongestStep,
     device: torch.device,
     inputs: PlanInputs | None = None,
     *,
@@ -335,7 +335,7 @@ def plan_model(
     Args:
         recipe: Recipe of the run.
         model: Model on its device, with its adapters, not yet streamed.
-        longest: Longest micro-batch, with whole rows even if ranks share them. Its reference model is loaded.
+        longest_step: Longest micro-batch, with whole rows even if ranks share them. Its reference model is loaded.
         device: Device of this rank.
         inputs: Ranks of the run and an earlier schedule; None for one rank and no schedule.
         notify: Called with the name of each long activity before it starts.
@@ -348,13 +348,15 @@ def plan_model(
     limits = _memory_limits(recipe.engine, PlanOptions(), None, device, inputs.cluster)
     # Loaded weights belong to the memory of the step, so their bytes are added to the free memory.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
-        limits = replace(limits, device_bytes=limits.device_bytes + device_model_bytes(model) + longest.reference_bytes)
+        limits = replace(
+            limits, device_bytes=limits.device_bytes + device_model_bytes(model) + longest_step.reference_bytes
+        )
     spec = recipe.engine
     limits = add_offloaded_weights(
         limits, model, device_given=spec.device_memory != "auto", host_given=spec.host_memory != "auto"
     )
     rates = local_rates(recipe, model, device, notify)
-    workload = make_workload(recipe, meta_model, longest, device, inputs.cluster)
+    workload = make_workload(recipe, meta_model, longest_step, device, inputs.cluster)
     fixed_fields = {**recipe.engine.written(), **inputs.fixed}
     if inputs.failed_schedule is not None:
         return _plan_smaller(workload, inputs.failed_schedule, limits, rates, fixed_fields)
@@ -384,7 +386,7 @@ def _plan_smaller(workload: Workload, failed: Schedule, limits: Limits, rates: R
         except ArgumentError:
             if fraction == MEMORY_FRACTIONS[-1]:
                 raise
-    raise AssertionError("the last one returns or raises")
+    raise AssertionError("the last fraction returns or raises")
 
 
 def announce_simulations(notify: Callable[[str], None]) -> Simulate:
@@ -404,7 +406,7 @@ def announce_simulations(notify: Callable[[str], None]) -> Simulate:
 def make_workload(
     recipe: TrainingSettings,
     model: nn.Module,
-    longest: LongestStep,
+    longest_step: LongestStep,
     device: torch.device,
     cluster: Cluster | None = None,
 ) -> Workload:
@@ -413,25 +415,25 @@ def make_workload(
     Args:
         recipe: Recipe of the step.
         model: Model on ``meta``, with its adapters.
-        longest: Longest micro-batch.
+        longest_step: Longest micro-batch.
         device: Device whose kernels are simulated.
         cluster: Ranks that share the step; None for one rank.
     """
     train_largest_block(recipe, model)
     return Workload(
         make_model=lambda: model,
-        length=longest.length,
+        length=longest_step.length,
         batch_size=recipe.per_device_train_batch_size,
         micro_batches=micro_batches_per_step(recipe, cluster or Cluster()),
         cluster=cluster or Cluster(),
         make_optimizer=partial(make_optimizer, recipe),
         autocast=bool(recipe.bf16),
         device_type=device.type,
-        completions=longest.completions,
+        completions=longest_step.completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
         teacher=_teacher_shape(recipe, device),
         teacher_top_k=task_of(recipe).teacher_top_k,
-        reference_bytes=longest.reference_bytes,
+        reference_bytes=longest_step.reference_bytes,
         step=recipe.step_kind,
         keep=recipe.cache,
     )
@@ -460,8 +462,8 @@ def recipe_workload(
     """Return the workload of a step with rows of ``length`` tokens; other arguments as in :func:`make_workload`."""
     task = task_of(recipe)
     completions = task.completions(share=shares_prompts(task, model, device))
-    longest = LongestStep(length, completions, reference_bytes(task, device))
-    return make_workload(recipe, model, longest, device, cluster)
+    longest_step = LongestStep(length, completions, reference_bytes(task, device))
+    return make_workload(recipe, model, longest_step, device, cluster)
 
 
 def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> bool:

@@ -44,7 +44,7 @@ def write_samples(
         step: Number of the step, written to each line.
         stop: Request to stop, checked before each prompt; None never stops.
     """
-    sample, world, all_ranks_generate = recipe.sample, built.world, built.shares_weights
+    sample, world, on_all_ranks = recipe.sample, built.world, built.shares_weights
     assert sample is not None
     rows = _longest_answered_rows(built.prepared.validation, sample.held_out) if sample.held_out else []
 
@@ -54,24 +54,24 @@ def write_samples(
         prompts: list[str | data.Example] = [*sample.prompts, *rows]
         for prompt in prompts:
             is_stopped = stop is not None and stop.requested
-            if world.any_rank(is_stopped) if all_ranks_generate else is_stopped:
+            if world.any_rank(is_stopped) if on_all_ranks else is_stopped:
                 return None
             if isinstance(prompt, str):
                 text = models.sample_text(
                     model,
                     tokenizer,
                     prompt,
-                    models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, in_step=all_ranks_generate),
+                    models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, in_step=on_all_ranks),
                     chat=chat_options(recipe),
                 )
                 written.append({"prompt": prompt, "completion": text})
             else:
-                written.append(_answer_row(model, tokenizer, prompt, in_step=all_ranks_generate))
+                written.append(_answer_row(model, tokenizer, prompt, in_step=on_all_ranks))
         return written
 
     routers: AbstractContextManager[Any] = built.handle.routers.silenced() if built.handle.layers else nullcontext()
     with train.preserve_rng(), train.evaluating(built.model), routers:
-        samples = world.run_on_all_ranks(write) if all_ranks_generate else world.run_on_rank_0(write)
+        samples = world.run_on_all_ranks(write) if on_all_ranks else world.run_on_rank_0(write)
     if samples is None:
         return None
     return [{"step": step, **redact_values(each)} for each in samples]

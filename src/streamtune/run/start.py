@@ -431,12 +431,12 @@ def _make_identity(setup: RunSetup, resumed_identity: Mapping[str, Any] | None, 
     }
 
 
-def notify_model_warnings(model: Any, longest: int, start: Start, notify: Notify) -> None:
+def notify_model_warnings(model: Any, longest_row: int, start: Start, notify: Notify) -> None:
     """Notify the user of warnings about a loaded model, and record the fingerprints of its files.
 
     Args:
         model: Loaded model.
-        longest: Tokens of the longest row.
+        longest_row: Tokens of the longest row.
         start: Start of the run.
         notify: Called with the warnings.
 
@@ -444,7 +444,11 @@ def notify_model_warnings(model: Any, longest: int, start: Start, notify: Notify
         ArgumentError: The model's table of positions is shorter than the rows, or a file changed while it was read.
         RecipeError: The model's files differ from the resumed run.
     """
-    notes = [models.check_positions(model, longest), models.left_whole(model), rounding_warning(start.recipe, model)]
+    notes = [
+        models.check_positions(model, longest_row),
+        models.left_whole(model),
+        rounding_warning(start.recipe, model),
+    ]
     if start.checkpoint is None:
         notes.append(models.left_out(model))
     for note in notes:

@@ -101,18 +101,18 @@ class Dpo(ScoringTask[DpoRecipe]):
         branches = (length - prompt + 1,) * (1 if self.recipe.unpaired else 2)
         return self._make_scored(share, ((prompt - 1, branches),) * batch_size)
 
-    def completions_of_rows(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
+    def completions_of_rows(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions:
         """Return the function of :meth:`Task.completions` for micro-batches of copies of the run's longest tree.
 
-        Without sharing, each completion fills a row of ``longest`` tokens.
+        Without sharing, each completion fills a row of ``longest_row`` tokens.
         """
-        tree = prepared.train[int(prepared.train.lengths().argmax())]  # type: ignore[attr-defined]
+        tree = prepared.training[int(prepared.training.lengths().argmax())]  # type: ignore[attr-defined]
         common = tree.num_common if share else 0
         trunk = len(tree.prompt) - 1 + common
-        branches = tuple(len(ids) + 1 - common if share else longest - trunk for ids in tree.completions)
+        branches = tuple(len(ids) + 1 - common if share else longest_row - trunk for ids in tree.completions)
         count = self.recipe.per_device_train_batch_size
         scored = partial(self._make_scored, share)
-        return scaled_completions(scored, ((trunk, branches),) * count, longest, (common,) * count)
+        return scaled_completions(scored, ((trunk, branches),) * count, longest_row, (common,) * count)
 
     def _make_scored(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
         """Return the shape of a micro-batch, with its number of forwards without a backward."""
@@ -131,11 +131,11 @@ class Dpo(ScoringTask[DpoRecipe]):
         Raises:
             DataError: The loss needs completions of other prompts, and all rows have the same prompt.
         """
-        if self.has_baseline and all(tree.prompt == prepared.train[0].prompt for tree in prepared.train):
+        if self.has_baseline and all(tree.prompt == prepared.training[0].prompt for tree in prepared.training):
             raise DataError(
                 f"all rows to train on have the same prompt, but {self.recipe.loss_type} estimates the KL with the "
                 "reference on completions of other prompts",
-                where=prepared.train[0].origin,
+                where=prepared.training[0].origin,
                 fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which needs no estimate",
             )
         return PreferenceBatches(
@@ -179,19 +179,22 @@ class Dpo(ScoringTask[DpoRecipe]):
 
 
 def scaled_completions(
-    make_scored: Callable[[Trees, tuple[int, ...]], Scored], trees: Trees, longest: int, common: tuple[int, ...] = ()
+    make_scored: Callable[[Trees, tuple[int, ...]], Scored],
+    trees: Trees,
+    longest_row: int,
+    common: tuple[int, ...] = (),
 ) -> Completions:
     """Return a function from length to the shape of a micro-batch: ``trees``, scaled by ``length / longest``.
 
     Args:
         make_scored: Makes a shape from trees and from the number of scored tokens of each trunk.
-        trees: Lengths of trunks and branches at the length ``longest``.
-        longest: Number of tokens of the longest prompt plus completion. Shapes are not scaled above it.
-        common: Number of scored tokens of each trunk at ``longest``, see :class:`Scored`.
+        trees: Lengths of trunks and branches at the length ``longest_row``.
+        longest_row: Number of tokens of the longest prompt plus completion. Shapes are not scaled above it.
+        common: Number of scored tokens of each trunk at ``longest_row``, see :class:`Scored`.
     """
 
     def shape_at(length: int, batch_size: int) -> Scored:
-        fraction = min(1.0, length / longest)
+        fraction = min(1.0, length / longest_row)
         return make_scored(
             tuple(
                 (int(fraction * trunk), tuple(max(2, int(fraction * size)) for size in sizes)) for trunk, sizes in trees

@@ -83,16 +83,16 @@ def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bo
     )
 
 
-def mismatched_tree(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
+def mismatched_tree(tree: data.Tree, donors: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
     """Return a tree that has the prompt of ``tree`` and the completions of another tree.
 
     Args:
         tree: Tree whose prompt is taken.
-        others: Trees whose completions may be taken. At least one has another prompt.
-        start: Index in ``others`` at which the search for another prompt begins.
+        donors: Trees whose completions may be taken. At least one has another prompt.
+        start: Index in ``donors`` at which the search for another prompt begins.
         max_length: Most tokens of the prompt plus a completion; longer completions are cut.
     """
-    candidates = (others[(start + distance) % len(others)] for distance in range(len(others)))
+    candidates = (donors[(start + distance) % len(donors)] for distance in range(len(donors)))
     donor = next(candidate for candidate in candidates if candidate.prompt != tree.prompt)
     max_tokens = max(max_length - len(tree.prompt), 1)
     masks = donor.masks and [mask[:max_tokens] for mask in donor.masks]
@@ -144,32 +144,32 @@ class PreferenceBatches:
 
     @cached_property
     def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return data.measure_trees(self.prepared.train, share=self.share)
+        return data.measure_trees(self.prepared.training, share=self.share)
 
     def units_per_sequence(self, unit: int) -> int:
         return 1
 
     @property
     def num_train(self) -> int:
-        return len(self.prepared.train)
+        return len(self.prepared.training)
 
     @property
     def mixture(self) -> data.Mixture | None:
         return self.prepared.mixture
 
     def training_batch(self, units: Sequence[int]) -> PreferenceBatch:
-        return self._collate(self.prepared.train, units, 0)
+        return self._collate(self.prepared.training, units, 0)
 
-    def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
-        """Iterate over batches of the held-out trees in their order; ``part`` limits them to one set."""
-        first, stop = (0, len(self.prepared.validation)) if part is None else (part.start, part.stop)
+    def held_out(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
+        """Iterate over batches of the held-out trees in their order; ``eval_set`` limits them to one set."""
+        first, stop = (0, len(self.prepared.validation)) if eval_set is None else (eval_set.start, eval_set.stop)
         for start in range(first, stop, batch_size):
             units = range(start, min(start + batch_size, stop))
             yield self._collate(self.prepared.validation, units, self.num_train)
 
     def reference_trees(self) -> Iterator[data.Tree]:
         """Iterate over all trees that a reference scores: training trees, held-out trees, then mismatched trees."""
-        splits = (self.prepared.train, self.prepared.validation)
+        splits = (self.prepared.training, self.prepared.validation)
         for split in splits:
             yield from split
         if self.has_baseline:
@@ -200,7 +200,7 @@ class PreferenceBatches:
         return replace(batch, reference_K=reference_K)
 
     def _mismatched_tree(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
-        return mismatched_tree(split[unit], self.prepared.train, unit + 1, self.recipe.max_length)
+        return mismatched_tree(split[unit], self.prepared.training, unit + 1, self.recipe.max_length)
 
     def _reference_logps(self, units: Sequence[int], first_index: int) -> Tensor | None:
         return (

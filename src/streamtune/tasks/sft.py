@@ -128,7 +128,7 @@ class Sft(Task[Recipe]):
         recipe = self.recipe
         min_length = (recipe.buckets or BucketSpec()).min_length
         pieces = data.cut_rows(
-            prepared.train, max_length=recipe.max_length, min_length=min_length, packing=recipe.packing
+            prepared.training, max_length=recipe.max_length, min_length=min_length, packing=recipe.packing
         )
         if not len(pieces):
             raise DataError(
@@ -163,7 +163,7 @@ class Sft(Task[Recipe]):
             packed=batches.packed,
             per_sequence=None if pieces is None else pieces.pieces_per_sequence(),
         )
-        lengths = prepared.train.lengths()
+        lengths = prepared.training.lengths()
         packs = None if self.per_turn else prepared.packs  # turns that share a beginning have a fixed layout
         if packs is None and try_packing and not self.per_turn:
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
@@ -187,9 +187,9 @@ class Sft(Task[Recipe]):
             pieces={} if pieces is None else pieces.counts_by_bucket(),
         )
 
-    def planned_length(self, longest: int) -> int:
-        """Return ``max_length`` if sequences hold several rows, else ``longest``."""
-        return self.recipe.max_length if self.recipe.packing or self.per_turn else longest
+    def planned_length(self, longest_row: int) -> int:
+        """Return ``max_length`` if sequences hold several rows, else ``longest_row``."""
+        return self.recipe.max_length if self.recipe.packing or self.per_turn else longest_row
 
     @property
     def per_turn(self) -> bool:
@@ -227,7 +227,7 @@ class Sft(Task[Recipe]):
         if teacher_path is None:
             return Batches(prepared_rows, tokenizer)
         teacher = TeacherFile.open(Path(teacher_path), self.recipe.kd_temperature)
-        teacher.check(prepared_rows.train, tokenizer)
+        teacher.check(prepared_rows.training, tokenizer)
         return Batches(prepared_rows, tokenizer, teacher)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
@@ -274,14 +274,14 @@ class Sft(Task[Recipe]):
             ),
             source_bounds=prepared.bounds,
             source_sizes=np.diff(prepared.bounds).tolist() if mixture is None else mixture.visits,
-            origin_of_row=lambda row: prepared.train[row].origin,
+            origin_of_row=lambda row: prepared.training[row].origin,
             record_path=built.directory.selected,
             steps_taken=built.first_step,
         )
 
     def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the tokens that end trained turns or texts; of streamed rows, only the first are read."""
-        rows = prepared.first(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.train
+        rows = prepared.first(END_TOKEN_ROWS) if isinstance(prepared, StreamedRows) else prepared.training
         return data.trained_end_tokens(rows, tokenizer, chat_options(self.recipe))
 
     def make_training(self, built: BuiltRun) -> Training:
@@ -402,7 +402,7 @@ class Batches:
     def num_train(self) -> int:
         """Number of units to train on: rows, packs of rows, or pieces of rows."""
         prepared = self.prepared
-        return len(prepared.pieces or prepared.packs or prepared.train)
+        return len(prepared.pieces or prepared.packs or prepared.training)
 
     @property
     def mixture(self) -> data.Mixture | None:
@@ -411,13 +411,13 @@ class Batches:
     def training_batch(self, units: Sequence[int]) -> train.MicroBatch:
         prepared = self.prepared
         if prepared.pieces is None:
-            sequences = [self._unit_examples(prepared.train, prepared.packs, unit) for unit in units]
+            sequences = [self._unit_examples(prepared.training, prepared.packs, unit) for unit in units]
             batch = self.collate(sequences, packed=self.packed)
             if self.teacher is None:
                 return batch
             rows = [example for sequence in sequences for example in sequence]
             return replace(batch, top_k=self.teacher.top_k(rows, batch.shift_labels))
-        pieces = [prepared.pieces.cut_piece(prepared.train, unit) for unit in units]
+        pieces = [prepared.pieces.cut_piece(prepared.training, unit) for unit in units]
         per_sequence = self.units_per_sequence(units[0])
         sequences = [pieces[start : start + per_sequence] for start in range(0, len(pieces), per_sequence)]
         return self.collate(sequences, packed=self.packed)
@@ -431,7 +431,7 @@ class Batches:
     @cached_property
     def _sums(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         prepared = self.prepared
-        lengths = prepared.train.lengths() if prepared.pieces is None else prepared.pieces.lengths()
+        lengths = prepared.training.lengths() if prepared.pieces is None else prepared.pieces.lengths()
         if prepared.packs is None:
             return lengths, lengths**2
         packs, in_order = prepared.packs, lengths[prepared.packs.rows]
@@ -447,10 +447,10 @@ class Batches:
     def _per_sequence(self) -> npt.NDArray[np.int64] | None:
         return None if self.prepared.pieces is None else self.prepared.pieces.pieces_per_sequence()
 
-    def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Iterate over batches of the held-out sequences in their order; ``part`` limits them to one set."""
+    def held_out(self, batch_size: int, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
+        """Iterate over batches of the held-out sequences in their order; ``eval_set`` limits them to one set."""
         examples, packs = self.prepared.validation, self.prepared.validation_packs
-        rows = range(len(examples)) if part is None else range(part.start, part.stop)
+        rows = range(len(examples)) if eval_set is None else range(eval_set.start, eval_set.stop)
         units = rows if packs is None else packs.packs_of_rows(rows.start, rows.stop)
         for start in range(0, len(units), batch_size):
             chosen = units[start : start + batch_size]

@@ -68,7 +68,7 @@ class StreamedRows:
         return () if self.held_out is None else self.held_out.bad_rows
 
     @property
-    def train(self) -> Sequence[data.Example]:
+    def training(self) -> Sequence[data.Example]:
         """Empty: streamed rows are not known in advance."""
         return ()
 

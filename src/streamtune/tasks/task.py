@@ -1,10 +1,10 @@
 """Base classes of the tasks: what an objective adds to a run, a plan, a probe and a verification.
 
     for_run, check_ranks          checks of its settings, before anything is loaded
-    prepare, longest             its rows as token ids, and the length of the longest row
+    prepare, longest_row_tokens  its rows as token ids, and the length of the longest row
     completions, reference ...   the shape of its micro-batches, and the model that it compares with
     batches, count_steps         its micro-batches, and the number of optimizer steps
-    objective, training          its loss, and all that it passes to the training loop
+    objective, make_training     its loss, and all that it passes to the training loop
 
 :data:`streamtune.tasks.TASKS` has one class for each ``objective`` of a recipe.
 """
@@ -81,7 +81,7 @@ class PreparedRows(Protocol):
         ...
 
     @property
-    def train(self) -> Sequence[Any]:
+    def training(self) -> Sequence[Any]:
         """The rows to train on."""
         ...
 
@@ -255,7 +255,7 @@ class Task(ABC, Generic[R_co]):
         """Return the prepared rows of a run. With ``streaming: true`` rows are read later, during training."""
         return self.prepare(sources, tokenizer, notify)
 
-    def longest(self, prepared: PreparedRows) -> int:
+    def longest_row_tokens(self, prepared: PreparedRows) -> int:
         """Return how many tokens the longest row has, or the longest prompt with its completion."""
         return min(prepared.report.length_percentiles["max"], self.recipe.max_length)
 
@@ -383,13 +383,13 @@ class Task(ABC, Generic[R_co]):
         """
         return None
 
-    def completions_of_rows(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions | None:
+    def completions_of_rows(self, prepared: PreparedRows, longest_row: int, *, share: bool) -> Completions | None:
         """Return the function of :meth:`completions`, with shapes that are measured on the run's own rows."""
         return self.completions(share=share)
 
-    def planned_length(self, longest: int) -> int:
-        """Return how many tokens the longest sequence of a micro-batch has, for rows of at most ``longest`` tokens."""
-        return longest
+    def planned_length(self, longest_row: int) -> int:
+        """Return how many tokens the longest sequence of a micro-batch has; ``longest_row`` is the longest row's."""
+        return longest_row
 
     def check_model(self, handle: StreamHandle) -> None:
         """Raise ``UnsupportedModelError`` if the model lacks what the objective needs besides exact streaming."""
@@ -444,7 +444,7 @@ class Task(ABC, Generic[R_co]):
 
     def trained_end_tokens(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the tokens that end trained turns or texts: generation must stop at them."""
-        return data.trained_end_tokens(prepared.train, tokenizer, chat_options(self.recipe))
+        return data.trained_end_tokens(prepared.training, tokenizer, chat_options(self.recipe))
 
     def make_training(self, built: BuiltRun) -> Training:
         """Return all that the objective passes to the training loop."""

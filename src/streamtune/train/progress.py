@@ -141,9 +141,11 @@ class Progress:
         else:
             self._print_pairs(step=f"{step}/{self.total_steps}", note=text)
 
-    def _print_event(self, step: int, what: Text) -> None:
-        what = Text(plain(what.plain)) if plain(what.plain) != what.plain else what
-        self.console.print(Text.assemble((f"step {step:>{len(str(self.total_steps))}}  ", "dim"), what), soft_wrap=True)
+    def _print_event(self, step: int, event: Text) -> None:
+        event = Text(plain(event.plain)) if plain(event.plain) != event.plain else event
+        self.console.print(
+            Text.assemble((f"step {step:>{len(str(self.total_steps))}}  ", "dim"), event), soft_wrap=True
+        )
 
     def _print_pairs(self, **pairs: str) -> None:
         line = " ".join(f"{key}={value}" for key, value in pairs.items())

@@ -67,7 +67,7 @@ def test_eval_equals_transformers(
 
     model = AutoModelForCausalLM.from_pretrained("runs/tiny/final").eval()
     tokenizer = load_tokenizer("runs/tiny/final")
-    rows = prepare([Source("rows.jsonl")], tokenizer, DataOptions(max_length=512)).train
+    rows = prepare([Source("rows.jsonl")], tokenizer, DataOptions(max_length=512)).training
     total, tokens = 0.0, 0
     for row in rows:
         ids = torch.tensor([[int(token) for token in row.input_ids]])

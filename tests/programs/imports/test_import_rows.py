@@ -444,7 +444,7 @@ def made_here(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     loaded = load_recipe(folder / "ours.yaml")
     if loaded.recipe.chat_template:
         set_chat_template(tokenizer, loaded.recipe.chat_template)
-    rows = task_of(loaded.recipe).prepare(make_sources(loaded), tokenizer, lambda message: None).train
+    rows = task_of(loaded.recipe).prepare(make_sources(loaded), tokenizer, lambda message: None).training
     return [
         [(int(token), label != IGNORE_INDEX) for token, label in zip(row.input_ids, row.labels, strict=True)]
         for row in rows

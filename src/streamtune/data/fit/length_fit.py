@@ -47,7 +47,7 @@ Notify = Callable[[str], None]
 class Measured:
     """Sizes of the rendered rows before any cut, and sizes of the records; both in the order of reading.
 
-    A record's index is its row in the table of ``Prepared.train`` and ``Prepared.validation``.
+    A record's index is its row in the table of ``Prepared.training`` and ``Prepared.validation``.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -69,7 +69,7 @@ class Measured:
 class Prepared(Generic[RecordT, ReportT]):
     """Rows as token ids, split into a training part and a held-out part. All rows of a group are in the same part."""
 
-    train: Stored[RecordT]
+    training: Stored[RecordT]
     """records to train on"""
     validation: Stored[RecordT]
     """held-out records"""
@@ -80,15 +80,15 @@ class Prepared(Generic[RecordT, ReportT]):
     measured: Measured
     """sizes of rows and records"""
     packs: Packs | None = None
-    """packed sequences of ``train``; None without packing"""
+    """packed sequences of ``training``; None without packing"""
     validation_packs: Packs | None = None
     """packed sequences of ``validation``; None without packing"""
     pieces: Pieces | None = None
-    """pieces that examples of ``train`` are cut into; None without buckets"""
+    """pieces that examples of ``training`` are cut into; None without buckets"""
     bad_rows: Sequence[Mapping[str, str]] = ()
     """skipped bad rows, each with its error"""
     bounds: tuple[int, ...] = ()
-    """[sources + 1] index in ``train`` of each training source's first row, then the number of all rows"""
+    """[sources + 1] index in ``training`` of each training source's first row, then the number of all rows"""
     mixture: Mixture | None = None
     """number of rows or packs of each source that an epoch visits; None without weights"""
     eval_sets: tuple[EvalSet, ...] = ()
@@ -228,7 +228,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
                 notify(f"{num_in_both:,} of {rows_of_set} are also in the training data")
         report = self.make_report(len(trained_records), is_held_out, duplicates, int(in_both[~is_held_out].sum()))
         return Prepared(
-            train=train,
+            training=train,
             validation=Stored(self.record, table, held_out),
             report=replace(report, sources=add_epoch_counts(report.sources, bounds, lengths, mixture)),
             fingerprint=fingerprint_hash.hexdigest(),

@@ -102,7 +102,7 @@ def evaluate_model(
             tokenizer = load_evaluated_tokenizer(trained, recipe)
         prepared = task.prepare(sources, tokenizer, notify)
         chosen = _choose_splits(prepared, options)
-        longest = task.longest(prepared)
+        longest = task.longest_row_tokens(prepared)
         lengths = _needle_lengths(options, recipe)
         with doing("loading the model"):
             found = load_evaluated(trained, recipe, tokenizer, device, notify=notify)
@@ -250,7 +250,7 @@ def _adapt_to_single_process(recipe: Recipe, notify: Callable[[str], None]) -> R
 def _choose_splits(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
     """Return the rows of each requested split, with the set name of each row if the recipe names sets."""
     split = options.split
-    found = {"held-out": prepared.validation, "train": prepared.train}
+    found = {"held-out": prepared.validation, "train": prepared.training}
     chosen: dict[str, tuple[Sequence[Any], Sequence[str] | None]] = {
         name: (rows[: options.max_rows], None) for name, rows in found.items() if split in (name, "all") and len(rows)
     }

@@ -64,7 +64,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
         prepared = task.prepare(sources, tokenizer, notify)
-        rows, numbers = prepared.train, list(distinct_row_indices(prepared.train))
+        rows, numbers = prepared.training, list(distinct_row_indices(prepared.training))
         with doing("loading the teacher"):
             teacher = load_reference(task, None, tokenizer, device)
         assert teacher is not None, "it has a name"
@@ -77,7 +77,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
             )
         with doing("planning"):
             alone = recipe.model_copy(update={"teacher": None})
-            schedule = plan_evaluation(alone, teacher, task.longest(prepared), device)
+            schedule = plan_evaluation(alone, teacher, task.longest_row_tokens(prepared), device)
         handle = stack.enter_context(stream_model(recipe, teacher, schedule))
         teacher.requires_grad_(False)
         with doing("checking that this model streams exactly"):

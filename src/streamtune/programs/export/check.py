@@ -390,7 +390,7 @@ def _run_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
                for source in make_sources(trained.loaded, include_eval_sets=False)]  # fmt: skip
     fix_date(trained.identity.get("date"))
     task = task_of(trained.loaded.recipe)
-    rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).train
+    rows: Sequence[Any] = task.prepare(sources, tokenizer, lambda text: None, val_size=0.0).training
     return [(ids, row.origin) for row in rows[: 4 * MAX_ROWS] if len(ids := _row_ids(row)) >= 2]
 
 

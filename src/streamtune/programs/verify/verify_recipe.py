@@ -307,9 +307,9 @@ def _read_first_rows(
         replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS), shuffle=False) for source in sources
     ]
     try:
-        return task.prepare(few[:1], tokenizer, notify, val_size=0.0).train
+        return task.prepare(few[:1], tokenizer, notify, val_size=0.0).training
     except DataError:
-        return task.prepare(sources, tokenizer, notify, val_size=0.0).train
+        return task.prepare(sources, tokenizer, notify, val_size=0.0).training
 
 
 def _collate_windows(

@@ -337,9 +337,9 @@ def _compute_over_ranks(world: train.World, count: int, work: Callable[[list[int
     A rank with one number less computes number 0 again: if ranks share the weights, all of them must take part.
     """
     size = world.data_size
-    own_numbers = list(range(world.data_rank, count, size))
-    own_numbers += [0] * (-(-count // size) - len(own_numbers))
-    results = world.gather_data_ranks(world.run_on_all_ranks(lambda: work(own_numbers)))
+    numbers = list(range(world.data_rank, count, size))
+    numbers += [0] * (-(-count // size) - len(numbers))
+    results = world.gather_data_ranks(world.run_on_all_ranks(lambda: work(numbers)))
     return [results[number % size][number // size] for number in range(count)]
 
 
@@ -355,12 +355,12 @@ class DistributedWriter:
         if self.world.size == 1:
             return self.writer.write(prompts, count, sampling)
 
-        def complete(mine: list[int]) -> list[list[tuple[list[int], bool]] | None]:
+        def complete(numbers: list[int]) -> list[list[tuple[list[int], bool]] | None]:
             try:
-                counts = count if isinstance(count, int) else [count[i] for i in mine]
-                written = self.writer.write([prompts[i] for i in mine], counts, sampling)
+                counts = count if isinstance(count, int) else [count[i] for i in numbers]
+                written = self.writer.write([prompts[i] for i in numbers], counts, sampling)
             except rollout.WritingStopped:  # not a failure: every rank raises it below
-                return [None] * len(mine)
+                return [None] * len(numbers)
             return [[(each.token_ids, each.truncated) for each in completions] for completions in written]
 
         found = _compute_over_ranks(self.world, len(prompts), complete)
@@ -384,8 +384,8 @@ class DistributedRewards:
         if self.world.size == 1:
             return self.score(prompts, completions)
 
-        def score(mine: list[int]) -> list[tuple[float | None, dict[str, float | None]]]:
-            scores = self.score([prompts[i] for i in mine], [completions[i] for i in mine])
+        def score(numbers: list[int]) -> list[tuple[float | None, dict[str, float | None]]]:
+            scores = self.score([prompts[i] for i in numbers], [completions[i] for i in numbers])
             return [
                 (total, {name: values[place] for name, values in scores.by_function.items()})
                 for place, total in enumerate(scores.total)

@@ -127,7 +127,7 @@ class RolloutTools:
             self.show_activity(f"{'reference' if name == 'ref' else 'needs_old'} log-probs")
             for part in self.groups_by_step(groups):
                 logprobs = partial(DistributedLogprobs(self.world), partial(self._logprobs, model))
-                store_logprobs(name, logprobs, part, self.prompts.train, self.layout)
+                store_logprobs(name, logprobs, part, self.prompts.training, self.layout)
 
     def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
         with autocast(self.device, bool(self.recipe.bf16)):
@@ -308,7 +308,9 @@ class Allocation(RolloutRule):
     def _observe(self, groups: Sequence[Group]) -> None:
         """Measure the gradient norm of one passing completion of each prompt that has one."""
         tools, norm = self.tools, self.tools.gradient
-        batches = [passing_completion(g, tools.recipe.pass_reward, tools.prompts.train, tools.layout) for g in groups]
+        batches = [
+            passing_completion(g, tools.recipe.pass_reward, tools.prompts.training, tools.layout) for g in groups
+        ]
         passed = [(group, batch) for group, batch in zip(groups, batches, strict=True) if batch is not None]
         if not passed:
             return

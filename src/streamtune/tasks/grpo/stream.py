@@ -69,7 +69,7 @@ class GrpoSteps:
         self.loss = completion_loss(self.recipe)
         self.rules = [rule(tools) for rule in rules_for(self.recipe)]
         self.picker = rollout.PromptPicker(
-            len(self.prompts.train),
+            len(self.prompts.training),
             choice=self.recipe.prompts,
             seed=self.recipe.seed,
             counts=any(rule.reads_pass_rates for rule in self.rules),
@@ -106,7 +106,7 @@ class GrpoSteps:
             part, first = self.current.next_part % parts, self.current.next_part == 0
             self.current.next_part += 1
             batches = make_micro_batches(
-                self.tools.groups_of_step(self.current.groups, part), self.prompts.train, self.tools.layout
+                self.tools.groups_of_step(self.current.groups, part), self.prompts.training, self.tools.layout
             )
             if batches:  # else no completion of this part has a gradient
                 self.steps_taken += 1
@@ -115,16 +115,16 @@ class GrpoSteps:
                     batches[0] = replace(batches[0], metrics=more)
                 return batches
 
-    def held_out(self, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
+    def held_out(self, eval_set: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
         """Iterate over batches with the metrics of greedy completions of held-out prompts.
 
         With a teacher the batches also have the completions, whose divergence from the teacher is the held-out loss.
 
         Args:
-            part: Set of held-out prompts; None takes all of them.
+            eval_set: Set of held-out prompts; None takes all of them.
         """
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
-        first, stop = (0, len(prompts)) if part is None else (part.start, part.stop)
+        first, stop = (0, len(prompts)) if eval_set is None else (eval_set.start, eval_set.stop)
         for start in range(first, stop, size):
             asked_prompts = [prompts[index] for index in range(start, min(start + size, stop))]
             written = self.tools.write_greedy(asked_prompts)
@@ -179,7 +179,7 @@ class GrpoSteps:
 
     def _write_and_score(self) -> list[Group]:
         tools, numbers = self.tools, self.picker.next_prompts(self.recipe.prompts_per_generation)
-        prompts = [self.prompts.train[number] for number in numbers]
+        prompts = [self.prompts.training[number] for number in numbers]
         counts = self._completion_counts(numbers)
         tools.show_activity(f"writing {sum(counts)} completions")
         written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling)

@@ -72,7 +72,7 @@ class GrpoData(data.PreparedPrompts):
 
     @property
     def num_train(self) -> int:
-        return len(self.train)
+        return len(self.training)
 
 
 class Grpo(ScoringTask[GrpoRecipe]):
@@ -121,8 +121,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
         supervised = None
         if self.functions is not None:
-            RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
-            supervised = SupervisedSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
+            RewardScorer(self.functions, tokenizer).check(prompts.training[:16])
+            supervised = SupervisedSteps(recipe, prompts.training, tokenizer) if recipe.sft_steps else None
         return GrpoData(**vars(prompts), supervised=supervised)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
@@ -132,7 +132,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def row_limit(self) -> tuple[str, int]:
         return "max_prompt_length", self.recipe.max_prompt_length
 
-    def longest(self, prepared: PreparedRows) -> int:
+    def longest_row_tokens(self, prepared: PreparedRows) -> int:
         prompt = min(prepared.report.length_percentiles["max"], self.recipe.max_prompt_length)
         return int(prompt) + self.recipe.max_completion_length
 
